@@ -31,20 +31,20 @@ class SteadyClock:
         return self._offset + boot_ms()
 
 
-class Estimate:
+class StoreClockEstimate:
     """The store's time: by its own clock where that can be read here, else as last heard, plus what has passed since.
 
     A wrong estimate costs a second look, nothing else: a change carries the instants it relies on, and a refusal is
     final only when it was decided with a time that the store gave.
     """
 
-    def __init__(self, clock: Clock | None = None, *, passing: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock | None = None, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._passing = passing
+        self._passing = monotonic_s
         self._heard = 0
         self._at = 0.0
 
-    def hear(self, now: int) -> None:
+    def update(self, now: int) -> None:
         """The store said what time it is."""
         self._heard = now
         self._at = self._passing()
@@ -67,7 +67,7 @@ class ManualClock:
     def __call__(self) -> int:
         return self.now
 
-    def pass_ms(self, length: int) -> int:
+    def advance_ms(self, length: int) -> int:
         """Let time pass."""
         self.now += length
         return self.now

@@ -43,7 +43,7 @@ async def connect(
     `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
     """
     settings = settings or Settings()
-    if is_server(url):
+    if is_server_url(url):
         return await _remote(url, token, settings, minter)
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
@@ -61,30 +61,30 @@ async def backup(url: str, target: str | os.PathLike[str]) -> int:
 
     Other stores have means of their own, which the refusal names.
     """
-    if is_server(url):
+    if is_server_url(url):
         raise errors.InvalidInput("url: a server keeps its own store: back that up where it runs")
     scheme, rest = _split(url)
     match scheme:
         case "sqlite":
-            from flowfabric.stores.sqlite.backup import copy
+            from flowfabric.stores.sqlite.backup import create_backup
 
-            return await asyncio.to_thread(copy, Path(_sqlite(rest)[0]), Path(target))
+            return await asyncio.to_thread(create_backup, Path(_sqlite(rest)[0]), Path(target))
         case "postgresql" | "postgres":
             raise errors.InvalidInput("url: back Postgres up with pg_dump, or with pg_basebackup and its log")
         case _:
             raise errors.InvalidInput("url: only a sqlite:///path can be copied")
 
 
-def is_server(url: str) -> bool:
+def is_server_url(url: str) -> bool:
     """Whether a URL names a server instead of a store."""
     return str(url).startswith(("http://", "https://"))
 
 
-def public_address(url: str, named: str | None = None) -> str:
+def public_base_url(url: str, named: str | None = None) -> str:
     """Where links lead: as named, else FF_PUBLIC_URL, else to the server at this URL, else to one on this machine."""
     if chosen := named or os.environ.get("FF_PUBLIC_URL"):
         return chosen.rstrip("/")
-    if not is_server(url):
+    if not is_server_url(url):
         return "http://127.0.0.1:9090"
     parts = urlsplit(url)  # links are for everybody: a password in the address is not
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
@@ -135,7 +135,7 @@ def open_store(
                 raise errors.InvalidInput(
                     "url: Postgres needs its driver: pip install 'flowfabric[postgres]'"
                 ) from missing
-            dsn, cache = postgres_options(url)
+            dsn, cache = parse_postgres_url(url)
             ways: dict[str, Any] = {"statement_cache": cache, "deadlines": postgres_deadlines(url, deadlines)}
             if pool_size is not None:
                 ways["pool_size"] = pool_size
@@ -155,7 +155,7 @@ def _split(url: str) -> tuple[str, str]:
     return (scheme, rest) if found else ("", url)
 
 
-def postgres_options(url: str) -> tuple[str, bool | None]:
+def parse_postgres_url(url: str) -> tuple[str, bool | None]:
     """The address as the driver knows it, and what it says about `statement_cache`, which is an option of ours."""
     address, _, query = url.partition("?")
     options = query.split("&") if query else []

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEAF_AFTER_S = 5.0  # how long tasks that were cancelled have to come to their end
-YOUNG = 20_000  # objects that are made before the collector looks at them
+CANCEL_GRACE_S = 5.0  # how long tasks that were cancelled have to come to their end
+GC_THRESHOLD = 20_000  # objects that are made before the collector looks at them
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -42,7 +42,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return value
 
 
-async def hop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+async def run_on_loop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on another loop, which runs in another thread, and return what it returns there.
 
     Cancelling the caller cancels it there. A loop that ends meanwhile leaves the outcome unknown.
@@ -65,7 +65,7 @@ async def hop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
         raise StoreUnavailable("the event loop that had the connections has ended", in_doubt=True) from None
 
 
-def live(loop: asyncio.AbstractEventLoop) -> None:
+def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
     """Run a loop until it is stopped; whatever still runs then is cancelled, so that nobody waits for it for ever."""
     import asyncio
 
@@ -77,19 +77,19 @@ def live(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class Exhausted(Exception):
+class IteratorExhausted(Exception):
     """An iterator is at its end; `StopAsyncIteration` cannot travel through a future."""
 
 
-async def following(items: Any) -> Any:
+async def next_item(items: Any) -> Any:
     """The next one of an async iterator; `Exhausted` when there is none."""
     try:
         return await anext(items)
     except StopAsyncIteration:
-        raise Exhausted from None
+        raise IteratorExhausted from None
 
 
-class Outside:
+class LoopBoundValue:
     """Something that belongs to another loop than the one that uses it, such as a caller's database connection."""
 
     def __init__(self, value: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -98,7 +98,7 @@ class Outside:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on its loop."""
-        return await hop(self._loop, coroutine)
+        return await run_on_loop(self._loop, coroutine)
 
 
 async def _end_others() -> set[asyncio.Task[Any]]:
@@ -110,7 +110,7 @@ async def _end_others() -> set[asyncio.Task[Any]]:
         return set()
     for task in others:
         task.cancel()
-    _, going_on = await asyncio.wait(others, timeout=DEAF_AFTER_S)
+    _, going_on = await asyncio.wait(others, timeout=CANCEL_GRACE_S)
     return going_on
 
 
@@ -133,7 +133,7 @@ def _seldom_collecting() -> Iterator[None]:
     """Leave alone what is loaded by now, and look at what is new less often."""
     young, *old = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(max(young, YOUNG) if young else 0, *old)  # 0 says that somebody wants no collector at all
+    gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *old)  # 0 says that somebody wants no collector at all
     try:
         yield
     finally:

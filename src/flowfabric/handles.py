@@ -8,8 +8,8 @@ Opaque to everyone but the store that gave it out. All integers are little-endia
 An older form, 0x01 followed directly by `execution_id`, is still read and means Valkey; it is never written.
 A handle made in this process knows its fields and is not encoded before someone wants its bytes.
 
-Over HTTP a server appends an HMAC to the bytes and checks it when they come back (`rules/security/signed_handle.py`). Clients
-carry it beside the bytes as `signature`; an engine neither makes nor reads it.
+Over HTTP a server appends an HMAC to the bytes and checks it when they come back
+(`rules/security/signed_handle.py`). Clients carry it beside the bytes as `signature`; an engine neither makes nor reads it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Handle:
         """The bytes to hand to others."""
         if self._opaque is None:
             assert self._fields is not None
-            self._opaque = encode(self._fields, self.backend)
+            self._opaque = encode_handle(self._fields, self.backend)
         return self._opaque
 
     @property
@@ -121,7 +121,7 @@ class Handle:
         given: object = self._opaque
         if not isinstance(given, bytes | bytearray):
             raise InvalidInput("handle: not bytes")
-        self._embedded, self._fields = decode(bytes(given))
+        self._embedded, self._fields = decode_handle(bytes(given))
         return self._fields
 
     def __eq__(self, other: object) -> bool:
@@ -212,7 +212,7 @@ _PAIR: Final = struct.Struct("<QQ")
 _TAGS: Final = {tag.value: tag for tag in BackendTag}
 
 
-def encode(fields: HandleFields, tag: BackendTag) -> bytes:
+def encode_handle(fields: HandleFields, tag: BackendTag) -> bytes:
     """The bytes of a handle; `InvalidInput` when a number does not fit its place."""
     execution_id = fields.execution_id.encode()
     attempt_id = fields.attempt_id.encode()
@@ -242,7 +242,7 @@ def encode(fields: HandleFields, tag: BackendTag) -> bytes:
         raise InvalidInput("handle: attempt_index, lease_epoch or lease_ttl_ms out of range") from error
 
 
-def decode(data: bytes) -> tuple[BackendTag, HandleFields]:
+def decode_handle(data: bytes) -> tuple[BackendTag, HandleFields]:
     """The embedded tag and the fields; a kind of `Corruption` when the bytes are not exactly one handle.
 
     The whole form is checked before any identifier in it is parsed.

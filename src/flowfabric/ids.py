@@ -116,7 +116,7 @@ def id_prefixes(text: str, counts: PartitionCounts) -> list[str]:
     return [f"{{fp:{partition}}}:{begins}" for partition in range(counts.flow)]
 
 
-def is_canonical(text: str) -> bool:
+def is_canonical_execution_id(text: str) -> bool:
     """Whether this is an execution id as we write them ourselves."""
     return _CANONICAL_EXECUTION(text) is not None
 
@@ -190,12 +190,12 @@ def _plain_name(text: str, field: str) -> str:
         raise InvalidInput(f"{field}: empty", field=field)
     if len(text.encode("utf-8", "surrogatepass")) > MAX_WORKER_BYTES:
         raise InvalidInput(f"{field}: more than {MAX_WORKER_BYTES} bytes", field=field)
-    if blank_or_control(text):
+    if has_blank_or_control(text):
         raise InvalidInput(f"{field}: control or whitespace character", field=field)
     return text
 
 
-def blank_or_control(text: str) -> bool:
+def has_blank_or_control(text: str) -> bool:
     """Whether any character is whitespace or a control character, in Unicode's sense, or half a surrogate pair."""
     return _BLANK_OR_CONTROL(text) is not None
 
@@ -204,7 +204,7 @@ def blank_or_control(text: str) -> bool:
 # Partitions
 
 
-class Family(StrEnum):
+class PartitionFamily(StrEnum):
     """What a partition holds. Executions live on the partitions of flows."""
 
     FLOW = "fp"
@@ -231,7 +231,7 @@ class InvalidIndex(InvalidInput):
 class Partition(msgspec.Struct, frozen=True):
     """One partition of a family."""
 
-    family: Family
+    family: PartitionFamily
     index: int
 
     @property
@@ -255,7 +255,7 @@ def parse_partition_key(text: str) -> Partition:
     return Partition(_FAMILIES[prefix], index)
 
 
-_FAMILIES = {family.value: family for family in Family}
+_FAMILIES = {family.value: family for family in PartitionFamily}
 
 
 class PartitionCounts(msgspec.Struct, frozen=True):
@@ -427,12 +427,12 @@ def mint_solo(lane: LaneId, counts: PartitionCounts, minter: Minter) -> Executio
     return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{minter.ordered_uuid()}")
 
 
-def deterministic_for_flow(flow_id: FlowId, counts: PartitionCounts, uuid: str) -> ExecutionId:
+def execution_id_for_flow(flow_id: FlowId, counts: PartitionCounts, uuid: str) -> ExecutionId:
     """The id of a flow's member with a UUID of the caller's choice; stable while the partition count is."""
     return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{parse_uuid(uuid)}")
 
 
-def deterministic_solo(lane: LaneId, counts: PartitionCounts, uuid: str) -> ExecutionId:
+def execution_id_for_lane(lane: LaneId, counts: PartitionCounts, uuid: str) -> ExecutionId:
     """The id of a solo execution with a UUID of the caller's choice; stable while the partition count is."""
     return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{parse_uuid(uuid)}")
 

@@ -18,7 +18,7 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 _FAULTS = (msgspec.DecodeError, ValueError, ArithmeticError)
 
 
-def read_patch(payload: bytes) -> dict[str, Any] | FabricError:
+def decode_patch(payload: bytes) -> dict[str, Any] | FabricError:
     """The patch, or what is wrong with it."""
     try:
         json_limits.check_numbers(payload)
@@ -33,7 +33,7 @@ def read_patch(payload: bytes) -> dict[str, Any] | FabricError:
     return InvalidInput("patch_depth_exceeded") if _is_deeper(patch, MAX_DEPTH) else patch
 
 
-def read_document(text: str) -> dict[str, Any] | FabricError:
+def decode_document(text: str) -> dict[str, Any] | FabricError:
     """The stored document; `Corruption` when it is none."""
     try:
         document = _decoder.decode(text)
@@ -42,7 +42,7 @@ def read_document(text: str) -> dict[str, Any] | FabricError:
     return document if isinstance(document, dict) else Corruption("summary document")
 
 
-def write_document(document: dict[str, Any]) -> str:
+def encode_document(document: dict[str, Any]) -> str:
     """The document as it is stored."""
     return _encoder.encode(document).decode()
 

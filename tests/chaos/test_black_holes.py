@@ -99,7 +99,7 @@ async def _submitted(app: Fabric, n: int) -> Run[Any]:
     """A run that is handed over past the proxy."""
     engine = await app.engine()
     task = app.tasks["quick"]
-    ask = await task.ask(engine, task.signature.bound((n,), {}), options=task.own)
+    ask = await task.ask(engine, task.signature.bind((n,), {}), options=task.own)
     return app.find((await engine.create(ask)).execution_id)
 
 
@@ -154,7 +154,7 @@ async def test_a_write_whose_deadline_has_passed_is_in_doubt_and_a_read_is_sent_
         assert await store.ping() > 0, "over another connection"
         place.hole.swallow()
         with pytest.raises(errors.StoreUnavailable) as lost:
-            await store._links.write(lambda connection: connection.execute("select pg_sleep(0)"))
+            await store._pool.write(lambda connection: connection.execute("select pg_sleep(0)"))
         assert (lost.value.in_doubt, lost.value.source) == (True, errors.StoreFault.TIMEOUT)
         await store.close()
 
@@ -163,7 +163,7 @@ async def test_a_statement_that_is_too_slow_on_a_server_that_answers_is_not_in_d
     store = PostgresStore(database, deadlines=Deadlines(command_s=1.0))
     await store.open(migrate=True)
     with pytest.raises(errors.StoreUnavailable) as slow:
-        await store._links.write(lambda connection: connection.execute("select pg_sleep(20)"))
+        await store._pool.write(lambda connection: connection.execute("select pg_sleep(20)"))
     assert (slow.value.in_doubt, slow.value.source) == (False, errors.StoreFault.TIMEOUT)
     await store.close()
 
@@ -173,7 +173,7 @@ async def test_idle_connections_of_the_same_age_are_not_tried_one_after_the_othe
         store = PostgresStore(place.through, deadlines=Deadlines(command_s=1.0))
         await store.open(migrate=True)
         nap = lambda connection: connection.execute("select pg_sleep(0.2)")  # noqa: E731
-        await asyncio.gather(*(store._links.read(nap) for _ in range(5)))
+        await asyncio.gather(*(store._pool.read(nap) for _ in range(5)))
         assert place.hole.accepted >= 5
         place.hole.swallow()
         began = monotonic()
@@ -187,7 +187,7 @@ async def test_a_listener_that_went_silent_is_replaced(database: str) -> None:
         settings = Settings(poll_ms=60_000, deadlines=Deadlines(command_s=0.5))
         async with await connect(place.through, settings=settings) as hearer:
             heard = asyncio.Event()
-            hearer.store.on_wake(lambda _: heard.set())
+            hearer.store.on_notify(lambda _: heard.set())
             await _until_heard(teller, heard)
             place.hole.swallow()
             heard.clear()
@@ -213,7 +213,7 @@ async def test_the_server_gives_up_with_us_and_a_shorter_limit_of_the_role_stays
     store = PostgresStore(urlunsplit(parts._replace(netloc=f"{role}:x@{parts.hostname}:{parts.port}")))
     try:
         await store.open(migrate=False)
-        found = await store._links.read(lambda connection: connection.fetchval("show statement_timeout"))
+        found = await store._pool.read(lambda connection: connection.fetchval("show statement_timeout"))
         assert found == expected
     finally:
         await store.close()

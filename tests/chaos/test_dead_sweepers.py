@@ -14,11 +14,11 @@ import pytest
 
 import flowfabric
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.types import Fresh, SuspendArgs, TimeoutOnly
+from flowfabric.engine.types import FreshWaitpoint, SuspendArgs, TimeoutOnly
 from flowfabric.model.budget import Budget
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.sweep import SweepLease
-from flowfabric.server.lifecycle import seed
+from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.stores.queries import Scan
 from tests.chaos.crew import Hand, crew
@@ -42,7 +42,7 @@ async def suspend(engine: Engine) -> tuple[int, Done]:
         held.handle,
         SuspendArgs(
             suspension_id=str(uuid.uuid4()),
-            waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
             resume_condition=TimeoutOnly(),
             reason_code="waiting_for_signal",
             timeout_at=now + AHEAD_MS,
@@ -113,7 +113,7 @@ async def test_what_a_killed_holder_had_to_do_is_late_by_one_interval_at_most(
     url: str, sweep: str, plan: Callable[[Engine], Awaitable[tuple[int, Done]]]
 ) -> None:
     async with await flowfabric.connect(url) as engine:
-        await seed(engine, ServerSettings())
+        await seed_signing_key(engine, ServerSettings())
         with crew() as hire:
             hands: dict[str, Hand] = {}
             for _ in range(2):

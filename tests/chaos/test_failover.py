@@ -12,7 +12,7 @@ import flowfabric
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.subscriptions import Subscription
-from flowfabric.rules.feed import Completion
+from flowfabric.rules.feed import CompletionFeedEntry
 from flowfabric.testing.invariants import check_invariants
 from tests.servers import PostgresServer, leave, postgres
 
@@ -62,7 +62,7 @@ async def work(engine: Engine, lane: str) -> set[str]:
     return done
 
 
-async def heard(feed: Subscription[Completion]) -> tuple[set[str], int]:
+async def heard(feed: Subscription[CompletionFeedEntry]) -> tuple[set[str], int]:
     """The executions whose ends are reported, up to the end of the feed, and the number of reported gaps."""
     found, gaps = set[str](), 0
     while True:
@@ -87,7 +87,7 @@ async def test_work_acknowledged_after_a_failover_is_claimed_on_its_own_lane(
         others = await submit(other, "foreign")  # the first queue that the new primary learns of
         accepted = await submit(engine, "late")
 
-        assert await other.store.unlisted(10) == []
+        assert await other.store.executions_in_missing_queues(10) == []
         assert await work(other, "foreign") == others
         assert await work(other, "late") == accepted
         await check_invariants(other)

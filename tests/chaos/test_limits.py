@@ -13,8 +13,8 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase, OwnershipState, PublicState
-from flowfabric.stores.queries import Scan, Want, Where
-from flowfabric.testing.invariants import check_invariants, every
+from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.testing.invariants import check_invariants, scan_all
 from flowfabric.testing.limit_invariants import check_limit_invariants
 from tests.chaos.crew import Hand, crew
 from tests.chaos.worker import LANE, LEDGER, SCARCE, SCARCE_EACH, SPENT
@@ -87,7 +87,7 @@ async def test_killed_spenders_leave_no_slot_no_promise_and_no_double_entry(url:
                 hands = await killing
 
         assert [hand.complaints for hand in (sweeper, *hands)] == [[]] * (len(hands) + 1)
-        assert {row.public_state for row in await every(engine.store, Execution)} == {PublicState.COMPLETED}
+        assert {row.public_state for row in await scan_all(engine.store, Execution)} == {PublicState.COMPLETED}
         async with asyncio.timeout(30):  # a promise of a killed worker ends by itself, a slot with the window
             while not await at_rest(engine):
                 for sweep in ("outbox_relay", "quota_reconciler", "budget_reservations"):
@@ -101,6 +101,6 @@ async def test_killed_spenders_leave_no_slot_no_promise_and_no_double_entry(url:
 
 
 async def at_rest(engine: Engine) -> bool:
-    loaded = await engine.load((Want(QuotaPolicy, ("default", Q)), Want(QuotaSlot, ("default", Q))))
+    loaded = await engine.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
     reserved = (await engine.get_budget_status(LEDGER)).reserved
     return loaded.rows[0][0].active == 0 and not loaded.rows[1] and not reserved

@@ -14,7 +14,7 @@ from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptType, PublicState
-from flowfabric.testing.invariants import check_invariants, every
+from flowfabric.testing.invariants import check_invariants, scan_all
 from tests.chaos.crew import Hand, crew
 from tests.chaos.worker import submit
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 async def rows_and_outcomes(engine: Engine) -> tuple[list[Execution], Counter[str]]:
     """Every execution, and how many completion events each has."""
-    rows: list[Execution] = await every(engine.store, Execution)
+    rows: list[Execution] = await scan_all(engine.store, Execution)
     told: Counter[str] = Counter()
     feed = await engine.subscribe_completion(FROM_THE_START)
     while news := await feed.next(timeout_s=0):
@@ -71,7 +71,7 @@ async def killing(url: str, deaths: int) -> None:
                 await feed(engine, lambda: bool(victim.heard("holding")) or len(victim.heard("completed")) > 12)  # noqa: B023
                 await asyncio.to_thread(victim.kill)
                 dead.append(victim)
-            for row in await every(engine.store, Execution):
+            for row in await scan_all(engine.store, Execution):
                 assert await engine.await_end(row.execution_id, max_wait_ms=60_000)
 
         rows, told = await rows_and_outcomes(engine)

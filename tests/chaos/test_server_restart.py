@@ -15,7 +15,7 @@ from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease, Stor
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import PublicState
-from flowfabric.testing.invariants import check_invariants, every
+from flowfabric.testing.invariants import check_invariants, scan_all
 from tests.servers import PostgresServer, leave, postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -92,7 +92,7 @@ async def test_a_restart_and_a_crash_in_mid_run_lose_nothing(server: PostgresSer
             await asyncio.to_thread(server.kill)  # as a power cut does
             await asyncio.to_thread(server.start)
 
-        rows: list[Execution] = await every(engine.store, Execution)
+        rows: list[Execution] = await scan_all(engine.store, Execution)
         assert {row.execution_id for row in rows} == set(shift.submitted)
         assert all(row.public_state is PublicState.COMPLETED for row in rows)
         assert set(shift.completed.values()) == {1}

@@ -12,7 +12,7 @@ import flowfabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import OwnershipState, PublicState
-from flowfabric.testing.invariants import check_invariants, every
+from flowfabric.testing.invariants import check_invariants, scan_all
 from tests.chaos.crew import crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -39,7 +39,7 @@ async def fall_due(engine: Engine, when: str) -> None:
 
 
 async def is_all_done(engine: Engine) -> bool:
-    rows: list[Execution] = await every(engine.store, Execution)
+    rows: list[Execution] = await scan_all(engine.store, Execution)
     return all(is_done(row) for row in rows)
 
 

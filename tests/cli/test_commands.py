@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flowfabric import Engine
 from flowfabric.cli import app
 from flowfabric.cli.output import STATES
-from flowfabric.cli.stores import chosen_store, shown
+from flowfabric.cli.stores import redact_url, resolve_store_url
 from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal
@@ -194,12 +194,12 @@ def test_doctor_names_the_signing_key(ff: Terminal) -> None:
 def test_the_store_is_the_named_one_else_the_environments(
     named: str | None, environ: dict[str, str], chosen: str
 ) -> None:
-    assert chosen_store(named, environ) == chosen
+    assert resolve_store_url(named, environ) == chosen
 
 
 def test_an_environment_that_names_no_store_is_refused() -> None:
     with pytest.raises(InvalidInput, match="FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"):
-        chosen_store(None, {"FF_BACKEND": "postgres"})
+        resolve_store_url(None, {"FF_BACKEND": "postgres"})
 
 
 def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +213,9 @@ def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.Monkey
 
 
 def test_passwords_are_not_shown() -> None:
-    assert shown("postgresql://ann:s3cret@host/db") == "postgresql://ann:…@host/db"
-    assert shown("postgresql://ann@host/db") == "postgresql://ann@host/db"
-    assert shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
+    assert redact_url("postgresql://ann:s3cret@host/db") == "postgresql://ann:…@host/db"
+    assert redact_url("postgresql://ann@host/db") == "postgresql://ann@host/db"
+    assert redact_url("sqlite:///a@b.db") == "sqlite:///a@b.db"
 
 
 @pytest.mark.parametrize("page", [(), ("admin",), ("bench",)])

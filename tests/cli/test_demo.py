@@ -16,10 +16,10 @@ from rich.console import Console
 
 import flowfabric
 from flowfabric.demo import release
-from flowfabric.demo.checks import Play, judged
+from flowfabric.demo.checks import DemoState, check_claims
 from flowfabric.demo.orders import LANE, ORDERS, receipt
 from flowfabric.demo.scenario import submit
-from flowfabric.demo.screen import Screen, Sight, drawn
+from flowfabric.demo.screen import OrderStatus, Screen, render_table
 
 HELD = [
     "each order completed exactly once: 8 completions, 8 orders",
@@ -67,7 +67,7 @@ def test_machines_get_one_document_of_what_held(tmp_path: Path) -> None:
 
 async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     async with await flowfabric.connect("memory://") as engine:
-        play = Play(await submit(engine), {})
+        play = DemoState(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
             assert claimed is not None
@@ -75,7 +75,7 @@ async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.C
             await engine.complete(claimed.handle, result=receipt(name))
 
         play.flow = await release.submit(engine)
-        assert not await judged(engine, play, Screen())
+        assert not await check_claims(engine, play, Screen())
 
     said = capsys.readouterr().out
     assert "✓ each order completed exactly once" in said
@@ -85,14 +85,14 @@ async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.C
 
 async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     async with await flowfabric.connect("memory://") as engine:
-        play = Play(await submit(engine), {})
+        play = DemoState(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
             assert claimed is not None
             await engine.complete(claimed.handle, result=b"something else")
 
         play.flow = await release.submit(engine)
-        assert not await judged(engine, play, Screen())
+        assert not await check_claims(engine, play, Screen())
 
     assert "✗ each order completed exactly once" in capsys.readouterr().out
 
@@ -125,9 +125,9 @@ def test_a_demo_that_is_interrupted_says_so_and_leaves_nothing_behind(tmp_path: 
 
 def test_a_narrow_terminal_shows_names_and_states_whole() -> None:
     out = io.StringIO()
-    sights = [Sight("order-4", "active", 2, "worker-b", 25), Sight("extract", "completed", 1, "", 100)]
+    sights = [OrderStatus("order-4", "active", 2, "worker-b", 25), OrderStatus("extract", "completed", 1, "", 100)]
 
-    Console(file=out, width=40, color_system=None).print(drawn(sights))
+    Console(file=out, width=40, color_system=None).print(render_table(sights))
 
     assert max(map(len, out.getvalue().splitlines())) <= 40
     for sight in sights:
@@ -140,6 +140,6 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     screen = Screen()
     assert screen.console.is_terminal
 
-    with screen.showing():
-        screen.show([Sight("order-4", "active", 2, "worker-b", 25)])
+    with screen.live_table():
+        screen.show([OrderStatus("order-4", "active", 2, "worker-b", 25)])
         assert re.search(r"order-4 +active +attempt 2 +by worker-b$", capsys.readouterr().out.rstrip())

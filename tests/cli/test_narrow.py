@@ -18,7 +18,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int, *rows: tuple[object, ..
     out = io.StringIO()
     drawn = Console(file=out, width=width, force_terminal=terminal, color_system=None, highlight=False)
     monkeypatch.setattr(output, "console", lambda: drawn)
-    output.table("Runs", COLUMNS, rows)
+    output.print_table("Runs", COLUMNS, rows)
     return out.getvalue().splitlines()
 
 

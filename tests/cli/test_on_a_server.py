@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric import Budget, Context, Engine, Fabric
 from flowfabric.errors import Unauthorized
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
@@ -117,7 +117,7 @@ def test_a_token_that_is_not_good_for_a_command_is_told_so(
     execution_id = ff.submit()
 
     async def reading(engine: Engine) -> str:
-        return (await engine.make_api_token("reader", [Scope.READ])).token
+        return (await engine.make_api_token("reader", [ApiScope.READ])).token
 
     monkeypatch.setenv("FLOWFABRIC_TOKEN", direct.engine(reading))
     said = ff.refuses("cancel", execution_id)

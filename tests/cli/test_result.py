@@ -83,7 +83,7 @@ def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
 
 
 def test_wait_waits_for_the_end(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.cli.results.LOOK_MS", 50)
+    monkeypatch.setattr("flowfabric.cli.results.POLL_MS", 50)
     execution = ff.submit()
     heard: list[Any] = []
     told = threading.Event()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric.cli.reload import stamps
+from flowfabric.cli.reload import modification_times
 from tests.cli.terminal import Terminal
 from tests.postgres_install import ROOT
 
@@ -216,7 +216,7 @@ def test_files_that_matter_are_watched(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
 
-    assert {name for name, _ in stamps(tmp_path)} == {"a.py", "deep/b.py"}
-    before = stamps(tmp_path)
+    assert {name for name, _ in modification_times(tmp_path)} == {"a.py", "deep/b.py"}
+    before = modification_times(tmp_path)
     os.utime(tmp_path / "a.py", ns=(1, 1))
-    assert stamps(tmp_path) != before
+    assert modification_times(tmp_path) != before

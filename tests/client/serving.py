@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.server import App, ServerSettings, create_app
-from flowfabric.server.lifecycle import Server, prepared
+from flowfabric.server.lifecycle import Server, engine_lifespan
 
 
 class Serving:
@@ -35,7 +35,7 @@ class Serving:
         ready = threading.Event()
 
         async def run() -> None:
-            async with prepared(self.store_url, self.settings) as engine:
+            async with engine_lifespan(self.store_url, self.settings) as engine:
                 self.app = create_app(engine, self.settings)
                 self._loop = asyncio.get_running_loop()
                 self._server = Server(self.app)

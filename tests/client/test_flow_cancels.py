@@ -44,7 +44,7 @@ async def test_whoever_waits_hears_when_everybody_is_cancelled(caller: Engine, e
 
         answer = await caller.cancel_flow(flow, wait=wait)
 
-        assert answer == flow_answers.Cancelled(CancellationPolicy.CANCEL_ALL, [member])
+        assert answer == flow_answers.FlowCancelled(CancellationPolicy.CANCEL_ALL, [member])
         assert await engine.read_execution_state(member) == "cancelled"
 
 

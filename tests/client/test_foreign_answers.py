@@ -13,7 +13,7 @@ import pytest
 from flowfabric import Context, Fabric, errors
 from flowfabric.client import RemoteEngine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.durable import Parked
+from flowfabric.engine.operations.durable import ParkResult
 from flowfabric.engine.types import GateArgs
 from flowfabric.model.gate import GateKind
 from flowfabric.model.states import PublicState
@@ -54,7 +54,7 @@ def proxy(engine: Engine) -> Proxy:
 
 @pytest.fixture
 async def remote(proxy: Proxy) -> AsyncIterator[RemoteEngine]:
-    async with RemoteEngine("http://ff", transport=proxy, patience_s=5) as remote:
+    async with RemoteEngine("http://ff", transport=proxy, retry_for_s=5) as remote:
         yield remote
 
 
@@ -74,7 +74,7 @@ async def test_a_completion_that_a_proxy_refuses_is_sent_again(remote: RemoteEng
 async def test_a_caller_learns_which_foreign_answer_it_met_and_that_the_outcome_is_unknown(
     remote: RemoteEngine, proxy: Proxy, status: int
 ) -> None:
-    remote.wire.patience_s = 0.2
+    remote.transport.retry_for_s = 0.2
     proxy.status, proxy.blocked = status, {"/executions": 1000}
 
     with pytest.raises(errors.StoreUnavailable, match=f"answered {status}") as refused:
@@ -97,7 +97,7 @@ async def test_a_refusal_after_a_foreign_answer_may_repeat_what_the_first_reques
     await remote.open_gate(work.handle, GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail"))
     await engine.park(work.handle, ("mail#0",))  # the request that the gateway passed on
     proxy.status, proxy.blocked = 504, {"/park": 1}
-    assert isinstance(await remote.park(work.handle, ("mail#0",)), Parked)
+    assert isinstance(await remote.park(work.handle, ("mail#0",)), ParkResult)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_what_the_server_refuses_by_itself_carries_the_error_header(
 
 async def test_a_wrong_token_is_a_verdict_for_its_caller(engine: Engine) -> None:
     app = create_app(engine, ServerSettings(api_token=Secret("right")))
-    async with RemoteEngine("http://ff", transport=Proxy(app), token=Secret("wrong"), patience_s=60) as remote:
+    async with RemoteEngine("http://ff", transport=Proxy(app), token=Secret("wrong"), retry_for_s=60) as remote:
         async with asyncio.timeout(5):
             with pytest.raises(errors.Unauthorized, match="Authorization"):
                 await remote.create(ask(remote))
@@ -140,7 +140,7 @@ async def test_a_server_that_is_too_old_for_its_store_is_asked_until_its_success
 
     monkeypatch.setattr(engine, "complete", outdated)
     await remote.complete(work.handle, result=b"7")
-    remote.wire.patience_s = 0.0
+    remote.transport.retry_for_s = 0.0
     calls.clear()
     with pytest.raises(errors.StoreUnavailable, match="older release") as away:
         await remote.complete(work.handle, result=b"7")
@@ -162,7 +162,7 @@ def app_behind(engine: RemoteEngine) -> Fabric:
 async def test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in_the_end(
     remote: RemoteEngine, proxy: Proxy, status: int
 ) -> None:
-    remote.wire.patience_s = 0.1
+    remote.transport.retry_for_s = 0.1
     app, ran = app_behind(remote), list[int]()
 
     @app.task
@@ -181,7 +181,7 @@ async def test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in
 async def test_a_run_whose_failure_is_refused_by_a_proxy_for_long_fails_with_its_own_reason(
     remote: RemoteEngine, proxy: Proxy
 ) -> None:
-    remote.wire.patience_s = 0.1
+    remote.transport.retry_for_s = 0.1
     app = app_behind(remote)
 
     @app.task
@@ -199,7 +199,7 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
     remote: RemoteEngine, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "flowfabric.worker")
-    remote.wire.patience_s = 0.1
+    remote.transport.retry_for_s = 0.1
     app, attempts = app_behind(remote), list[int]()
 
     @app.task
@@ -223,7 +223,7 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
 
 async def test_a_token_that_is_refused_for_a_while_ends_no_run(engine: Engine) -> None:
     proxy = Proxy(create_app(engine, ServerSettings(api_token=Secret("right"))), token="right")
-    async with RemoteEngine("http://ff", transport=proxy, token=Secret("any"), patience_s=0.1) as remote:
+    async with RemoteEngine("http://ff", transport=proxy, token=Secret("any"), retry_for_s=0.1) as remote:
         app, ran = app_behind(remote), list[int]()
 
         @app.task

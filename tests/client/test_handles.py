@@ -13,9 +13,9 @@ from flowfabric import Context, Fabric, connect, errors
 from flowfabric.client import RemoteEngine
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.states import PublicState
-from flowfabric.rules.durable.vote_schema import ask_tag
+from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from tests.client.serving import Serving, serving
@@ -74,7 +74,7 @@ def asking(app: Fabric) -> Fabric:
 
 async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving) -> None:
     caller = asking(Fabric(guarded.url, token=ROOT))
-    worker = asking(Fabric(guarded.url, token=await token(guarded, Scope.READ, Scope.WORK)))
+    worker = asking(Fabric(guarded.url, token=await token(guarded, ApiScope.READ, ApiScope.WORK)))
     async with caller, worker, working(worker):
         run = await caller.tasks["ask"].submit()
 
@@ -86,7 +86,7 @@ async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving)
             snapshot = await engine.describe_execution(run.id)
     assert snapshot is not None
     assert snapshot.tags["ff.show"] == '{"what":3}'
-    assert ask_tag("ship") in snapshot.tags
+    assert schema_tag("ship") in snapshot.tags
 
 
 async def test_a_submit_through_a_server_sets_no_reserved_tag(guarded: Serving) -> None:

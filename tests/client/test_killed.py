@@ -14,7 +14,7 @@ import httpx2
 
 from flowfabric import Context, Fabric, connect
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.run import Frame
+from flowfabric.sdk.run import OutputFrame
 from tests.client.serving import Serving
 from tests.postgres_install import ROOT
 from tests.sdk.conftest import working
@@ -89,7 +89,7 @@ async def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing
                 await server.start()
             again = [await add.options(key=f"run-{n}").submit(n) for n in range(RUNS)]
             assert await asyncio.gather(*waiting) == [n * 10 + 1 for n in range(RUNS)]
-            written = [piece.text async for piece in runs[0].stream("out") if isinstance(piece, Frame)]
+            written = [piece.text async for piece in runs[0].stream("out") if isinstance(piece, OutputFrame)]
             assert set(written) == {"0;"}
         assert [run.id for run in again] == [run.id for run in runs]
         assert not any(run.created for run in again)

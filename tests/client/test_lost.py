@@ -12,8 +12,8 @@ import pytest
 from flowfabric import errors
 from flowfabric.client import RemoteEngine, results
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.durable import OpenedGate, Parked
-from flowfabric.engine.types import CreateExecution, GateArgs, MailArgs
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult
+from flowfabric.engine.types import CreateExecution, GateArgs, MessageArgs
 from flowfabric.model.answers.execution import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
 from flowfabric.server import App, ServerSettings, create_app
@@ -55,7 +55,7 @@ def wire(engine: Engine) -> Losing:
 
 @pytest.fixture
 async def remote(wire: Losing) -> AsyncIterator[RemoteEngine]:
-    async with RemoteEngine("http://ff", transport=wire, patience_s=5) as remote:
+    async with RemoteEngine("http://ff", transport=wire, retry_for_s=5) as remote:
         yield remote
 
 
@@ -173,9 +173,9 @@ async def test_a_park_whose_answer_is_lost_is_parked(
     wire.lost, wire.forgetful = {"/gates": 1, "/park": 1, "/messages": 1}, forgetful
 
     assert isinstance(await remote.open_gate(work.handle, gate), OpenedGate)
-    assert isinstance(await remote.park(work.handle, ("mail#0",)), Parked)
+    assert isinstance(await remote.park(work.handle, ("mail#0",)), ParkResult)
     assert await engine.read_execution_state(work.execution_id) == "suspended"
-    mail = MailArgs(execution_id=work.execution_id, mailbox="mail", message_id=remote.minter.uuid(), payload=b"1")
+    mail = MessageArgs(execution_id=work.execution_id, mailbox="mail", message_id=remote.minter.uuid(), payload=b"1")
     await remote.send_message(mail)
 
     [again] = await remote.claim_from_lanes(["default"], 1, **WORKER, max_wait_ms=1000)
@@ -200,7 +200,7 @@ async def test_connections_that_fail_are_tried_again_until_patience_is_over(
     await remote.create(ask(remote))
 
     wire.refused = 1000
-    remote.wire.patience_s = 0.2
+    remote.transport.retry_for_s = 0.2
     with pytest.raises(errors.StoreUnavailable, match="nobody listens") as away:
         await remote.create(ask(remote))
 
@@ -210,7 +210,7 @@ async def test_connections_that_fail_are_tried_again_until_patience_is_over(
 
 
 async def test_a_write_that_may_have_been_heard_leaves_doubt(remote: RemoteEngine, wire: Losing) -> None:
-    remote.wire.patience_s = 0.2
+    remote.transport.retry_for_s = 0.2
     wire.lost = {"/executions": 1000}
 
     with pytest.raises(errors.StoreUnavailable) as away:
@@ -220,7 +220,7 @@ async def test_a_write_that_may_have_been_heard_leaves_doubt(remote: RemoteEngin
 
 async def test_too_many_requests_are_asked_again_when_the_server_says_so(engine: Engine) -> None:
     wire = Losing(create_app(engine, ServerSettings(rate_limit=2.0)))
-    async with RemoteEngine("http://ff", transport=wire, patience_s=10) as remote:
+    async with RemoteEngine("http://ff", transport=wire, retry_for_s=10) as remote:
         for _ in range(3):
             await remote.create(ask(remote))
     assert await count(engine) == 3
@@ -260,7 +260,9 @@ async def test_a_repetition_waits_for_the_first_and_a_fault_is_not_remembered(
     await engine.create_execution(execution_id=run)
     async with RemoteEngine("http://ff", transport=Losing(app)) as remote:
         path, body = f"/v1/executions/{run}/cancel", {"execution_id": run, "reason": ""}
-        asks = [asyncio.create_task(remote.wire.ask("POST", path, body, key="k")) for _ in range(3)]
+        asks = [
+            asyncio.create_task(remote.transport.request("POST", path, body, idempotency_key="k")) for _ in range(3)
+        ]
         await asyncio.sleep(0.05)
         assert len(calls) == 1
         go_on.set()
@@ -274,11 +276,11 @@ async def test_a_newcomer_is_seen_to_although_the_last_looker_leaves_that_very_m
     remote: RemoteEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be looked at when a request for others has heard something: up to half a minute later."""
-    monkeypatch.setattr(results, "MOST_WAITING", 1)
+    monkeypatch.setattr(results, "MAX_CONCURRENT_POLLS", 1)
     moment, sleep = asyncio.Event(), asyncio.sleep
 
     async def until_the_moment(seconds: float) -> None:
-        await (moment.wait() if seconds == results.LOOK_S else sleep(seconds))
+        await (moment.wait() if seconds == results.OVERFLOW_POLL_S else sleep(seconds))
 
     async def newcomer(execution_id: str) -> Any:
         await moment.wait()

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from flowfabric import Budget, Context, Fabric, Limit, connect, errors
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.run import Frame
+from flowfabric.sdk.run import OutputFrame
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.client.serving import Serving, serving
 
 ROOT = "a-long-secret-that-nobody-guesses"
-APP = (Scope.READ, Scope.SUBMIT, Scope.WORK)
+APP = (ApiScope.READ, ApiScope.SUBMIT, ApiScope.WORK)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def working(app: Fabric, **ways: object) -> AsyncIterator[Worker]:
         await task
 
 
-async def token(server: Serving, *scopes: Scope, namespaces: list[str] | None = None) -> str:
+async def token(server: Serving, *scopes: ApiScope, namespaces: list[str] | None = None) -> str:
     """A token with these scopes."""
     async with await connect(server.store_url) as engine:
         return (await engine.make_api_token("app", scopes, namespaces=namespaces)).token
@@ -95,7 +95,7 @@ async def test_an_app_works_with_a_token_to_read_submit_and_work(
         async with doubling(Fabric(guarded.url, token=shown)) as app, working(app):
             run = await app.tasks["double"].submit(4)
             assert await run.result(20) == 8
-            assert [piece.text async for piece in run.stream("out") if isinstance(piece, Frame)] == ["4"]
+            assert [piece.text async for piece in run.stream("out") if isinstance(piece, OutputFrame)] == ["4"]
             with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
                 await run.cancel()
     assert shown not in caplog.text
@@ -103,7 +103,7 @@ async def test_an_app_works_with_a_token_to_read_submit_and_work(
 
 
 async def test_a_token_that_may_only_submit_submits(guarded: Serving) -> None:
-    shown = await token(guarded, Scope.SUBMIT)
+    shown = await token(guarded, ApiScope.SUBMIT)
     async with doubling(Fabric(guarded.url, token=shown)) as app:
         run = await app.tasks["double"].submit(1)
         with pytest.raises(errors.Unauthorized, match="token lacks scope: read"):
@@ -201,7 +201,7 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_other
 
 
 async def test_an_address_where_nobody_listens_is_told_soon(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.client.engine.FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.1)
     with pytest.raises(errors.StoreUnavailable, match="server: "):
         await Fabric(Serving(store_url).url).engine()
 

@@ -8,17 +8,17 @@ import httpx2
 import pytest
 
 from flowfabric.client import RemoteEngine, leases, results
-from flowfabric.clock import Estimate
+from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.server import create_app
 from flowfabric.server.routes import client, workers
-from flowfabric.testing.world import SELDOM_MS, SETTINGS, World
+from flowfabric.testing.world import RARE_INTERVAL_MS, WORLD_SETTINGS, World
 
 TURNS = 2000  # of the loop: a request takes more of them than a call
 
 
-class Exact(Estimate):
+class Exact(StoreClockEstimate):
     """The store's time itself: tests tell lengths to the millisecond, which two clocks may round differently."""
 
     def __init__(self, world: World) -> None:
@@ -34,7 +34,7 @@ def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def offered(self: World) -> Engine:
         wire = httpx2.ASGITransport(app=create_app(self.engine))
-        engine = RemoteEngine("http://world", settings=SETTINGS, minter=SeededMinter(7), transport=wire)
+        engine = RemoteEngine("http://world", settings=WORLD_SETTINGS, minter=SeededMinter(7), transport=wire)
         engine.estimate = Exact(self)
         engine.is_shared = False  # its leases are renewed on the loop whose time is bent
         await engine.ping()
@@ -42,6 +42,6 @@ def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
         return cast("Engine", engine)
 
     monkeypatch.setattr(World, "offered", offered)
-    monkeypatch.setattr("flowfabric.testing.world.TURNS", TURNS)
+    monkeypatch.setattr("flowfabric.testing.world.SETTLE_YIELDS", TURNS)
     for page in (client, workers, results, leases):  # nobody looks in between here
-        monkeypatch.setattr(page, "MAX_WAIT_MS", SELDOM_MS)
+        monkeypatch.setattr(page, "MAX_WAIT_MS", RARE_INTERVAL_MS)

@@ -5,8 +5,8 @@ python -m tests.docs.security      writes it anew
 
 from __future__ import annotations
 
-from flowfabric.server.routes import PAGES
-from flowfabric.server.routing import Operation, Subject
+from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.routing import Route, Subject
 from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "security.md"
@@ -16,13 +16,13 @@ NAMESPACES = {
     Subject.EXECUTION: "execution in the path",
     Subject.FLOW: "flow in the path",
     Subject.HANDLE: "execution of the handle",
-    Subject.OWN: "whatever it names",
+    Subject.CHECKED_BY_HANDLER: "whatever it names",
 }
 
 
 def table() -> str:
     """Every operation, in the order of the server's table."""
-    return "\n".join([HEAD, *(_line(operation) for page in PAGES for operation in page.operations)])
+    return "\n".join([HEAD, *(_line(operation) for page in ROUTE_GROUPS for operation in page.entries)])
 
 
 def kept() -> str:
@@ -31,13 +31,19 @@ def kept() -> str:
     return rest.partition(f"\n{END}")[0]
 
 
-def _line(operation: Operation) -> str:
+def _line(operation: Route) -> str:
     scope = operation.scope.value if operation.scope else "any token" if operation.needs_token else "–"
-    cells = (operation.method, f"`{operation.path}`", scope, _namespace(operation), "yes" if operation.audit else "")
+    cells = (
+        operation.method,
+        f"`{operation.path}`",
+        scope,
+        _namespace(operation),
+        "yes" if operation.is_audited else "",
+    )
     return f"| {' | '.join(cells)} |"
 
 
-def _namespace(operation: Operation) -> str:
+def _namespace(operation: Route) -> str:
     """What a token that is bound to namespaces is checked against."""
     if operation.scope is None:
         return "–"

@@ -16,7 +16,7 @@ from typing import Any
 from flowfabric import CreateExecution, Engine, FabricError, Handle
 from flowfabric.clock import ManualClock
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
+from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory.store import MemoryStore
@@ -131,7 +131,7 @@ async def suspend(life: Life) -> None:
         life.held,
         SuspendArgs(
             suspension_id=engine.minter.uuid(),
-            waitpoints=(Fresh(engine.minter.uuid(), "go"),),
+            waitpoints=(FreshWaitpoint(engine.minter.uuid(), "go"),),
             resume_condition=Single("go", ByName("go")),
             reason_code="waiting_for_signal",
             timeout_at=life.clock() + HOUR_MS,
@@ -177,19 +177,19 @@ async def unblock(life: Life) -> None:
 
 @verb("its time has come")
 async def promote(life: Life) -> None:
-    life.clock.pass_ms(500)
+    life.clock.advance_ms(500)
     await life.engine.promote_delayed(life.id)
 
 
 @verb("its deadline passes")
 async def expire(life: Life) -> None:
-    life.clock.pass_ms(HOUR_MS)
+    life.clock.advance_ms(HOUR_MS)
     await life.engine.sweep_once("execution_deadline")
 
 
 @verb("nobody signals in time")
 async def time_out(life: Life) -> None:
-    life.clock.pass_ms(HOUR_MS)
+    life.clock.advance_ms(HOUR_MS)
     await life.engine.expire_suspension(life.id)
 
 
@@ -198,7 +198,7 @@ async def take_over(life: Life) -> None:
     held = life.held
     if (await life.vector())[-1] != "active":
         raise FabricError("nobody works on it")
-    life.clock.pass_ms(TTL_MS)
+    life.clock.advance_ms(TTL_MS)
     claimed = await life.engine.claim("default", worker_id="w", worker_instance_id="w-2", lease_ttl_ms=TTL_MS)
     if claimed is None or claimed.handle.fields.lease_epoch <= held.fields.lease_epoch:
         raise FabricError("nothing to take over")
@@ -212,7 +212,7 @@ async def _end_upstream(life: Life, *, success: bool) -> None:
     if claimed is None:
         raise FabricError("it has ended")
     await (life.engine.complete(claimed.handle) if success else life.engine.fail(claimed.handle, reason="failed"))
-    await life.engine.dispatched()
+    await life.engine.wait_for_dispatch()
 
 
 @verb("what it depends on succeeds")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.handles import BackendTag, Handle, HandleKind, encode
+from flowfabric.handles import BackendTag, Handle, HandleKind, encode_handle
 from flowfabric.model.answers.execution import Claimed, ClaimGrant
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.feed import Filter
@@ -93,17 +93,17 @@ class Stand(Enum):
 def handles(held: Claimed, here: BackendTag) -> list[Any]:
     """What is not a handle of this store."""
     there = next(tag for tag in BackendTag if tag is not here)
-    whole = encode(held.handle.fields, here)
+    whole = encode_handle(held.handle.fields, here)
     no_time = msgspec.structs.replace(held.handle.fields, lease_ttl_ms=0)
     return [
         *(5, True, "handle", b"handle", whole, [], object()),
         *(Handle(here, HandleKind.FRESH, whole[:cut]) for cut in (0, 1, 3, 50, len(whole) - 1)),
         Handle(here, HandleKind.FRESH, whole + b"\0"),
-        Handle(here, HandleKind.FRESH, encode(held.handle.fields, there)),
+        Handle(here, HandleKind.FRESH, encode_handle(held.handle.fields, there)),
         Handle(there, HandleKind.FRESH, whole),
         Handle(here, HandleKind.FRESH, b"\x07" + whole[1:]),
         Handle(here, HandleKind.FRESH, b"\xff" * len(whole)),
-        Handle(there, HandleKind.FRESH, encode(no_time, there)),
+        Handle(there, HandleKind.FRESH, encode_handle(no_time, there)),
         *(Handle(here, HandleKind.FRESH, wrong) for wrong in (None, 5, "text", [1, 2], [*whole])),  # type: ignore[arg-type]
         *(Handle(wrong, HandleKind.FRESH, whole) for wrong in (None, 9, "Memory", b"\x04")),  # type: ignore[arg-type]
     ]

@@ -33,7 +33,7 @@ def asked(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return told
 
-    monkeypatch.setattr(crew.store, "peek", lambda _: None)
+    monkeypatch.setattr(crew.store, "try_load_now", lambda _: None)
     for verb in ("load", "commit"):
         monkeypatch.setattr(crew.store, verb, counted(verb))
     return trips

@@ -10,10 +10,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.flow import Dependency, Dispatch, EdgeGroup
+from flowfabric.model.flow import CompletionDispatch, Dependency, EdgeGroup
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing.faults import FlakyStore
 
 LANE = "default"
@@ -66,14 +66,14 @@ class Crew:
         return " ".join([str(await self.engine.read_execution_state(self.names[name])) for name in wanted])
 
     async def group(self, name: str) -> EdgeGroup:
-        found = (await self.engine.load((Want(EdgeGroup, (self.flow, self.names[name])),))).rows[0]
+        found = (await self.engine.load((Read(EdgeGroup, (self.flow, self.names[name])),))).rows[0]
         group: EdgeGroup = found[0]
         return group
 
     async def owed(self) -> int:
         """How much is settled and not folded, or not even settled."""
         unfolded = await self.store.scan(Scan(Dependency, limit=100_000))
-        dispatches = await self.store.scan(Scan(Dispatch, limit=100))
+        dispatches = await self.store.scan(Scan(CompletionDispatch, limit=100))
         return sum(one.unfolded_at is not None for one in unfolded) + len(dispatches)
 
     async def sweep(self, *names: str) -> None:

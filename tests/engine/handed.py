@@ -13,7 +13,7 @@ from typing import Any
 
 from flowfabric import connect
 from flowfabric.model.change import Change
-from flowfabric.stores.claims import Handed, Take
+from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 
 
 async def stop(*names: str) -> None:
@@ -23,15 +23,17 @@ async def stop(*names: str) -> None:
 
 async def work(url: str, lane: str, ttl_ms: int, *, heard: bool) -> None:
     async with await connect(url, migrate=False) as engine:
-        hand_over: Any = engine.store.hand_over
+        hand_over: Any = engine.store.commit_and_claim
 
-        async def hand_over_and_stop(changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
-            handed: Handed = await hand_over(changes, hint, take)
+        async def hand_over_and_stop(
+            changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        ) -> CommitAndClaimResult:
+            handed: CommitAndClaimResult = await hand_over(changes, hint, take)
             await stop(*(row.execution_id for row, _ in handed.rows))
             return handed
 
         if not heard:
-            engine.store.hand_over = hand_over_and_stop  # type: ignore[method-assign]
+            engine.store.commit_and_claim = hand_over_and_stop  # type: ignore[method-assign]
         pull = engine.pulling([lane], worker_id="w", worker_instance_id="w-killed", lease_ttl_ms=ttl_ms)
         [held] = await pull.claim(1)
         print("ready", flush=True)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.change import Change
-from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Scan, Want
+from flowfabric.stores.queries import Loaded, Read, Scan
 
 A = TypeVar("A")
 
@@ -38,10 +38,10 @@ class LosingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None  # every look is a load
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         if self.looks_lost:
             self.looks_lost -= 1
             self.losses += 1
@@ -54,13 +54,15 @@ class LosingStore:
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         return await self._losing(lambda: self.store.commit(changes, hint))
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
-        return await self._losing(lambda: self.store.hand_over(changes, hint, take))
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
+        return await self._losing(lambda: self.store.commit_and_claim(changes, hint, take))
 
-    async def take(self, take: Take) -> Taken:
-        return await self._losing(lambda: self.store.take(take))
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
+        return await self._losing(lambda: self.store.claim_rows(take))
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         return await self._losing(lambda: self.store.renew(leases))
 
     async def _looking(self, look: Awaitable[A]) -> A:

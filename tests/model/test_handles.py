@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowfabric import handles
 from flowfabric.errors import Corruption, HandleFromOtherBackend, InvalidInput
-from flowfabric.handles import BackendTag, Handle, HandleFields, HandleKind, decode, encode, open_handle
+from flowfabric.handles import BackendTag, Handle, HandleFields, HandleKind, decode_handle, encode_handle, open_handle
 from flowfabric.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
 
 FIELDS = HandleFields(
@@ -83,13 +83,13 @@ def any_fields(draw: st.DrawFn) -> HandleFields:
 
 def test_ex_004_handle_golden_encoding() -> None:
     assert len(GOLDEN) == 168
-    assert encode(FIELDS, BackendTag.POSTGRES) == GOLDEN
-    assert decode(GOLDEN) == (BackendTag.POSTGRES, FIELDS)
+    assert encode_handle(FIELDS, BackendTag.POSTGRES) == GOLDEN
+    assert decode_handle(GOLDEN) == (BackendTag.POSTGRES, FIELDS)
 
 
 @pytest.mark.parametrize("tag", BackendTag)
 def test_ex_004_another_store_changes_only_the_third_byte(tag: BackendTag) -> None:
-    assert encode(FIELDS, tag) == with_byte(2, tag.value)
+    assert encode_handle(FIELDS, tag) == with_byte(2, tag.value)
 
 
 @pytest.mark.parametrize(
@@ -114,23 +114,23 @@ def test_ex_004_another_store_changes_only_the_third_byte(tag: BackendTag) -> No
 )
 def test_ex_005_handle_decoding_failures(data: bytes, failure: type[Corruption]) -> None:
     with pytest.raises(failure) as caught:
-        decode(data)
+        decode_handle(data)
 
     assert caught.value.kind == "corruption"
     assert caught.value.detail.startswith("handle_codec: ")
 
 
 def test_ex_005_the_legacy_form_is_read_as_valkey() -> None:
-    assert decode(b"\x01" + spelled()) == (BackendTag.VALKEY, FIELDS)
+    assert decode_handle(b"\x01" + spelled()) == (BackendTag.VALKEY, FIELDS)
 
 
 def test_failures_carry_what_was_found() -> None:
     with pytest.raises(handles.Truncated) as cut:
-        decode(GOLDEN[:-1])
+        decode_handle(GOLDEN[:-1])
     with pytest.raises(handles.TrailingBytes) as long:
-        decode(GOLDEN + b"ab")
+        decode_handle(GOLDEN + b"ab")
     with pytest.raises(handles.ParseField) as bad:
-        decode(b"\x01" + spelled(lease_id="x"))
+        decode_handle(b"\x01" + spelled(lease_id="x"))
 
     assert (cut.value.needed, cut.value.at, cut.value.have) == (3, 165, 2)
     assert (long.value.pos, long.value.len) == (168, 170)
@@ -141,30 +141,30 @@ def test_each_number_that_is_cut_off_is_named_by_its_own_place() -> None:
     epoch = GOLDEN.index(bytes([1, 0, 0, 0, 0, 0, 0, 0]), 100)
     for length, place in ((epoch, epoch), (epoch + 7, epoch), (epoch + 8, epoch + 8), (epoch + 15, epoch + 8)):
         with pytest.raises(handles.Truncated) as cut:
-            decode(GOLDEN[:length])
+            decode_handle(GOLDEN[:length])
         assert (cut.value.needed, cut.value.at, cut.value.have) == (8, place, length - place)
 
 
 def test_a_length_that_promises_too_much_reads_as_truncated() -> None:
     with pytest.raises(handles.Truncated):
-        decode(b"\x02\x01\x02" + b"\xff\xff\xff\xff")
+        decode_handle(b"\x02\x01\x02" + b"\xff\xff\xff\xff")
 
 
 def test_identifiers_are_read_in_their_one_form_and_names_as_they_are() -> None:
-    _, fields = decode(b"\x01" + spelled(lease_id=FIELDS.lease_id.upper(), lane_id="", instance="é x"))
+    _, fields = decode_handle(b"\x01" + spelled(lease_id=FIELDS.lease_id.upper(), lane_id="", instance="é x"))
 
     assert fields == msgspec.structs.replace(FIELDS, lane_id=LaneId(""), worker_instance_id=WorkerInstanceId("é x"))
 
 
 @given(any_fields(), st.sampled_from(BackendTag))
 def test_every_handle_reads_back(fields: HandleFields, tag: BackendTag) -> None:
-    assert decode(encode(fields, tag)) == (tag, fields)
+    assert decode_handle(encode_handle(fields, tag)) == (tag, fields)
 
 
 @given(st.integers(0, len(GOLDEN) - 1))
 def test_no_beginning_of_a_handle_is_a_handle(length: int) -> None:
     with pytest.raises(handles.Truncated):
-        decode(GOLDEN[:length])
+        decode_handle(GOLDEN[:length])
 
 
 @given(
@@ -178,13 +178,13 @@ def test_any_bytes_open_or_are_refused_as_corrupt_or_foreign(data: bytes, expect
         fields = open_handle(Handle(expected, HandleKind.FRESH, data), expected)
     except (Corruption, HandleFromOtherBackend):
         return
-    assert decode(encode(fields, expected)) == (expected, fields)
+    assert decode_handle(encode_handle(fields, expected)) == (expected, fields)
 
 
 @pytest.mark.parametrize("change", [{"attempt_index": 2**32}, {"lease_epoch": -1}, {"lease_ttl_ms": 2**64}])
 def test_a_number_that_does_not_fit_is_refused_when_a_handle_is_written(change: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match="handle"):
-        encode(msgspec.structs.replace(FIELDS, **change), BackendTag.SQLITE)
+        encode_handle(msgspec.structs.replace(FIELDS, **change), BackendTag.SQLITE)
 
 
 # Handles
@@ -220,7 +220,7 @@ def test_a_handle_of_neither_bytes_nor_a_tag_is_refused_when_it_is_opened() -> N
 
 def test_a_handle_made_here_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle.mint(BackendTag.MEMORY, HandleKind.RESUMED, FIELDS)
-    monkeypatch.setattr(handles, "decode", None)
+    monkeypatch.setattr(handles, "decode_handle", None)
 
     assert open_handle(handle, BackendTag.MEMORY) is FIELDS
     assert handle.opaque == with_byte(2, 0x04)
@@ -229,7 +229,7 @@ def test_a_handle_made_here_is_never_decoded(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_handle_from_elsewhere_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(BackendTag.POSTGRES, HandleKind.FRESH, GOLDEN)
     first = open_handle(handle, BackendTag.POSTGRES)
-    monkeypatch.setattr(handles, "decode", None)
+    monkeypatch.setattr(handles, "decode_handle", None)
 
     assert open_handle(handle, BackendTag.POSTGRES) is first
 

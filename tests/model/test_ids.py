@@ -15,11 +15,11 @@ from flowfabric.errors import InvalidInput
 from flowfabric.ids import (
     BudgetId,
     ExecutionId,
-    Family,
     FlowId,
     LaneId,
     Partition,
     PartitionCounts,
+    PartitionFamily,
     QuotaPolicyId,
     RandomMinter,
     SeededMinter,
@@ -191,11 +191,11 @@ def test_ex_002_members_of_a_flow_share_its_partition() -> None:
 def test_ex_002_deterministic_ids_are_the_same_every_time() -> None:
     given_uuid = "AAAAAAAA-0000-0000-0000-000000000000"
 
-    assert ids.deterministic_for_flow(FlowId(UUID), COUNTS, NIL) == f"{{fp:24}}:{NIL}"
-    assert ids.deterministic_for_flow(FlowId(UUID), COUNTS, given_uuid) == f"{{fp:24}}:{given_uuid.lower()}"
-    assert ids.deterministic_solo(LaneId("gpu"), COUNTS, given_uuid) == f"{{fp:144}}:{given_uuid.lower()}"
+    assert ids.execution_id_for_flow(FlowId(UUID), COUNTS, NIL) == f"{{fp:24}}:{NIL}"
+    assert ids.execution_id_for_flow(FlowId(UUID), COUNTS, given_uuid) == f"{{fp:24}}:{given_uuid.lower()}"
+    assert ids.execution_id_for_lane(LaneId("gpu"), COUNTS, given_uuid) == f"{{fp:144}}:{given_uuid.lower()}"
     with pytest.raises(ids.InvalidUuid):
-        ids.deterministic_solo(LaneId("gpu"), COUNTS, "gpu")
+        ids.execution_id_for_lane(LaneId("gpu"), COUNTS, "gpu")
 
 
 def test_ex_002_spreading_vectors() -> None:
@@ -259,14 +259,14 @@ def test_a_partition_key_says_why_it_does_not_parse(text: str, failure: type[Inv
         parse_partition_key(text)
 
 
-@given(st.sampled_from(Family), st.integers(0, 65535))
-def test_a_partition_key_reads_back_as_the_partition_it_was_made_from(family: Family, index: int) -> None:
+@given(st.sampled_from(PartitionFamily), st.integers(0, 65535))
+def test_a_partition_key_reads_back_as_the_partition_it_was_made_from(family: PartitionFamily, index: int) -> None:
     assert parse_partition_key(Partition(family, index).key) == Partition(family, index)
 
 
 def test_executions_live_on_the_partitions_of_flows() -> None:
-    assert parse_partition_key("{fp:7}") == Partition(Family.FLOW, 7)
-    assert Partition(Family.BUDGET, 3).key == "{b:3}"
+    assert parse_partition_key("{fp:7}") == Partition(PartitionFamily.FLOW, 7)
+    assert Partition(PartitionFamily.BUDGET, 3).key == "{b:3}"
 
 
 # Minting

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
-from flowfabric.merge_patch import merge, read_document, read_patch, write_document
+from flowfabric.merge_patch import decode_document, decode_patch, encode_document, merge
 
 names = st.sampled_from("abc")
 values = st.recursive(
@@ -42,23 +42,23 @@ def test_a_patch_does_what_the_rfc_says(document: dict[str, Any], patch: dict[st
 
 @given(objects)
 def test_documents_are_read_as_they_were_written(document: dict[str, Any]) -> None:
-    assert read_document(write_document(document)) == document
+    assert decode_document(encode_document(document)) == document
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_patch_or_refused(payload: bytes) -> None:
-    assert isinstance(read_patch(payload), dict | FabricError)
+    assert isinstance(decode_patch(payload), dict | FabricError)
 
 
 def test_numbers_stay_as_they_were_written() -> None:
     text = '{"a":1.10,"b":123456789012345678901234567890,"c":-0.0,"d":1E+400,"e":[0.1]}'
-    found = read_patch(text.encode())
+    found = decode_patch(text.encode())
 
     assert isinstance(found, dict)
-    assert write_document(merge({}, found)) == text
+    assert encode_document(merge({}, found)) == text
 
 
 def test_unreadable_documents_are_told_apart_from_empty_ones() -> None:
     for text in ("", "{", "[]", "null", '"x"', "[" * 100_000):
-        assert isinstance(read_document(text), FabricError)
-    assert read_document("{}") == {}
+        assert isinstance(decode_document(text), FabricError)
+    assert decode_document("{}") == {}

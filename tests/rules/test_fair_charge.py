@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.rules.scheduling.fairness import charge, plan
+from flowfabric.rules.scheduling.fairness import charge, fair_order
 from tests.rules.scheduling.test_fairness import NOW, row
 
 ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(0, 50)), max_size=12)
@@ -22,7 +22,7 @@ def test_claims_in_turn_cost_what_the_plan_says(
     ]
     turns = {"a": 2, "b": -2}
 
-    picks, after = plan(rows, turns, NOW, count, cut=cut)
+    picks, after = fair_order(rows, turns, NOW, count, truncated=cut)
 
     assert charge(rows, turns, NOW, picks, cut=cut) == after
 
@@ -33,7 +33,7 @@ def test_a_key_that_was_passed_by_is_next() -> None:
     turns = charge(rows, {}, NOW, [rows[2]], cut={"b"})
 
     assert turns == {"a": 1, "b": -1}
-    assert [one.execution_id for one in plan([*rows[:2], row("b2", "b", age=6)], turns, NOW, 3)[0]] == [
+    assert [one.execution_id for one in fair_order([*rows[:2], row("b2", "b", age=6)], turns, NOW, 3)[0]] == [
         "a1",
         "a2",
         "b2",

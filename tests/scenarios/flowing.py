@@ -11,7 +11,7 @@ from typing import Any
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.flows.join_resolver import Child
+from flowfabric.engine.flows.join_resolver import Downstream
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.ids import FlowId, flow_partition, mint_for_flow
@@ -19,10 +19,10 @@ from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Guard, Write
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingCancel, PendingCancelGroup
+from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingMemberCancel, PendingSiblingCancel
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs
-from flowfabric.stores.queries import Want
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
+from flowfabric.stores.queries import Read
 from tests.scenarios.waits import ANY
 
 ALL_OF = {"kind": "all_of"}
@@ -58,7 +58,7 @@ class Flowing:
     async def begin(self, members: str | Iterable[str] = "", **given: Any) -> Flowing:
         """The flow, with these members."""
         whose = given.get("namespace", "default")
-        assert await self.engine.create_flow(self.id, namespace=whose) == flow_answers.Created(self.id)
+        assert await self.engine.create_flow(self.id, namespace=whose) == flow_answers.FlowCreated(self.id)
         for name in members:
             await self.add(name, **given)
         return self
@@ -110,7 +110,7 @@ class Flowing:
         answer = await self.engine.apply_dependency_to_child(
             self.id, edge, self.names[downstream], self.names[upstream]
         )
-        assert isinstance(answer, flow_answers.Applied)
+        assert isinstance(answer, flow_answers.DependencyApplied)
         return answer.unsatisfied_count
 
     async def edge(self, upstream: str, downstream: str, **given: Any) -> str:
@@ -131,7 +131,7 @@ class Flowing:
         for upstream in upstreams:
             await self.edge(upstream, downstream, **given)
 
-    async def policy(self, downstream: str, policy: Any) -> flow_answers.PolicySet:
+    async def policy(self, downstream: str, policy: Any) -> flow_answers.SetJoinPolicyResult:
         return await self.engine.set_edge_group_policy(self.id, self.names[downstream], policy)
 
     # -- living -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Flowing:
         minter = self.engine.minter
         args = SuspendArgs(
             suspension_id=minter.uuid(),
-            waitpoints=(Fresh(minter.uuid(), "k"),),
+            waitpoints=(FreshWaitpoint(minter.uuid(), "k"),),
             resume_condition=ANY,
             reason_code="waiting_for_signal",
             now=self.clock.now,
@@ -190,7 +190,7 @@ class Flowing:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     async def one(self, row: type[Any], *key: Any) -> Any:
-        found = (await self.engine.load((Want(row, key),))).rows[0]
+        found = (await self.engine.load((Read(row, key),))).rows[0]
         return found[0] if found else None
 
     async def row(self, name: str) -> Execution:
@@ -219,17 +219,17 @@ class Flowing:
         found: Dependency = await self.one(Dependency, self.names[downstream], self.edges[upstream, downstream])
         return found
 
-    async def entry(self, name: str) -> PendingCancelGroup | None:
+    async def entry(self, name: str) -> PendingSiblingCancel | None:
         """The group's place in the index of groups with siblings to cancel."""
-        found: PendingCancelGroup | None = await self.one(PendingCancelGroup, *self.child(name))
+        found: PendingSiblingCancel | None = await self.one(PendingSiblingCancel, *self.child(name))
         return found
 
-    def child(self, name: str) -> Child:
-        return Child(self.id, self.names[name])
+    def child(self, name: str) -> Downstream:
+        return Downstream(self.id, self.names[name])
 
     async def backlog(self) -> tuple[CancelBacklog | None, list[str]]:
         """The flow's backlog entry, and the names of those who stand in it."""
-        pending = (await self.engine.load((Want(PendingCancel, (self.id,)),))).rows[0]
+        pending = (await self.engine.load((Read(PendingMemberCancel, (self.id,)),))).rows[0]
         known = {execution: name for name, execution in self.names.items()}
         names = sorted(known.get(one.execution_id, one.execution_id) for one in pending)
         return await self.one(CancelBacklog, self.id), names

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowfabric.engine.operations.durable import OpenedGate, Parked
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.condition import Condition, Count, CountKind
 from flowfabric.model.gate import GateKind, GateMemo
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
-from flowfabric.rules.durable.park import Ready
-from flowfabric.rules.suspension.signals import Accepted, Duplicate
+from flowfabric.rules.durable.mailbox import MessageArgs
+from flowfabric.rules.durable.park import GatesReady
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from tests.scenarios.play import Play
 from tests.scenarios.waits import SUSPENDED, Waits
 
@@ -60,7 +60,7 @@ class Function:
         args = GateArgs(name=name, kind=GateKind.CHILDREN, children=children, **given)
         return await self.engine.open_gate(self.held.handle, args)
 
-    async def park(self, *names: str) -> Parked | Ready:
+    async def park(self, *names: str) -> ParkResult | GatesReady:
         return await self.engine.park(self.held.handle, names)
 
     async def vote(self, gate: OpenedGate, key: str, **given: Any) -> str:
@@ -70,9 +70,9 @@ class Function:
         assert isinstance(accepted, Accepted)
         return accepted.effect
 
-    async def send(self, text: bytes, mailbox: str = "steer", **given: Any) -> Accepted | Duplicate:
+    async def send(self, text: bytes, mailbox: str = "steer", **given: Any) -> Accepted | DuplicateDelivery:
         fields: dict[str, Any] = {"execution_id": self.e, "mailbox": mailbox, "message_id": self.waits.id()}
-        return await self.engine.send_message(MailArgs(**(fields | {"payload": text} | given)))
+        return await self.engine.send_message(MessageArgs(**(fields | {"payload": text} | given)))
 
     async def go_on(self, worker: str = "wb") -> None:
         self.held = await self.play.resumed(self.e, worker)

@@ -34,9 +34,9 @@ from flowfabric.model.answers.execution import (
 )
 from flowfabric.model.execution import Execution, Grant
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.feed import Completion, LeaseNews, OperatorNews
-from flowfabric.stores.queries import Want
-from flowfabric.testing import Gate
+from flowfabric.rules.feed import CompletionFeedEntry, LeaseFeedEntry, OperatorFeedEntry
+from flowfabric.stores.queries import Read
+from flowfabric.testing import SyncPoint
 from tests.scenarios.watched import Watched, dump
 
 N = TypeVar("N")
@@ -107,13 +107,13 @@ class Play:
         """The store's time."""
         return self.clock.now
 
-    def slowed(self, verb: str) -> Gate:
+    def slowed(self, verb: str) -> SyncPoint:
         """Stop the next call of a verb of the store until the test lets it go on."""
-        gate, inner = Gate(), getattr(self.store, verb)
+        gate, inner = SyncPoint(), getattr(self.store, verb)
 
         async def passing(*given: Any, **named: Any) -> Any:
             delattr(self.store, verb)
-            await gate.passes()
+            await gate.pause()
             return await inner(*given, **named)
 
         setattr(self.store, verb, passing)
@@ -125,8 +125,8 @@ class Play:
         asked = asyncio.ensure_future(asking)
         async with asyncio.timeout(20):
             await gate.reached()
-            self.clock.pass_ms(by_ms)
-            gate.open()
+            self.clock.advance_ms(by_ms)
+            gate.release()
             return await asked
 
     # -- doing --------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Play:
 
     async def sheet(self, e: str) -> Execution:
         """The execution's row as it is kept."""
-        loaded = await self.engine.load((Want(Execution, (e,)),))
+        loaded = await self.engine.load((Read(Execution, (e,)),))
         [row] = loaded.rows[0]
         assert isinstance(row, Execution)
         return row
@@ -284,7 +284,7 @@ class Play:
         entries = await self.history(e)
         return [" ".join(filter(None, (entry.event, entry.fields.get("reason")))) for entry in entries]
 
-    async def completions(self, *executions: str) -> list[Completion]:
+    async def completions(self, *executions: str) -> list[CompletionFeedEntry]:
         """The completion feed from its start, of these executions or of all."""
         return _of(executions, await _all(await self.engine.subscribe_completion(FROM_THE_START)))
 
@@ -292,11 +292,11 @@ class Play:
         """The completion feed in short."""
         return [completion.outcome for completion in await self.completions(*executions)]
 
-    async def operator_events(self, *executions: str) -> list[OperatorNews]:
+    async def operator_events(self, *executions: str) -> list[OperatorFeedEntry]:
         """The operator feed from its start."""
         return _of(executions, await _all(await self.engine.subscribe_operator_event(FROM_THE_START)))
 
-    async def lease_feed(self, *executions: str) -> list[LeaseNews]:
+    async def lease_feed(self, *executions: str) -> list[LeaseFeedEntry]:
         """The lease feed from its start."""
         return _of(executions, await _all(await self.engine.subscribe_lease_history(FROM_THE_START)))
 
@@ -315,9 +315,9 @@ class Play:
 
     async def at_rest(self) -> None:
         """Wait until the engine has done what follows from what was asked of it."""
-        while self.engine.folds:
-            await asyncio.wait(self.engine.folds)
-        await self.engine.delivered()
+        while self.engine.child_completion_tasks:
+            await asyncio.wait(self.engine.child_completion_tasks)
+        await self.engine.wait_for_deliveries()
 
     @asynccontextmanager
     async def refused(

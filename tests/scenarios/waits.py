@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from flowfabric.cursors import FROM_THE_START
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, SuspendDetails, Suspended
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, SuspendDetails, Suspended
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, Single, Wildcard
-from flowfabric.rules.feed import SignalNews
+from flowfabric.model.condition import AllConditions, ByName, Condition, Count, CountKind, Single, Wildcard
+from flowfabric.rules.feed import SignalFeedEntry
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
-from flowfabric.rules.suspension.arguments import Binding, Fresh, SuspendArgs, UsePending
-from flowfabric.rules.suspension.signals import Accepted, Duplicate, SignalArgs
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs, UsePendingWaitpoint, WaitpointBinding
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
 from flowfabric.rules.suspension.waitpoints import PendingWaitpoint, WaitpointRecord
 from tests.scenarios.play import Play
 
@@ -32,7 +32,7 @@ NO_TIMEOUT = 9_999_999_999_999
 def named(*names: str, key: str = "k") -> Condition:
     """One leaf for each name on one waitpoint, all of them wanted."""
     leaves = tuple(Single(key, ByName(name)) for name in names)
-    return leaves[0] if len(leaves) == 1 else AllOf(leaves)
+    return leaves[0] if len(leaves) == 1 else AllConditions(leaves)
 
 
 def count(n: int, kind: CountKind = CountKind.DISTINCT_SOURCES, *keys: str) -> Count:
@@ -54,11 +54,11 @@ class Waits:
         """A fresh id."""
         return self.engine.minter.uuid()
 
-    def args(self, condition: Condition = ANY, *bindings: Binding, **given: Any) -> SuspendArgs:
+    def args(self, condition: Condition = ANY, *bindings: WaitpointBinding, **given: Any) -> SuspendArgs:
         """The arguments of a suspend; without bindings, one fresh waitpoint with key `k`."""
         fields: dict[str, Any] = {
             "suspension_id": self.id(),
-            "waitpoints": bindings or (Fresh(self.id(), "k"),),
+            "waitpoints": bindings or (FreshWaitpoint(self.id(), "k"),),
             "resume_condition": condition,
             "reason_code": "waiting_for_signal",
             "now": self.play.now,
@@ -66,23 +66,27 @@ class Waits:
         return SuspendArgs(**(fields | given))
 
     async def suspend(
-        self, held: Claimed, condition: Condition = ANY, *bindings: Binding, **given: Any
+        self, held: Claimed, condition: Condition = ANY, *bindings: WaitpointBinding, **given: Any
     ) -> SuspendDetails:
         """The holder suspends, and it is suspended then."""
         outcome = await self.engine.suspend(held.handle, self.args(condition, *bindings, **given))
         assert isinstance(outcome, Suspended)
         return outcome.details
 
-    async def suspended(self, condition: Condition = ANY, *bindings: Binding, **given: Any) -> tuple[Claimed, Any]:
+    async def suspended(
+        self, condition: Condition = ANY, *bindings: WaitpointBinding, **given: Any
+    ) -> tuple[Claimed, Any]:
         """A new execution that waits; what its worker held, and the details."""
         held = await self.play.claimed()
         return held, await self.suspend(held, condition, *bindings, **given)
 
     async def on_pending(
         self, held: Claimed, pending: PendingWaitpoint, condition: Condition, **given: Any
-    ) -> Suspended | AlreadySatisfied:
+    ) -> Suspended | ConditionAlreadySatisfied:
         """The holder suspends on a waitpoint that it made before."""
-        return await self.engine.suspend(held.handle, self.args(condition, UsePending(pending.waitpoint_id), **given))
+        return await self.engine.suspend(
+            held.handle, self.args(condition, UsePendingWaitpoint(pending.waitpoint_id), **given)
+        )
 
     def signal(
         self, e: str, name: str, waitpoint_id: str, token: WaitpointToken | str, source: str = "ana", **given: Any
@@ -100,7 +104,7 @@ class Waits:
         }
         return SignalArgs(**(fields | given))
 
-    async def send(self, e: str, name: str, to: Any, source: str = "ana", **given: Any) -> Accepted | Duplicate:
+    async def send(self, e: str, name: str, to: Any, source: str = "ana", **given: Any) -> Accepted | DuplicateDelivery:
         """Signal a waitpoint with its own token."""
         token = to.token if isinstance(to, PendingWaitpoint) else to.waitpoint_token
         return await self.engine.deliver_signal(self.signal(e, name, to.waitpoint_id, token, source, **given))
@@ -117,7 +121,7 @@ class Waits:
         assert found is not None
         return found
 
-    async def signals_told(self, *executions: str) -> list[SignalNews]:
+    async def signals_told(self, *executions: str) -> list[SignalFeedEntry]:
         """The signal feed from its start."""
         feed = await self.engine.subscribe_signal_delivery(FROM_THE_START)
         found = []

@@ -24,13 +24,13 @@ from flowfabric.model.states import (
 from flowfabric.rules.execution import operator, views
 from flowfabric.rules.scheduling import queue
 from flowfabric.stores.catalog import TABLES
-from flowfabric.stores.claims import Handed, Held, Take, Taken
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Due, Loaded, Scan, Want, Where
+from flowfabric.stores.queries import Due, Loaded, Read, Scan, Where
 
 EVERYTHING = 1_000_000
 
-BLOCKED_ON = {operator.BLOCKS[reason]: start for reason, start in queue.BLOCKED_ON.items()}
+BLOCKED_ON = {operator.ELIGIBILITY_OF_REASON[reason]: start for reason, start in queue.BLOCKED_ON_PREFIX.items()}
 
 
 class Watched:
@@ -47,7 +47,7 @@ class Watched:
         self.calls[name] += 1
         return getattr(self.store, name)
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None  # every look is a load
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
@@ -57,19 +57,21 @@ class Watched:
         await self._look()
         return verdicts
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
         self.calls["commit"] += 1
-        handed = await self.store.hand_over(changes, hint, take)
+        handed = await self.store.commit_and_claim(changes, hint, take)
         await self._look()
         return handed
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         self.calls["take"] += 1
-        taken = await self.store.take(take)
+        taken = await self.store.claim_rows(take)
         await self._look()
         return taken
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         self.calls["renew"] += 1
         ends = await self.store.renew(leases)
         await self._look()
@@ -119,7 +121,7 @@ async def dump(store: Store) -> dict[str, list[Any]]:
     for topic in Topic:
         events |= {told.position: told for told in (await store.feed(topic, 0, EVERYTHING)).events}
     kept["events"] = [events[position] for position in sorted(events)]
-    kept["lines"] = list(await store.lines())
+    kept["lines"] = list(await store.queues())
     return kept
 
 
@@ -138,7 +140,7 @@ def assert_invariants(row: Execution, ended: list[Attempt]) -> None:
         _assert_active(row)
     if row.lifecycle_phase is LifecyclePhase.RUNNABLE:
         _assert_runnable(row)
-    attempts = views.attempts(row, ended)
+    attempts = views.attempt_views(row, ended)
     assert [attempt.attempt_index for attempt in attempts] == list(range(row.total_attempt_count)), "I8"
     assert (row.grant is None) == (row.granted_until is None), "I9: one slot"
 
@@ -166,7 +168,7 @@ def _assert_active(row: Execution) -> None:
         assert row.lease_expired_at is row.lease_revoked_at is None
     else:
         assert row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED, "I6"
-        assert row.line == queue.takeover_line(row), "I11: it waits to be taken over"
+        assert row.line == queue.takeover_queue(row), "I11: it waits to be taken over"
         revoked = row.ownership_state is OwnershipState.LEASE_REVOKED
         assert revoked == (row.lease_expires_at is None) == (row.lease_revoked_at is not None)
         assert revoked == (row.lease_expired_at is None)
@@ -174,12 +176,12 @@ def _assert_active(row: Execution) -> None:
 
 def _assert_runnable(row: Execution) -> None:
     in_line = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
-    assert row.line == (queue.line_of(row) if in_line else None), "I11: only what may be claimed stands in line"
+    assert row.line == (queue.queue_of(row) if in_line else None), "I11: only what may be claimed stands in line"
     waits_for = BLOCKED_ON.get(row.eligibility_state)
     assert waits_for is None or (row.blocked_on or "").startswith(waits_for)
-    assert (row.blocked_at is not None) == (row.eligibility_state in operator.BLOCKS.values())
+    assert (row.blocked_at is not None) == (row.eligibility_state in operator.ELIGIBILITY_OF_REASON.values())
     assert (row.blocked_on is not None) == (waits_for is not None)
     delayed = row.eligibility_state is EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
     assert delayed == (row.delay_until is not None), "I11"
     assert row.lease_expires_at is row.attempt_timeout_at is None, "I11"
-    assert row.next_type is queue.NEXT_TYPE.get(row.attempt_state)
+    assert row.next_type is queue.NEXT_ATTEMPT_TYPE.get(row.attempt_state)

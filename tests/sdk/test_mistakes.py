@@ -610,7 +610,7 @@ async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
 async def test_a_handler_that_holds_its_slot_while_it_waits_for_another_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("flowfabric.sdk.run.LONGEST_LOOK_MS", 10)
+    monkeypatch.setattr("flowfabric.sdk.run.MAX_POLL_MS", 10)
     app = Fabric("memory://", settings=Settings(poll_ms=10))
     inner = app.task(plain)
 

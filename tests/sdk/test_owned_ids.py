@@ -91,7 +91,7 @@ async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_
     @shared_app.task(retry=Retry(max=0))
     async def parent(ctx: Context) -> str:
         engine = await intruder.engine()
-        name, _, place = ctx.durable.gate_name(f"child:{child.name}").rpartition("#")
+        name, _, place = ctx.durable.next_gate_name(f"child:{child.name}").rpartition("#")
         taken = ctx._child_id(f"{name}#{int(place) + 1}")  # of the next child: ids of children are derivable
         await engine.create(await forge.ask(engine, {}, options=forge.own, execution_id=taken))
         return await (await ctx.spawn(child)).result()

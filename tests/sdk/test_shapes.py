@@ -16,7 +16,7 @@ import pydantic
 import pytest
 
 from flowfabric.errors import InvalidInput
-from flowfabric.sdk.serialization.values import Shape, from_json, json_bytes
+from flowfabric.sdk.serialization.values import ValueCodec, from_json, json_bytes
 
 
 class Colour(enum.Enum):
@@ -110,25 +110,25 @@ WRONG: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("value", "annotation"), FITTING + WRONG)
 def test_json_is_the_same_whichever_way_it_is_made(value: Any, annotation: Any) -> None:
-    shape = Shape(annotation)
+    shape = ValueCodec(annotation)
     assert told(lambda: shape.to_json(value, "it")) == told(lambda: json_bytes(shape.dump(value, "it")))
 
 
 @pytest.mark.parametrize(("value", "annotation"), FITTING)
 def test_a_value_comes_back_whichever_way_it_is_read(value: Any, annotation: Any) -> None:
-    shape = Shape(annotation)
+    shape = ValueCodec(annotation)
     data = shape.to_json(value, "it")
-    assert shape.parse(data, "it") == shape.load(from_json(data), "it")
+    assert shape.from_json(data, "it") == shape.load(from_json(data), "it")
 
 
 @pytest.mark.parametrize(("data", "annotation"), [(b'"a"', int), (b"null", int), (b"1.5", int), (b'{"n":[]}', Named)])
 def test_json_that_does_not_fit_is_refused_in_the_same_words(data: bytes, annotation: Any) -> None:
-    shape = Shape(annotation)
+    shape = ValueCodec(annotation)
     with pytest.raises(InvalidInput, match="it: Expected") as refused:
-        shape.parse(data, "it")
+        shape.from_json(data, "it")
     assert str(refused.value) == told(lambda: shape.load(from_json(data), "it"))
 
 
 def test_no_json_is_null() -> None:
-    assert Shape(int | None).parse(None, "it") is None
-    assert Shape(Any).parse(b"", "it") is None
+    assert ValueCodec(int | None).from_json(None, "it") is None
+    assert ValueCodec(Any).from_json(b"", "it") is None

@@ -74,7 +74,7 @@ def test_what_is_wrong_is_named_whichever_way_it_was_read(
 def test_arguments_get_the_names_of_their_parameters_in_order(
     handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    assert list(signature(handler).bound(args, kwargs).items()) == list(arguments.items())
+    assert list(signature(handler).bind(args, kwargs).items()) == list(arguments.items())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_call_that_does_not_fit_is_refused_in_the_words_of_python(
     handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
-        signature(handler).bound(args, kwargs)
+        signature(handler).bind(args, kwargs)
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -133,4 +133,4 @@ def test_values_that_are_as_their_annotations_ask_come_back() -> None:
     assert signature(bounded).load(signature(bounded).to_json(given)) == given
     assert signature(counted).load(b'{"n": 1}') == {"n": 1}
     with pytest.raises(InvalidInput, match="^invalid_input: result: "):
-        signature(bounded).result.to_json(0, "result")
+        signature(bounded).result_codec.to_json(0, "result")

@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric import Context, Fabric, RunCancelled
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.run import Frame
+from flowfabric.sdk.run import OutputFrame
 from flowfabric.testing.world import World
 from tests.sdk.conftest import working
 
@@ -110,7 +110,7 @@ async def test_a_stream_is_an_iterator(app: Fabric) -> None:
             await ctx.stream("answer").write(word)
 
     def in_thread() -> list[str]:
-        return [one.text for one in talk.sync.submit().stream("answer") if isinstance(one, Frame)]
+        return [one.text for one in talk.sync.submit().stream("answer") if isinstance(one, OutputFrame)]
 
     async with working(app):
         assert await asyncio.to_thread(in_thread) == ["one", "two"]

@@ -18,7 +18,7 @@ import pydantic
 from flowfabric import AllOf, Approval, Context, Fabric, FlowRun, Quorum, Reset, Run, Task, Votes, current
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.flows import Node
-from flowfabric.sdk.run import Frame
+from flowfabric.sdk.run import OutputFrame
 from flowfabric.sdk.sync import SyncRun
 from tests.postgres_install import ROOT
 
@@ -130,7 +130,7 @@ async def knows_contexts(ctx: Context) -> None:
 
 async def knows_what_a_run_tells(run: Run[Receipt]) -> None:
     async for frame in run.stream("answer", after=None):
-        assert_type(frame, Frame | Reset)
+        assert_type(frame, OutputFrame | Reset)
     assert_type(await run.state(), PublicState)
     assert_type(await run.progress(), dict[str, Any])
     assert_type(await run.signal("steer", 1), bool)

@@ -13,7 +13,7 @@ import pytest
 from flowfabric import Context, Fabric, Retry, Run
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.testing import virtual_time
-from flowfabric.testing.world import SELDOM_MS, World
+from flowfabric.testing.world import RARE_INTERVAL_MS, World
 
 app = Fabric("memory://")
 ORDER: list[str] = []
@@ -123,7 +123,7 @@ async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: p
 
 async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_time, "STUCK_S", 0.02)
-    monkeypatch.setattr(virtual_time, "SETTLE_S", 0.1)
+    monkeypatch.setattr(virtual_time, "IDLE_TIMEOUT_S", 0.1)
     may_end = threading.Event()
 
     @app.task
@@ -164,7 +164,9 @@ async def test_a_world_has_the_settings_of_its_app() -> None:
         found = world.engine.settings
         assert (found.retention_ms, found.ageing_ms) == (5_000, {"slow": 10})
         assert (found.sweeps.lease_expiry_ms, found.sweeps.batch, found.sweeps.jitter) == (0, 7, 0.5)
-        assert (found.poll_ms, found.sweeps.delayed_promoter_ms) == (SELDOM_MS, SELDOM_MS), "where it says nothing"
+        assert (found.poll_ms, found.sweeps.delayed_promoter_ms) == (RARE_INTERVAL_MS, RARE_INTERVAL_MS), (
+            "where it says nothing"
+        )
 
 
 async def test_what_ended_is_kept_in_a_world_as_long_as_the_app_says() -> None:

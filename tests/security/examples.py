@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from flowfabric.server.routing import Operation
+from flowfabric.server.routing import Route
 from tests.security.client import Request
 from tests.security.tenants import PARTITION, SHARED_LANE, Tenant, creation, execution, flow, segment
 
@@ -31,7 +31,7 @@ class Example(msgspec.Struct, frozen=True):
     taken: str = ""  # with the other tenant's id this is the refusal: the id is in use, no more is told
     positional: bool = False  # a place to go on from, whether or not something is there: it tells nothing
 
-    def request(self, operation: Operation) -> Request:
+    def request(self, operation: Route) -> Request:
         """The request of this operation."""
         given = iter(self.params)
         parts = (segment(next(given)) if part.startswith("{") else part for part in operation.path.split("/"))
@@ -351,6 +351,6 @@ EXAMPLES: dict[str, Maker] = {
 }
 
 
-def examples_of(operation: Operation) -> list[Maker]:
+def examples_of(operation: Route) -> list[Maker]:
     """Every example of an operation."""
     return [make for name, make in EXAMPLES.items() if name.partition(":")[0] == operation.name]

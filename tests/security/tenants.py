@@ -301,8 +301,8 @@ class Seed:
 async def nobody(app: App, like: Tenant) -> Tenant:
     """A tenant of the same shape of which no row exists."""
     fields = {name: UUID.sub(lambda _: str(uuid.uuid4()), text) for name, text in msgspec.structs.asdict(like).items()}
-    held = await app.handles.verify(like.handle)
+    held = await app.handle_signer.verify(like.handle)
     away = msgspec.structs.replace(held.fields, execution_id=fields["active"])
-    handle = await app.handles.sign(Handle.mint(held.backend, HandleKind.FRESH, away))
+    handle = await app.handle_signer.sign(Handle.mint(held.backend, HandleKind.FRESH, away))
     names = {"namespace": "nowhere", "secret": "nothing", "instance": "i-nowhere", "flow": flow(), "handle": handle}
     return Tenant(**(fields | names | {"link": like.link[:-4] + "0000"}))

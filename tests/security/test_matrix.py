@@ -26,9 +26,9 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.api_token import Scope
-from flowfabric.server.routes import PAGES
-from flowfabric.server.routing import Operation, Subject
+from flowfabric.model.api_token import ApiScope
+from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.routing import Route, Subject
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
@@ -37,7 +37,7 @@ from tests.security.examples import EXAMPLES, Maker, examples_of
 from tests.security.tenants import ROOT, UUID, Tenant, forms
 from tests.security.worlds import BINDINGS, Cast, Rows, SharedStage, Stage, World
 
-OPERATIONS = [operation for page in PAGES for operation in page.operations]
+OPERATIONS = [operation for page in ROUTE_GROUPS for operation in page.entries]
 
 
 def run_apart(make: Any) -> Any:
@@ -109,7 +109,7 @@ def is_owned(row: Any, victim: Tenant, ids: frozenset[str]) -> bool:
     return bool(ids.intersection(UUID.findall(about)))
 
 
-def check_logs(records: list[logging.LogRecord], operation: Operation, cast: Cast) -> None:
+def check_logs(records: list[logging.LogRecord], operation: Route, cast: Cast) -> None:
     """No log holds a token, a link, a handle or a text of a row; audited routes are in the audit log."""
     logged = [f"{record.getMessage()} {record.__dict__}" for record in records]
     secrets = [
@@ -121,7 +121,7 @@ def check_logs(records: list[logging.LogRecord], operation: Operation, cast: Cas
     assert not told, told
     assert [line for line in logged if not (cast.own.hides(line) and cast.foreign.hides(line))] == []
     audited = {record.getMessage() for record in records if record.name == "flowfabric.audit"}
-    assert not operation.audit or audited == {operation.name}
+    assert not operation.is_audited or audited == {operation.name}
 
 
 def plain(answer: Answer) -> str:
@@ -158,7 +158,7 @@ def test_every_route_has_an_example() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(
-    stage: Stage, operation: Operation, caplog: pytest.LogCaptureFixture
+    stage: Stage, operation: Route, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="flowfabric")
     for make in examples_of(operation):
@@ -172,7 +172,7 @@ async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(
     check_logs(caplog.records, operation, stage.cast)
 
 
-async def refuse_strangers(stage: Stage, operation: Operation, make: Maker) -> None:
+async def refuse_strangers(stage: Stage, operation: Route, make: Maker) -> None:
     """Without a good token nothing is told and nothing changes."""
     request = make(stage.cast.own, stage.cast.own).request(operation)
     world = await stage.world()
@@ -184,11 +184,11 @@ async def refuse_strangers(stage: Stage, operation: Operation, make: Maker) -> N
     await stage.check_unchanged()
 
 
-async def refuse_other_scopes(stage: Stage, operation: Operation, make: Maker) -> None:
+async def refuse_other_scopes(stage: Stage, operation: Route, make: Maker) -> None:
     """A token of another scope is refused by that, before anything is looked up."""
     request = make(stage.cast.own, stage.cast.own).request(operation)
     world = await stage.world()
-    for scope, binding in product(Scope, BINDINGS):
+    for scope, binding in product(ApiScope, BINDINGS):
         if scope is not operation.scope:
             answer = await send(world.app, request, stage.cast.token(scope, binding))
             assert answer.status == 403, f"{scope} {binding}: {answer.text}"
@@ -196,7 +196,7 @@ async def refuse_other_scopes(stage: Stage, operation: Operation, make: Maker) -
     await stage.check_unchanged()
 
 
-async def hide_others(stage: Stage, operation: Operation, make: Maker) -> None:
+async def hide_others(stage: Stage, operation: Route, make: Maker) -> None:
     """What belongs to another tenant is answered like what does not exist."""
     own, foreign, unknown = stage.cast.own, stage.cast.foreign, stage.cast.unknown
     usual = make(own, own).request(operation)
@@ -228,7 +228,7 @@ async def hide_others(stage: Stage, operation: Operation, make: Maker) -> None:
         assert plain(answer) == plain(expected), told
 
 
-async def spare_others(stage: Stage, operation: Operation, make: Maker) -> None:
+async def spare_others(stage: Stage, operation: Route, make: Maker) -> None:
     """The other tenant's token, shown for our rows, changes and tells nothing of them."""
     if operation.scope is None:
         return
@@ -239,7 +239,7 @@ async def spare_others(stage: Stage, operation: Operation, make: Maker) -> None:
     check_secrets(answer, request, own, stage.cast.ids["own"])
 
 
-async def serve_owner(stage: Stage, operation: Operation, make: Maker) -> None:
+async def serve_owner(stage: Stage, operation: Route, make: Maker) -> None:
     """The owner is served, and so is a token that is bound to no namespace; the other tenant's rows stay."""
     own, foreign = stage.cast.own, stage.cast.foreign
     example = make(own, own)
@@ -254,7 +254,7 @@ async def serve_owner(stage: Stage, operation: Operation, make: Maker) -> None:
             assert is_refusal_by_name(answer), answer.text
             assert stage.after == stage.before
         elif example.works:
-            assert answer.status in operation.answers, f"{binding}: the example does not work: {answer.text}"
+            assert answer.status in operation.responses, f"{binding}: the example does not work: {answer.text}"
             assert not example.shows or any(form in answer.text for form in forms(own.secret)), answer.text
 
 

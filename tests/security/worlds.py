@@ -11,7 +11,7 @@ import msgspec
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
@@ -34,9 +34,9 @@ class Cast(msgspec.Struct, frozen=True):
     tokens: dict[str, str]
     ids: dict[str, frozenset[str]]  # of all rows, by namespace
 
-    def token(self, scope: Scope | None, binding: str) -> str:
+    def token(self, scope: ApiScope | None, binding: str) -> str:
         """What a caller shows; any token is good for a route without a scope."""
-        return self.tokens[f"{(scope or Scope.READ).value} {binding}"]
+        return self.tokens[f"{(scope or ApiScope.READ).value} {binding}"]
 
 
 class World:
@@ -56,7 +56,7 @@ class World:
         own = await Seed(self.app, "own", "zqownsecretofminexw").tenant()
         mine = frozenset(UUID.findall(repr(await self.rows()))) - theirs
         tokens = {}
-        for scope, binding in product(Scope, BINDINGS):
+        for scope, binding in product(ApiScope, BINDINGS):
             bound = None if binding == "unbound" else [binding]
             made = await self.engine.make_api_token("t", [scope], namespaces=bound)
             tokens[f"{scope.value} {binding}"] = f"Bearer {made.token}"
@@ -67,9 +67,9 @@ class World:
 
     async def rows(self) -> Rows:
         """Every row and event, once what follows from the last request is written, too."""
-        await self.engine.dispatched()
-        await self.engine.finish_background()
-        await self.engine.folds_done()
+        await self.engine.wait_for_dispatch()
+        await self.engine.finish_background_cancels()
+        await self.engine.wait_for_child_completions()
         return await dump(self.store)
 
     async def close(self) -> None:

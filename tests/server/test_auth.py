@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput, NotFound
 from flowfabric.ids import FlowId, flow_partition
 from flowfabric.server import ConfigError, ServerSettings
-from flowfabric.server.logging import JsonLines
+from flowfabric.server.logging import JsonFormatter
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, fresh, path, until
@@ -198,8 +198,8 @@ async def test_a_rotated_token_is_good_for_its_grace(ask: Asking, clock: ManualC
     new = {"Authorization": f"Bearer {rotated.json()['token']}"}
 
     assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [200, 200]
-    clock.pass_ms(1000)
-    ask.app.guard.forget()
+    clock.advance_ms(1000)
+    ask.app.authenticator.clear_cache()
     assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [401, 200]
 
 
@@ -210,8 +210,8 @@ async def test_a_revoked_or_expired_token_is_refused(ask: Asking, clock: ManualC
     assert (await ask("DELETE", where)).json() == {"revoked": False}
     assert await status(ask, "POST", f"{where}/rotate", ROOT, {}) == 404
     assert [await status(ask, "GET", LIST, headers) for headers in (revoked, short)] == [401, 200]
-    clock.pass_ms(500)
-    ask.app.guard.forget()
+    clock.advance_ms(500)
+    ask.app.authenticator.clear_cache()
     assert await status(ask, "GET", LIST, short) == 401
 
 
@@ -235,7 +235,7 @@ async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:
     [shown] = [one for one in listed.json()["tokens"] if one["token_id"] == headers["id"]]
     assert (shown["name"], shown["scopes"], shown["namespaces"]) == ("t", ["read"], ["a", "b"])
     assert secret not in listed.text
-    assert await engine.holder_of(f"ff_{'0' * 32}_{secret}") is None
+    assert await engine.authenticate_token(f"ff_{'0' * 32}_{secret}") is None
     with pytest.raises(InvalidInput, match="scopes: empty"):
         await engine.make_api_token("t", [])
     with pytest.raises(InvalidInput, match="'write' is none of"):
@@ -356,7 +356,7 @@ async def test_no_secret_is_logged_and_operators_are(
     await ask.post(path(execution_id, "signal"), signal)
 
     ours = [record for record in caplog.records if not record.name.startswith("httpx2")]  # the test's own client
-    lines = "\n".join(JsonLines().format(record) for record in ours)
+    lines = "\n".join(JsonFormatter().format(record) for record in ours)
     for secret in ("s3cret", headers["Authorization"][7:], secret_hex, "wr0ng-t0ken", "deadbeef"):
         assert secret not in lines
     told = [(r.getMessage(), r.fields) for r in caplog.records if r.name == "flowfabric.audit"]  # type: ignore[attr-defined]

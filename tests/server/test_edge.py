@@ -11,10 +11,10 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.json_limits import MAX_DIGITS
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ConfigError, ServerSettings, auth, create_app, openapi
-from flowfabric.server.auth import peer_of
-from flowfabric.server.routes import PAGES
+from flowfabric.server.auth import rate_limit_address
+from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, fresh, path, serving
@@ -28,7 +28,7 @@ def guarded(engine: Engine, **settings: Any) -> Asking:
     return Asking(engine, ServerSettings(api_token=Secret("s3cret"), **settings))
 
 
-async def bearer(engine: Engine, *scopes: Scope) -> dict[str, str]:
+async def bearer(engine: Engine, *scopes: ApiScope) -> dict[str, str]:
     """The header of a new token."""
     return {"Authorization": f"Bearer {(await engine.make_api_token('t', scopes)).token}"}
 
@@ -142,7 +142,7 @@ async def test_a_key_under_way_with_another_body_is_a_conflict_at_once(ask: Aski
 async def test_nobody_hears_the_answer_that_another_was_given(engine: Engine) -> None:
     ask = guarded(engine)
     body, once = ask.creation(), {"Idempotency-Key": "k"}
-    one, other = await bearer(engine, Scope.SUBMIT), await bearer(engine, Scope.SUBMIT)
+    one, other = await bearer(engine, ApiScope.SUBMIT), await bearer(engine, ApiScope.SUBMIT)
 
     assert (await ask.post("/v1/executions", body, headers=one | once)).status_code == 201
     assert (await ask.post("/v1/executions", body, headers=other | once)).status_code == 200, "a repeated create"
@@ -157,15 +157,15 @@ async def test_wrong_tokens_are_counted_by_address_and_a_good_one_is_not_kept_ou
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = guarded(engine, rate_limit=0.01)
-    good = await bearer(engine, Scope.READ)
+    good = await bearer(engine, ApiScope.READ)
     looked_up: list[str] = []
-    find = engine.holder_of
+    find = engine.authenticate_token
 
     async def holder_of(token: str) -> Any:
         looked_up.append(token)
         return await find(token)
 
-    engine.holder_of = holder_of  # type: ignore[method-assign]
+    engine.authenticate_token = holder_of  # type: ignore[method-assign]
     assert (await ask.get(LIST, headers=good)).status_code == 200
     wrong = [{"Authorization": f"Bearer ff_{'0' * 32}_{number}"} for number in range(5)]
     statuses = [(await ask.get(LIST, headers=one)).status_code for one in wrong]
@@ -175,8 +175,8 @@ async def test_wrong_tokens_are_counted_by_address_and_a_good_one_is_not_kept_ou
     assert (await ask.get(LIST)).status_code == 429
     assert (await ask.get("/v1/store", headers=wrong[0])).status_code == 429
     assert (await ask.get(LIST, headers=GOOD)).status_code == 200, "the server's own token"
-    monkeypatch.setattr(auth, "TRUSTED_S", 0.0)
-    known = await ask.app.guard.admit(good["Authorization"].encode(), "127.0.0.1")
+    monkeypatch.setattr(auth, "TOKEN_CACHE_S", 0.0)
+    known = await ask.app.authenticator.authenticate(good["Authorization"].encode(), "127.0.0.1")
     assert known.name.startswith("t ("), "a token that was good before is looked up"
 
 
@@ -205,7 +205,9 @@ async def test_callers_of_an_open_server_are_counted_by_address(engine: Engine) 
 
 
 def test_an_address_without_a_form_is_counted_as_it_is() -> None:
-    assert [peer_of(one) for one in (None, ("", 0), ("a:b", 1), ("::ffff:10.0.0.1", 5), ("fe80::1%eth0", 2))] == [
+    assert [
+        rate_limit_address(one) for one in (None, ("", 0), ("a:b", 1), ("::ffff:10.0.0.1", 5), ("fe80::1%eth0", 2))
+    ] == [
         "",
         "",
         "a:b",
@@ -219,13 +221,13 @@ def test_an_address_without_a_form_is_counted_as_it_is() -> None:
 
 async def test_the_document_is_made_once(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    document = openapi.document
+    document = openapi.build_document
 
     def counted(table: Any) -> dict[str, Any]:
         made.append(table)
         return document(table)
 
-    monkeypatch.setattr(openapi, "document", counted)
+    monkeypatch.setattr(openapi, "build_document", counted)
     answers = [await ask.get("/openapi.json") for _ in range(3)]
 
     assert len(made) == 1
@@ -233,7 +235,7 @@ async def test_the_document_is_made_once(ask: Asking, monkeypatch: pytest.Monkey
     assert answers[0].json()["openapi"] == "3.1.0"
 
 
-WITH_BODY = [operation for page in PAGES for operation in page.operations if operation.decoder is not None]
+WITH_BODY = [operation for page in ROUTE_GROUPS for operation in page.entries if operation.decoder is not None]
 LONG = b"9" * (MAX_DIGITS + 1)
 
 

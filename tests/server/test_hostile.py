@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
-from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
+from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
 from tests.scenarios.watched import dump
 from tests.server.asking import Asking, fresh, path
 
@@ -24,7 +24,7 @@ async def waiting(ask: Asking) -> tuple[str, SuspendDetails]:
         held.handle,
         SuspendArgs(
             suspension_id=str(uuid.uuid4()),
-            waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
             resume_condition=Single("k", ByName("go")),
             reason_code="waiting_for_signal",
             now=await ask.engine.ping(),

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ConfigError, ServerSettings, connection_limits
-from flowfabric.server.lifecycle import prepared
-from flowfabric.server.routes import PAGES
+from flowfabric.server.lifecycle import engine_lifespan
+from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, fresh, path, serving, until
@@ -29,14 +29,14 @@ def guarded(engine: Engine, **settings: Any) -> Asking:
     return Asking(engine, ServerSettings(api_token=Secret("s3cret"), **settings), Authorization="Bearer s3cret")
 
 
-async def header(engine: Engine, *scopes: Scope) -> dict[str, str]:
+async def header(engine: Engine, *scopes: ApiScope) -> dict[str, str]:
     """The header of a new token."""
     return {"Authorization": f"Bearer {(await engine.make_api_token('t', scopes)).token}"}
 
 
 async def test_each_token_has_a_rate_of_its_own(engine: Engine) -> None:
     ask = guarded(engine, rate_limit=0.01)
-    one, other = await header(engine, Scope.READ), await header(engine, Scope.READ)
+    one, other = await header(engine, ApiScope.READ), await header(engine, ApiScope.READ)
 
     assert [(await ask.get(LIST, headers=one)).status_code for _ in range(3)] == [200, 429, 429]
     assert [(await ask.get(LIST, headers=other)).status_code for _ in range(2)] == [200, 429]
@@ -83,7 +83,7 @@ async def test_connections_beyond_their_number_are_turned_away_and_the_first_one
 
 
 async def test_far_too_many_connections_are_closed_unheard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "SURPLUS", 1)
+    monkeypatch.setattr(connection_limits, "MAX_REFUSED_CONNECTIONS", 1)
     ask = Asking(engine, ServerSettings(max_connections=1))
     async with serving(ask.app) as address:
         port = int(address.rpartition(":")[2])
@@ -129,17 +129,17 @@ async def test_a_preflight_of_a_stranger_allows_nothing(engine: Engine) -> None:
 
 
 def test_whatever_operators_and_administrators_change_is_audited() -> None:
-    operations = [operation for page in PAGES for operation in page.operations]
-    powerful = [one for one in operations if one.scope in (Scope.OPERATE, Scope.ADMIN) and one.method != "GET"]
+    operations = [operation for page in ROUTE_GROUPS for operation in page.entries]
+    powerful = [one for one in operations if one.scope in (ApiScope.OPERATE, ApiScope.ADMIN) and one.method != "GET"]
 
     assert len(powerful) > 10
-    assert {one.name for one in powerful if not one.audit} == OWN_EVENTS
-    assert {one.name for one in operations if one.audit and one.method == "GET"} == {"read_waitpoint_token"}
+    assert {one.name for one in powerful if not one.is_audited} == OWN_EVENTS
+    assert {one.name for one in operations if one.is_audited and one.method == "GET"} == {"read_waitpoint_token"}
 
 
 async def test_refused_actions_are_audited_too(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flowfabric.audit")
-    ask, reader, unknown = guarded(engine), await header(engine, Scope.READ), fresh()
+    ask, reader, unknown = guarded(engine), await header(engine, ApiScope.READ), fresh()
     execution_id = await ask.completed()
 
     await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id), headers=reader)
@@ -164,7 +164,7 @@ async def test_refused_actions_are_audited_too(engine: Engine, caplog: pytest.Lo
 async def test_sweeps_run_in_the_server_unless_switched_off(tmp_path: Path, is_on: bool) -> None:
     settings = from_environment({} if is_on else {"FF_NO_SWEEPS": "1"})
     settings = msgspec.structs.replace(settings, log="warning")
-    async with prepared(f"sqlite:///{tmp_path}/ff.db", settings) as engine:
+    async with engine_lifespan(f"sqlite:///{tmp_path}/ff.db", settings) as engine:
         assert (engine._sweeper is not None) == is_on
         if is_on:
-            await until(lambda: bool(engine.meters.counted("ff_scanner_cycle", scanner="delayed_promoter")))
+            await until(lambda: bool(engine.metrics.counter_value("ff_scanner_cycle", scanner="delayed_promoter")))

@@ -15,7 +15,7 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.connection_limits import BoundedProtocol
-from flowfabric.server.lifecycle import Server, seed
+from flowfabric.server.lifecycle import Server, seed_signing_key
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, path, serving, until
 
@@ -114,8 +114,8 @@ async def test_a_follower_that_leaves_leaves_nothing_behind(ask: Asking, address
         where = path(execution_id, "attempts", 0, "stream", "events")
         async with client.stream("GET", where) as answer:
             await anext(answer.aiter_lines())
-            await until(lambda: ask.engine.stream_ops.running == 1)
-    await until(lambda: ask.engine.stream_ops.running == 0 and not ask.app.on_closing)
+            await until(lambda: ask.engine.stream_reads.running == 1)
+    await until(lambda: ask.engine.stream_reads.running == 0 and not ask.app.on_closing)
 
 
 async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Asking) -> None:
@@ -156,7 +156,7 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
                 )
             )
             load = [asyncio.create_task(submit(client)) for _ in range(8)]
-            await until(lambda: len(created) > 20 and ask.engine.stream_ops.running > 0)
+            await until(lambda: len(created) > 20 and ask.engine.stream_reads.running > 0)
             server.should_exit = True
             async with asyncio.timeout(20):
                 assert await events.next("end") == {"reason": "shutdown"}
@@ -231,7 +231,7 @@ async def test_a_head_without_end_is_cut_off(ask: Asking, address: str) -> None:
 async def test_a_request_has_to_come_in_time(
     ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(BoundedProtocol, "head_s", 0.05)
+    monkeypatch.setattr(BoundedProtocol, "head_timeout_s", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     writer.write(begun)
     async with asyncio.timeout(10):
@@ -240,7 +240,7 @@ async def test_a_request_has_to_come_in_time(
 
 
 async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.server.request_body.BODY_S", 0.05)
+    monkeypatch.setattr("flowfabric.server.request_body.BODY_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     head = (
         b"POST /v1/flows HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
@@ -275,7 +275,7 @@ async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Ask
 
 
 async def test_the_signing_key_is_seeded_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    await seed(engine, ServerSettings(waitpoint_secret=Secret("ff" * 32)))
+    await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret("ff" * 32)))
 
     assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
     assert "the stored one holds" in caplog.text

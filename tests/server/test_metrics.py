@@ -13,7 +13,7 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import PublicState
 from flowfabric.server import ServerSettings
-from flowfabric.server.metrics import KNOWN
+from flowfabric.server.metrics import METRIC_CATALOG
 from tests.server.asking import Asking, path
 
 SPECIFIED = {
@@ -139,7 +139,9 @@ def test_every_panel_of_the_dashboard_shows_what_is_told() -> None:
 
     assert (dashboard["uid"], dashboard["refresh"], dashboard["schemaVersion"]) == ("flowfabric-ops", "30s", 39)
     assert len(panels) == 11
-    assert {name for name in shown if SERIES.sub("", name) not in KNOWN and name not in KNOWN} == set()
+    assert {
+        name for name in shown if SERIES.sub("", name) not in METRIC_CATALOG and name not in METRIC_CATALOG
+    } == set()
     sources = [one["datasource"]["uid"] for panel in panels for one in (panel, *panel["targets"])]
     assert set(sources) == {"${datasource}"}
     assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource"]

@@ -17,9 +17,9 @@ from schemathesis.specs.openapi import checks
 
 from flowfabric import connect
 from flowfabric.server import ServerSettings, create_app
-from flowfabric.server.__main__ import written
-from flowfabric.server.lifecycle import Server, seed
-from flowfabric.server.routes import PAGES
+from flowfabric.server.__main__ import render_document
+from flowfabric.server.lifecycle import Server, seed_signing_key
+from flowfabric.server.routes import ROUTE_GROUPS
 
 KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
 FEW = 4
@@ -29,11 +29,11 @@ FLOW = "550e8400-e29b-41d4-a716-446655440000"
 
 
 def test_the_kept_description_is_the_served_one() -> None:
-    assert KEPT.read_text() == written(), "run: python -m flowfabric.server > docs/openapi.json"
+    assert KEPT.read_text() == render_document(), "run: python -m flowfabric.server > docs/openapi.json"
 
 
 def test_every_operation_is_named_once_and_says_what_it_does() -> None:
-    operations = [operation for page in PAGES for operation in page.operations]
+    operations = [operation for page in ROUTE_GROUPS for operation in page.entries]
     names = [operation.name for operation in operations]
 
     assert sorted(set(names)) == sorted(names)
@@ -44,8 +44,8 @@ def test_every_route_stands_in_the_documents_table() -> None:
     table = (KEPT.parent / "server.md").read_text()
     missing = [
         f"{operation.method} {operation.path}"
-        for page in PAGES
-        for operation in page.operations
+        for page in ROUTE_GROUPS
+        for operation in page.entries
         if f"| {operation.method} | `{operation.path}` |" not in table
     ]
 
@@ -61,7 +61,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     async def run() -> None:
         async with await connect(url) as engine:
             app = create_app(engine, ServerSettings(port=0))
-            await seed(engine, app.settings)
+            await seed_signing_key(engine, app.settings)
             await engine.create_execution(execution_id=EXECUTION)
             await engine.create_flow(FLOW)
             await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])

@@ -12,10 +12,10 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ServerSettings, auth
-from flowfabric.server.app import READMIT_S
-from flowfabric.server.routes import PAGES
+from flowfabric.server.app import REAUTHENTICATE_S
+from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.settings import Secret
 from tests.server.asking import Asking, path, serving, until
 
@@ -26,9 +26,9 @@ EVENTS = ["/v1/events/completions", "/v1/events/leases", "/v1/events/signals", "
 @pytest.fixture
 def ask(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Asking:
     """A guarded server that asks for tokens again after a moment."""
-    monkeypatch.setattr(auth, "TRUSTED_S", 0.0)
+    monkeypatch.setattr(auth, "TOKEN_CACHE_S", 0.0)
     ask = Asking(engine, ServerSettings(api_token=Secret("s3cret")), Authorization="Bearer s3cret")
-    ask.app.readmit_s = 0.05
+    ask.app.reauthenticate_s = 0.05
     return ask
 
 
@@ -45,14 +45,14 @@ async def told(lines: AsyncIterator[str]) -> list[str]:
 
 
 def test_a_token_is_asked_for_again_within_fifteen_seconds() -> None:
-    assert READMIT_S + auth.TRUSTED_S <= 15
+    assert REAUTHENTICATE_S + auth.TOKEN_CACHE_S <= 15
 
 
 @pytest.mark.parametrize("where", EVENTS)
 async def test_a_feed_ends_when_its_token_is_revoked(
     ask: Asking, client: httpx2.AsyncClient, engine: Engine, where: str
 ) -> None:
-    made = await engine.make_api_token("t", [Scope.READ])
+    made = await engine.make_api_token("t", [ApiScope.READ])
     headers = {"Authorization": f"Bearer {made.token}"}
     async with client.stream("GET", where, headers=headers) as answer:
         lines = answer.aiter_lines()
@@ -69,14 +69,14 @@ async def test_a_feed_ends_when_its_token_is_revoked(
 async def test_a_feed_tells_nothing_after_its_token_ran_out(
     ask: Asking, client: httpx2.AsyncClient, engine: Engine, clock: ManualClock
 ) -> None:
-    made = await engine.make_api_token("t", [Scope.READ], expires_in_ms=60_000)
+    made = await engine.make_api_token("t", [ApiScope.READ], expires_in_ms=60_000)
     headers = {"Authorization": f"Bearer {made.token}"}
     async with client.stream("GET", EVENTS[0], headers=headers) as answer:
         lines = answer.aiter_lines()
         async for line in lines:
             if line == "event: open":
                 break
-        clock.pass_ms(60_000)
+        clock.advance_ms(60_000)
         while_ending = asyncio.create_task(told(lines))
         heard = await while_ending
         late = await ask.completed()
@@ -87,7 +87,7 @@ async def test_a_feed_tells_nothing_after_its_token_ran_out(
 
 async def test_a_stream_of_frames_ends_with_its_token(ask: Asking, client: httpx2.AsyncClient, engine: Engine) -> None:
     execution_id = await ask.created()
-    made = await engine.make_api_token("t", [Scope.READ])
+    made = await engine.make_api_token("t", [ApiScope.READ])
     where = path(execution_id, "attempts", 0, "stream", "events")
     async with client.stream("GET", where, headers={"Authorization": f"Bearer {made.token}"}) as answer:
         assert answer.status_code == 200
@@ -98,15 +98,15 @@ async def test_a_stream_of_frames_ends_with_its_token(ask: Asking, client: httpx
 
 
 async def test_a_feed_whose_token_stays_good_goes_on(ask: Asking, client: httpx2.AsyncClient, engine: Engine) -> None:
-    made = await engine.make_api_token("t", [Scope.READ])
+    made = await engine.make_api_token("t", [ApiScope.READ])
     asked: list[str] = []
-    find = engine.holder_of
+    find = engine.authenticate_token
 
     async def holder_of(token: str) -> Any:
         asked.append(token)
         return await find(token)
 
-    engine.holder_of = holder_of  # type: ignore[method-assign]
+    engine.authenticate_token = holder_of  # type: ignore[method-assign]
     async with client.stream("GET", EVENTS[0], headers={"Authorization": f"Bearer {made.token}"}) as answer:
         await until(lambda: len(asked) > 3)
         execution_id = await ask.completed()
@@ -127,7 +127,7 @@ COMMANDS = {"cancel_flow", "rotate_waitpoint_secret"}  # done once begun; what t
 
 
 def test_every_route_that_waits_is_looked_at_here() -> None:
-    waiting = {one.name for page in PAGES for one in page.operations if one.long and not one.is_feed}
+    waiting = {one.name for page in ROUTE_GROUPS for one in page.entries if one.is_long_poll and not one.is_streaming}
 
     assert waiting == set(POLLS) | COMMANDS
 
@@ -138,7 +138,7 @@ async def test_a_long_poll_ends_when_its_token_is_revoked(
 ) -> None:
     method, where, body = POLLS[name]
     execution_id = await ask.created()
-    made = await engine.make_api_token("t", [Scope.READ, Scope.WORK])
+    made = await engine.make_api_token("t", [ApiScope.READ, ApiScope.WORK])
     where = where.replace("{one}", path(execution_id))
     if body is not None and "execution_ids" in body:
         body = body | {"execution_ids": [execution_id]}
@@ -150,19 +150,19 @@ async def test_a_long_poll_ends_when_its_token_is_revoked(
     async with asyncio.timeout(10):
         answer = await poll
 
-    assert (answer.status_code, answer.json()["error"]) == (401, auth.UNAUTHENTICATED)
+    assert (answer.status_code, answer.json()["error"]) == (401, auth.UNAUTHENTICATED_MESSAGE)
 
 
 async def test_work_that_is_claimed_for_a_revoked_token_is_handed_back(ask: Asking, engine: Engine) -> None:
-    made = await engine.make_api_token("t", [Scope.WORK])
+    made = await engine.make_api_token("t", [ApiScope.WORK])
     claim = {"worker_instance_id": "i", "lanes": ["L"], "wait_ms": 30_000}
-    ask.app.readmit_s = 3600
+    ask.app.reauthenticate_s = 3600
     poll = asyncio.create_task(
         ask.post("/v1/workers/w/claims", claim, headers={"Authorization": f"Bearer {made.token}"})
     )
     await until(lambda: bool(ask.app.waiting_claims))
     await engine.revoke_api_token(made.token_id)
-    ask.app.readmit_s = 0
+    ask.app.reauthenticate_s = 0
     execution_id = await ask.created()
     answer = await poll
 
@@ -177,14 +177,14 @@ async def test_work_that_is_claimed_for_a_revoked_token_is_handed_back(ask: Aski
 async def test_a_store_that_cannot_be_asked_ends_a_feed(
     ask: Asking, client: httpx2.AsyncClient, engine: Engine
 ) -> None:
-    made = await engine.make_api_token("t", [Scope.READ])
+    made = await engine.make_api_token("t", [ApiScope.READ])
 
     async def away(token: str) -> Any:
         raise errors.StoreUnavailable("away")
 
     async with client.stream("GET", EVENTS[0], headers={"Authorization": f"Bearer {made.token}"}) as answer:
         assert answer.status_code == 200
-        engine.holder_of = away  # type: ignore[method-assign]
+        engine.authenticate_token = away  # type: ignore[method-assign]
         heard = await told(answer.aiter_lines())
 
     assert heard[-2] == "event: end"
@@ -195,7 +195,7 @@ async def test_a_store_that_cannot_be_asked_ends_a_feed(
 
 async def test_each_token_has_so_many_feeds_at_a_time(engine: Engine) -> None:
     ask = Asking(engine, ServerSettings(api_token=Secret("s3cret"), max_feeds=2), Authorization="Bearer s3cret")
-    headers = {"Authorization": f"Bearer {(await engine.make_api_token('t', [Scope.READ])).token}"}
+    headers = {"Authorization": f"Bearer {(await engine.make_api_token('t', [ApiScope.READ])).token}"}
     async with serving(ask.app) as address, httpx2.AsyncClient(base_url=address) as client:
         first = client.stream("GET", EVENTS[0], headers=headers)
         async with client.stream("GET", EVENTS[1], headers=headers) as second:

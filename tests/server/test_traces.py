@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from flowfabric.client import RemoteEngine
 from flowfabric.clock import ManualClock
-from flowfabric.server.tracing import NoSpans, OtelSpans
+from flowfabric.server.tracing import NoTracing, OtelTracing
 from tests.server.asking import Asking
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -23,7 +23,7 @@ def exported(ask: Asking) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    ask.app.spans = OtelSpans(provider)
+    ask.app.tracing = OtelTracing(provider)
     return exporter
 
 
@@ -79,7 +79,7 @@ async def test_a_takeover_links_to_the_claim_that_was_lost(
 ) -> None:
     await ask.created()
     [lost] = (await ask.post("/v1/workers/w/claims", WISH | {"lease_ttl_ms": 100})).json()["claimed"]
-    clock.pass_ms(100)
+    clock.advance_ms(100)
     [heir] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
     await ask.post("/v1/leases/complete", {"handle": lost["handle"]})  # too late: refused, and nothing is told of it
     await ask.post("/v1/leases/delay", {"handle": heir["handle"], "delay_ms": 0})
@@ -100,7 +100,7 @@ async def test_an_attempt_that_was_claimed_elsewhere_is_nothing_to_fail_at(
     ask: Asking, exported: InMemorySpanExporter
 ) -> None:
     held = await ask.claimed()
-    answer = await ask.post("/v1/leases/complete", {"handle": await ask.app.handles.sign(held.handle)})
+    answer = await ask.post("/v1/leases/complete", {"handle": await ask.app.handle_signer.sign(held.handle)})
 
     assert answer.status_code == 200
     assert [span.name for span in exported.get_finished_spans() if span.name == "attempt"] == []
@@ -119,7 +119,7 @@ async def test_a_client_that_keeps_traces_says_where_it_stands(ask: Asking, expo
 
 
 async def test_without_a_provider_nothing_is_traced(ask: Asking) -> None:
-    assert isinstance(ask.app.spans, NoSpans)
+    assert isinstance(ask.app.tracing, NoTracing)
     await ask.created()
     [work] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
     assert work["traceparent"] is None

@@ -13,7 +13,7 @@ import msgspec
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.testing.invariants import every
+from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
 from tests.stateful.players import Held
 from tests.stateful.senses import (
@@ -458,7 +458,7 @@ class Lives(Table):
 
     @move(ms=(1, 10, 100, 999, 1000, 5000))
     def pass_time(self, ms: int) -> None:
-        self.clock.pass_ms(ms)
+        self.clock.advance_ms(ms)
 
     @move(weight=4, far=(0, 0, 0, 0, 1, 1, 2, 3, 5, 8), offset=some.around)
     def meet_an_instant(self, far: int, offset: int) -> None:
@@ -469,13 +469,13 @@ class Lives(Table):
             self.clock.now = ahead[far % len(ahead)]
 
     async def _instants(self) -> set[int]:
-        rows = await every(self.players[0].store, Execution)
+        rows = await scan_all(self.players[0].store, Execution)
         found = {getattr(row, name) for row in rows for name in INSTANTS}
-        found |= {entry.expires_at for entry in await every(self.players[0].store, IdempotencyKey)}
+        found |= {entry.expires_at for entry in await scan_all(self.players[0].store, IdempotencyKey)}
         return {instant for instant in found if instant is not None}
 
     @move(ms=(-60_000, -1, 1, 1000, 60_000), seat=some.seats)
     def mistake_the_time(self, ms: int, seat: int) -> None:
         """Let an engine believe that it is earlier or later: it may cost a second look, and nothing else."""
         for player in self.players:
-            player.engines[seat].estimate.hear(self.clock.now + ms)
+            player.engines[seat].estimate.update(self.clock.now + ms)

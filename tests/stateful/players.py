@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.clock import Estimate, ManualClock
+from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError
 from flowfabric.handles import BackendTag, Handle, HandleFields, HandleKind
@@ -23,7 +23,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
-from flowfabric.testing.invariants import every
+from flowfabric.testing.invariants import scan_all
 
 SEATS = 2
 DUE = ("lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "purge_at")
@@ -76,9 +76,11 @@ class Player:
 
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = Engine(self.store, minter=SteadyMinter(seat))
-        engine.chance = random.Random(seat).random
-        engine.estimate = Estimate(passing=lambda: 0.0)  # it knows what it was told last, and is wrong after a jump
-        engine.estimate.hear(clock.now)
+        engine.random = random.Random(seat).random
+        engine.estimate = StoreClockEstimate(
+            monotonic_s=lambda: 0.0
+        )  # it knows what it was told last, and is wrong after a jump
+        engine.estimate.update(clock.now)
         return engine
 
     async def begin(self) -> None:
@@ -126,14 +128,14 @@ class Player:
 
     async def sheets(self) -> list[Execution]:
         """Every execution's row, whoever wrote it last."""
-        return [msgspec.structs.replace(row, revision=0) for row in await every(self.store, Execution)]
+        return [msgspec.structs.replace(row, revision=0) for row in await scan_all(self.store, Execution)]
 
     async def rows(self) -> dict[str, list[Any]]:
         """Every row of every table but the sheets."""
         found: dict[str, list[Any]] = {}
         for table in TABLES:
             if table.row is not Execution:
-                rows = await every(self.store, table.row)
+                rows = await scan_all(self.store, table.row)
                 revised = "revision" in table.column_names
                 found[table.name] = [msgspec.structs.replace(row, revision=0) if revised else row for row in rows]
         return found
@@ -141,7 +143,7 @@ class Player:
     async def standing(self) -> dict[Any, list[str]]:
         """Every line in which somebody stands, in order; a store may know lines in which nobody ever stood."""
         found = {}
-        for line in await self.store.lines():
+        for line in await self.store.queues():
             scan = Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=1000)
             if rows := await self.store.scan(scan):
                 found[line] = [row.execution_id for row in rows]

@@ -23,7 +23,7 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.grant import stored_grant
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.testing.invariants import every
+from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
 from tests.stateful.players import Call, Held, Outcome, Player
 
@@ -140,7 +140,7 @@ class Table(RuleBasedStateMachine):
 
     def rows(self) -> list[Execution]:
         """The executions as they are now, the youngest first."""
-        rows: list[Execution] = self.run(every(self.players[0].store, Execution))
+        rows: list[Execution] = self.run(scan_all(self.players[0].store, Execution))
         return sorted(rows, key=lambda row: -self.known.index(row.execution_id))
 
     def pick(self, number: int, sense: Callable[[Execution], bool] = lambda row: True) -> str:

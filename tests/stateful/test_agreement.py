@@ -16,7 +16,7 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.sqlite import SQLiteStore
-from flowfabric.testing.invariants import Watch
+from flowfabric.testing.invariants import InvariantChecker
 from tests.conftest import emptied
 from tests.stateful import choices as some
 from tests.stateful.lives import Lives
@@ -51,7 +51,7 @@ class Agreement(Lives):
         self._folder = TemporaryDirectory()
         self._steps = 0
         super().__init__()
-        self._watch = Watch(self.players[0].engines[0])
+        self._watch = InvariantChecker(self.players[0].engines[0])
 
     async def open(self) -> list[Player]:
         await emptied(self.database)

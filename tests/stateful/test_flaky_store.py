@@ -10,16 +10,16 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.errors import StoreUnavailable
-from flowfabric.model.change import Change, Put
+from flowfabric.model.change import Change, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.sweep import SweepLease
 from flowfabric.stores.memory.store import MemoryStore
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing.faults import FlakyStore, Loss
 
 
 def a_change(name: str = "sweep") -> Change:
-    return Change((), (Put(SweepLease(name, "me", 5)),), id=1)
+    return Change((), (Upsert(SweepLease(name, "me", 5)),), id=1)
 
 
 async def names(store: FlakyStore) -> list[str]:
@@ -39,14 +39,14 @@ async def test_a_lost_call_is_lost_as_told(loss: Loss, in_doubt: bool, written: 
     assert lost.value.in_doubt is in_doubt
     assert lost.value.retryable
     assert await names(store) == written
-    assert store.lost == [("commit", loss)]
+    assert store.losses == [("commit", loss)]
     assert await store.commit([a_change("other")]) != [None]
 
 
 async def test_losses_begin_after_so_many_calls_and_end_after_so_many_more() -> None:
     store = FlakyStore(MemoryStore(ManualClock()))
     store.lose("load", Loss.REPLY, after=1, times=2)
-    wants = (Want(Execution, ("e",)),)
+    wants = (Read(Execution, ("e",)),)
 
     await store.load(wants)
     for _ in range(2):
@@ -63,25 +63,25 @@ async def test_a_stopped_call_waits_to_be_let_through() -> None:
 
     await before.reached()
     assert await names(store) == []
-    before.open()
+    before.release()
     await after.reached()
     assert await names(store) == ["sweep"]
     assert not committing.done()
-    after.open()
+    after.release()
     assert await committing != [None]
 
 
 async def test_chance_breaks_only_writes_and_the_same_ones_for_the_same_seed() -> None:
-    stores = [FlakyStore(MemoryStore(ManualClock()), chance=random.Random(3), rate=0.5) for _ in range(2)]
+    stores = [FlakyStore(MemoryStore(ManualClock()), rng=random.Random(3), rate=0.5) for _ in range(2)]
     for store in stores:
         for number in range(60):
             await store.ping()
             with contextlib.suppress(StoreUnavailable):
                 await store.commit([a_change(str(number))])
 
-    assert stores[0].lost == stores[1].lost
-    assert {verb for verb, _ in stores[0].lost} == {"commit"}
-    assert {loss for _, loss in stores[0].lost} == set(Loss)
+    assert stores[0].losses == stores[1].losses
+    assert {verb for verb, _ in stores[0].losses} == {"commit"}
+    assert {loss for _, loss in stores[0].losses} == set(Loss)
     stores[0].heal()
     await stores[0].commit([a_change("healed")])
     assert "healed" in await names(stores[0])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from flowfabric.clock import Estimate, ManualClock
+from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flow_cancels import WaitIndefinite
 from flowfabric.ids import FlowId, PartitionCounts, SeededMinter, flow_partition
@@ -79,8 +79,8 @@ class FlowPlayer(Player):
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = super()._engine(clock, seat)
         quiet = Engine(self.store, minter=engine.minter, settings=Settings(dispatch=False))
-        quiet.chance, quiet.estimate = engine.chance, Estimate(passing=lambda: 0.0)
-        quiet.estimate.hear(clock.now)
+        quiet.random, quiet.estimate = engine.random, StoreClockEstimate(monotonic_s=lambda: 0.0)
+        quiet.estimate.update(clock.now)
         return quiet
 
 

@@ -43,7 +43,7 @@ class Game:
         await self.flow.begin()
         moves = self.chance.choices([*MOVES], [*MOVES.values()], k=STEPS)
         for move in moves:
-            self.flow.clock.pass_ms(1)
+            self.flow.clock.advance_ms(1)
             self.told.now += 1
             before = await self._ends()
             if (what := await getattr(self, move)()) is None:
@@ -65,7 +65,7 @@ class Game:
     async def _carry_on(self, before: dict[str, str]) -> None:
         """Whatever has ended is told to those who wait for it, and siblings are cancelled."""
         if self.lively:
-            await self.flow.engine.dispatched()
+            await self.flow.engine.wait_for_dispatch()
             return
         while True:
             now = await self._ends()
@@ -198,7 +198,7 @@ class LateGame(Game):
     async def play(self) -> None:
         await self.flow.begin()
         for move in self.chance.choices([*LATE_MOVES], [*LATE_MOVES.values()], k=2 * STEPS):
-            self.flow.clock.pass_ms(1)
+            self.flow.clock.advance_ms(1)
             self.told.now += 1
             if (what := await getattr(self, move)()) is not None:
                 self.log.append(f"{move} {what}")
@@ -231,7 +231,7 @@ class LateGame(Game):
 async def test_late_flows_go_as_the_second_telling_says(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     for seed in range(SEEDS[store.tag.title.lower()]):
         await LateGame(store, clock, 5000 + 1000 * few + seed, few=few).play()
 
@@ -241,7 +241,7 @@ async def test_late_flows_go_as_the_second_telling_says(
 async def test_flows_go_as_the_second_telling_says(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, lively: bool, few: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     for seed in range(SEEDS[store.tag.title.lower()]):
         game = Game(store, clock, 1000 * few + 2 * seed + lively, lively=lively)
         await game.play()

@@ -57,9 +57,9 @@ async def test_what_was_granted_for_takeover_is_taken_over_in_its_turn_when_the_
     engine = engines[0]
     await engine.seed_waitpoint_hmac_secret("k1", "0123456789abcdef" * 4)
     old = await create(engine)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     middle = await create(engine)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     young = await create(engine)
     assert await claimed_id(engine, **A) == old
     await engine.revoke_lease(old)
@@ -67,7 +67,7 @@ async def test_what_was_granted_for_takeover_is_taken_over_in_its_turn_when_the_
     assert isinstance(granted, ReclaimGrant)
     assert await claimed_id(engine) == middle  # the grant is respected
 
-    clock.pass_ms(500)
+    clock.advance_ms(500)
     assert await claimed_id(engine) == old
     assert await claimed_id(engine) == young
 
@@ -79,7 +79,7 @@ async def test_a_claim_goes_on_past_work_that_was_taken_over_too_often(
     doomed = [await create(engine, policy={"max_reclaim_count": 0}) for _ in range(3)]
     good = await create(engine)
     assert len(await engine.claim_many("default", 4, **A, lease_ttl_ms=100)) == 4
-    clock.pass_ms(100)
+    clock.advance_ms(100)
 
     assert await claimed_id(engine) == good
     for execution_id in doomed:
@@ -95,8 +95,8 @@ async def test_a_busy_claimer_hears_of_another_process_new_line_within_a_second(
     assert await claimed_id(one, capabilities=("gpu",)) is not None
     urgent = await create(other, priority=9, policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
 
-    clock.pass_ms(1000)
-    one.estimate.hear(clock.now)
+    clock.advance_ms(1000)
+    one.estimate.update(clock.now)
     assert await claimed_id(one, capabilities=("gpu",)) == urgent
 
 
@@ -108,9 +108,9 @@ async def test_work_that_outlasts_its_first_lease_goes_on_as_long_as_it_is_renew
     held = await engine.claim("default", **A, lease_ttl_ms=1000)
     assert held is not None
     for number in range(5):
-        clock.pass_ms(900)
+        clock.advance_ms(900)
         await (engine if number % 2 else other).renew(held.handle)
-        engine.estimate.hear(clock.now + 500)  # it may be wrong about the time, and about who renewed
+        engine.estimate.update(clock.now + 500)  # it may be wrong about the time, and about who renewed
         await engine.progress(held.handle, pct=20 * number)
         assert await claimed_id(other) is None
 

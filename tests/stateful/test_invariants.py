@@ -11,7 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Delete, Patch
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Attempt, Execution, LineKey
+from flowfabric.model.execution import Attempt, Execution, QueueKey
 from flowfabric.model.states import (
     AttemptState,
     BlockingReason,
@@ -23,7 +23,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
-from flowfabric.testing.invariants import InvariantBroken, Watch, check_invariants
+from flowfabric.testing.invariants import InvariantBroken, InvariantChecker, check_invariants
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
 
@@ -45,11 +45,11 @@ async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, cl
     engine = Engine(store)
     old = await claimed(engine, policy=RETRY)
     await engine.fail(old.handle, reason="flaky")
-    clock.pass_ms(engine.settings.feed_retention_ms + 1)
+    clock.advance_ms(engine.settings.feed_retention_ms + 1)
     await engine.sweep_once("feed_trimmer")
     await check_invariants(engine)
     await engine.cancel_execution(old.execution_id)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     young = await claimed(engine)
     await check_invariants(engine)
 
@@ -63,14 +63,14 @@ async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, cl
 
 async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
-    watch = Watch(engine)
+    watch = InvariantChecker(engine)
     first = await claimed(engine, policy=RETRY)
     await watch.check()
     await engine.fail(first.handle, reason="flaky")
     await watch.check()
     await engine.sweep_once("delayed_promoter")
     await engine.issue_grant_and_claim(first.execution_id, lane_id="default", lease_duration_ms=100)
-    clock.pass_ms(100)
+    clock.advance_ms(100)
     await watch.check()
     second = await engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
     assert second is not None
@@ -91,7 +91,7 @@ async def test_limited_work_stands_in_its_line_and_is_taken_over_there(store: St
     await engine.sweep_once("delayed_promoter")
     await check_invariants(engine)
     await engine.issue_grant_and_claim(held.execution_id, lane_id="default", lease_duration_ms=100)
-    clock.pass_ms(100)
+    clock.advance_ms(100)
     await engine.sweep_once("lease_expiry")
     await check_invariants(engine)
 
@@ -115,8 +115,8 @@ async def test_limited_work_stands_in_its_line_and_is_taken_over_there(store: St
         ({"total_attempt_count": 2}, "I8 attempts [0] of 2"),
         ({"granted_until": 5}, "I9 a grant until None in a slot until 5"),
         ({"public_state": PublicState.WAITING}, "I10 public state waiting is not derived"),
-        ({"line": LineKey("default")}, "I11 stands in ['lease', 'line'], belongs into ['lease']"),
-        ({"line": LineKey("elsewhere", decided=True)}, "waits in a foreign line"),
+        ({"line": QueueKey("default")}, "I11 stands in ['lease', 'line'], belongs into ['lease']"),
+        ({"line": QueueKey("elsewhere", guarded=True)}, "waits in a foreign line"),
         ({"delay_until": 9}, "I11 stands in ['delayed', 'lease'], belongs into ['lease']"),
         ({"rank": 5}, "rank 5 does not follow from priority and age"),
         ({"completed_at": 5}, "completed at 5 while active"),
@@ -171,7 +171,7 @@ async def test_a_count_that_goes_back_is_named() -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine, policy=RETRY)
     await engine.fail(held.handle, reason="flaky")
-    watch = Watch(engine)
+    watch = InvariantChecker(engine)
     await watch.check()
     await damage(engine, held.execution_id, retry_count=0)
 

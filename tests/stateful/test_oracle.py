@@ -17,7 +17,7 @@ from flowfabric.model.execution import Execution, Payload
 from flowfabric.rules.execution.views import core_fields
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.testing.faults import FlakyStore
-from flowfabric.testing.invariants import Watch, every
+from flowfabric.testing.invariants import InvariantChecker, scan_all
 from tests.stateful.life import Life
 from tests.stateful.lives import Lives
 from tests.stateful.oracle import Oracle
@@ -34,7 +34,7 @@ class BesideTheOracle(Lives):
     def __init__(self) -> None:
         super().__init__()
         self.oracle = Oracle(self.clock)
-        self._watch = Watch(self.players[0].engines[0])
+        self._watch = InvariantChecker(self.players[0].engines[0])
         self._told: dict[str, list[tuple[Any, ...]]] = {}
         self._read_to = 0
         self._compared: dict[str, tuple[Execution, dict[str, Any]]] = {}
@@ -75,8 +75,8 @@ class BesideTheOracle(Lives):
 
     async def _compare(self, call: Call) -> None:
         store = self.players[0].store
-        rows = await every(store, Execution)
-        payloads = {payload.execution_id: payload for payload in await every(store, Payload)}
+        rows = await scan_all(store, Execution)
+        payloads = {payload.execution_id: payload for payload in await scan_all(store, Payload)}
         assert {row.execution_id for row in rows} == self.oracle.lives.keys(), call
         for row in rows:
             life = self.oracle.lives[row.execution_id]
@@ -133,7 +133,7 @@ class OnAFlakyWire(BesideTheOracle):
     """The same, over a wire that loses requests and answers: nobody who asks may notice."""
 
     async def open(self) -> list[Player]:
-        self.wire = FlakyStore(MemoryStore(self.clock), chance=random.Random(4), rate=0.1)
+        self.wire = FlakyStore(MemoryStore(self.clock), rng=random.Random(4), rate=0.1)
         return [Player(self.wire, self.clock)]
 
     def heard(self, call: Call, expected: Any) -> Any:
@@ -146,7 +146,7 @@ class OnAFlakyWire(BesideTheOracle):
 
     def teardown(self) -> None:
         super().teardown()
-        assert self.wire.lost
+        assert self.wire.losses
 
 
 def _same(heard: list[tuple[Any, ...]], told: list[tuple[Any, ...]]) -> bool:

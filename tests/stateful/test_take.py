@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.engine.runtime.after_commit import applied
+from flowfabric.engine.runtime.after_commit import apply_patch
 from flowfabric.ids import SeededMinter
 from flowfabric.model.change import Change, Insert, Patch, absent
 from flowfabric.model.event import Event, Topic
@@ -25,10 +25,10 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import claim, lease
-from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling import queue
-from flowfabric.stores.claims import Stamp, Take
+from flowfabric.stores.claims import ClaimRequest, LeaseIds
 from flowfabric.stores.port import Store
 
 ROWS = 60
@@ -94,9 +94,9 @@ def waiting_row(chance: random.Random, minter: SeededMinter, now: int) -> Execut
         lease_acquired_at=now - 900 if began else None,
         lease_renewed_at=now - 700 if began else None,
         deadline_at=chance.choice((None, now + 9)),
-        line=queue.line_for("mail", required, terms),
-        rank=created_at + queue.rank_offset(priority, terms),
-        next_type=queue.NEXT_TYPE.get(state),
+        line=queue.queue_for("mail", required, terms),
+        rank=created_at + queue.position_offset(priority, terms),
+        next_type=queue.NEXT_ATTEMPT_TYPE.get(state),
         next_timeout_ms=limit,
         granted_until=granted_until,
         grant=msgspec.json.encode(grant).decode() if granted_until else None,
@@ -105,10 +105,12 @@ def waiting_row(chance: random.Random, minter: SeededMinter, now: int) -> Execut
     )
 
 
-def by_the_rule(row: Execution, take: Take, stamp: Stamp, now: int) -> tuple[Execution, Event]:
+def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -> tuple[Execution, Event]:
     """The row and the event that the rule makes of it."""
-    holder = Holder(take.worker_id, take.worker_instance_id, "", stamp.lease_id, stamp.attempt_id, take.lease_ttl_ms)
-    decision: Decision[claim.Acquired]
+    holder = LeaseHolder(
+        take.worker_id, take.worker_instance_id, "", stamp.lease_id, stamp.attempt_id, take.lease_ttl_ms
+    )
+    decision: Decision[claim.AcquiredLease]
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
         decision = claim.continue_attempt(row, holder, "claim_resumed", None)
     else:
@@ -117,7 +119,7 @@ def by_the_rule(row: Execution, take: Take, stamp: Stamp, now: int) -> tuple[Exe
     (patch,) = decision.change.writes
     (event,) = decision.change.events
     assert isinstance(patch, Patch)
-    return applied(row, patch.fields, stamp.revision, now), event
+    return apply_patch(row, patch.fields, stamp.revision, now), event
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -128,7 +130,7 @@ async def test_a_take_makes_of_every_row_what_the_rule_makes_of_it(store: Store,
     for row, payload in zip(rows, payloads, strict=True):
         change = Change((absent(Execution, row.execution_id),), (Insert(row), Insert(payload)), id=minter.change_id())
         assert await store.commit([change]) == [clock.now]
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     free = [row for row in rows if row.granted_until is None or row.granted_until <= clock.now]
     expected = sorted(free, key=lambda row: (row.rank, row.execution_id))
     lines = tuple(sorted({row.line for row in rows if row.line is not None}))
@@ -137,12 +139,12 @@ async def test_a_take_makes_of_every_row_what_the_rule_makes_of_it(store: Store,
     taken: list[tuple[Execution, Payload]] = []
     told: list[Event] = []
     while len(taken) < len(expected):
-        clock.pass_ms(1)
-        stamps = tuple(Stamp(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(7))
-        take = Take(lines, stamps, "wa", "wa-1", 1000, lease.CLAIMED)
+        clock.advance_ms(1)
+        stamps = tuple(LeaseIds(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(7))
+        take = ClaimRequest(lines, stamps, "wa", "wa-1", 1000, lease.CLAIMED_FIELDS)
         batch = expected[len(taken) : len(taken) + len(stamps)]
         ruled = [by_the_rule(row, take, stamp, clock.now) for row, stamp in zip(batch, stamps, strict=False)]
-        found = await store.take(take)
+        found = await store.claim_rows(take)
         assert [row for row, _ in found.rows] == [row for row, _ in ruled]
         taken += found.rows
         told += [event for _, event in ruled]

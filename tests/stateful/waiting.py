@@ -12,15 +12,24 @@ from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
-from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, Wildcard
+from flowfabric.model.condition import (
+    AllConditions,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    Wildcard,
+)
 from flowfabric.model.gate import GateKind, GateMemo
 from flowfabric.model.suspension import Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
-from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy, SuspendArgs, UsePending
-from flowfabric.rules.suspension.signals import Accepted, Duplicate, SignalArgs
-from flowfabric.testing.invariants import every
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
+from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
 from tests.stateful.lives import Lives
 from tests.stateful.senses import is_active
@@ -32,13 +41,13 @@ KEYS = (None, None, "i1", "i2")
 CONDITIONS: tuple[Condition, ...] = (
     Single("k", Wildcard()),
     Single("k", ByName("go")),
-    AllOf((Single("k", ByName("go")), Single("k", ByName("ok")))),
+    AllConditions((Single("k", ByName("go")), Single("k", ByName("ok")))),
     Count(2, CountKind.DISTINCT_SOURCES, ("k",)),
     Count(2, CountKind.DISTINCT_SIGNALS, ("k",), ByName("go")),
-    AllOf((Single("k", ByName("go")), Count(1, CountKind.DISTINCT_SOURCES, ("k",), ByName("ok")))),
+    AllConditions((Single("k", ByName("go")), Count(1, CountKind.DISTINCT_SOURCES, ("k",), ByName("ok")))),
     OperatorOnly(),
 )
-TWO = AllOf((Single("k"), Single("l", ByName("ok"))))
+TWO = AllConditions((Single("k"), Single("l", ByName("ok"))))
 FRAMES = (
     (b"text", "durable"),
     (b"\xff", "durable"),
@@ -69,9 +78,9 @@ class Waiting(Lives):
     async def _states(self) -> dict[str, str]:
         """Which waitpoints are pending, open or closed, told from the rows alone."""
         store, now = self.players[0].store, self.clock.now
-        roots = {root.execution_id: root for root in await every(store, Suspension)}
+        roots = {root.execution_id: root for root in await scan_all(store, Suspension)}
         found = {}
-        for one in await every(store, Waitpoint):
+        for one in await scan_all(store, Waitpoint):
             root = roots[one.execution_id]
             if one.gate is not None:
                 gate = msgspec.json.decode(root.gates or "{}").get(one.gate, {})
@@ -88,7 +97,7 @@ class Waiting(Lives):
 
     async def _gates(self, execution_id: str) -> dict[str, Any]:
         """The open gates of an execution, told from the rows alone."""
-        roots = await every(self.players[0].store, Suspension)
+        roots = await scan_all(self.players[0].store, Suspension)
         texts = (root.gates for root in roots if root.execution_id == execution_id)
         found: dict[str, Any] = msgspec.json.decode(next(texts, None) or "{}")
         return found
@@ -117,7 +126,7 @@ class Waiting(Lives):
         if not self.held:
             return
         held = self.handle(pick)
-        bindings = [Fresh(self.minter.uuid(), "k")] + [Fresh(self.minter.uuid(), "l")] * two
+        bindings = [FreshWaitpoint(self.minter.uuid(), "k")] + [FreshWaitpoint(self.minter.uuid(), "l")] * two
         self._suspend(held, TWO if two else condition, tuple(bindings), **asked)
 
     @move(weight=5, pick=some.picks, place=some.picks, condition=CONDITIONS, timeout=some.instants)
@@ -126,7 +135,7 @@ class Waiting(Lives):
             execution_id, waitpoint_id = self.place(place, "pending")
             own = [held for held in self.held if held.fields.execution_id == execution_id]
             held = own[-1] if own and pick < 8 else self.handle(pick)
-            self._suspend(held, condition, (UsePending(waitpoint_id),), timeout=timeout)
+            self._suspend(held, condition, (UsePendingWaitpoint(waitpoint_id),), timeout=timeout)
 
     def _suspend(self, held: Any, condition: Condition, bindings: tuple[Any, ...], **asked: Any) -> None:
         args = SuspendArgs(
@@ -219,7 +228,7 @@ class Waiting(Lives):
     @move(weight=4, pick=some.picks, key=KEYS, text=(b"", b"one", b"two"), seat=some.seats)
     def send_a_message(self, pick: int, key: str | None, text: bytes, seat: int) -> None:
         e = self.pick(pick, is_active)
-        args = MailArgs(
+        args = MessageArgs(
             execution_id=e,
             mailbox="box",
             message_id=self.minter.uuid(),
@@ -282,7 +291,7 @@ class Waiting(Lives):
             assert before in ("pending", "open"), "a closed waitpoint took a signal"
             self.accepted[args.waitpoint_id] += 1
             self._remember(args)
-        elif isinstance(answer, Duplicate):
+        elif isinstance(answer, DuplicateDelivery):
             first, until = self.remembered[args.waitpoint_id, args.idempotency_key or ""]
             assert (answer.existing_signal_id, self.clock.now < until) == (first, True), "not a repetition"
 
@@ -321,8 +330,8 @@ class Waiting(Lives):
     def let_a_wait_end(self, pick: int, around: int, name: str) -> None:
         """Land near the end of some wait, or of a key, and let the sweep come by."""
         store = self.players[0].store
-        ends = [row.timeout_at for row in self.run(every(store, Suspension)) if row.closed_at is None]
-        ends += [row.pending_until for row in self.run(every(store, Waitpoint))]
+        ends = [row.timeout_at for row in self.run(scan_all(store, Suspension)) if row.closed_at is None]
+        ends += [row.pending_until for row in self.run(scan_all(store, Waitpoint))]
         instants = sorted(end for end in ends if end is not None and end >= self.clock.now)
         if instants:
             self.clock.now = max(self.clock.now, instants[pick % len(instants)] + around)
@@ -362,8 +371,8 @@ class Waiting(Lives):
         """What is true of every wait at every moment."""
         store = self.players[0].store
         rows = {row.execution_id: row for row in await self.players[0].sheets()}
-        roots = {root.execution_id: root for root in await every(store, Suspension)}
-        ended = {(memo.execution_id, memo.gate) for memo in await every(store, GateMemo)}
+        roots = {root.execution_id: root for root in await scan_all(store, Suspension)}
+        ended = {(memo.execution_id, memo.gate) for memo in await scan_all(store, GateMemo)}
         for execution_id, row in rows.items():
             root = roots.pop(execution_id, None)
             waits = row.lifecycle_phase.value == "suspended"
@@ -383,7 +392,7 @@ class Waiting(Lives):
                     self.accepted.get(one, 0) for owner, one in self.places if owner == execution_id
                 )
         assert not roots, "waits without an execution"
-        for waitpoint in await every(store, Waitpoint):
+        for waitpoint in await scan_all(store, Waitpoint):
             assert waitpoint.signal_count == self.accepted[waitpoint.waitpoint_id], "signals were lost or doubled"
 
 

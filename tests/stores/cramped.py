@@ -15,8 +15,8 @@ import apsw
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.model.change import Change, Insert
-from flowfabric.model.execution import Execution, LineKey
-from flowfabric.stores.queries import Want
+from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import change, event, execution, payload
 
@@ -26,7 +26,7 @@ ROOM = 400_000  # bytes that the log may have beyond what it has at the beginnin
 def step(number: int) -> Change:
     name = f"e{number:03}"
     return change(
-        Insert(execution(name, line=LineKey(f"lane-{number}"))),
+        Insert(execution(name, line=QueueKey(f"lane-{number}"))),
         Insert(payload(name, b"x" * 20_000)),
         events=[event(name, lease="x")],
     )
@@ -51,11 +51,11 @@ async def main(path: str) -> None:
             written += 1
         except StoreUnavailable as failure:
             causes.append((type(failure.__cause__).__name__, failure.retryable, failure.in_doubt))
-    half = [len((await store.load([Want(Execution, ())])).rows[0]), len(await store.lines())]
+    half = [len((await store.load([Read(Execution, ())])).rows[0]), len(await store.queues())]
     let_grow(path, by=None)
     for number in range(written, written + 20):
         await store.commit([step(number)])
-    whole = [len((await store.load([Want(Execution, ())])).rows[0]), len(await store.lines())]
+    whole = [len((await store.load([Read(Execution, ())])).rows[0]), len(await store.queues())]
     await store.close()
     sound = apsw.Connection(path).pragma("integrity_check")
     print(json.dumps({"written": written, "causes": causes, "half": half, "whole": whole, "sound": sound}))

@@ -9,7 +9,7 @@ from typing import Any
 import asyncpg
 import msgspec
 
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.pool import in_transaction
@@ -28,7 +28,7 @@ class Meter:
 
     def __init__(self, store: PostgresStore) -> None:
         self.entries = 0
-        links: Any = store._links
+        links: Any = store._pool
         links.read, links.write = self._metered(links.read), self._metered(links.write)
 
     def _metered(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -85,6 +85,6 @@ async def leave_dead(dsn: str, row: type[msgspec.Struct], count: int, **values: 
         await connection.execute(f"delete from {TABLE[row].name} where \"{key}\" like 'dead-%'")
 
 
-def keyed(*names: str) -> list[LineKey]:
+def keyed(*names: str) -> list[QueueKey]:
     """Ready queues of one lane, one for each fairness key."""
-    return [LineKey("mail", fairness_key=name) for name in names]
+    return [QueueKey("mail", fairness_key=name) for name in names]

@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseWant, Patch
+from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseRequirement, Patch
 from flowfabric.model.execution import Execution, Result
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import a_take, change, event, payload, waiting
 
@@ -31,10 +31,10 @@ async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
         at = time.monotonic()
         names = [f"{name}-{rounds}-{number}" for number in range(BATCH)]
         await store.commit([change(Insert(waiting(one)), Insert(payload(one))) for one in names])
-        rows = [row for row, _ in (await store.take(a_take(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows]
+        rows = [row for row, _ in (await store.claim_rows(a_take(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows]
         taken += [row.execution_id for row in rows]
         await store.renew(
-            [Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
+            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
         )
         finished = await store.commit(
             [
@@ -46,7 +46,7 @@ async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
                             Execution,
                             (row.execution_id,),
                             row.revision,
-                            LeaseCheck(LeaseWant.LIVE, row.lease_id or "", 1),
+                            LeaseCheck(LeaseRequirement.LIVE, row.lease_id or "", 1),
                         )
                     ],
                     events=[event(row.execution_id, outcome="success")],

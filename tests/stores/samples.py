@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Insert, Write, at
+from flowfabric.model.change import Change, Insert, Write, from_now
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,
@@ -21,11 +21,11 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.stores.claims import Stamp, Take
+from flowfabric.stores.claims import ClaimRequest, LeaseIds
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
-MAIL = LineKey("mail")
+MAIL = QueueKey("mail")
 
 _ids = count(1)
 
@@ -38,9 +38,9 @@ def execution(name: str = "a", **fields: Any) -> Execution:
         namespace="default",
         lane_id="mail",
         priority=0,
-        created_at=at(0),
-        last_transition_at=at(0),
-        last_mutation_at=at(0),
+        created_at=from_now(0),
+        last_transition_at=from_now(0),
+        last_mutation_at=from_now(0),
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         ownership_state=OwnershipState.UNOWNED,
         eligibility_state=EligibilityState.ELIGIBLE_NOW,
@@ -84,14 +84,14 @@ async def line_up(store: Store, *rows: Execution) -> None:
 
 async def one(store: Store, row: type[msgspec.Struct], *key: Any) -> Any:
     """The row with this key, or None."""
-    found = (await store.load([Want(row, key)])).rows[0]
+    found = (await store.load([Read(row, key)])).rows[0]
     assert len(found) <= 1
     return found[0] if found else None
 
 
-def stamps(number: int, prefix: str = "") -> tuple[Stamp, ...]:
+def stamps(number: int, prefix: str = "") -> tuple[LeaseIds, ...]:
     """Identities for so many rows."""
-    return tuple(Stamp(f"{prefix}lease-{n}", f"{prefix}attempt-{n}", next(_ids)) for n in range(number))
+    return tuple(LeaseIds(f"{prefix}lease-{n}", f"{prefix}attempt-{n}", next(_ids)) for n in range(number))
 
 
 BECOMES: dict[str, Any] = {
@@ -103,6 +103,6 @@ BECOMES: dict[str, Any] = {
 }
 
 
-def a_take(number: int = 10, *lines: LineKey, prefix: str = "", ttl: int = 1000, **becomes: Any) -> Take:
+def a_take(number: int = 10, *lines: QueueKey, prefix: str = "", ttl: int = 1000, **becomes: Any) -> ClaimRequest:
     """A claim of so many rows, by default from the one line of these samples."""
-    return Take(lines or (MAIL,), stamps(number, prefix), "worker", "worker-1", ttl, BECOMES | becomes)
+    return ClaimRequest(lines or (MAIL,), stamps(number, prefix), "worker", "worker-1", ttl, BECOMES | becomes)

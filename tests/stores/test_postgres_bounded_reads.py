@@ -14,15 +14,15 @@ from flowfabric.engine.claiming import ready_queues
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.budget import Budget, UsageKey
-from flowfabric.model.execution import Execution, IdempotencyKey, LineKey
+from flowfabric.model.execution import Execution, IdempotencyKey, QueueKey
 from flowfabric.model.flow import Flow
-from flowfabric.model.gate import ChildEnd
-from flowfabric.model.outbox import Message
+from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.model.worker import Worker, WorkerEvent
+from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.dead_entries import BLOATED, RATE, SLICE
-from flowfabric.stores.postgres.queue_ids import number_of
+from flowfabric.stores.postgres.dead_entries import BLOAT_THRESHOLD, ENTRIES_PER_S, SLICE_ENTRIES
+from flowfabric.stores.postgres.queue_ids import queue_id
 from flowfabric.stores.queries import Scan, Where
 from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
 from tests.stores.samples import line_up, waiting
@@ -30,7 +30,7 @@ from tests.stores.samples import line_up, waiting
 pytestmark = pytest.mark.slow
 
 DEAD = 6000  # of each queue; the second measurement has four times as many
-MOST = BLOATED + 2 * SLICE  # entries of one read of a queue
+MOST = BLOAT_THRESHOLD + 2 * SLICE_ENTRIES  # entries of one read of a queue
 WARM_UP = 40  # reads in which slices become small
 ROUNDS = 60  # reads that are more than a round has
 DUE = [
@@ -41,12 +41,12 @@ DUE = [
     (Execution, "purge_at"),
     (Suspension, "due_at"),
     (Waitpoint, "pending_until"),
-    (ChildEnd, "due_at"),
+    (ChildCompletion, "due_at"),
     (Budget, "next_reset_at"),
     (Budget, "lapse_at"),
-    (Worker, "lapses_at"),
+    (RegisteredWorker, "lapses_at"),
     (WorkerEvent, "expires_at"),
-    (Message, "due_at"),
+    (OutboxMessage, "due_at"),
     (IdempotencyKey, "expires_at"),
     (UsageKey, "expires_at"),
     (Flow, "purge_check_at"),
@@ -77,19 +77,19 @@ async def claim(engine: Engine, count: int) -> list[str]:
     return [one.execution_id for one in claimed]
 
 
-async def dead_work(pg: PostgresStore, clock: ManualClock, queues: list[LineKey]) -> None:
+async def dead_work(pg: PostgresStore, clock: ManualClock, queues: list[QueueKey]) -> None:
     """Leave `DEAD` entries of work that is gone in each queue, a millisecond apart."""
-    await pg._lines.add(queues)
+    await pg._queue_ids.register(queues)
     for queue in queues:
         rank = f"{clock.now} + n"
-        await leave_dead(pg._links.dsn, Execution, DEAD, line=str(number_of(queue)), rank=rank, lane_id="'mail'")
-    clock.pass_ms(DEAD + 1000)
+        await leave_dead(pg._pool.dsn, Execution, DEAD, line=str(queue_id(queue)), rank=rank, lane_id="'mail'")
+    clock.advance_ms(DEAD + 1000)
 
 
 class Claims:
     """New work in some queues, each time claimed at once."""
 
-    def __init__(self, engine: Engine, clock: ManualClock, queues: list[LineKey], meter: Meter) -> None:
+    def __init__(self, engine: Engine, clock: ManualClock, queues: list[QueueKey], meter: Meter) -> None:
         self.engine, self.clock, self.queues, self.meter = engine, clock, queues, meter
         self.count = 0
 
@@ -97,7 +97,7 @@ class Claims:
         return [await self.meter.cost(self.one()) for _ in range(count)]
 
     async def one(self) -> None:
-        self.clock.pass_ms(300)
+        self.clock.advance_ms(300)
         self.count += 1
         store: Any = self.engine.store
         names = [f"{self.count:06}-{place}" for place, _ in enumerate(self.queues)]
@@ -109,7 +109,7 @@ class Claims:
 
 def afford(pg: PostgresStore) -> None:
     """Let time pass, as far as it limits what a process reads."""
-    pg._dead_entries._allowance = RATE
+    pg._dead_entries._allowance = ENTRIES_PER_S
 
 
 async def until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]], wanted: str) -> None:
@@ -154,7 +154,7 @@ async def test_which_queues_have_work_is_found_in_a_bounded_number_of_entries(
 
     async def look() -> list[str]:
         afford(pg)
-        return [queue.fairness_key for queue in await pg.standing("mail")]
+        return [queue.fairness_key for queue in await pg.nonempty_queues("mail")]
 
     await line_up(pg, waiting("new", clock.now, line=queues[2]))
     for _ in range(WARM_UP):
@@ -176,8 +176,8 @@ async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entri
     pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter
 ) -> None:
     """With a key for each user the queues are searched for those that have work."""
-    queues = keyed(*(f"user-{number:03}" for number in range(ready_queues.MOST_LINES + 6)))
-    await pg._lines.add(queues)
+    queues = keyed(*(f"user-{number:03}" for number in range(ready_queues.MAX_QUEUES_PER_CLAIM + 6)))
+    await pg._queue_ids.register(queues)
     await dead_work(pg, clock, queues[:2])
     claims = Claims(engine, clock, queues[:3], meter)
     await claims.costs(WARM_UP)
@@ -197,7 +197,7 @@ async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
     pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
 ) -> None:
     where = (Where("blocked_on", "in", ("quota:q", "asleep:q")),)
-    scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, each="blocked_on", partial=True)
+    scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, limit_by="blocked_on", partial=True)
 
     async def listed() -> list[str]:
         afford(pg)
@@ -206,8 +206,8 @@ async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
     async def dead(times: int) -> int:
         for _ in range(times):
             rank = f"{clock.now} + n"
-            await leave_dead(pg._links.dsn, Execution, DEAD, blocked_on="'quota:q'", rank=rank)
-            clock.pass_ms(DEAD + 1000)
+            await leave_dead(pg._pool.dsn, Execution, DEAD, blocked_on="'quota:q'", rank=rank)
+            clock.advance_ms(DEAD + 1000)
         await line_up(pg, waiting(f"new-{times}", clock.now, line=None, blocked_on="quota:q"))
         for _ in range(WARM_UP):
             assert f"new-{times}" in await listed()
@@ -225,7 +225,7 @@ async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
 async def test_due_rows_are_found_in_a_bounded_number_of_entries(
     pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter, row: Any, column: str
 ) -> None:
-    dsn = pg._links.dsn
+    dsn = pg._pool.dsn
 
     async def look() -> list[Any]:
         afford(pg)
@@ -234,7 +234,7 @@ async def test_due_rows_are_found_in_a_bounded_number_of_entries(
     async def dead(times: int) -> int:
         for _ in range(times):
             await leave_dead(dsn, row, DEAD, **{column: f"{clock.now} + n"})
-            clock.pass_ms(DEAD + 1000)
+            clock.advance_ms(DEAD + 1000)
         for _ in range(WARM_UP):
             await look()
         return max([await meter.cost(look()) for _ in range(10)])

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import errors
-from flowfabric.handles import SIGNATURE_BYTES, Handle, HandleKind, decode
-from flowfabric.server.routing import Param
+from flowfabric.handles import SIGNATURE_BYTES, Handle, HandleKind, decode_handle
+from flowfabric.server.routing import QueryParam
 
 MAX_WAIT_MS = 30_000  # how long a request may wait on purpose
 
@@ -21,14 +21,14 @@ Octets = list[Octet]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
+I64 = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 
-CURSOR = Param("cursor", {"type": "string"})
-LIMIT = Param("limit", {"type": "integer", "minimum": 0})
-NAMESPACE = Param("namespace", {"type": "string"})
+CURSOR_PARAM = QueryParam("cursor", {"type": "string"})
+LIMIT_PARAM = QueryParam("limit", {"type": "integer", "minimum": 0})
+NAMESPACE_PARAM = QueryParam("namespace", {"type": "string"})
 
 
-class Unsaid:
+class RedactedRepr:
     """For what carries a token or a secret: printed, it tells its name and nothing else."""
 
     __slots__ = ()
@@ -37,15 +37,15 @@ class Unsaid:
         return f"<{type(self).__name__}>"
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     """A request's body. Unknown fields are passed over, and what a caller's clock says (`now`) decides nothing."""
 
-    def told(self, *but: str) -> dict[str, Any]:
+    def to_kwargs(self, *but: str) -> dict[str, Any]:
         """The fields by name, for a verb that calls them the same."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name != "now" and name not in but}
 
 
-def checked(parse: Callable[[str], Any], *texts: str | None) -> None:
+def check_ids(parse: Callable[[str], Any], *texts: str | None) -> None:
     """Refuse a body with an identifier that is none (422, as any other wrong shape)."""
     for text in texts:
         if text is not None:
@@ -55,7 +55,7 @@ def checked(parse: Callable[[str], Any], *texts: str | None) -> None:
                 raise ValueError(fault.detail) from None
 
 
-def octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | None) -> bytes | None:
+def decode_octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | None) -> bytes | None:
     """Bytes given as numbers, or in base64 beside them; not both."""
     if base64_form is not None:
         if given is not UNSET and given is not None:
@@ -67,15 +67,15 @@ def octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | 
 # ---------------------------------------------------------------------------------------------------------------
 # Handles
 
-NOT_OURS = "handle: not one of ours"
+HANDLE_NOT_OURS = "handle: not one of ours"
 
 
-def write_handle(handle: Handle, signature: bytes) -> str:
+def handle_to_text(handle: Handle, signature: bytes) -> str:
     """A handle as text: its kind, then its bytes and the signature in base64."""
     return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque + signature).decode()}"
 
 
-def read_handle(text: str) -> Handle:
+def handle_from_text(text: str) -> Handle:
     """A handle from its text; its backend is the one in its bytes. Its signature is not checked here."""
     kind, dot, rest = text.partition(".")
     try:
@@ -83,12 +83,12 @@ def read_handle(text: str) -> Handle:
             raise ValueError("no kind")
         signed = base64.b64decode(rest, altchars=b"-_", validate=True)
         opaque, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
-        return Handle(decode(opaque)[0], HandleKind(kind), opaque, signature)
+        return Handle(decode_handle(opaque)[0], HandleKind(kind), opaque, signature)
     except (ValueError, binascii.Error, errors.Corruption):
-        raise errors.Corruption(NOT_OURS) from None
+        raise errors.Corruption(HANDLE_NOT_OURS) from None
 
 
-class Held(Body, frozen=True):
+class HolderRequest(RequestBody, frozen=True):
     """What the holder of a lease says. The server checks the handle before a route sees the request (`Ask.holder`)."""
 
     handle: str
@@ -98,12 +98,18 @@ class Held(Body, frozen=True):
 # Variants, for the documents
 
 
-class Variants(msgspec.Struct, frozen=True):
+class VariantSchema(msgspec.Struct, frozen=True):
     """One of several answers, each an object with one key, its name, or the bare name of one without fields."""
 
-    of: tuple[tuple[str, Any], ...]
+    variants: tuple[tuple[str, Any], ...]
 
 
-def variants(*types: Any, **named: Any) -> Variants:
+def variant_name(kind: type) -> str:
+    """Return the name of a variant on the wire: `variant` of the class, or the name of the class."""
+    name: str = getattr(kind, "variant", kind.__name__)
+    return name
+
+
+def one_of(*types: Any, **named: Any) -> VariantSchema:
     """Variants by the names of their types, or by others."""
-    return Variants((*((each.__name__, each) for each in types), *named.items()))
+    return VariantSchema((*((variant_name(each), each) for each in types), *named.items()))

@@ -21,9 +21,9 @@ from time import perf_counter
 import msgspec
 
 from flowfabric import CreateExecution, Engine, __version__, connect
-from flowfabric.bench.scratch_store import ground
-from flowfabric.bench.throughput import Progress, Steps
-from flowfabric.bench.workload import CLAIM, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
+from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.throughput import ProgressCallback, StepCounter
+from flowfabric.bench.workload import CLAIM_BATCH, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
 
 SETS = 10
 EXCLUSIVE = 3  # of the ten capabilities, in the partial scenario
@@ -31,7 +31,7 @@ WAIT_MS = 200
 Offer = frozenset[str]
 
 
-class Routing(msgspec.Struct, frozen=True):
+class RoutingResult(msgspec.Struct, frozen=True):
     """How a thousand tasks found their workers."""
 
     tasks: int
@@ -55,9 +55,9 @@ class CapabilityReport(msgspec.Struct, frozen=True):
     plain_drain_per_s: float
     drain_per_s: float
     drain_ratio: float
-    happy: Routing
-    partial: Routing
-    scarce: Routing
+    happy: RoutingResult
+    partial: RoutingResult
+    scarce: RoutingResult
 
 
 async def capability(
@@ -67,14 +67,14 @@ async def capability(
     rounds: int = 3,
     tasks: int = 1000,
     workers: int = 100,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> CapabilityReport:
     """Measure on a scratch store beside the named one."""
-    tell = Steps(progress, 2 * rounds + 3)
+    tell = StepCounter(progress, 2 * rounds + 3)
     chance = random.Random(0)
     names = [f"cap{number}" for number in range(SETS)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(ground(url))
+        place = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await connect(place.url))
         await _drain(engine, "bench-warm", min(jobs, 1000), names)
         plain, spread = [], []
@@ -127,7 +127,7 @@ async def _worker(engine: Engine, lane: str, name: str, offered: Sequence[str]) 
     done = 0
     while claimed := await engine.claim_admitted(
         lane,
-        CLAIM,
+        CLAIM_BATCH,
         worker_id=WORKER,
         worker_instance_id=f"{WORKER}-{name}",
         capabilities=offered,
@@ -186,7 +186,7 @@ def _scarce(names: Sequence[str], tasks: int, workers: int, chance: random.Rando
     return needs, [frozenset(names), *[frozenset({names[0]})] * (workers - 1)]
 
 
-async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequence[Offer]) -> Routing:
+async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequence[Offer]) -> RoutingResult:
     """Workers that take one task at a time until all are done."""
     began = perf_counter()
     required = dict(zip(await _submit(engine, lane, needs), needs, strict=True))
@@ -213,7 +213,7 @@ async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequ
 
     await asyncio.gather(*(worker(name, offered) for name, offered in enumerate(offers)))
     percentiles = quantiles(times, n=100, method="inclusive")
-    return Routing(
+    return RoutingResult(
         tasks=len(needs),
         workers=len(offers),
         routed=round(right / len(needs), 3),

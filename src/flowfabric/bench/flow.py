@@ -17,22 +17,22 @@ from uuid import uuid4
 import msgspec
 
 from flowfabric import CreateExecution, Engine, __version__, connect
-from flowfabric.bench.scratch_store import Control, ground
-from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.bench.scratch_store import Control, scratch_store
+from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.types import Change, outcome_of
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
-from flowfabric.sdk.worker.completions import Ends
-from flowfabric.sdk.worker.outcome import Done
+from flowfabric.sdk.worker.completions import OutcomeReporter
+from flowfabric.sdk.worker.outcome import Succeeded
 
 IN_FLIGHT = 16
-SILENCE_MS = 10_000
+TIMEOUT_MS = 10_000
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyPercentiles(msgspec.Struct, frozen=True):
     """Milliseconds: half of all samples took at most p50, all but one in a hundred at most p99."""
 
     p50_ms: float
@@ -54,10 +54,10 @@ class FlowReport(msgspec.Struct, frozen=True):
     control_chains_per_s: float | None  # bare rows: no fence, no graph, no history, no events
     chains_ratio: float | None
     fan: int
-    fan_out_and_join: Spread  # from the call that creates the graph to the end of the join
+    fan_out_and_join: LatencyPercentiles  # from the call that creates the graph to the end of the join
     siblings: int
-    quorum_cancel: Spread  # from the call that completes the winner to the cancel of the last sibling
-    control_cancel: Spread | None  # one statement that cancels as many bare rows
+    quorum_cancel: LatencyPercentiles  # from the call that completes the winner to the cancel of the last sibling
+    control_cancel: LatencyPercentiles | None  # one statement that cancels as many bare rows
     graph_nodes: int
     graph_create_s: float
 
@@ -72,12 +72,12 @@ async def flow(
     samples: int = 100,
     graph: int = 10_000,
     rounds: int = 3,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> FlowReport:
     """Measure on a scratch store beside the named one."""
-    tell = Steps(progress, 2 * rounds + 4)
+    tell = StepCounter(progress, 2 * rounds + 4)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(ground(url))
+        place = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await connect(place.url))
         await _chains(engine, "bench-warm", IN_FLIGHT * 4, steps)
         rates, bare = [], []
@@ -119,9 +119,9 @@ async def flow(
     )
 
 
-def _spread(times: Sequence[float]) -> Spread:
+def _spread(times: Sequence[float]) -> LatencyPercentiles:
     percentiles = quantiles(times, n=100, method="inclusive")
-    return Spread(round(percentiles[49] * 1000, 1), round(percentiles[98] * 1000, 1), len(times))
+    return LatencyPercentiles(round(percentiles[49] * 1000, 1), round(percentiles[98] * 1000, 1), len(times))
 
 
 async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
@@ -159,7 +159,7 @@ async def _fan(engine: Engine, lane: str, fan: int, ended: _Ends) -> float:
     await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
     await ended(last)
     took = perf_counter() - began
-    await engine.dispatched()
+    await engine.wait_for_dispatch()
     return took
 
 
@@ -182,15 +182,15 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
         if not left:
             cancelled.set()
 
-    engine.follow(count, Execution)
+    engine.on_write(count, Execution)
     try:
         began = perf_counter()
         await engine.complete(winner.handle, result=RESULT)
-        await asyncio.wait_for(cancelled.wait(), SILENCE_MS / 1000)
+        await asyncio.wait_for(cancelled.wait(), TIMEOUT_MS / 1000)
         took = perf_counter() - began
     finally:
-        engine.followers[Execution].remove(count)
-    await engine.dispatched()
+        engine.write_listeners[Execution].remove(count)
+    await engine.wait_for_dispatch()
     return took
 
 
@@ -240,7 +240,7 @@ class _Ends:
         if execution_id in self._known:
             return
         waiter = self._waiting[execution_id] = asyncio.get_running_loop().create_future()
-        await asyncio.wait_for(waiter, SILENCE_MS / 1000)
+        await asyncio.wait_for(waiter, TIMEOUT_MS / 1000)
 
 
 @asynccontextmanager
@@ -256,15 +256,15 @@ async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_En
         for one in over:
             ends.told(one.execution_id)
 
-    telling = Ends(engine, told)
+    telling = OutcomeReporter(engine, told)
     pull = engine.pulling([lane], worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS)
 
     async def work() -> None:
         nonlocal begun
         while True:
-            for one in await pull.claim(slots, max_wait_ms=SILENCE_MS):
+            for one in await pull.claim(slots, max_wait_ms=TIMEOUT_MS):
                 begun += 1
-                telling.add(one, Done(RESULT))
+                telling.add(one, Succeeded(RESULT))
 
     working = asyncio.create_task(work())
     try:
@@ -274,7 +274,7 @@ async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_En
         with suppress(asyncio.CancelledError):
             await working
         pull.close()
-        await telling.all_told()
-        await engine.dispatched()
+        await telling.flush()
+        await engine.wait_for_dispatch()
         if telling.succeeded < begun:
             raise AssertionError(f"{begun - telling.succeeded} of {begun} ends were refused")

@@ -22,15 +22,15 @@ from typing import Any
 import msgspec
 
 from flowfabric import __version__
-from flowfabric.bench.scratch_store import ground
-from flowfabric.bench.throughput import Progress, Steps
+from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.errors import InvalidInput
 
 CLIENTS = 32
 LANE = "bench"
 
 
-class Rate(msgspec.Struct, frozen=True):
+class RequestRate(msgspec.Struct, frozen=True):
     """Requests per second, and how long the slowest hundredth took at least."""
 
     per_s: float
@@ -47,22 +47,22 @@ class HttpReport(msgspec.Struct, frozen=True):
     clients: int
     requests: int
     rounds: int
-    create: Rate
-    claim: Rate
-    complete: Rate
-    control: Rate
+    create: RequestRate
+    claim: RequestRate
+    complete: RequestRate
+    control: RequestRate
     create_ratio: float  # of the control
 
 
 async def http(
-    url: str, *, requests: int, rounds: int = 3, clients: int = CLIENTS, progress: Progress | None = None
+    url: str, *, requests: int, rounds: int = 3, clients: int = CLIENTS, progress: ProgressCallback | None = None
 ) -> HttpReport:
     """Measure on a scratch store beside the named one."""
     if find_spec("fastapi") is None:
         raise InvalidInput("the bare route to compare with needs FastAPI: pip install fastapi")
-    tell = Steps(progress, 4 * rounds)
-    found: dict[str, list[Rate]] = {"control": [], "create": [], "claim": [], "complete": []}
-    async with ground(url) as place, _server("control") as control, _server("fabric", place.url) as ours:
+    tell = StepCounter(progress, 4 * rounds)
+    found: dict[str, list[RequestRate]] = {"control": [], "create": [], "claim": [], "complete": []}
+    async with scratch_store(url) as place, _server("control") as control, _server("fabric", place.url) as ours:
         for number in range(1, rounds + 1):
             tell(f"round {number}: bare route")
             bodies = [_creation() for _ in range(requests)]
@@ -135,7 +135,7 @@ async def _server(*arguments: str) -> AsyncIterator[int]:
 
 async def _asked(
     port: int, path: str, bodies: Sequence[bytes], clients: int, expected: int
-) -> tuple[Rate, list[bytes]]:
+) -> tuple[RequestRate, list[bytes]]:
     """Ask everything, each client one after the other; the rate, and what was answered."""
     left: Iterator[bytes] = iter(bodies)
     times: list[float] = []
@@ -157,7 +157,7 @@ async def _asked(
     took = perf_counter() - began
     for _, writer in connections:
         writer.close()
-    return Rate(round(len(bodies) / took), round(quantiles(times, n=100)[98] * 1000, 2)), answers
+    return RequestRate(round(len(bodies) / took), round(quantiles(times, n=100)[98] * 1000, 2)), answers
 
 
 def _request(path: str, body: bytes) -> bytes:
@@ -171,11 +171,11 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head[9:12]), await reader.readexactly(int(length.partition(b"\r")[0]))
 
 
-def _median(rates: Sequence[Rate]) -> Rate:
-    return Rate(median(one.per_s for one in rates), median(one.p99_ms for one in rates))
+def _median(rates: Sequence[RequestRate]) -> RequestRate:
+    return RequestRate(median(one.per_s for one in rates), median(one.p99_ms for one in rates))
 
 
-def shown(report: HttpReport) -> list[tuple[Any, ...]]:
+def report_rows(report: HttpReport) -> list[tuple[Any, ...]]:
     """The report as rows of a table."""
     rows = [(name, getattr(report, name)) for name in ("control", "create", "claim", "complete")]
     return [(name, rate.per_s, rate.p99_ms) for name, rate in rows]

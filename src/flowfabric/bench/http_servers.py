@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from flowfabric import event_loop
 
 
-class Creation(BaseModel):
+class ControlCreateBody(BaseModel):
     """The body of a create, as a FastAPI application would declare it."""
 
     execution_id: str
@@ -29,26 +29,26 @@ class Creation(BaseModel):
     now: int
 
 
-async def create(body: Creation) -> dict[str, Any]:
+async def create(body: ControlCreateBody) -> dict[str, Any]:
     """The bare route: looks at the body and says that it was created."""
     return {"Created": {"execution_id": body.execution_id, "public_state": "waiting"}}
 
 
-def control() -> uvicorn.Server:
+def control_server() -> uvicorn.Server:
     """A FastAPI application with that one route."""
     app = FastAPI()
     app.post("/v1/executions", status_code=201)(create)
     return uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off"))
 
 
-async def fabric(url: str) -> None:
+async def run_server(url: str) -> None:
     """Our server on a store."""
     from flowfabric.server.app import create_app
-    from flowfabric.server.lifecycle import Server, prepared
+    from flowfabric.server.lifecycle import Server, engine_lifespan
     from flowfabric.server.settings import ServerSettings
 
     settings = ServerSettings(port=0)
-    async with prepared(url, settings) as engine:
+    async with engine_lifespan(url, settings) as engine:
         await _run(Server(create_app(engine, settings)))
 
 
@@ -63,7 +63,7 @@ async def _run(server: uvicorn.Server) -> None:
 
 def main() -> None:
     """`control`, or `fabric URL`; ends when it is told to, or when its parent does."""
-    event_loop.run(_run(control()) if sys.argv[1] == "control" else fabric(sys.argv[2]))
+    event_loop.run(_run(control_server()) if sys.argv[1] == "control" else run_server(sys.argv[2]))
 
 
 if __name__ == "__main__":

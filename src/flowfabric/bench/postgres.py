@@ -12,8 +12,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 
-from flowfabric.bench.scratch_store import BATCH, Ground, beats
-from flowfabric.connector import postgres_options
+from flowfabric.bench.scratch_store import BATCH, ScratchStore, paced
+from flowfabric.connector import parse_postgres_url
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
@@ -66,7 +66,7 @@ returning step.id
 """
 _CANCEL = "update step set status = 3, done_at = now() where chain = $1 and status = 0"
 
-SILENCE_S = 10.0  # after which nobody will be told any more
+TIMEOUT_S = 10.0  # after which nobody will be told any more
 
 
 class PostgresControl:
@@ -98,11 +98,11 @@ class PostgresControl:
             submit = await self._connection.prepare(_SUBMIT)
             claim, finish = await worker.prepare(_CLAIM), await worker.prepare(_FINISH)
             taken: list[float] = []
-            async for _ in beats(count, per_second):
+            async for _ in paced(count, per_second):
                 told.clear()
                 began = perf_counter()
                 submitted = asyncio.create_task(submit.fetch(payload))
-                await asyncio.wait_for(told.wait(), SILENCE_S)
+                await asyncio.wait_for(told.wait(), TIMEOUT_S)
                 [row] = await claim.fetch(1)
                 taken.append((perf_counter() - began) * 1000)
                 await finish.fetch([row[0]], [b"done"])
@@ -135,12 +135,12 @@ class PostgresControl:
         await self._connection.execute(_BEGIN, *numbers, steps)
         return numbers
 
-    async def tidy(self) -> None:
+    async def vacuum(self) -> None:
         await self._connection.execute("vacuum")
 
 
 @asynccontextmanager
-async def postgres_ground(url: str) -> AsyncIterator[Ground]:
+async def postgres_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
     """A database of our own on the named server, dropped at the end; behind a pooler there is no bare table."""
     name = f"ff_bench_{token_hex(4)}"
     is_pooled = await _is_pooled(url)
@@ -160,7 +160,7 @@ async def postgres_ground(url: str) -> AsyncIterator[Ground]:
                 if not is_pooled:
                     await connection.execute(_TABLE)
                     control = PostgresControl(connection, own)
-                yield Ground(own, await _durability(connection), _versions(connection), control)
+                yield ScratchStore(own, await _durability(connection), _versions(connection), control)
             finally:
                 await connection.close()
         finally:
@@ -182,7 +182,7 @@ async def _is_pooled(url: str) -> bool:
 
 
 async def _connect(url: str, *, is_pooled: bool = False, **options: Any) -> Any:
-    dsn, _ = postgres_options(url)
+    dsn, _ = parse_postgres_url(url)
     if is_pooled:
         options["statement_cache_size"] = 0
     try:

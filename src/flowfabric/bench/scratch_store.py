@@ -41,12 +41,12 @@ class Control(Protocol):
         """Seconds that it takes to cancel so many rows that wait."""
         ...
 
-    async def tidy(self) -> None:
+    async def vacuum(self) -> None:
         """Do now what the server does by itself within a minute: clear away rows that are dead."""
         ...
 
 
-async def beats(count: int, per_second: int) -> AsyncIterator[int]:
+async def paced(count: int, per_second: int) -> AsyncIterator[int]:
     """So many numbers, so many of them a second."""
     begun = perf_counter()
     for number in range(count):
@@ -54,7 +54,7 @@ async def beats(count: int, per_second: int) -> AsyncIterator[int]:
         yield number
 
 
-class Ground(msgspec.Struct, frozen=True):
+class ScratchStore(msgspec.Struct, frozen=True):
     """Where to measure."""
 
     url: str
@@ -64,29 +64,29 @@ class Ground(msgspec.Struct, frozen=True):
     shared: bool = True  # whether a second engine on this address sees the same rows
 
 
-def ground(url: str) -> AbstractAsyncContextManager[Ground]:
+def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
     """An empty store of the named kind, on the same server or disk; removed at the end."""
     match url.partition("://")[0]:
         case "sqlite":
             return _sqlite(url)
         case "postgresql" | "postgres":
             try:
-                from flowfabric.bench.postgres import postgres_ground
+                from flowfabric.bench.postgres import postgres_scratch_store
             except ImportError as missing:
                 raise InvalidInput("url: Postgres needs its driver: pip install 'flowfabric[postgres]'") from missing
 
-            return postgres_ground(url)
+            return postgres_scratch_store(url)
         case _:
             return _as_named(url)
 
 
 @asynccontextmanager
-async def _as_named(url: str) -> AsyncIterator[Ground]:
-    yield Ground(url, "none: rows live and die with the process", {}, shared=False)
+async def _as_named(url: str) -> AsyncIterator[ScratchStore]:
+    yield ScratchStore(url, "none: rows live and die with the process", {}, shared=False)
 
 
 @asynccontextmanager
-async def _sqlite(url: str) -> AsyncIterator[Ground]:
+async def _sqlite(url: str) -> AsyncIterator[ScratchStore]:
     from flowfabric.bench.sqlite import SQLiteControl, sqlite_versions
 
     parts = urlsplit(url)
@@ -95,7 +95,7 @@ async def _sqlite(url: str) -> AsyncIterator[Ground]:
         own = f"sqlite:///{folder}/scratch.db" + (f"?{parts.query}" if parts.query else "")
         level = "NORMAL" if "synchronous=normal" in parts.query.lower() else "FULL"
         try:
-            yield Ground(
+            yield ScratchStore(
                 own, f"WAL, synchronous={level}; acknowledged after the shared commit", sqlite_versions(), control
             )
         finally:

@@ -24,8 +24,8 @@ from flowfabric import Engine, __version__
 from flowfabric.bench import sdk_app
 from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
-from flowfabric.bench.scratch_store import Ground, ground
-from flowfabric.bench.throughput import PER_SECOND, Progress, Steps
+from flowfabric.bench.scratch_store import ScratchStore, scratch_store
+from flowfabric.bench.throughput import PER_SECOND, ProgressCallback, StepCounter
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
@@ -34,8 +34,8 @@ SLOTS_ON_POSTGRES = 200
 JOBS = 10_000
 JOBS_ON_POSTGRES = 20_000  # with which pgqueuer is measured elsewhere, too; of more jobs it makes fewer a second
 IN_FLIGHT = 16
-SILENCE_S = 30.0
-LOOK_S = 0.02
+TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.02
 
 
 class PeerReport(msgspec.Struct, frozen=True):
@@ -80,13 +80,13 @@ async def sdk(
     functions: int = 600,
     rounds: int = 3,
     with_peer: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SdkReport:
     """Measure on scratch stores beside the named one."""
     on_postgres = url.startswith("postgres")
     jobs = jobs or (JOBS_ON_POSTGRES if on_postgres else JOBS)
     slots = slots or (SLOTS_ON_POSTGRES if on_postgres else SLOTS)
-    tell, load = Steps(progress, 3 * rounds + 2), os.getloadavg()[0]
+    tell, load = StepCounter(progress, 3 * rounds + 2), os.getloadavg()[0]
     tell("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")
     ours, theirs, durable = [], [], []
@@ -102,7 +102,7 @@ async def sdk(
                 ours.append(await _drain(place, folder / f"starts-{number}", jobs, slots))
             tell(f"round {number + 1}: {peer.name if peer else 'no peer'}")
             if peer is not None:
-                async with ground(url) as beside:
+                async with scratch_store(url) as beside:
                     theirs.append(await _peer_drain(peer, beside, folder / f"peer-{number}", jobs))
             tell(f"round {number + 1}: durable functions")
             async with _app_on_its_own(url) as place:
@@ -143,9 +143,9 @@ async def sdk(
 
 
 @asynccontextmanager
-async def _app_on_its_own(url: str) -> AsyncIterator[Ground]:
+async def _app_on_its_own(url: str) -> AsyncIterator[ScratchStore]:
     """The app on a scratch store in which nothing else has been, as each peer has one."""
-    async with ground(url) as place:
+    async with scratch_store(url) as place:
         if not place.shared:
             raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
         sdk_app.app.url = place.url
@@ -153,12 +153,12 @@ async def _app_on_its_own(url: str) -> AsyncIterator[Ground]:
             yield place
 
 
-async def _drain(place: Ground, starts: Path, jobs: int, slots: int) -> float:
+async def _drain(place: ScratchStore, starts: Path, jobs: int, slots: int) -> float:
     """Jobs that all stand in line when the worker starts; how many it started a second."""
     runs = await sdk_app.noop.submit_many([body()] * jobs)
     with _worker(place.url, starts, "--slots", str(slots), "--lanes", "noop"):
         await _started(starts, jobs)
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for run in runs[-slots:]:
                 if await run.result() != {"ok": True}:
                     raise AssertionError(f"{run} has another result")
@@ -173,31 +173,31 @@ async def _any(engine: Engine, state: str) -> bool:
     return bool((await engine.search_executions(public_state=state, limit=1)).executions)
 
 
-async def _durable(place: Ground, starts: Path, functions: int) -> float:
+async def _durable(place: ScratchStore, starts: Path, functions: int) -> float:
     """Durable functions, so many of them at any time; how many a second."""
     left = iter(range(functions))
 
     async def one_after_another() -> None:
         for number in left:
             run = await sdk_app.ten_steps.submit(number)
-            if await run.result(timeout=SILENCE_S) != number + sdk_app.STEPS:
+            if await run.result(timeout=TIMEOUT_S) != number + sdk_app.STEPS:
                 raise AssertionError(f"{run} lost a step")
 
     with _worker(place.url, starts, "--slots", str(IN_FLIGHT), "--lanes", "durable"):
-        await (await sdk_app.ten_steps.submit(0)).result(timeout=SILENCE_S)  # the worker is up
+        await (await sdk_app.ten_steps.submit(0)).result(timeout=TIMEOUT_S)  # the worker is up
         began = perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
         return functions / (perf_counter() - began)
 
 
-async def _latencies(place: Ground, starts: Path, samples: int) -> list[float]:
+async def _latencies(place: ScratchStore, starts: Path, samples: int) -> list[float]:
     """Milliseconds from the call that submits to its result, at a low rate."""
     times: list[float] = []
 
     async def one() -> None:
         began = perf_counter()
         run = await sdk_app.noop.submit(body())
-        await run.result(timeout=SILENCE_S)
+        await run.result(timeout=TIMEOUT_S)
         times.append((perf_counter() - began) * 1000)
 
     with _worker(place.url, starts, "--slots", "10"):
@@ -236,7 +236,7 @@ def _share(peer: Peer, jobs: int) -> int:
     return max(2, round(jobs * peer.share))
 
 
-async def _peer_drain(peer: Peer, place: Ground, starts: Path, jobs: int) -> float:
+async def _peer_drain(peer: Peer, place: ScratchStore, starts: Path, jobs: int) -> float:
     at = place.url if peer is PGQUEUER else str(Path(urlsplit(place.url).path[1:]).with_name("peer.db"))
     some = _share(peer, jobs)
     submitting = await asyncio.create_subprocess_exec(
@@ -256,11 +256,11 @@ async def _started(starts: Path, jobs: int) -> None:
     """Wait until so many have started, for as long as more start."""
     seen, seen_at = 0, monotonic()
     while seen < jobs:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         now = count(str(starts))
         if now > seen:
             seen, seen_at = now, monotonic()
-        elif monotonic() - seen_at > SILENCE_S:
+        elif monotonic() - seen_at > TIMEOUT_S:
             raise AssertionError(f"only {seen} of {jobs} jobs started")
 
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import apsw
 
-from flowfabric.bench.scratch_store import BATCH, beats
+from flowfabric.bench.scratch_store import BATCH, paced
 
 # A queue as one would write it by hand: found by queue and priority, watched for leases that end.
 _TABLE = """
@@ -77,7 +77,7 @@ class SQLiteControl:
 
     async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
         taken: list[float] = []
-        async for _ in beats(count, per_second):
+        async for _ in paced(count, per_second):
             began = perf_counter()
             self._db.execute(_INSERT, (payload,))
             [row] = self._db.execute(_CLAIM, (1,))
@@ -113,7 +113,7 @@ class SQLiteControl:
         self._db.execute("commit")
         return ids[::steps]
 
-    async def tidy(self) -> None:
+    async def vacuum(self) -> None:
         """Nothing is left behind here: a row is written over in its place."""
 
     def close(self) -> None:

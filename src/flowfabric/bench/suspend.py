@@ -14,9 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from flowfabric import Engine, Handle, connect
-from flowfabric.bench.scratch_store import ground
+from flowfabric.bench.scratch_store import scratch_store
 from flowfabric.engine.operations.suspensions import Suspended
-from flowfabric.engine.types import Fresh, SignalArgs, SuspendArgs
+from flowfabric.engine.types import FreshWaitpoint, SignalArgs, SuspendArgs
 from flowfabric.model.condition import Single
 
 LANE = "bench-suspend"
@@ -29,7 +29,7 @@ PAUSE_S = 0.005  # for whoever waits to be at rest
 T = TypeVar("T")
 
 
-class Report(msgspec.Struct, frozen=True):
+class SuspendReport(msgspec.Struct, frozen=True):
     """What was measured. Times are milliseconds."""
 
     store: str
@@ -58,11 +58,11 @@ async def suspend(
     frames: int,
     tails: int,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Report:
+) -> SuspendReport:
     """Measure on a scratch store beside the named one."""
     tell = progress or (lambda what, done, steps: None)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(ground(url))
+        place = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await connect(place.url))
         await engine.ensure_signing_key(secrets.token_hex(32))
         tell("suspend, signal, claim", 0, 3)
@@ -74,7 +74,7 @@ async def suspend(
         delays = await _tails(engine, reader, tails)
         tell("done", 3, 3)
         whole = [suspending + resuming for suspending, _, resuming in times]
-        return Report(
+        return SuspendReport(
             store=place.url.partition(":")[0],
             durability=place.durability,
             versions=place.versions,
@@ -133,7 +133,7 @@ async def _round_trip(engine: Engine, held: Handle) -> tuple[tuple[float, float,
     waitpoint_id = engine.minter.uuid()
     args = SuspendArgs(
         suspension_id=engine.minter.uuid(),
-        waitpoints=(Fresh(waitpoint_id, "k"),),
+        waitpoints=(FreshWaitpoint(waitpoint_id, "k"),),
         resume_condition=Single("k"),
         reason_code="waiting_for_signal",
         now=engine.estimate.now(),

@@ -16,7 +16,7 @@ import msgspec
 
 from flowfabric import Engine, __version__, connect
 from flowfabric.bench import workload
-from flowfabric.bench.scratch_store import Control, Ground, ground
+from flowfabric.bench.scratch_store import Control, ScratchStore, scratch_store
 
 PER_SECOND = 50  # submits while latency is measured
 WARM_UP = 20  # submits that are not counted
@@ -24,7 +24,7 @@ SAMPLES = 200
 CLAIMS = 50  # that are timed, in each of two stores
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class ThroughputReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was measured; rates are medians over the rounds, and so are ratios to the control of the same round."""
 
     store: str
@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     claim_cost_ratio: float | None = None
 
 
-class Progress(Protocol):
+class ProgressCallback(Protocol):
     """Hears what is being done."""
 
     def __call__(self, what: str, done: int, steps: int) -> None: ...
@@ -65,14 +65,14 @@ async def throughput(
     rounds: int = 3,
     depth: int = 0,
     samples: int = SAMPLES,
-    progress: Progress | None = None,
-) -> Report:
+    progress: ProgressCallback | None = None,
+) -> ThroughputReport:
     """Measure on a scratch store beside the named one."""
-    tell = Steps(progress, 5 * rounds + 1 + (2 if depth else 0))
+    tell = StepCounter(progress, 5 * rounds + 1 + (2 if depth else 0))
     chance = random.Random(0)
     payloads = [chance.randbytes(payload_bytes) for _ in range(jobs)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(ground(url))
+        place = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await connect(place.url))
         claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
         tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
@@ -80,7 +80,7 @@ async def throughput(
         rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
         costs = None
         if depth:
-            other = await stack.enter_async_context(ground(url))
+            other = await stack.enter_async_context(scratch_store(url))
             empty = await stack.enter_async_context(await connect(other.url))
             costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
         tell.finish()
@@ -96,7 +96,7 @@ async def _latencies(
     return own[WARM_UP:], bare[WARM_UP:]
 
 
-class Round(msgspec.Struct, frozen=True):
+class RoundRates(msgspec.Struct, frozen=True):
     """The rates of one round."""
 
     bulk: float
@@ -106,10 +106,10 @@ class Round(msgspec.Struct, frozen=True):
     single: float
 
 
-class Steps:
+class StepCounter:
     """Tells which of so many steps is being done."""
 
-    def __init__(self, progress: Progress | None, steps: int) -> None:
+    def __init__(self, progress: ProgressCallback | None, steps: int) -> None:
         self._progress = progress
         self._done = 0
         self._steps = steps
@@ -126,7 +126,7 @@ class Steps:
 
 async def _round(
     engine: Engine, control: Control | None, number: int, payloads: Sequence[bytes], tell: Callable[[str], None]
-) -> Round:
+) -> RoundRates:
     """Engine and control in turns, so that a slow moment of the machine meets both."""
     lane, name, insert, control_drain = f"bench-{number}", f"round {number + 1}: ", None, None
     gc.collect()
@@ -147,7 +147,7 @@ async def _round(
     some = payloads[: max(1, len(payloads) // 4)]
     single = await workload.single_submits(engine, lane, some)
     await workload.drain(engine, lane, len(some))
-    return Round(bulk, insert, drained, control_drain, single)
+    return RoundRates(bulk, insert, drained, control_drain, single)
 
 
 async def _claim_costs(
@@ -163,10 +163,10 @@ async def _claim_costs(
     for begin in range(0, depth, 20_000):
         await workload.bulk_submit(full, lane, [payload] * min(20_000, depth - begin))
     if control is not None:
-        await control.tidy()
+        await control.vacuum()
     tell("claims beside them, and in an empty store")
     for engine in (empty, full):
-        await workload.bulk_submit(engine, lane, [payload] * (workload.CLAIM * (CLAIMS + 1)))
+        await workload.bulk_submit(engine, lane, [payload] * (workload.CLAIM_BATCH * (CLAIMS + 1)))
     pairs = [(await _claim_ms(empty, lane), await _claim_ms(full, lane)) for _ in range(CLAIMS + 1)]
     shallow, deep = zip(*pairs[1:], strict=True)
     return median(shallow), median(deep)
@@ -175,30 +175,34 @@ async def _claim_costs(
 async def _claim_ms(engine: Engine, lane: str) -> float:
     began = perf_counter()
     claimed = await engine.claim_many(
-        lane, workload.CLAIM, worker_id=workload.WORKER, worker_instance_id=workload.WORKER, lease_ttl_ms=3_600_000
+        lane,
+        workload.CLAIM_BATCH,
+        worker_id=workload.WORKER,
+        worker_instance_id=workload.WORKER,
+        lease_ttl_ms=3_600_000,
     )
     took = perf_counter() - began
-    if len(claimed) != workload.CLAIM:
-        raise AssertionError(f"a claim of {workload.CLAIM} got {len(claimed)}")
+    if len(claimed) != workload.CLAIM_BATCH:
+        raise AssertionError(f"a claim of {workload.CLAIM_BATCH} got {len(claimed)}")
     return took * 1000
 
 
 def _report(
-    place: Ground,
-    rates: list[Round],
+    place: ScratchStore,
+    rates: list[RoundRates],
     times: tuple[list[float], list[float]],
     costs: tuple[float, float] | None,
     *,
     jobs: int,
     payload_bytes: int,
     depth: int,
-) -> Report:
+) -> ThroughputReport:
     drained, bulk = median(one.drain for one in rates), median(one.bulk for one in rates)
     control_drain = _median([one.control_drain for one in rates])
     insert = _median([one.insert for one in rates])
     own, bare = times
     percentiles = quantiles(own, n=100)
-    return Report(
+    return ThroughputReport(
         store=place.url.partition("://")[0],
         durability=place.durability,
         versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},

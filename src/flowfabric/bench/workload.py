@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from flowfabric import CreateExecution, Engine
-from flowfabric.bench.scratch_store import beats
+from flowfabric.bench.scratch_store import paced
 from flowfabric.model.answers.execution import Completed
 
-CLAIM = 100  # executions that one claim asks for
+CLAIM_BATCH = 100  # executions that one claim asks for
 CLAIM_LOOPS = 4  # so that one loop's commit overlaps the others' Python
 CALLERS = 64  # concurrent single submits
 WORKER = "bench"
@@ -71,7 +71,7 @@ async def drain(engine: Engine, lane: str, expected: int) -> float:
 async def _drain_loop(engine: Engine, lane: str, instance: str) -> int:
     done = 0
     while claimed := await engine.claim_many(
-        lane, CLAIM, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
+        lane, CLAIM_BATCH, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
     ):
         answered = await engine.complete_many([(one.handle, RESULT) for one in claimed])
         done += sum(isinstance(answer, Completed) for answer in answered)
@@ -96,7 +96,7 @@ async def latencies(
             await claimer.complete(claimed.handle, result=RESULT)
 
     worker = asyncio.create_task(work())
-    async for _ in beats(count, per_second):
+    async for _ in paced(count, per_second):
         execution_id = submitter.new_execution_id(lane)
         submitted[execution_id] = perf_counter()
         await submitter.create_execution(

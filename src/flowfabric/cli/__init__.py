@@ -39,7 +39,9 @@ app = typer.Typer(
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=maintenance.tell_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", callback=maintenance.print_version_and_exit, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """FlowFabric, from the command line."""

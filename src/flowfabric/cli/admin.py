@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, document, table, telling_errors
-from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store, on_store
-from flowfabric.model.text import counted
+from flowfabric.cli.output import JsonOption, exit_on_error, print_json, print_table
+from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url, run_on_store
+from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -52,12 +52,12 @@ def rotate_secret(
             raise refused
         return done
 
-    with telling_errors():
-        must_be_a_store(chosen_store(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
-    done = on_store(store, rotated)
+    with exit_on_error():
+        check_is_store(resolve_store_url(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
+    done = run_on_store(store, rotated)
     before = getattr(done[0].result, "previous_kid", None)
     if json:
-        document({"rotated": len(done), "failed": [], "new_kid": kid, "previous_kid": before})
+        print_json({"rotated": len(done), "failed": [], "new_kid": kid, "previous_kid": before})
     else:
         typer.echo(f"✓ {kid} signs" + (f"; {before} verifies for {grace} more" if before else ""))
 
@@ -74,13 +74,13 @@ def partition_collisions(json: JsonOption = False) -> None:
     verdict = _verdict(colliding / len(lanes))
     if json:
         shared = [{"partition": number, "lanes": names} for number, names in found.items()]
-        document({"lanes": len(lanes), "partitions": count, "collisions": shared, "verdict": verdict})
+        print_json({"lanes": len(lanes), "partitions": count, "collisions": shared, "verdict": verdict})
         return
     if found:
-        table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
+        print_table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
     sharing = f"{colliding} of {len(lanes)} lanes share a partition with another"
     said = sharing if found else "no lanes share a partition"
-    typer.echo(f"{verdict}: {said} ({counted(len(lanes), 'lane')}, {counted(count, 'partition')})")
+    typer.echo(f"{verdict}: {said} ({pluralize(len(lanes), 'lane')}, {pluralize(count, 'partition')})")
 
 
 def _configured() -> tuple[list[str], int]:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flowfabric.cli.output import JsonOption, console, document, table, telling_errors
-from flowfabric.cli.stores import StoreOption, chosen_store
-from flowfabric.model.text import counted
+from flowfabric.cli.output import JsonOption, console, exit_on_error, print_json, print_table
+from flowfabric.cli.stores import StoreOption, resolve_store_url
+from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
-    from flowfabric.bench.capability import CapabilityReport, Routing
-    from flowfabric.bench.flow import FlowReport, Spread
+    from flowfabric.bench.capability import CapabilityReport, RoutingResult
+    from flowfabric.bench.flow import FlowReport, LatencyPercentiles
     from flowfabric.bench.sdk import SdkReport
-    from flowfabric.bench.suspend import Report as WaitReport
-    from flowfabric.bench.throughput import Progress, Report
+    from flowfabric.bench.suspend import SuspendReport as WaitReport
+    from flowfabric.bench.throughput import ProgressCallback, ThroughputReport
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ def throughput(
 
     from flowfabric.bench.throughput import throughput as measured
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress))
     if json:
-        document(report)
+        print_json(report)
     else:
         _print(report)
 
@@ -76,11 +76,11 @@ def suspend(
 
     from flowfabric.bench.suspend import suspend as measured
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
     if json:
-        document(report)
+        print_json(report)
     else:
         _print_waits(report)
 
@@ -95,15 +95,17 @@ def http(
     """Requests to the server, beside a bare route. Create, claim and complete, and one of FastAPI that does nothing."""
 
     from flowfabric.bench.http import http as measured
-    from flowfabric.bench.http import shown
+    from flowfabric.bench.http import report_rows
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
     if json:
-        document(report)
+        print_json(report)
         return
-    table(f"{report.clients} clients, {report.store}: {report.durability}", ("", "per s", "p99 ms"), shown(report))
+    print_table(
+        f"{report.clients} clients, {report.store}: {report.durability}", ("", "per s", "p99 ms"), report_rows(report)
+    )
     typer.echo(f"create: {report.create_ratio} of a bare FastAPI route")
 
 
@@ -116,9 +118,11 @@ def _print_waits(report: WaitReport) -> None:
         ("one small guarded commit", f"{report.commit_p50_ms} ms", ""),
         ("append → a waiting tail has it", f"{report.tail_p50_ms} ms", f"{report.tail_p99_ms} ms"),
     ]
-    table("", ("", "p50", "p99"), rows)
+    print_table("", ("", "p50", "p99"), rows)
     typer.echo(f"frames to one execution: {report.frames_per_s:,}/s ({report.frames:,} frames)")
-    typer.echo(f"{counted(report.rounds, 'round')}, {counted(report.tails, 'tail')}, {counted(report.cores, 'core')}")
+    typer.echo(
+        f"{pluralize(report.rounds, 'round')}, {pluralize(report.tails, 'tail')}, {pluralize(report.cores, 'core')}"
+    )
     typer.echo(f"durability: {report.durability}")
 
 
@@ -133,11 +137,11 @@ def flow(
 
     from flowfabric.bench.flow import flow as measured
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
     if json:
-        document(report)
+        print_json(report)
     else:
         _print_flow(report)
 
@@ -152,11 +156,11 @@ def capability(
 
     from flowfabric.bench.capability import capability as measured
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
     if json:
-        document(report)
+        print_json(report)
     else:
         _print_capability(report)
 
@@ -179,8 +183,8 @@ def sdk(
 
     from flowfabric.bench.sdk import sdk as measured
 
-    with telling_errors(), _progress(quiet=json) as progress:
-        url = chosen_store(store)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        url = resolve_store_url(store)
         report = _run(
             measured(
                 url,
@@ -196,7 +200,7 @@ def sdk(
     if report.peer_missing:
         typer.echo(f"ff: no peer: {report.peer_missing}", err=True)
     if json:
-        document(report)
+        print_json(report)
     else:
         _print_sdk(report)
 
@@ -208,7 +212,7 @@ def _run(measuring: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress | None]:
+def _progress(*, quiet: bool) -> Iterator[ProgressCallback | None]:
     if quiet:
         yield None
         return
@@ -235,14 +239,16 @@ def _print_flow(report: FlowReport) -> None:
         ),
         (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s", "", None),
     ]
-    table("", ("", "engine", "control", "ratio"), rows)
+    print_table("", ("", "engine", "control", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{counted(report.rounds, 'round')}, {counted(fan.samples, 'sample')}, {counted(report.cores, 'core')}")
+    typer.echo(
+        f"{pluralize(report.rounds, 'round')}, {pluralize(fan.samples, 'sample')}, {pluralize(report.cores, 'core')}"
+    )
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
 
 
-def _spread(times: Spread) -> str:
+def _spread(times: LatencyPercentiles) -> str:
     return f"{times.p50_ms} / {times.p99_ms} ms"
 
 
@@ -255,10 +261,10 @@ def _print_sdk(report: SdkReport) -> None:
         ("submit → done, p50 / p99", done, "", None),
         (functions, f"{report.durable_per_s:,}/s", "", None),
     ]
-    table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
+    print_table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
-    typer.echo(f"{jobs}, {counted(report.rounds, 'round')}, {counted(report.cores, 'core')}")
+    typer.echo(f"{jobs}, {pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
     if report.load > 0.5:
@@ -274,19 +280,19 @@ def _print_capability(report: CapabilityReport) -> None:
     ]
     for name, routing in (("happy", report.happy), ("partial", report.partial), ("scarce", report.scarce)):
         rows.append((f"{name}: {routing.tasks:,} tasks, {routing.workers} workers", _routed(routing), routing.routed))
-    table("", ("", "engine", "ratio"), rows)
+    print_table("", ("", "engine", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.jobs:,} jobs, {counted(report.rounds, 'round')}, {counted(report.cores, 'core')}")
+    typer.echo(f"{report.jobs:,} jobs, {pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")
 
 
-def _routed(routing: Routing) -> str:
+def _routed(routing: RoutingResult) -> str:
     times = f"{routing.latency_p50_ms} / {routing.latency_p99_ms} ms"
     return f"{times}, {routing.claims_per_task} claims a task"
 
 
-def _print(report: Report) -> None:
+def _print(report: ThroughputReport) -> None:
     rows: list[tuple[object, ...]] = [
         ("drain", f"{report.drain_per_s:,}/s", _rate(report.control_drain_per_s), report.drain_ratio),
         ("bulk submit", f"{report.bulk_submit_per_s:,}/s", _rate(report.control_insert_per_s), report.submit_ratio),
@@ -301,9 +307,9 @@ def _print(report: Report) -> None:
     if report.claim_cost_ratio is not None:
         deep = f"claim of 100 beside {report.depth:,} + {report.depth:,} rows"
         rows.append((deep, f"{report.claim_at_depth_ms} ms", f"{report.claim_ms} ms", report.claim_cost_ratio))
-    table("", ("", "engine", "control", "ratio"), rows)
+    print_table("", ("", "engine", "control", "ratio"), rows)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    times = f"{counted(report.rounds, 'round')}, {counted(report.cores, 'core')}"
+    times = f"{pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}"
     typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {times}")
     typer.echo(f"versions: {versions}")
     typer.echo(f"durability: {report.durability}")

@@ -17,6 +17,6 @@ def demo(json: JsonOption = False) -> None:
 
     A retry, a killed worker, a takeover, a quorum and an approval, in a folder of its own.
     """
-    from flowfabric.demo import play
+    from flowfabric.demo import run_demo
 
-    raise typer.Exit(play(json=json))
+    raise typer.Exit(run_demo(json=json))

@@ -6,9 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import STATES, JsonOption, console, document, first_line, how_far, instant, table
-from flowfabric.cli.stores import StoreOrServerOption, on_execution, on_store
-from flowfabric.model.text import plain
+from flowfabric.cli.output import (
+    STATES,
+    JsonOption,
+    console,
+    first_line,
+    format_instant,
+    format_progress,
+    print_json,
+    print_table,
+)
+from flowfabric.cli.stores import StoreOrServerOption, run_on_execution, run_on_store
+from flowfabric.model.text import humanize
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -21,7 +30,7 @@ IdArgument = Annotated[
 ]
 
 
-RESERVED = "ff."  # how tags begin that the engine keeps for itself
+RESERVED_TAG_PREFIX = "ff."  # how tags begin that the engine keeps for itself
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,7 +58,7 @@ def ls(
     json: JsonOption = False,
 ) -> None:
     """List executions, by id."""
-    wanted = None if tag is None else pair(tag, "--tag")
+    wanted = None if tag is None else parse_tag(tag, "--tag")
 
     async def found(engine: Engine) -> Any:
         page = await engine.search_executions(
@@ -57,19 +66,19 @@ def ls(
         )
         return page, await engine.read_kinds([one.execution_id for one in page.executions])
 
-    page, kinds = on_store(store, found)
+    page, kinds = run_on_store(store, found)
     if json:
         import msgspec
 
         listed = [
             {**msgspec.to_builtins(one), "execution_kind": kinds.get(one.execution_id)} for one in page.executions
         ]
-        document({"executions": listed, "next_cursor": page.next_cursor})
+        print_json({"executions": listed, "next_cursor": page.next_cursor})
         return
     if not page.executions:
         typer.echo("No executions." if cursor is None else "No more executions.")
         return
-    table(
+    print_table(
         "",
         ("execution", "task", "state", "lane", "attempts", "created", "why it waits"),
         [
@@ -79,8 +88,8 @@ def ls(
                 one.public_state.value,
                 one.lane_id,
                 one.total_attempt_count,
-                instant(one.created_at),
-                first_line(one.blocking_detail) or plain(one.blocking_reason.value if one.blocking_reason else ""),
+                format_instant(one.created_at),
+                first_line(one.blocking_detail) or humanize(one.blocking_reason.value if one.blocking_reason else ""),
             )
             for one in page.executions
         ],
@@ -98,27 +107,27 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
         snapshot = await engine.describe_execution(full_id)
         if snapshot is None:
             raise NotFound("execution", execution_id=full_id)
-        from flowfabric.sdk.durable.output import progress_of
+        from flowfabric.sdk.durable.output import progress_document
 
         return {
             "execution": snapshot,
             "execution_kind": (await engine.read_kinds([full_id])).get(full_id),
-            "progress": progress_of(*await engine.read_progress(full_id)),
+            "progress": progress_document(*await engine.read_progress(full_id)),
             "state_vector": await engine.read_state_vector(full_id),
             "attempts": await engine.attempt_history(full_id),
             "lease_history": await engine.lease_history(full_id),
-            "result": readable(await engine.get_execution_result(full_id)),
+            "result": result_document(await engine.get_execution_result(full_id)),
             "why": await _why(engine, full_id),
         }
 
-    found = on_execution(store, execution_id, looked_up)
+    found = run_on_execution(store, execution_id, looked_up)
     if json:
-        document(found)
+        print_json(found)
         return
     _show_snapshot(found)
     if not found["attempts"]:
         return
-    table(
+    print_table(
         "Attempts",
         ("#", "type", "state", "worker", "epoch", "started", "ended", "failure"),
         [
@@ -128,19 +137,19 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
                 one.attempt_state.value,
                 one.worker_instance_id,
                 one.lease_epoch,
-                instant(one.started_at),
-                instant(one.ended_at),
+                format_instant(one.started_at),
+                format_instant(one.ended_at),
                 first_line(one.failure_reason),
             )
             for one in found["attempts"]
         ],
     )
-    table(
+    print_table(
         "Lease history",
         ("when", "event", "epoch", "worker", "reason"),
         [
             (
-                instant(entry.ts),
+                format_instant(entry.ts),
                 entry.event,
                 entry.fields.get("lease_epoch", entry.fields.get("new_lease_epoch")),
                 entry.fields.get("worker_instance_id", entry.fields.get("worker_id")),
@@ -153,10 +162,10 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
 
 async def _why(engine: Engine, execution_id: str) -> str | None:
     """Why it is not running; None when it is, or has ended."""
-    from flowfabric.model.obstacles import Ended, Running
+    from flowfabric.model.obstacles import EndedObstacle, Running
 
     answer = await engine.explain(execution_id)
-    return None if isinstance(answer.obstacle, Ended | Running) else answer.sentence
+    return None if isinstance(answer.obstacle, EndedObstacle | Running) else answer.sentence
 
 
 def _show_snapshot(found: dict[str, Any]) -> None:
@@ -166,13 +175,15 @@ def _show_snapshot(found: dict[str, Any]) -> None:
         "state": snapshot.public_state.value,
         "lane": snapshot.lane_id,
         "namespace": snapshot.namespace,
-        "created": instant(snapshot.created_at),
-        "changed": instant(snapshot.last_mutation_at),
+        "created": format_instant(snapshot.created_at),
+        "changed": format_instant(snapshot.last_mutation_at),
         "why": found["why"],
         "held by": snapshot.current_lease
-        and f"{snapshot.current_lease.worker_instance_id} until {instant(snapshot.current_lease.expires_at)}",
-        "progress": how_far(found["progress"]),
-        "tags": ", ".join(f"{key}={value}" for key, value in snapshot.tags.items() if not key.startswith(RESERVED)),
+        and f"{snapshot.current_lease.worker_instance_id} until {format_instant(snapshot.current_lease.expires_at)}",
+        "progress": format_progress(found["progress"]),
+        "tags": ", ".join(
+            f"{key}={value}" for key, value in snapshot.tags.items() if not key.startswith(RESERVED_TAG_PREFIX)
+        ),
         "failure": found["attempts"][-1].failure_reason if found["attempts"] else None,
         "result": result and (result.get("text") or f"{result['bytes']} bytes"),
     }
@@ -195,7 +206,7 @@ def cancel(
     async def cancelled(engine: Engine, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.cancel_execution(full_id, reason=reason)).public_state.value
 
-    _told(*on_execution(store, execution_id, cancelled), json=json)
+    _told(*run_on_execution(store, execution_id, cancelled), json=json)
 
 
 def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
@@ -204,17 +215,17 @@ def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: Js
     async def replayed(engine: Engine, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.replay_execution(full_id)).public_state.value
 
-    _told(*on_execution(store, execution_id, replayed), json=json)
+    _told(*run_on_execution(store, execution_id, replayed), json=json)
 
 
 def _told(execution_id: str, state: str, *, json: bool) -> None:
     if json:
-        document({"execution_id": execution_id, "public_state": state})
+        print_json({"execution_id": execution_id, "public_state": state})
     else:
         typer.echo(f"✓ {execution_id} is {state}")
 
 
-def pair(text: str, option: str) -> tuple[str, str]:
+def parse_tag(text: str, option: str) -> tuple[str, str]:
     """A tag as it is written on the command line."""
     key, found, value = text.partition("=")
     if not found:
@@ -222,7 +233,7 @@ def pair(text: str, option: str) -> tuple[str, str]:
     return key, value
 
 
-def readable(result: bytes | None) -> dict[str, Any] | None:
+def result_document(result: bytes | None) -> dict[str, Any] | None:
     """A result for a document: as text where it is text, else in base64."""
     if result is None:
         return None

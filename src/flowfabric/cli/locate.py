@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-IMPORTING = {__name__, "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
+IMPORT_MACHINERY = {__name__, "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 
 
-def found_app(target: str) -> Fabric:
+def load_app(target: str) -> Fabric:
     """The Fabric that `module:name` names; without a name, the only one of the module."""
     from flowfabric import Fabric
     from flowfabric.errors import InvalidInput
@@ -29,7 +29,7 @@ def found_app(target: str) -> Fabric:
     return next(iter(apps.values()))
 
 
-def found_task(target: str) -> Task[..., Any]:
+def load_task(target: str) -> Task[..., Any]:
     """The task that `module:name` names."""
     from flowfabric import Task
     from flowfabric.errors import InvalidInput
@@ -72,7 +72,7 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
 def _within_module(fault: Exception) -> TracebackType | None:
     """The traceback from where it enters what was imported; None when nothing of that ran."""
     trace = fault.__traceback__
-    while trace is not None and trace.tb_frame.f_globals["__name__"] in IMPORTING:
+    while trace is not None and trace.tb_frame.f_globals["__name__"] in IMPORT_MACHINERY:
         trace = trace.tb_next
     return trace
 

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, console, document, hint_for, telling_errors
-from flowfabric.cli.stores import StoreOption, StoreOrServerOption, chosen_store, must_be_a_store, on_store, shown
-from flowfabric.model.text import counted
+from flowfabric.cli.output import JsonOption, console, exit_on_error, hint_for, print_json
+from flowfabric.cli.stores import (
+    StoreOption,
+    StoreOrServerOption,
+    check_is_store,
+    redact_url,
+    resolve_store_url,
+    run_on_store,
+)
+from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -18,8 +25,8 @@ if TYPE_CHECKING:
 PINGS = 7
 SLOW_MS = 50
 SKEWED_MS = 5_000
-NAMED = 3  # executions or holders of snapshots
-LONG_S = 60  # that a snapshot may be held
+MAX_NAMED = 3  # executions or holders of snapshots
+LONG_SNAPSHOT_S = 60  # that a snapshot may be held
 MANY_TRANSACTIONS = 10_000  # meanwhile
 
 
@@ -36,7 +43,7 @@ def version() -> None:
     typer.echo(f"flowfabric {__version__}")
 
 
-def tell_version(asked: bool) -> None:
+def print_version_and_exit(asked: bool) -> None:
     """The same for `ff --version`."""
     if asked:
         version()
@@ -47,19 +54,21 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
 
     async def versions(engine: Engine) -> tuple[int, int, bool]:
-        return engine.schema.found, engine.schema.known, engine.schema.compatible
+        return engine.schema.found, engine.schema.current, engine.schema.compatible
 
-    with telling_errors():
-        must_be_a_store(chosen_store(store), "it brings its store up to date when it starts")
-    found, known, compatible = on_store(store, versions, migrate=True)
+    with exit_on_error():
+        check_is_store(resolve_store_url(store), "it brings its store up to date when it starts")
+    found, known, compatible = run_on_store(store, versions, migrate=True)
     if json:
-        document({"store": shown(chosen_store(store)), "from": found, "to": known, "compatible": compatible})
+        print_json(
+            {"store": redact_url(resolve_store_url(store)), "from": found, "to": known, "compatible": compatible}
+        )
     elif found == known:
-        typer.echo(f"✓ {shown(chosen_store(store))}: already at schema version {known}")
+        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: already at schema version {known}")
     elif not found:
-        typer.echo(f"✓ {shown(chosen_store(store))}: created with schema version {known}")
+        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: created with schema version {known}")
     else:
-        typer.echo(f"✓ {shown(chosen_store(store))}: schema version {found} → {known}")
+        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: schema version {found} → {known}")
     if not compatible:
         typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
 
@@ -74,22 +83,24 @@ def backup(
 
     from flowfabric.connector import backup as copied
 
-    with telling_errors():
-        size = asyncio.run(copied(chosen_store(store), target))
+    with exit_on_error():
+        size = asyncio.run(copied(resolve_store_url(store), target))
     if json:
-        document({"store": shown(chosen_store(store)), "file": str(target), "bytes": size, "integrity": "ok"})
+        print_json(
+            {"store": redact_url(resolve_store_url(store)), "file": str(target), "bytes": size, "integrity": "ok"}
+        )
     else:
         typer.echo(f"✓ {target}: {size} bytes, integrity ok")
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Check the store. Is it there, is it current, how fast does it answer, what time does it think it is?"""
-    with telling_errors():
-        url = chosen_store(store)
+    with exit_on_error():
+        url = resolve_store_url(store)
     findings = _examined(url)
     healthy = all(finding["ok"] for finding in findings)
     if json:
-        document({"store": shown(url), "healthy": healthy, "checks": findings})
+        print_json({"store": redact_url(url), "healthy": healthy, "checks": findings})
     else:
         _print(url, findings)
     if not healthy:
@@ -98,7 +109,7 @@ def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
 
 def _print(url: str, findings: list[dict[str, Any]]) -> None:
     out = console()
-    out.print(shown(url), markup=False)
+    out.print(redact_url(url), markup=False)
     for finding in findings:
         mark = "[green]✓[/]" if finding["ok"] else "[red]✗[/]"
         out.print(f"{mark} {finding['check']:<9}", end="")
@@ -120,11 +131,11 @@ def _examined(url: str) -> list[dict[str, Any]]:
 
 async def _examine(url: str) -> list[dict[str, Any]]:
     from flowfabric import connect
-    from flowfabric.cli.stores import must_exist
+    from flowfabric.cli.stores import check_store_exists
 
-    must_exist(url)
+    check_store_exists(url)
     async with await connect(url, migrate=False) as engine:
-        backend, schema = engine.capabilities().backend, engine.schema.known
+        backend, schema = engine.capabilities().backend, engine.schema.current
         release = getattr(engine, "release", None)
         return [
             *([] if release is None else [_server(release)]),
@@ -175,9 +186,9 @@ async def _times(engine: Engine) -> list[dict[str, Any]]:
 
 async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """What only somebody who is connected to the store itself can check."""
-    holders = await engine.snapshot_holders(NAMED)
+    holders = await engine.snapshot_holders(MAX_NAMED)
     return [
-        _queues(await engine.executions_without_queue(NAMED + 1)),
+        _queues(await engine.executions_without_queue(MAX_NAMED + 1)),
         *([] if holders is None else [_snapshots(holders)]),
     ]
 
@@ -185,7 +196,7 @@ async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
 def _queues(unlisted: list[str]) -> dict[str, Any]:
     if not unlisted:
         return _finding("queues", True, "no claimable execution is missing from its ready queue")
-    names = ", ".join(unlisted[:NAMED]) + (" and others" if len(unlisted) > NAMED else "")
+    names = ", ".join(unlisted[:MAX_NAMED]) + (" and others" if len(unlisted) > MAX_NAMED else "")
     return _finding(
         "queues",
         False,
@@ -195,7 +206,7 @@ def _queues(unlisted: list[str]) -> dict[str, Any]:
 
 
 def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
-    old = [one for one in holders if one.transactions >= MANY_TRANSACTIONS or (one.age_s or 0) >= LONG_S]
+    old = [one for one in holders if one.transactions >= MANY_TRANSACTIONS or (one.age_s or 0) >= LONG_SNAPSHOT_S]
     shown = old or [one for one in holders if (one.age_s or 0) >= 1 or one.kind != "transaction"]
     if not shown:
         return _finding("snapshot", True, "nobody keeps dead rows from being removed")
@@ -226,7 +237,7 @@ async def _keystore(engine: Engine) -> dict[str, Any]:
             "the first worker, server or submit makes one",
             tell=True,
         )
-    others = f"; {counted(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
+    others = f"; {pluralize(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
     return _finding("keystore", True, f"{kids.current_kid} signs{others}")
 
 

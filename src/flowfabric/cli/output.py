@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.model.text import first_line as first_line_of
-from flowfabric.model.text import instant as instant
+from flowfabric.model.text import format_instant as format_instant
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,11 +26,11 @@ STATES = (
     *("waiting", "delayed", "rate_limited", "waiting_children", "active", "suspended"),
     *("completed", "failed", "cancelled", "expired", "skipped"),
 )
-WIDTH_OF_A_BAR = 20
-FOLDED = 40  # how narrow the last column of a table may become
+BAR_WIDTH = 20
+MIN_LAST_COLUMN_WIDTH = 40  # how narrow the last column of a table may become
 INDENT = (0, 0, 0, 2)
-SHORT = 20  # what is longer tells by itself what it is, as ids and instants do
-WIDTH_OF_A_PIPE = 200  # nobody folds lines there, and ids should stay whole
+SHORT_CELL_CHARS = 20  # what is longer tells by itself what it is, as ids and instants do
+PIPE_WIDTH = 200  # nobody folds lines there, and ids should stay whole
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -38,24 +38,24 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
 
 
-def document(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print one JSON document for a machine."""
     import msgspec
 
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def line(value: Any) -> None:
+def print_json_line(value: Any) -> None:
     """Print one JSON document on one line, for a machine that reads while more comes."""
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table for people; the last column may be folded. A terminal that it does not fit into gets a list."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -80,7 +80,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def _width(rows: Sequence[Sequence[str]]) -> int:
     """How wide a table has to be at least."""
     *whole, last = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return sum(whole) + min(last, FOLDED) + 3 * len(rows[0])
+    return sum(whole) + min(last, MIN_LAST_COLUMN_WIDTH) + 3 * len(rows[0])
 
 
 def _cell(value: object) -> Text:
@@ -95,7 +95,7 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
     from rich.text import Text
 
     if row[0].plain:
-        out.print(Text.assemble((f"{columns[0]} " if len(row[0].plain) < SHORT else "", "dim"), row[0]))
+        out.print(Text.assemble((f"{columns[0]} " if len(row[0].plain) < SHORT_CELL_CHARS else "", "dim"), row[0]))
     told = Text()
     for name, cell in zip(columns[1:], row[1:], strict=True):
         if not cell.plain:
@@ -111,7 +111,7 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
 
 def first_line(text: str | None) -> str:
     """What a failure says, without where it happened; instants as people read them."""
-    return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {instant(int(found[1]))}", first_line_of(text))
+    return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {format_instant(int(found[1]))}", first_line_of(text))
 
 
 _STYLES = {
@@ -130,7 +130,7 @@ def _style(value: object) -> str:
     return _STYLES.get(str(value), "")
 
 
-def how_far(progress: Mapping[str, Any]) -> str:
+def format_progress(progress: Mapping[str, Any]) -> str:
     """What a handler said of its progress, with a bar for its percentage."""
     share = progress.get("pct")
     told = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
@@ -139,12 +139,12 @@ def how_far(progress: Mapping[str, Any]) -> str:
 
 
 def _bar(pct: int) -> str:
-    full = round(min(max(pct, 0), 100) * WIDTH_OF_A_BAR / 100)
-    return "━" * full + "╌" * (WIDTH_OF_A_BAR - full)
+    full = round(min(max(pct, 0), 100) * BAR_WIDTH / 100)
+    return "━" * full + "╌" * (BAR_WIDTH - full)
 
 
 @contextmanager
-def telling_errors() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Turn a refusal into words on stderr and an exit code; anything else is a bug and keeps its traceback."""
     from flowfabric.errors import FabricError
 

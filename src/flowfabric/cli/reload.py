@@ -17,18 +17,18 @@ from types import FrameType
 
 import typer
 
-PARENT = "FF_RELOADED_BY"  # tells the worker whose end is its own
-LOOK_S = 0.25
-MOMENT_S = 2.0
-SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+PARENT_PID_VARIABLE = "FF_RELOADED_BY"  # tells the worker whose end is its own
+POLL_INTERVAL_S = 0.25
+STOP_GRACE_S = 2.0
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
 
 
-def reloading() -> int:
+def run_with_reload() -> int:
     """Run the same command without `--reload`, again after every change; the exit code."""
     command = [sys.executable, "-m", "flowfabric.cli", *(word for word in sys.argv[1:] if word != "--reload")]
     reloader = Reloader(command, Path.cwd())
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, reloader.told)
+        signal.signal(number, reloader.forward_signal)
     return reloader.run()
 
 
@@ -41,7 +41,7 @@ class Reloader:
         self._told = threading.Event()
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def told(self, number: int, _: FrameType | None) -> None:
+    def forward_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on, so that the worker drains, and hurries when it is told twice."""
         self._told.set()
         if self._worker is not None and self._worker.poll() is None:
@@ -49,10 +49,10 @@ class Reloader:
 
     def run(self) -> int:
         """Watch until told to stop; the exit code of the last worker."""
-        seen = stamps(self._folder)
+        seen = modification_times(self._folder)
         self._start()
-        while not self._told.wait(LOOK_S):
-            now = stamps(self._folder)
+        while not self._told.wait(POLL_INTERVAL_S):
+            now = modification_times(self._folder)
             if now != seen:
                 changed = sorted({path for path, _ in seen ^ now})
                 typer.echo(f"↻ {', '.join(changed[:3])} changed", err=True)
@@ -63,7 +63,7 @@ class Reloader:
 
     def _start(self) -> None:
         if not self._told.is_set():
-            environ = {**os.environ, PARENT: str(os.getpid())}
+            environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
             # A group of its own: Ctrl-C reaches the worker once, through `told`, and not twice.
             self._worker = subprocess.Popen(self._command, env=environ, process_group=0)
 
@@ -73,17 +73,17 @@ class Reloader:
             return
         worker.send_signal(signal.SIGTERM)
         try:
-            worker.wait(MOMENT_S)
+            worker.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             worker.send_signal(signal.SIGTERM)
             worker.wait()
 
 
-def stamps(folder: Path) -> set[tuple[str, int]]:
+def modification_times(folder: Path) -> set[tuple[str, int]]:
     """The Python files below a folder, each with the time of its last change."""
     found = set()
     for here, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
         for name in files:
             if name.endswith(".py"):
                 path = Path(here, name)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, document, instant, table
-from flowfabric.cli.stores import StoreOrServerOption, on_store
+from flowfabric.cli.output import JsonOption, format_instant, print_json, print_table
+from flowfabric.cli.stores import StoreOrServerOption, run_on_store
 
 if TYPE_CHECKING:
     from flowfabric import Engine
@@ -35,13 +35,13 @@ def workers(
             entries += page.entries
         return entries
 
-    live = on_store(store, found)
+    live = run_on_store(store, found)
     if json:
-        document({"workers": live})
+        print_json({"workers": live})
     elif not live:
         typer.echo(f"No live workers in namespace {namespace}.")
     else:
-        table(
+        print_table(
             "",
             ("worker", "lanes", "capabilities", "since", "last heard of"),
             [
@@ -49,8 +49,8 @@ def workers(
                     one.worker_instance_id,
                     ", ".join(one.lanes),
                     ", ".join(one.capabilities),
-                    instant(one.registered_at_ms),
-                    instant(one.last_heartbeat_ms),
+                    format_instant(one.registered_at_ms),
+                    format_instant(one.last_heartbeat_ms),
                 )
                 for one in live
             ],
@@ -70,22 +70,22 @@ def budgets(
     """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
     async def found(engine: Engine) -> list[BudgetStatus]:
-        from flowfabric.cli.short_ids import full_budget_id
+        from flowfabric.cli.short_ids import resolve_budget_id
 
         if budget_id:
-            name = await full_budget_id(engine, budget_id, namespace)
+            name = await resolve_budget_id(engine, budget_id, namespace)
             return [await engine.get_budget_status(name, namespace=namespace)]
         names = await engine.list_budgets(cursor=cursor, limit=limit, namespace=namespace)
         return [await engine.get_budget_status(name, namespace=namespace) for name in names]
 
-    known = on_store(store, found)
+    known = run_on_store(store, found)
     more = known[-1].budget_id if budget_id is None and len(known) == limit else None
     if json:
-        document({"budgets": known, "next_cursor": more})
+        print_json({"budgets": known, "next_cursor": more})
     elif not known:
         typer.echo("No budgets." if cursor is None else "No more budgets.")
     else:
-        table(
+        print_table(
             "",
             (
                 "budget",
@@ -108,7 +108,7 @@ def budgets(
 def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
     """A row for each dimension; what is true of the whole budget stands in the first."""
     of = ":".join(part for part in (status.scope_type, status.scope_id) if part)
-    resets = instant(int(status.next_reset_at)) if status.next_reset_at else ""
+    resets = format_instant(int(status.next_reset_at)) if status.next_reset_at else ""
     rows: list[tuple[object, ...]] = []
     for dimension in dict.fromkeys((*status.hard_limits, *status.usage)):
         hard, soft = status.hard_limits.get(dimension, 0), status.soft_limits.get(dimension, 0)
@@ -124,10 +124,10 @@ def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
 
 def _unit(dimension: str) -> tuple[str, int]:
     """A dimension as people named it, and how many of what is counted make one."""
-    from flowfabric.sdk.limits import MILLIONTHS
+    from flowfabric.sdk.limits import MILLIONTHS_SUFFIX
 
-    if dimension.endswith(MILLIONTHS):
-        return dimension.removesuffix(MILLIONTHS), 1_000_000
+    if dimension.endswith(MILLIONTHS_SUFFIX):
+        return dimension.removesuffix(MILLIONTHS_SUFFIX), 1_000_000
     return dimension, 1
 
 

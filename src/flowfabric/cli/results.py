@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.executions import IdArgument, readable
-from flowfabric.cli.output import JsonOption, document
-from flowfabric.cli.stores import StoreOrServerOption, on_execution
-from flowfabric.cli.tail import Obstacles
+from flowfabric.cli.executions import IdArgument, result_document
+from flowfabric.cli.output import JsonOption, print_json
+from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
+from flowfabric.cli.tail import ObstacleWatcher
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.engine.claiming.poller import Ended
+    from flowfabric.engine.claiming.poller import ExecutionOutcome
 
 EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}
-NOT_ENDED = 5
-LOOK_MS = 1000
+EXIT_NOT_ENDED = 5
+POLL_MS = 1000
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,7 +41,7 @@ def result(
     5 when it has not ended.
     """
 
-    async def ended(engine: Engine, full_id: str) -> tuple[str, Ended | None, str]:
+    async def ended(engine: Engine, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
         from flowfabric.sdk.durations import to_ms
 
         limit_ms = 0 if timeout is None and not wait else None if timeout is None else to_ms(timeout, "timeout")
@@ -49,10 +49,10 @@ def result(
         why = "" if end is not None else (await engine.explain(full_id)).sentence
         return full_id, end, why
 
-    full_id, end, why = on_execution(store, execution_id, ended)
+    full_id, end, why = run_on_execution(store, execution_id, ended)
     outcome = None if end is None else end.outcome.value
     if json:
-        document({"execution_id": full_id, "outcome": outcome, **_told(end)})
+        print_json({"execution_id": full_id, "outcome": outcome, **_told(end)})
     elif end is None:
         typer.echo(f"ff: {full_id} has not ended. {why}", err=True)
         if not wait:
@@ -61,34 +61,36 @@ def result(
         _print_bytes(end.result or b"")
     else:
         typer.echo(f"ff: {full_id} {_HOW[end.outcome.value]}" + (f": {end.reason}" if end.reason else ""), err=True)
-    raise typer.Exit(NOT_ENDED if outcome is None else EXIT_CODES[outcome])
+    raise typer.Exit(EXIT_NOT_ENDED if outcome is None else EXIT_CODES[outcome])
 
 
 _HOW = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", "skipped": "was skipped"}
 
 
-async def _wait_for_end(engine: Engine, execution_id: str, limit_ms: int | None, *, tell: bool) -> Ended | None:
+async def _wait_for_end(
+    engine: Engine, execution_id: str, limit_ms: int | None, *, tell: bool
+) -> ExecutionOutcome | None:
     """The end, waited for, for ever without a limit; meanwhile people are told why it is not running."""
     from time import monotonic
 
     if limit_ms == 0:
         return await engine.await_end(execution_id)
-    obstacles = Obstacles(engine, execution_id)
+    obstacles = ObstacleWatcher(engine, execution_id)
     until = None if limit_ms is None else monotonic() + limit_ms / 1000
     while True:
-        left_ms = LOOK_MS if until is None else min(LOOK_MS, max(0, round((until - monotonic()) * 1000)))
+        left_ms = POLL_MS if until is None else min(POLL_MS, max(0, round((until - monotonic()) * 1000)))
         end = await engine.await_end(execution_id, max_wait_ms=left_ms)
         if end is not None or (until is not None and monotonic() >= until):
             return end
-        if tell and (news := await obstacles.news()):
+        if tell and (news := await obstacles.next_change()):
             typer.echo(f"· {news}", err=True)
 
 
-def _told(end: Ended | None) -> dict[str, Any]:
+def _told(end: ExecutionOutcome | None) -> dict[str, Any]:
     if end is None:
         return {"result": None, "reason": None}
     succeeded = end.outcome.value == "success"
-    return {"result": readable(end.result), "reason": None if succeeded else end.reason}
+    return {"result": result_document(end.result), "reason": None if succeeded else end.reason}
 
 
 def _print_bytes(result: bytes) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.output import telling_errors
-from flowfabric.cli.stores import StoreOption, chosen_store, must_be_a_store
+from flowfabric.cli.output import exit_on_error
+from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,14 +34,14 @@ def serve(
 
     from flowfabric.errors import InvalidInput
 
-    with telling_errors():
+    with exit_on_error():
         try:
             from flowfabric.server import lifecycle, logging
             from flowfabric.server.settings import from_environment
         except ImportError as missing:
             raise InvalidInput("the server needs more: pip install 'flowfabric[server]'") from missing
-        url = chosen_store(store)
-        must_be_a_store(url, "serve the store that is behind it")
+        url = resolve_store_url(store)
+        check_is_store(url, "serve the store that is behind it")
         settings = from_environment()
         settings = msgspec.structs.replace(
             settings,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flowfabric import Engine
 
-MOST_SHOWN = 10
+MAX_CANDIDATES = 10
 UUID_DIGITS = 32
 
 
-async def full_execution_id(engine: Engine, text: str) -> str:
+async def resolve_execution_id(engine: Engine, text: str) -> str:
     """The execution that an id, or its unique beginning, stands for. Of several the message lists the first."""
     from flowfabric.errors import InvalidInput, NotFound
     from flowfabric.ids import parse_execution_id
@@ -19,7 +19,7 @@ async def full_execution_id(engine: Engine, text: str) -> str:
     try:
         return parse_execution_id(text)
     except InvalidInput:
-        matches = await engine.find_executions(text, limit=MOST_SHOWN)
+        matches = await engine.find_executions(text, limit=MAX_CANDIDATES)
     if not matches.execution_ids:
         raise NotFound("execution", f"no id begins with {text!r}")
     if len(matches.execution_ids) == 1 and not matches.more:
@@ -28,7 +28,7 @@ async def full_execution_id(engine: Engine, text: str) -> str:
     raise _ambiguous("execution_id", text, [f"{one}  {kinds.get(one, '')}" for one in matches.execution_ids])
 
 
-async def full_budget_id(engine: Engine, text: str, namespace: str) -> str:
+async def resolve_budget_id(engine: Engine, text: str, namespace: str) -> str:
     """The budget of a namespace that an id, or its unique beginning, stands for."""
     from uuid import UUID
 
@@ -43,7 +43,7 @@ async def full_budget_id(engine: Engine, text: str, namespace: str) -> str:
             raise
     first = int(digits.ljust(UUID_DIGITS, "0"), 16)  # lists begin after their cursor
     cursor = str(UUID(int=first - 1)) if first else None
-    listed = await engine.list_budgets(cursor=cursor, limit=MOST_SHOWN, namespace=namespace)
+    listed = await engine.list_budgets(cursor=cursor, limit=MAX_CANDIDATES, namespace=namespace)
     found = [one for one in listed if one.replace("-", "").startswith(digits)]
     if not found:
         raise NotFound("budget", f"no id begins with {text!r}")

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, console, document, instant, table
-from flowfabric.cli.stores import StoreOrServerOption, chosen_store, on_execution, on_store
+from flowfabric.cli.output import JsonOption, console, format_instant, print_json, print_table
+from flowfabric.cli.stores import StoreOrServerOption, resolve_store_url, run_on_execution, run_on_store
 
 if TYPE_CHECKING:
     from flowfabric import Engine
     from flowfabric.model.gate import Gate
 
-LINK = "/v1/waitpoints/"
-PAGE = 100
+LINK_PATH = "/v1/waitpoints/"
+PAGE_SIZE = 100
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,18 +41,18 @@ def signal(
 ) -> None:
     """Send a message, or answer an approval with its link."""
     payload = _json(value)
-    is_link = LINK in target
+    is_link = LINK_PATH in target
     if is_link == bool(name):
         raise typer.BadParameter(
             "a link says what it answers: leave NAME out" if is_link else "NAME is missing: what the message is for"
         )
     if is_link:
-        answer = on_store(store, _vote(target, payload, by, key))
+        answer = run_on_store(store, _vote(target, payload, by, key))
     else:
-        answer = on_execution(store, target, _message(name, payload, by, key))
+        answer = run_on_execution(store, target, _message(name, payload, by, key))
     effect = answer.effect if hasattr(answer, "effect") else "duplicate"
     if json:
-        document({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
+        print_json({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
     elif effect == "duplicate":
         typer.echo("✓ sent before, and delivered once")
     elif not answer.counts:
@@ -69,10 +69,10 @@ _SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kep
 
 def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
     async def sent(engine: Engine, execution_id: str) -> Any:
-        from flowfabric.engine.types import MailArgs
+        from flowfabric.engine.types import MessageArgs
 
         return await engine.send_message(
-            MailArgs(
+            MessageArgs(
                 execution_id=execution_id,
                 mailbox=name,
                 message_id=engine.minter.uuid(),
@@ -116,7 +116,7 @@ def _parts(link: str) -> tuple[str, str, str]:
     from flowfabric.errors import InvalidInput
 
     parts = urlsplit(link)
-    names = unquote(parts.path).partition(LINK)[2].split("/")
+    names = unquote(parts.path).partition(LINK_PATH)[2].split("/")
     token = parse_qs(parts.query).get("token", [""])[0]
     if len(names) != 2 or not token:
         raise InvalidInput("link: not one of an approval; it ends with the waitpoint and ?token=…")
@@ -148,17 +148,17 @@ def approvals(
     json: JsonOption = False,
 ) -> None:
     """List what waits for people. Which executions ask, how many have answered, until when."""
-    from flowfabric.connector import public_address
+    from flowfabric.connector import public_base_url
 
-    base = public_address(chosen_store(store), public_url) if links else None
-    found = on_store(store, lambda engine: _open(engine, base))
+    base = public_base_url(resolve_store_url(store), public_url) if links else None
+    found = run_on_store(store, lambda engine: _open(engine, base))
     if json:
-        document({"approvals": found})
+        print_json({"approvals": found})
         return
     if not found:
         typer.echo("Nothing waits for an answer.")
         return
-    table(
+    print_table(
         "",
         ("execution", "asks for", "answers", "since", "until", "about"),
         [
@@ -166,8 +166,8 @@ def approvals(
                 one["execution_id"],
                 one["name"],
                 f"{one['answers']} of {one['need']}",
-                instant(one["opened_at"]),
-                instant(one["expires_at"]),
+                format_instant(one["opened_at"]),
+                format_instant(one["expires_at"]),
                 one["about"],
             )
             for one in found
@@ -183,7 +183,7 @@ async def _open(engine: Engine, base_url: str | None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     cursor = None
     while True:
-        page = await engine.search_executions(public_state="suspended", limit=PAGE, cursor=cursor)
+        page = await engine.search_executions(public_state="suspended", limit=PAGE_SIZE, cursor=cursor)
         for one in page.executions:
             waits = await engine.read_waits(one.execution_id)
             for name, gate in waits.open.items():
@@ -234,11 +234,11 @@ def _find(condition: Any, name: str) -> int | None:
 
 
 async def _links(engine: Engine, execution_id: str, gate: Gate, base_url: str) -> list[str]:
-    from flowfabric.sdk.approvals import Link
+    from flowfabric.sdk.approvals import ApprovalLink
 
     made = []
     for waitpoint_id, _ in gate.waitpoints:
         token = await engine.read_token_of(execution_id, waitpoint_id)
         if token is not None:
-            made.append(str(Link.to(base_url, execution_id, waitpoint_id, token.reveal())))
+            made.append(str(ApprovalLink.for_waitpoint(base_url, execution_id, waitpoint_id, token.reveal())))
     return made

@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 import typer
 
-from flowfabric.cli.output import telling_errors
+from flowfabric.cli.output import exit_on_error
 
 if TYPE_CHECKING:
     from flowfabric import Engine
 
 T = TypeVar("T")
 
-DEFAULT = "sqlite:///flowfabric.db"
+DEFAULT_URL = "sqlite:///flowfabric.db"
 
 StoreOption = Annotated[
     str | None,
@@ -34,9 +34,9 @@ StoreOrServerOption = Annotated[
 ]
 
 
-def chosen_store(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
+def resolve_store_url(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """The store's address: as named, else FLOWFABRIC_URL, else by FF_BACKEND, else a file in this folder."""
-    return named or environ.get("FLOWFABRIC_URL") or _by_backend(environ) or DEFAULT
+    return named or environ.get("FLOWFABRIC_URL") or _by_backend(environ) or DEFAULT_URL
 
 
 def _by_backend(environ: Mapping[str, str]) -> str | None:
@@ -58,31 +58,31 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
             )
 
 
-def on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
+def run_on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
     """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
     import asyncio
 
     async def connected() -> T:
         from flowfabric import connect
 
-        url = chosen_store(named)
+        url = resolve_store_url(named)
         if not migrate:
-            must_exist(url)
+            check_store_exists(url)
         async with await connect(url, migrate=migrate) as engine:
             return await work(engine)
 
-    with telling_errors():
+    with exit_on_error():
         return asyncio.run(connected())
 
 
-def on_execution(named: str | None, execution_id: str, work: Callable[[Engine, str], Awaitable[T]]) -> T:
+def run_on_execution(named: str | None, execution_id: str, work: Callable[[Engine, str], Awaitable[T]]) -> T:
     """The same for one execution, given by its id or a unique beginning of it; the work gets the whole id."""
 
     async def resolved(engine: Engine) -> T:
-        from flowfabric.cli.short_ids import full_execution_id
+        from flowfabric.cli.short_ids import resolve_execution_id
         from flowfabric.errors import NotFound
 
-        full_id = await full_execution_id(engine, execution_id)
+        full_id = await resolve_execution_id(engine, execution_id)
         try:
             return await work(engine, full_id)
         except NotFound as missing:
@@ -90,10 +90,10 @@ def on_execution(named: str | None, execution_id: str, work: Callable[[Engine, s
                 raise
             raise NotFound(missing.entity, execution_id=full_id) from None
 
-    return on_store(named, resolved)
+    return run_on_store(named, resolved)
 
 
-def must_exist(url: str) -> None:
+def check_store_exists(url: str) -> None:
     """Refuse to look for something in a file that is not there: opening it would make it."""
     from flowfabric.errors import Unavailable
 
@@ -101,16 +101,16 @@ def must_exist(url: str) -> None:
         raise Unavailable("open", f"there is no store at {path}")
 
 
-def must_be_a_store(url: str, why: str) -> None:
+def check_is_store(url: str, why: str) -> None:
     """Refuse a server where nothing but a store will do."""
-    from flowfabric.connector import is_server
+    from flowfabric.connector import is_server_url
     from flowfabric.errors import InvalidInput
 
-    if is_server(url):
+    if is_server_url(url):
         raise InvalidInput(f"--store: {url} is a server; {why}")
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """The address without its password."""
     secret = urlsplit(url).password if "@" in url else None
     return url.replace(f":{secret}@", ":…@", 1) if secret else url

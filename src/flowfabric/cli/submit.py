@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.executions import pair
-from flowfabric.cli.output import JsonOption, document, telling_errors
-from flowfabric.cli.stores import StoreOrServerOption, on_store
+from flowfabric.cli.executions import parse_tag
+from flowfabric.cli.output import JsonOption, exit_on_error, print_json
+from flowfabric.cli.stores import StoreOrServerOption, run_on_store
 
 if TYPE_CHECKING:
     from flowfabric import Engine, Run, Task
@@ -68,7 +68,7 @@ def submit(
     if payload is not None and payload_file is not None:
         raise typer.BadParameter("give --payload or --payload-file, not both")
     given = _payload(payload, payload_file)
-    tags = dict(pair(one, "--tag") for one in tag or ())
+    tags = dict(parse_tag(one, "--tag") for one in tag or ())
     if target is not None:
         for option, value in (("--kind", kind), ("--policy", policy), ("--namespace", namespace)):
             if value is not None:
@@ -80,7 +80,7 @@ def submit(
         terms |= {"execution_kind": kind or "task", "namespace": namespace or "default"}
         execution_id, is_new = _as_it_is(given, lane or "default", delay, terms, store)
     if json:
-        document({"execution_id": execution_id, "created": is_new})
+        print_json({"execution_id": execution_id, "created": is_new})
         return
     typer.echo(execution_id)
     if not is_new:
@@ -90,15 +90,15 @@ def submit(
 def _of_task(target: str, given: bytes, ways: dict[str, Any], store: str | None) -> tuple[str, bool]:
     import asyncio
 
-    from flowfabric.cli.locate import found_task
+    from flowfabric.cli.locate import load_task
 
     async def submitted(task: Task[..., Any]) -> Run[Any]:
         arguments = _arguments(task, given)
         async with task.app:
             return await task.options(**ways).submit(**arguments)
 
-    with telling_errors():
-        task = found_task(target)
+    with exit_on_error():
+        task = load_task(target)
         if store is not None:
             task.app.url = store
         run = asyncio.run(submitted(task))
@@ -111,7 +111,7 @@ def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
 
     from flowfabric.errors import InvalidInput
 
-    known = task.signature.shapes
+    known = task.signature.parameter_codecs
     try:
         names = msgspec.json.decode(given or b"{}", type=dict[str, Any])
     except msgspec.DecodeError as fault:
@@ -136,7 +136,7 @@ def _as_it_is(given: bytes, lane: str, delay: str | None, terms: dict[str, Any],
             **terms,
         )
 
-    answer = on_store(store, created)
+    answer = run_on_store(store, created)
     return answer.execution_id, hasattr(answer, "public_state")
 
 

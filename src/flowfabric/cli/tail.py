@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.executions import IdArgument
-from flowfabric.cli.output import JsonOption, console, document, how_far, line
-from flowfabric.cli.stores import StoreOrServerOption, on_execution
+from flowfabric.cli.output import JsonOption, console, format_progress, print_json, print_json_line
+from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.engine.claiming.poller import Ended
+    from flowfabric.engine.claiming.poller import ExecutionOutcome
     from flowfabric.model.obstacles import Explanation
 
 BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
@@ -28,14 +28,16 @@ def add_to(app: typer.Typer) -> None:
 
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Say why an execution is not running. One thing is in the way: which, with its facts."""
-    answer = on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
+    from flowfabric.api.encoding import variant_name
+
+    answer = run_on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
     facts = _facts(answer)
     if json:
-        document(
+        print_json(
             {
                 "execution_id": answer.execution_id,
                 "public_state": answer.public_state,
-                "obstacle": type(answer.obstacle).__name__,
+                "obstacle": variant_name(type(answer.obstacle)),
                 "facts": facts,
                 "sentence": answer.sentence,
             }
@@ -71,12 +73,12 @@ def tail(
     With --json all of it is one document, printed at the end.
     """
     told: list[dict[str, Any]] = []
-    tell = told.append if json else line if json_lines else None
+    tell = told.append if json else print_json_line if json_lines else None
 
-    async def followed(engine: Engine, full_id: str) -> tuple[str, Ended | None]:
+    async def followed(engine: Engine, full_id: str) -> tuple[str, ExecutionOutcome | None]:
         return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
 
-    full_id, ended = on_execution(store, execution_id, followed)
+    full_id, ended = run_on_execution(store, execution_id, followed)
     if json:
         _print_document(full_id, told, ended)
     if ended is None:
@@ -84,20 +86,20 @@ def tail(
     succeeded = ended.outcome.value == "success"
     reason = _reason(ended)
     if json_lines and not json:
-        line({"ended": ended.outcome.value, "reason": reason})
+        print_json_line({"ended": ended.outcome.value, "reason": reason})
     elif not json:
         typer.echo(f"· {ended.outcome.value}" + (f": {reason.splitlines()[0]}" if reason else ""), err=True)
     if not succeeded:
         raise typer.Exit(1)
 
 
-def _reason(ended: Ended) -> str | None:
+def _reason(ended: ExecutionOutcome) -> str | None:
     return None if ended.outcome.value == "success" else ended.reason  # after a success it is an earlier attempt's
 
 
-def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Ended | None) -> None:
+def _print_document(execution_id: str, told: list[dict[str, Any]], ended: ExecutionOutcome | None) -> None:
     """Everything that was told, in one: what the last attempt wrote is what counts, the others' frames name theirs."""
-    document(
+    print_json(
         {
             "execution_id": execution_id,
             "frames": [one for one in told if "text" in one],
@@ -108,7 +110,7 @@ def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Ended 
     )
 
 
-class Obstacles:
+class ObstacleWatcher:
     """Why an execution that somebody waits for is not running, told again when something else is in its way."""
 
     def __init__(self, engine: Engine, execution_id: str) -> None:
@@ -116,13 +118,13 @@ class Obstacles:
         self._id = execution_id
         self._last: type | None = None
 
-    async def news(self) -> str | None:
+    async def next_change(self) -> str | None:
         """The obstacle in a sentence; None when it is the one before, or there is none."""
-        from flowfabric.model.obstacles import Ended, Running
+        from flowfabric.model.obstacles import EndedObstacle, Running
 
         answer = await self._engine.explain(self._id)
         before, self._last = self._last, type(answer.obstacle)
-        return None if self._last in (before, Ended, Running) else answer.sentence
+        return None if self._last in (before, EndedObstacle, Running) else answer.sentence
 
 
 class _Tail:
@@ -140,9 +142,9 @@ class _Tail:
         self._after = "0-0"
         self._progress: dict[str, Any] = {}
         self._mid_line = False
-        self._obstacles = Obstacles(engine, execution_id)
+        self._obstacles = ObstacleWatcher(engine, execution_id)
 
-    async def run(self, *, follow: bool) -> Ended | None:
+    async def run(self, *, follow: bool) -> ExecutionOutcome | None:
         """Print until there is no more; how it ended, when it has."""
         ended = await self._engine.await_end(self._id)
         while True:
@@ -169,7 +171,7 @@ class _Tail:
                 await self._tell_obstacle()
 
     async def _tell_obstacle(self) -> None:
-        if self._tell is None and (news := await self._obstacles.news()):
+        if self._tell is None and (news := await self._obstacles.next_change()):
             self._aside(news)
 
     def _print(self, fields: Mapping[str, str]) -> None:
@@ -191,16 +193,16 @@ class _Tail:
             self._aside(f"attempt {attempt} begins anew")
 
     async def _tell_progress(self) -> None:
-        from flowfabric.sdk.durable.output import progress_of
+        from flowfabric.sdk.durable.output import progress_document
 
-        said = progress_of(*await self._engine.read_progress(self._id))
+        said = progress_document(*await self._engine.read_progress(self._id))
         if said in (self._progress, {}):
             return
         self._progress = said
         if self._tell is not None:
             self._tell({"attempt": self._attempt, "progress": said})
         else:
-            self._aside(how_far(said))
+            self._aside(format_progress(said))
 
     def _aside(self, words: str) -> None:
         if self._mid_line:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.locate import found_app
-from flowfabric.cli.output import telling_errors
-from flowfabric.cli.stores import StoreOrServerOption, shown
-from flowfabric.model.text import counted
+from flowfabric.cli.locate import load_app
+from flowfabric.cli.output import exit_on_error
+from flowfabric.cli.stores import StoreOrServerOption, redact_url
+from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
     from flowfabric import Fabric
     from flowfabric.cli.status import StatusLine
     from flowfabric.sdk.worker.worker import Worker
 
-ORPHAN_LOOK_S = 0.5
-STATUS_S = 1.0
+PARENT_CHECK_INTERVAL_S = 0.5
+STATUS_INTERVAL_S = 1.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,11 +55,11 @@ def worker(
 ) -> None:
     """Run a worker for the tasks of an app. SIGTERM or Ctrl-C drains it; a second one hands the rest back at once."""
     if reload:
-        from flowfabric.cli.reload import reloading
+        from flowfabric.cli.reload import run_with_reload
 
-        raise typer.Exit(reloading())
-    with telling_errors():
-        app = found_app(target)
+        raise typer.Exit(run_with_reload())
+    with exit_on_error():
+        app = load_app(target)
         if store is not None:
             app.url = store
 
@@ -99,7 +99,7 @@ async def _work(app: Fabric, **options: Any) -> None:
         finally:
             for task in beside:
                 task.cancel()
-    failed = f", {counted(made.failed, 'attempt')} failed" if made.failed else ""
+    failed = f", {pluralize(made.failed, 'attempt')} failed" if made.failed else ""
     typer.echo(f"{made.instance_id} stopped after {made.done:,} completed{failed}", err=True)
 
 
@@ -108,8 +108,8 @@ def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) 
     of_tasks = {task.own.lane for task in app.tasks.values()}
     lanes = chosen or sorted(of_tasks)
     named = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
-    works = f"{counted(len(app.tasks), 'task')}, {named}, {counted(slots, 'slot')}"
-    typer.echo(f"{made.instance_id} on {shown(app.url)}: {works}", err=True)
+    works = f"{pluralize(len(app.tasks), 'task')}, {named}, {pluralize(slots, 'slot')}"
+    typer.echo(f"{made.instance_id} on {redact_url(app.url)}: {works}", err=True)
     if alone := [lane for lane in chosen or () if lane not in of_tasks]:
         typer.echo(
             f"no task of the app is in lane {', '.join(alone)}: only what is submitted there comes there", err=True
@@ -127,7 +127,7 @@ async def _show_status(made: Worker, status: StatusLine) -> None:
         rate = (so_far - ended) / (now - at) if now > at else 0.0
         ended, at = so_far, now
         status.show(status_text(made.running, made.done, made.failed, rate))
-        await asyncio.sleep(STATUS_S)
+        await asyncio.sleep(STATUS_INTERVAL_S)
 
 
 def status_text(running: int, done: int, failed: int, rate: float) -> str:
@@ -140,14 +140,14 @@ async def _stop_with_parent(made: Worker) -> None:
     import asyncio
     import os
 
-    from flowfabric.cli.reload import PARENT
+    from flowfabric.cli.reload import PARENT_PID_VARIABLE
 
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(PARENT_PID_VARIABLE)
     while parent is not None:
         if str(os.getppid()) != parent:
             made.stop()
             return
-        await asyncio.sleep(ORPHAN_LOOK_S)
+        await asyncio.sleep(PARENT_CHECK_INTERVAL_S)
 
 
 def _each(values: list[str] | None) -> list[str]:

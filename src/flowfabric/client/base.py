@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from flowfabric.client.transport import Wire, segment
-from flowfabric.clock import Estimate
+from flowfabric.client.transport import HttpTransport, quote_segment
+from flowfabric.clock import StoreClockEstimate
 from flowfabric.ids import Minter, PartitionCounts, parse_execution_id
 from flowfabric.settings import Settings
 
 
-class Asking:
+class ClientBase:
     """A server to be asked, and what is known of its store."""
 
-    wire: Wire
+    transport: HttpTransport
     minter: Minter
     partitions: PartitionCounts
-    estimate: Estimate
+    estimate: StoreClockEstimate
     settings: Settings
 
 
 def execution_path(execution_id: str, *rest: str) -> str:
     """The path of an execution, or of something below it."""
-    return "/".join(("/v1/executions", segment(parse_execution_id(execution_id)), *rest))
+    return "/".join(("/v1/executions", quote_segment(parse_execution_id(execution_id)), *rest))

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric import errors
+from flowfabric.api.encoding import variant_name
 from flowfabric.client.errors import BACKEND
 
 T = TypeVar("T")
 
 
-def read(body: bytes, kind: type[T]) -> T:
+def decode_as(body: bytes, kind: type[T]) -> T:
     """A whole answer of one shape."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -21,14 +22,14 @@ def read(body: bytes, kind: type[T]) -> T:
         raise _nonsense(fault) from fault
 
 
-def variant(body: bytes, *kinds: Any, **named: Any) -> Any:
+def decode_variant(body: bytes, *kinds: Any, **named: Any) -> Any:
     """One of several answers: an object with one key, its name, or the bare name of one without fields."""
-    return variant_of(read(body, Any), *kinds, **named)
+    return convert_variant(decode_as(body, Any), *kinds, **named)
 
 
-def variant_of(told: Any, *kinds: Any, **named: Any) -> Any:
+def convert_variant(told: Any, *kinds: Any, **named: Any) -> Any:
     """The same of what was decoded already."""
-    known: Mapping[str, Any] = {kind.__name__: kind for kind in kinds} | named
+    known: Mapping[str, Any] = {variant_name(kind): kind for kind in kinds} | named
     name, fields = (told, {}) if isinstance(told, str) else next(iter(told.items()), ("", {}))
     if name not in known:
         raise _nonsense(name)

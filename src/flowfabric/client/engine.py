@@ -13,25 +13,25 @@ from typing import Any, Self
 import httpx2
 
 from flowfabric import errors
-from flowfabric.client.decoding import read
-from flowfabric.client.durable import Waiting
-from flowfabric.client.executions import Submitting
-from flowfabric.client.limits import Spending
-from flowfabric.client.reads import Reading
-from flowfabric.client.results import Ending
-from flowfabric.client.stream_writer import Frames
-from flowfabric.client.transport import PATIENCE_S, Wire
-from flowfabric.clock import Estimate
-from flowfabric.engine.engine import Capabilities, Engine, Schema
-from flowfabric.engine.metrics.registry import Meters
+from flowfabric.client.decoding import decode_as
+from flowfabric.client.durable import ClientDurable
+from flowfabric.client.executions import ClientExecutions
+from flowfabric.client.limits import ClientLimits
+from flowfabric.client.reads import ClientReads
+from flowfabric.client.results import ClientResults
+from flowfabric.client.stream_writer import ClientStreamWriter
+from flowfabric.client.transport import RETRY_FOR_S, HttpTransport
+from flowfabric.clock import StoreClockEstimate
+from flowfabric.engine.engine import Capabilities, Engine, SchemaVersion
+from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.server.routes.client import StoreInfo
 from flowfabric.settings import Secret, Settings
 
-FIRST_PATIENCE_S = 2.0  # an address that is wrong is told soon
+CONNECT_RETRY_FOR_S = 2.0  # an address that is wrong is told soon
 
 
-class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
+class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, ClientLimits, ClientStreamWriter):
     """The verbs of `Engine` that the SDK uses, with the same signatures. Made with `connect`."""
 
     is_shared = True  # other processes, threads and loops reach the same store
@@ -43,24 +43,24 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
         token: Secret | None = None,
         settings: Settings | None = None,
         minter: Minter | None = None,
-        patience_s: float = PATIENCE_S,
+        retry_for_s: float = RETRY_FOR_S,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """`patience_s` is how long a server may be away before callers hear of it."""
         self.minter = minter or RandomMinter()
         self.settings = settings or Settings()
         self.partitions = self.settings.partitions
-        self.estimate = Estimate()
+        self.estimate = StoreClockEstimate()
         self.backend = self.release = ""
-        self.schema = Schema(0, 0)
-        self.meters = Meters()
+        self.schema = SchemaVersion(0, 0)
+        self.metrics = Metrics()
         deadlines = self.settings.deadlines
-        self.wire = Wire(
-            url, token=token, minter=self.minter, patience_s=patience_s, deadlines=deadlines, transport=transport
+        self.transport = HttpTransport(
+            url, token=token, minter=self.minter, retry_for_s=retry_for_s, deadlines=deadlines, transport=transport
         )
-        self._claim_keys, self._claiming, self._ending = {}, {}, set()
+        self._claim_keys, self._waiting_claims, self._ending_claims = {}, {}, set()
         self._outgoing, self._senders = {}, {}
-        self._awaited, self._fresh, self._seeing_to = {}, {}, set()
+        self._awaited, self._unpolled, self._pollers = {}, {}, set()
 
     @classmethod
     async def connect(cls, url: str, **given: Any) -> Self:
@@ -75,10 +75,12 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
-        info = read((await self.wire.ask("GET", "/v1/store", patience_s=FIRST_PATIENCE_S)).body, StoreInfo)
+        info = decode_as(
+            (await self.transport.request("GET", "/v1/store", retry_for_s=CONNECT_RETRY_FOR_S)).body, StoreInfo
+        )
         self.backend, self.partitions, self.release = info.backend, info.partitions, info.release
-        self.schema = Schema(info.schema_version, info.schema_version)
-        self.estimate.hear(info.now)
+        self.schema = SchemaVersion(info.schema_version, info.schema_version)
+        self.estimate.update(info.now)
         return info.now
 
     def capabilities(self) -> Capabilities:
@@ -92,20 +94,20 @@ class RemoteEngine(Submitting, Waiting, Reading, Ending, Spending, Frames):
 
     def limit_commands(self, command_s: float) -> None:
         """Give up on a silent connection after this long, or sooner."""
-        self.wire.deadlines = self.wire.deadlines.limited(command_s)
+        self.transport.deadlines = self.transport.deadlines.limited(command_s)
 
     def start_sweeps(self) -> None:
         """Nothing: the server sweeps."""
 
     async def close(self) -> None:
         """Let what is on its way arrive, and let go of the connections. A second call does nothing."""
-        for task in self._seeing_to:
+        for task in self._pollers:
             task.cancel()
         for awaited in self._awaited.values():
-            awaited.end.cancel()
-        if under_way := (*self._seeing_to, *self._senders.values(), *self._ending):
+            awaited.outcome.cancel()
+        if under_way := (*self._pollers, *self._senders.values(), *self._ending_claims):
             await asyncio.wait(under_way)
-        await self.wire.close()
+        await self.transport.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,18 +29,18 @@ _SOURCES = {
 }
 
 
-def verdict(headers: Mapping[str, str]) -> errors.FabricError | None:
+def error_from_headers(headers: Mapping[str, str]) -> errors.FabricError | None:
     """The refusal of our server, which names it in the error header; None for an answer of anybody else."""
     line = headers.get("x-ff-error")
     if line is None:
         return None
     try:
-        return made(msgspec.json.decode(line, type=dict[str, Any]))
+        return decode_error(msgspec.json.decode(line, type=dict[str, Any]))
     except (msgspec.DecodeError, KeyError):
         return None
 
 
-def foreign(status: int, body: bytes) -> errors.StoreUnavailable:
+def proxy_error(status: int, body: bytes) -> errors.StoreUnavailable:
     """What an answer without the error header means: a proxy stood in the way, or the server broke. The outcome is
     unknown, as the request may have been passed on."""
     who = "the server or something before it" if status >= 500 else "something before the server"
@@ -51,12 +51,12 @@ def foreign(status: int, body: bytes) -> errors.StoreUnavailable:
     return errors.StoreUnavailable(words, backend=BACKEND, source=source, in_doubt=True)
 
 
-def among_answers(told: Mapping[str, Any]) -> errors.FabricError | None:
+def error_in_batch(told: Mapping[str, Any]) -> errors.FabricError | None:
     """The refusal that stands among other answers; None when this is another answer."""
-    return None if "code" not in told else made(told)
+    return None if "code" not in told else decode_error(told)
 
 
-def made(told: Mapping[str, Any]) -> errors.FabricError:
+def decode_error(told: Mapping[str, Any]) -> errors.FabricError:
     """An error from its code, detail and facts."""
     code, detail, facts = str(told["code"]), str(told.get("detail", "")), dict(told.get("facts") or {})
     kind: type[errors.FabricError] | None = errors.NotFound if "entity" in facts else errors.by_kind.get(code)

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.client.base import Asking, execution_path
-from flowfabric.client.decoding import read, variant, variant_of
-from flowfabric.client.errors import among_answers
-from flowfabric.client.transport import segment
-from flowfabric.engine.operations.creating import Creating
-from flowfabric.engine.operations.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, longest_wait_ms
+from flowfabric.client.base import ClientBase, execution_path
+from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
+from flowfabric.client.errors import error_in_batch
+from flowfabric.client.transport import quote_segment
+from flowfabric.engine.operations.creating import ExecutionCreator
+from flowfabric.engine.operations.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, max_wait_ms_of
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.types import CreateExecution, Fence
 from flowfabric.engine.validation import execution as validate
@@ -22,24 +22,24 @@ from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import CancellationPolicy
 from flowfabric.server.routing import BULK_LIMIT, CREATE_LIMIT
 
-MOST_AT_ONCE = 1000
+MAX_CREATES_PER_REQUEST = 1000
 NO_FENCE = Fence()
 _ENVELOPE = 1024  # what JSON adds to a body beside its parts
 
 
-class Submitting(Asking, Creating):
+class ClientExecutions(ClientBase, ExecutionCreator):
     """What callers do."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution under its own id; asking again is harmless."""
-        body = creation(ask)
+        body = encode_create(ask)
         if _size(body) > CREATE_LIMIT - _ENVELOPE:  # more than one of the reference's requests holds
             [answer] = await self._bulk([body])
             if isinstance(answer, errors.FabricError):
                 raise answer
             return answer
-        told = await self.wire.ask("POST", "/v1/executions", body)
-        created: answers.Created | answers.Duplicate = variant(told.body, answers.Created, answers.Duplicate)
+        told = await self.transport.request("POST", "/v1/executions", body)
+        created: answers.Created | answers.Duplicate = decode_variant(told.body, answers.Created, answers.Duplicate)
         return created
 
     async def create_executions(
@@ -47,16 +47,16 @@ class Submitting(Asking, Creating):
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
         """Create many in few trips; each answer stands for itself."""
         answered: list[answers.Created | answers.Duplicate | errors.FabricError] = []
-        for part in _parts([creation(ask) for ask in asks]):
+        for part in _parts([encode_create(ask) for ask in asks]):
             answered += await self._bulk(part)
         return answered
 
     async def _bulk(
         self, bodies: list[dict[str, Any]]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        told = await self.wire.ask("POST", "/v1/executions/bulk", {"executions": bodies})
-        results: list[dict[str, Any]] = read(told.body, dict[str, Any])["results"]
-        return [among_answers(one) or variant_of(one, answers.Created, answers.Duplicate) for one in results]
+        told = await self.transport.request("POST", "/v1/executions/bulk", {"executions": bodies})
+        results: list[dict[str, Any]] = decode_as(told.body, dict[str, Any])["results"]
+        return [error_in_batch(one) or convert_variant(one, answers.Created, answers.Duplicate) for one in results]
 
     async def create_within(
         self, connection: Any, asks: Iterable[CreateExecution]
@@ -73,11 +73,11 @@ class Submitting(Asking, Creating):
         policies: Mapping[str, Mapping[str, Any]] | None = None,
         flow_kind: str = "dag",
         namespace: str = "default",
-    ) -> flow_answers.GraphCreated | flow_answers.AlreadySatisfied:
+    ) -> flow_answers.GraphCreated | flow_answers.FlowExists:
         """Create a whole flow, all of it or nothing."""
         body = {
             "flow_id": flow_id,
-            "nodes": [creation(node) for node in nodes],
+            "nodes": [encode_create(node) for node in nodes],
             "edges": [
                 {
                     "upstream_execution_id": edge.upstream,
@@ -92,9 +92,9 @@ class Submitting(Asking, Creating):
             "flow_kind": flow_kind,
             "namespace": namespace,
         }
-        told = await self.wire.ask("POST", "/v1/flows/graph", body)
-        created: flow_answers.GraphCreated | flow_answers.AlreadySatisfied = variant(
-            told.body, flow_answers.GraphCreated, flow_answers.AlreadySatisfied
+        told = await self.transport.request("POST", "/v1/flows/graph", body)
+        created: flow_answers.GraphCreated | flow_answers.FlowExists = decode_variant(
+            told.body, flow_answers.GraphCreated, flow_answers.FlowExists
         )
         return created
 
@@ -112,8 +112,8 @@ class Submitting(Asking, Creating):
             "lease_epoch": fence.lease_epoch,
             "attempt_id": fence.attempt_id,
         }
-        told = await self.wire.ask("POST", execution_path(execution_id, "cancel"), body)
-        cancelled: answers.Cancelled = variant(told.body, answers.Cancelled)
+        told = await self.transport.request("POST", execution_path(execution_id, "cancel"), body)
+        cancelled: answers.Cancelled = decode_variant(told.body, answers.Cancelled)
         return cancelled
 
     async def cancel_flow(
@@ -125,23 +125,23 @@ class Submitting(Asking, Creating):
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
         """Cancel a flow and those of its members that the policy selects."""
-        longest_ms = longest_wait_ms(wait)
+        longest_ms = max_wait_ms_of(wait)
         query = {
             "wait": None if longest_ms is None else "true",
             "timeout_ms": longest_ms if isinstance(wait, WaitTimeout) else None,
         }
         body = {"flow_id": flow_id, "reason": reason, "cancellation_policy": str(policy)}
-        where = f"/v1/flows/{segment(flow_id)}/cancel"
-        told = await self.wire.ask("POST", where, body, query=query, wait_ms=longest_ms)
-        cancelled: FlowCancel = variant(
-            told.body, flow_answers.Cancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled
+        where = f"/v1/flows/{quote_segment(flow_id)}/cancel"
+        told = await self.transport.request("POST", where, body, query=query, wait_ms=longest_ms)
+        cancelled: FlowCancel = decode_variant(
+            told.body, flow_answers.FlowCancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled
         )
         return cancelled
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
         """Give an execution that has ended another life."""
-        told = await self.wire.ask("POST", execution_path(execution_id, "replay"))
-        replayed: answers.Replayed = variant(told.body, answers.Replayed)
+        told = await self.transport.request("POST", execution_path(execution_id, "replay"))
+        replayed: answers.Replayed = decode_variant(told.body, answers.Replayed)
         return replayed
 
     async def revoke_lease(
@@ -151,22 +151,22 @@ class Submitting(Asking, Creating):
         expected_lease_id: str = "",
         worker_instance_id: str = "",
         reason: str = "operator_revoke",
-    ) -> answers.Revoked | answers.AlreadySatisfied:
+    ) -> answers.Revoked | answers.NothingToDo:
         """Take the lease away at once; the server asks for nothing else and notes its own reason."""
-        told = await self.wire.ask("POST", execution_path(execution_id, "revoke-lease"))
-        answer = read(told.body, dict[str, dict[str, Any]])
+        told = await self.transport.request("POST", execution_path(execution_id, "revoke-lease"))
+        answer = decode_as(told.body, dict[str, dict[str, Any]])
         if "Revoked" in answer:
             return answers.Revoked(answer["Revoked"]["lease_id"], int(answer["Revoked"]["lease_epoch"]))
-        satisfied: answers.AlreadySatisfied = variant_of(answer, answers.AlreadySatisfied)
+        satisfied: answers.NothingToDo = convert_variant(answer, answers.NothingToDo)
         return satisfied
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
         """Set some tags, all of them or none; how many were new or changed."""
-        told = await self.wire.ask("PUT", execution_path(execution_id, "tags"), {"tags": dict(pairs)})
-        return int(read(told.body, dict[str, int])["set"])
+        told = await self.transport.request("PUT", execution_path(execution_id, "tags"), {"tags": dict(pairs)})
+        return int(decode_as(told.body, dict[str, int])["set"])
 
 
-def creation(ask: CreateExecution) -> dict[str, Any]:
+def encode_create(ask: CreateExecution) -> dict[str, Any]:
     """A create on the wire. What cannot be an id is refused here, with its name."""
     ids.parse_execution_id(ask.execution_id)
     ids.parse_lane_id(ask.lane_id)
@@ -214,7 +214,7 @@ def _parts(bodies: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     length = 0
     for body in bodies:
         size = _size(body)
-        if part and (len(part) == MOST_AT_ONCE or length + size > BULK_LIMIT - _ENVELOPE):
+        if part and (len(part) == MAX_CREATES_PER_REQUEST or length + size > BULK_LIMIT - _ENVELOPE):
             yield part
             part, length = [], 0
         part.append(body)

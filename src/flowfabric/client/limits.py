@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.client.base import Asking, execution_path
-from flowfabric.client.decoding import read, variant
-from flowfabric.client.transport import segment
+from flowfabric.client.base import ClientBase, execution_path
+from flowfabric.client.decoding import decode_as, decode_variant
+from flowfabric.client.transport import quote_segment
 from flowfabric.handles import Handle
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE
@@ -17,7 +17,7 @@ from flowfabric.server.routes import budgets
 _USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
 
 
-class Spending(Asking):
+class ClientLimits(ClientBase):
     """What applications declare, and what their runs spend."""
 
     async def create_budget(
@@ -64,13 +64,13 @@ class Spending(Asking):
     async def _define(self, kind: str, name: str, body: dict[str, Any]) -> str:
         """Define something, or find that it is defined; the name of the server's answer."""
         try:
-            told = await self.wire.ask("POST", f"/v1/{kind}", body)
+            told = await self.transport.request("POST", f"/v1/{kind}", body)
         except errors.Unauthorized:
-            where, query = f"/v1/{kind}/{segment(name)}", {"namespace": body["namespace"]}
-            if (await self.wire.ask("GET", where, query=query, misses=True)).status == 404:
+            where, query = f"/v1/{kind}/{quote_segment(name)}", {"namespace": body["namespace"]}
+            if (await self.transport.request("GET", where, query=query, allow_not_found=True)).status == 404:
                 raise
             return "AlreadySatisfied"
-        return next(iter(read(told.body, dict[str, Any])), "")
+        return next(iter(decode_as(told.body, dict[str, Any])), "")
 
     async def change_budget_limits(
         self,
@@ -88,8 +88,8 @@ class Spending(Asking):
             "soft_limits": list(soft_limits),
             "namespace": namespace,
         }
-        told = await self.wire.ask("PUT", _budget(budget_id, "limits"), body)
-        changed: limit_answers.LimitsChanged = variant(told.body, Changed=limit_answers.LimitsChanged)
+        told = await self.transport.request("PUT", _budget(budget_id, "limits"), body)
+        changed: limit_answers.LimitsChanged = decode_variant(told.body, Changed=limit_answers.LimitsChanged)
         return changed
 
     async def list_budgets(
@@ -97,15 +97,15 @@ class Spending(Asking):
     ) -> list[str]:
         """The ids of the defined budgets of a namespace, ascending."""
         query = {"cursor": cursor, "limit": limit, "namespace": namespace}
-        told = await self.wire.ask("GET", "/v1/budgets", query=query)
-        return read(told.body, budgets.BudgetIds).budgets
+        told = await self.transport.request("GET", "/v1/budgets", query=query)
+        return decode_as(told.body, budgets.BudgetIds).budgets
 
     async def get_budget_status(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.BudgetStatus:
         """A budget of a namespace for people."""
-        told = await self.wire.ask("GET", _budget(budget_id), query={"namespace": namespace})
-        return read(told.body, limit_answers.BudgetStatus)
+        told = await self.transport.request("GET", _budget(budget_id), query={"namespace": namespace})
+        return decode_as(told.body, limit_answers.BudgetStatus)
 
     async def read_budget_usage_and_limits(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
@@ -153,7 +153,7 @@ class Spending(Asking):
         handle: Handle | None = None,
         namespace: str | None = None,
         shared: bool = True,
-    ) -> limit_answers.Usage:
+    ) -> limit_answers.UsageResult:
         """Report for an execution's ledger."""
         _holds_nothing(handle)
         body = {
@@ -163,8 +163,8 @@ class Spending(Asking):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.wire.ask("POST", execution_path(execution_id, "spend"), body)
-        usage: limit_answers.Usage = variant(told.body, *_USAGE)
+        told = await self.transport.request("POST", execution_path(execution_id, "spend"), body)
+        usage: limit_answers.UsageResult = decode_variant(told.body, *_USAGE)
         return usage
 
     async def reserve_budget(
@@ -189,8 +189,8 @@ class Spending(Asking):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.wire.ask("POST", execution_path(execution_id, "reserve"), body)
-        reserved: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied = variant(
+        told = await self.transport.request("POST", execution_path(execution_id, "reserve"), body)
+        reserved: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied = decode_variant(
             told.body, limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied
         )
         return reserved
@@ -204,7 +204,7 @@ class Spending(Asking):
         *,
         namespace: str | None = None,
         shared: bool = True,
-    ) -> limit_answers.Usage:
+    ) -> limit_answers.UsageResult:
         """End a reservation with what was really used."""
         body = {
             "budget_id": budget_id,
@@ -213,8 +213,8 @@ class Spending(Asking):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.wire.ask("POST", execution_path(execution_id, "settle"), body)
-        usage: limit_answers.Usage = variant(told.body, *_USAGE)
+        told = await self.transport.request("POST", execution_path(execution_id, "settle"), body)
+        usage: limit_answers.UsageResult = decode_variant(told.body, *_USAGE)
         return usage
 
     async def refund_budget(
@@ -233,18 +233,18 @@ class Spending(Asking):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.wire.ask("POST", _budget(budget_id, "refund"), body)
-        refunded: limit_answers.Refunded = variant(told.body, limit_answers.Refunded)
+        told = await self.transport.request("POST", _budget(budget_id, "refund"), body)
+        refunded: limit_answers.Refunded = decode_variant(told.body, limit_answers.Refunded)
         return refunded
 
-    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+    async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Let whoever waits for room look again; True when something still waits."""
-        told = await self.wire.ask("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
-        return bool(read(told.body, dict[str, bool])["still_waiting"])
+        told = await self.transport.request("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
+        return bool(decode_as(told.body, dict[str, bool])["still_waiting"])
 
 
 def _budget(budget_id: str, *rest: str) -> str:
-    return "/".join(("/v1/budgets", segment(budget_id), *rest))
+    return "/".join(("/v1/budgets", quote_segment(budget_id), *rest))
 
 
 def _holds_nothing(handle: Handle | None) -> None:

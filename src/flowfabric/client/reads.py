@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.client.base import Asking, execution_path
-from flowfabric.client.decoding import read
+from flowfabric.api.encoding import variant_name
+from flowfabric.client.base import ClientBase, execution_path
+from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import BACKEND
 from flowfabric.engine.operations.reads import ExecutionSnapshot, HistoryEntry, IdMatches, SnapshotPage
 from flowfabric.engine.operations.streams import Visibility
@@ -23,18 +24,18 @@ from flowfabric.model.states import PublicState
 from flowfabric.server.routes import executions, queries, streams
 
 
-class Reading(Asking):
+class ClientReads(ClientBase):
     """What anybody may look at."""
 
     async def read_execution_state(self, execution_id: str) -> PublicState | None:
         """The one public word; None when there is no such execution."""
-        told = await self.wire.ask("GET", execution_path(execution_id, "state"), misses=True)
-        return None if told.status == 404 else read(told.body, PublicState)
+        told = await self.transport.request("GET", execution_path(execution_id, "state"), allow_not_found=True)
+        return None if told.status == 404 else decode_as(told.body, PublicState)
 
     async def describe_execution(self, execution_id: str) -> ExecutionSnapshot | None:
         """Everything people want to know of it."""
-        told = await self.wire.ask("GET", execution_path(execution_id, "snapshot"), misses=True)
-        return None if told.status == 404 else read(told.body, ExecutionSnapshot)
+        told = await self.transport.request("GET", execution_path(execution_id, "snapshot"), allow_not_found=True)
+        return None if told.status == 404 else decode_as(told.body, ExecutionSnapshot)
 
     async def read_total_attempt_count(self, execution_id: str) -> int:
         """How many attempts there were."""
@@ -45,44 +46,52 @@ class Reading(Asking):
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
         """The number of the current attempt."""
-        told = await self.wire.ask("GET", execution_path(execution_id), misses=True)
+        told = await self.transport.request("GET", execution_path(execution_id), allow_not_found=True)
         if told.status == 404:
             raise errors.NotFound("execution", execution_id=execution_id)
-        return read(told.body, executions.Info).current_attempt_index
+        return decode_as(told.body, executions.ExecutionInfoResponse).current_attempt_index
 
     async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
         """What kinds these executions are of; one that does not exist has none."""
         wanted = list(execution_ids)
-        asked = (self.wire.ask("GET", execution_path(one), misses=True) for one in wanted)
+        asked = (self.transport.request("GET", execution_path(one), allow_not_found=True) for one in wanted)
         told = zip(wanted, await asyncio.gather(*asked), strict=True)
-        return {one: read(answer.body, executions.Info).execution_kind for one, answer in told if answer.status != 404}
+        return {
+            one: decode_as(answer.body, executions.ExecutionInfoResponse).execution_kind
+            for one, answer in told
+            if answer.status != 404
+        }
 
     async def read_state_vector(self, execution_id: str) -> StateVector | None:
         """The seven dimensions."""
-        told = await self.wire.ask("GET", execution_path(execution_id), misses=True)
+        told = await self.transport.request("GET", execution_path(execution_id), allow_not_found=True)
         if told.status == 404:
             return None
-        return msgspec.convert(read(told.body, executions.Info).state_vector, StateVector)
+        return msgspec.convert(decode_as(told.body, executions.ExecutionInfoResponse).state_vector, StateVector)
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
         """What happened to the leases of an execution, oldest first."""
-        return read((await self.wire.ask("GET", execution_path(execution_id, "leases"))).body, list[HistoryEntry])
+        return decode_as(
+            (await self.transport.request("GET", execution_path(execution_id, "leases"))).body, list[HistoryEntry]
+        )
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
         """Every attempt so far."""
-        return read((await self.wire.ask("GET", execution_path(execution_id, "attempts"))).body, list[AttemptView])
+        return decode_as(
+            (await self.transport.request("GET", execution_path(execution_id, "attempts"))).body, list[AttemptView]
+        )
 
     async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
         """What the holder last said of its progress."""
-        told = await self.wire.ask("GET", execution_path(execution_id, "progress"))
-        said = read(told.body, queries.Progress)
+        told = await self.transport.request("GET", execution_path(execution_id, "progress"))
+        said = decode_as(told.body, queries.ReadProgressResponse)
         return said.pct, said.message
 
     async def explain(self, execution_id: str) -> Explanation:
         """Why it is not running."""
-        told = await self.wire.ask("GET", execution_path(execution_id, "explain"))
-        found = read(told.body, queries.Explanation)
-        kind: type[obstacles.Obstacle] = getattr(obstacles, found.obstacle)
+        told = await self.transport.request("GET", execution_path(execution_id, "explain"))
+        found = decode_as(told.body, queries.ExplanationResponse)
+        kind = {variant_name(kind): kind for kind in obstacles.Obstacle.__subclasses__()}[found.obstacle]
         return Explanation(found.execution_id, PublicState(found.public_state), msgspec.convert(found.facts, kind))
 
     async def search_executions(
@@ -110,7 +119,7 @@ class Reading(Asking):
             "cursor": cursor,
             "limit": limit,
         }
-        return read((await self.wire.ask("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
+        return decode_as((await self.transport.request("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
 
     async def find_executions(
         self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
@@ -120,13 +129,13 @@ class Reading(Asking):
             raise errors.InvalidInput("namespaces: a server looks in those of the token")
         id_prefixes(prefix, self.partitions)  # refused here as it would be on a store
         query = {"prefix": prefix, "limit": limit}
-        return read((await self.wire.ask("GET", "/v1/executions/ids", query=query)).body, IdMatches)
+        return decode_as((await self.transport.request("GET", "/v1/executions/ids", query=query)).body, IdMatches)
 
     # -- results --------------------------------------------------------------------------------------------------
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""
-        told = await self.wire.ask("GET", execution_path(execution_id, "result"), misses=True)
+        told = await self.transport.request("GET", execution_path(execution_id, "result"), allow_not_found=True)
         return None if told.status == 404 else told.body
 
     async def read_results(
@@ -140,8 +149,8 @@ class Reading(Asking):
             body: dict[str, Any] = {"execution_ids": asked}
             if namespace is not None:
                 body["namespace"] = namespace
-            told = await self.wire.ask("POST", "/v1/executions/results", body)
-            page = read(told.body, queries.ResultsOf)
+            told = await self.transport.request("POST", "/v1/executions/results", body)
+            page = decode_as(told.body, queries.ReadResultsResponse)
             if not page.results:
                 raise errors.StoreUnavailable("server: no results in its answer", backend=BACKEND)
             found |= page.results
@@ -163,9 +172,15 @@ class Reading(Asking):
         if visibility != Visibility.ALL:
             raise errors.InvalidInput("visibility: a server tails everything or nothing")
         wait_ms = min(block_ms, streams.MAX_BLOCK_MS)
-        query: dict[str, Any] = {"after": after, "block_ms": wait_ms, "limit": min(count_limit, streams.CEILING)}
+        query: dict[str, Any] = {
+            "after": after,
+            "block_ms": wait_ms,
+            "limit": min(count_limit, streams.MAX_FRAMES_PER_READ),
+        }
         path = execution_path(execution_id, "attempts", str(attempt_index), "stream", "tail")
-        told = read((await self.wire.ask("GET", path, query=query, wait_ms=wait_ms)).body, streams.Frames)
+        told = decode_as(
+            (await self.transport.request("GET", path, query=query, wait_ms=wait_ms)).body, streams.ReadStreamResponse
+        )
         return StreamPage(
             [FrameView(frame.id, frame.fields) for frame in told.frames],
             None if told.closed_at is msgspec.UNSET else told.closed_at,

@@ -13,57 +13,57 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.api.encoding import MAX_WAIT_MS
-from flowfabric.client.base import Asking, execution_path
-from flowfabric.client.decoding import read
-from flowfabric.client.errors import made
-from flowfabric.engine.claiming.poller import Ended
+from flowfabric.client.base import ClientBase, execution_path
+from flowfabric.client.decoding import decode_as
+from flowfabric.client.errors import decode_error
+from flowfabric.engine.claiming.poller import ExecutionOutcome
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.server.routes import client, queries
 
-MOST_WAITING = 8  # requests that wait at a time
-LOOK_S = 1.0
+MAX_CONCURRENT_POLLS = 8  # requests that wait at a time
+OVERFLOW_POLL_S = 1.0
 
 
-class Awaited:
+class AwaitedOutcome:
     """An end, and how many callers wait for it."""
 
     def __init__(self) -> None:
-        self.end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[ExecutionOutcome] = asyncio.get_running_loop().create_future()
         self.callers = 0
 
 
-class Ending(Asking):
+class ClientResults(ClientBase):
     """The ends of executions, for whoever waits for them."""
 
-    _awaited: dict[str, Awaited]
-    _fresh: dict[str, None]  # those that no request asks for yet, in order
-    _seeing_to: set[asyncio.Task[None]]
+    _awaited: dict[str, AwaitedOutcome]
+    _unpolled: dict[str, None]  # those that no request asks for yet, in order
+    _pollers: set[asyncio.Task[None]]
     _asking = 0  # counted by the tasks themselves: one that has just returned sees to nobody any more
     _is_looking = False
 
-    async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> Ended | None:
+    async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
         """How the execution ended; None when it has not within the time."""
         execution = parse_execution_id(execution_id)
         if not max_wait_ms:
-            told = await self.wire.ask("GET", execution_path(execution, "end"), query={"result": "true"})
-            return None if told.status == 204 else _ended(read(told.body, queries.Ended))
+            told = await self.transport.request("GET", execution_path(execution, "end"), query={"result": "true"})
+            return None if told.status == 204 else _ended(decode_as(told.body, queries.ExecutionOutcomeResponse))
         awaited = self._awaited.get(execution)
         if awaited is None:
-            awaited = self._awaited[execution] = Awaited()
-            self._fresh[execution] = None
+            awaited = self._awaited[execution] = AwaitedOutcome()
+            self._unpolled[execution] = None
             self._see_to_newcomers()
         awaited.callers += 1
         try:
-            done, _ = await asyncio.wait((awaited.end,), timeout=max_wait_ms / 1000)
-            return awaited.end.result() if done else None
+            done, _ = await asyncio.wait((awaited.outcome,), timeout=max_wait_ms / 1000)
+            return awaited.outcome.result() if done else None
         finally:
             awaited.callers -= 1
             if not awaited.callers and self._awaited.get(execution) is awaited:
                 self._forget(execution)
 
     def _see_to_newcomers(self) -> None:
-        if self._asking < MOST_WAITING:
+        if self._asking < MAX_CONCURRENT_POLLS:
             self._asking += 1
             work = self._ask_until_all_ended()
         elif not self._is_looking:
@@ -72,16 +72,16 @@ class Ending(Asking):
         else:
             return
         task = asyncio.create_task(work)
-        self._seeing_to.add(task)
-        task.add_done_callback(self._seeing_to.discard)
+        self._pollers.add(task)
+        task.add_done_callback(self._pollers.discard)
 
     async def _ask_until_all_ended(self) -> None:
         """Ask for those that nobody asks for, and for whoever comes along."""
         asked: set[str] = set()
         try:
             while True:
-                while self._fresh and len(asked) < client.MAX_ENDS:
-                    asked.add(self._fresh.popitem()[0])
+                while self._unpolled and len(asked) < client.MAX_AWAITED:
+                    asked.add(self._unpolled.popitem()[0])
                 if not asked:
                     return
                 await self._ask(asked, MAX_WAIT_MS)
@@ -92,10 +92,10 @@ class Ending(Asking):
     async def _look_now_and_then(self) -> None:
         """Look at newcomers as long as no request takes them along."""
         try:
-            await asyncio.sleep(LOOK_S)
-            while self._fresh:
-                await self._ask(tuple(self._fresh)[: client.MAX_ENDS], 0)
-                await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(OVERFLOW_POLL_S)
+            while self._unpolled:
+                await self._ask(tuple(self._unpolled)[: client.MAX_AWAITED], 0)
+                await asyncio.sleep(OVERFLOW_POLL_S)
         finally:
             self._is_looking = False
 
@@ -103,8 +103,8 @@ class Ending(Asking):
         """Ask for the ends of these, and tell their callers what was heard."""
         try:
             body = {"execution_ids": list(executions), "wait_ms": wait_ms}
-            told = await self.wire.ask("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
-            ends = read(told.body, client.Ends)
+            told = await self.transport.request("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
+            ends = decode_as(told.body, client.AwaitOutcomesResponse)
         except errors.FabricError as refused:
             for execution in executions:
                 self._tell(execution, refused)
@@ -112,25 +112,25 @@ class Ending(Asking):
         for one in ends.ended:
             self._tell(one.execution_id, _ended(one))
         for execution, refusal in ends.refused.items():
-            self._tell(execution, made(refusal))
+            self._tell(execution, decode_error(refusal))
 
-    def _tell(self, execution: str, heard: Ended | errors.FabricError) -> None:
+    def _tell(self, execution: str, heard: ExecutionOutcome | errors.FabricError) -> None:
         awaited = self._forget(execution)
         if awaited is None:
             return
-        if isinstance(heard, Ended):
-            awaited.end.set_result(heard)
+        if isinstance(heard, ExecutionOutcome):
+            awaited.outcome.set_result(heard)
         else:
-            awaited.end.set_exception(heard)
+            awaited.outcome.set_exception(heard)
 
-    def _forget(self, execution: str) -> Awaited | None:
-        self._fresh.pop(execution, None)
+    def _forget(self, execution: str) -> AwaitedOutcome | None:
+        self._unpolled.pop(execution, None)
         return self._awaited.pop(execution, None)
 
 
-def _ended(told: queries.Ended) -> Ended:
+def _ended(told: queries.ExecutionOutcomeResponse) -> ExecutionOutcome:
     result = told.result_b64
-    return Ended(
+    return ExecutionOutcome(
         told.execution_id,
         TerminalOutcome(told.outcome),
         None if result is msgspec.UNSET else result,

@@ -6,26 +6,26 @@ import asyncio
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.api.encoding import write_handle
-from flowfabric.client.base import Asking
-from flowfabric.client.decoding import read, variant_of
-from flowfabric.client.errors import among_answers
+from flowfabric.api.encoding import handle_to_text
+from flowfabric.client.base import ClientBase
+from flowfabric.client.decoding import convert_variant, decode_as
+from flowfabric.client.errors import error_in_batch
 from flowfabric.engine.types import Appended, BestEffort
 from flowfabric.handles import Handle
 from flowfabric.model.stream import FrameKind, FrameMode
 from flowfabric.server.routes.leases import MAX_FRAMES
 from flowfabric.server.routing import WORK_LIMIT
 
-NO_LIMITS = BestEffort()
-FRAME_BYTES = 256  # what a frame takes beside its payload
+DEFAULT_BEST_EFFORT = BestEffort()
+FRAME_OVERHEAD_BYTES = 256  # what a frame takes beside its payload
 
-Waiting = tuple[dict[str, Any], asyncio.Future[Appended]]
+QueuedFrame = tuple[dict[str, Any], asyncio.Future[Appended]]
 
 
-class Frames(Asking):
+class ClientStreamWriter(ClientBase):
     """What a handler writes while it works."""
 
-    _outgoing: dict[str, list[Waiting]]  # by handle
+    _outgoing: dict[str, list[QueuedFrame]]  # by handle
     _senders: dict[str, asyncio.Task[None]]
 
     async def append_frame(
@@ -36,7 +36,7 @@ class Frames(Asking):
         kind: FrameKind | str = FrameKind.EVENT,
         frame_type: str = "",
         mode: FrameMode | str = FrameMode.DURABLE,
-        best_effort: BestEffort = NO_LIMITS,
+        best_effort: BestEffort = DEFAULT_BEST_EFFORT,
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
@@ -48,7 +48,7 @@ class Frames(Asking):
             "correlation_id": correlation_id,
             "best_effort": best_effort,
         }
-        holder = write_handle(handle, handle.signature)
+        holder = handle_to_text(handle, handle.signature)
         kept: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
         self._outgoing.setdefault(holder, []).append((frame, kept))
         if holder not in self._senders:
@@ -67,12 +67,13 @@ class Frames(Asking):
             for _, kept in self._outgoing.pop(holder, []):
                 kept.cancel()
 
-    async def _send_batch(self, holder: str, batch: list[Waiting]) -> None:
+    async def _send_batch(self, holder: str, batch: list[QueuedFrame]) -> None:
         body = {"handle": holder, "frames": [frame for frame, _ in batch]}
         try:
-            told = await self.wire.ask("POST", "/v1/leases/frames", body)
+            told = await self.transport.request("POST", "/v1/leases/frames", body)
             answers = [
-                among_answers(one) or variant_of(one, Appended) for one in read(told.body, dict[str, Any])["results"]
+                error_in_batch(one) or convert_variant(one, Appended)
+                for one in decode_as(told.body, dict[str, Any])["results"]
             ]
         except errors.FabricError as refused:
             answers = [refused] * len(batch)
@@ -89,13 +90,13 @@ class Frames(Asking):
                 kept.set_result(answer)
 
 
-def _batch(waiting: list[Waiting]) -> list[Waiting]:
+def _batch(waiting: list[QueuedFrame]) -> list[QueuedFrame]:
     """As many as one request holds, at least one."""
-    batch: list[Waiting] = []
+    batch: list[QueuedFrame] = []
     length = 0
     for one in waiting[:MAX_FRAMES]:
-        length += FRAME_BYTES + len(one[0]["payload_b64"]) * 4 // 3
-        if batch and length > WORK_LIMIT - FRAME_BYTES:
+        length += FRAME_OVERHEAD_BYTES + len(one[0]["payload_b64"]) * 4 // 3
+        if batch and length > WORK_LIMIT - FRAME_OVERHEAD_BYTES:
             break
         batch.append(one)
     return batch

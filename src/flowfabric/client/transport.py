@@ -20,30 +20,30 @@ import httpx2
 import msgspec
 
 from flowfabric import errors
-from flowfabric.client.errors import BACKEND, foreign, verdict
+from flowfabric.client.errors import BACKEND, error_from_headers, proxy_error
 from flowfabric.ids import Minter
 from flowfabric.settings import Deadlines, Secret
 
-PATIENCE_S = 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-QUICK_CONNECTIONS = 24
-IDLE_S = 30.0
+RETRY_FOR_S = 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+MAX_SHORT_CONNECTIONS = 24
+KEEPALIVE_EXPIRY_S = 30.0
 _RANDOM = random.SystemRandom()  # the application's own generator is left alone
-DOUBTED = "it may have been heard before, without an answer"
+MAY_BE_REPEAT_NOTE = "it may have been heard before, without an answer"
 
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 _encode = msgspec.json.Encoder().encode
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpResponse(msgspec.Struct, frozen=True):
     """What the server said."""
 
     status: int
     body: bytes
-    doubted: bool = False  # whether an earlier request may have been heard without an answer
+    may_be_repeat: bool = False  # whether an earlier request may have been heard without an answer
 
 
-class Wire:
+class HttpTransport:
     """Keep-alive connections to one server; those that wait on purpose do not keep others from theirs."""
 
     def __init__(
@@ -52,14 +52,14 @@ class Wire:
         *,
         token: Secret | None,
         minter: Minter,
-        patience_s: float = PATIENCE_S,
+        retry_for_s: float = RETRY_FOR_S,
         deadlines: Deadlines | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """`transport` replaces the network, for tests."""
         self.deadlines = deadlines or Deadlines()
         self.url = _checked(url)
-        self.patience_s = patience_s
+        self.retry_for_s = retry_for_s
         self._minter = minter
         self._headers = {"accept": "application/json"}
         if token is not None:
@@ -67,14 +67,14 @@ class Wire:
                 raise errors.InvalidInput("token: not one that can be shown")
             self._headers["authorization"] = f"Bearer {shown}"
         self._given = transport
-        self._quick, self._waiting = self._pool(QUICK_CONNECTIONS), self._pool(None)
+        self._quick, self._waiting = self._pool(MAX_SHORT_CONNECTIONS), self._pool(None)
 
     @property
-    def may_go_silent(self) -> bool:
+    def is_networked(self) -> bool:
         """True if there is a network in between."""
         return self._given is None
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -82,11 +82,11 @@ class Wire:
         *,
         query: Mapping[str, Any] | None = None,
         wait_ms: int | None = None,
-        answer_s: float | None = None,
-        patience_s: float | None = None,
-        key: str | None = None,
-        misses: bool = False,
-    ) -> Answer:
+        answer_timeout_s: float | None = None,
+        retry_for_s: float | None = None,
+        idempotency_key: str | None = None,
+        allow_not_found: bool = False,
+    ) -> HttpResponse:
         """The answer to one request; raises what the server raised.
 
         `wait_ms` is for requests that wait on purpose, `answer_s` is how long after that the answer may take if not as
@@ -103,18 +103,18 @@ class Wire:
             content = _encode(body)
             headers = {**headers, "content-type": "application/json"}
         if method != "GET":
-            headers = {**headers, "idempotency-key": key or self._minter.uuid(), **_place()}
-        in_s = (self.deadlines.command_s if answer_s is None else answer_s) or None
+            headers = {**headers, "idempotency-key": idempotency_key or self._minter.uuid(), **_place()}
+        in_s = (self.deadlines.command_s if answer_timeout_s is None else answer_timeout_s) or None
         read_s = None if in_s is None else in_s + (wait_ms or 0) / 1000
         limits = {"connect": self.deadlines.connect_s or None, "read": read_s, "write": in_s, "pool": in_s}
         request = httpx2.Request(method, where, headers=headers, content=content, extensions={"timeout": limits})
-        patience = self.patience_s if patience_s is None else patience_s
-        return await self._persist(request, patience, waits=wait_ms is not None, misses=misses)
+        patience = self.retry_for_s if retry_for_s is None else retry_for_s
+        return await self._persist(request, patience, waits=wait_ms is not None, misses=allow_not_found)
 
-    async def _persist(self, request: httpx2.Request, patience_s: float, *, waits: bool, misses: bool) -> Answer:
+    async def _persist(self, request: httpx2.Request, patience_s: float, *, waits: bool, misses: bool) -> HttpResponse:
         clock = asyncio.get_running_loop().time
         until = clock() + patience_s
-        pause_s, doubted = FIRST_PAUSE_S, False
+        pause_s, doubted = FIRST_BACKOFF_S, False
         fault: errors.FabricError
         while True:
             try:
@@ -126,11 +126,11 @@ class Wire:
                 fault = _unavailable(away, in_doubt=doubted)
                 fault.__cause__ = away
             else:
-                refused = verdict(answer) if status >= 400 else None
+                refused = error_from_headers(answer) if status >= 400 else None
                 if 200 <= status < 300 or (misses and status == 404 and refused is not None):
-                    return Answer(status, body, doubted)
+                    return HttpResponse(status, body, doubted)
                 if refused is None:
-                    doubted, fault = True, foreign(status, body)
+                    doubted, fault = True, proxy_error(status, body)
                 elif isinstance(refused, errors.ResourceExhausted):  # the server has not looked at the request yet
                     fault = refused
                 elif isinstance(refused, errors.SchemaTooNew):  # it has to be replaced by one of the newer release
@@ -138,13 +138,13 @@ class Wire:
                 else:
                     refused.add_note(f"{request.method} {str(request.url).partition('?')[0]}")
                     if doubted:
-                        refused.add_note(DOUBTED)
+                        refused.add_note(MAY_BE_REPEAT_NOTE)
                     raise refused
                 pause_s = max(pause_s, _asked_pause(answer))
             if clock() + pause_s >= until:
                 raise fault
             await asyncio.sleep(pause_s * _RANDOM.uniform(0.5, 1.0))
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
     async def _once(self, request: httpx2.Request, waits: bool) -> tuple[int, Mapping[str, str], bytes]:
         pool = self._waiting if waits else self._quick
@@ -159,7 +159,7 @@ class Wire:
         """Send what follows over new connections."""
         if self._given is None:
             left = self._quick, self._waiting
-            self._quick, self._waiting = self._pool(QUICK_CONNECTIONS), self._pool(None)
+            self._quick, self._waiting = self._pool(MAX_SHORT_CONNECTIONS), self._pool(None)
             for pool in left:
                 await pool.retire()
 
@@ -207,12 +207,12 @@ def _place() -> dict[str, str]:
     return carried
 
 
-def was_doubted(refused: errors.FabricError) -> bool:
+def may_be_repeat(refused: errors.FabricError) -> bool:
     """Whether this is the answer to a repetition, so that it may say what the first one did."""
-    return DOUBTED in getattr(refused, "__notes__", ())
+    return MAY_BE_REPEAT_NOTE in getattr(refused, "__notes__", ())
 
 
-def segment(text: str) -> str:
+def quote_segment(text: str) -> str:
     """A text as one part of a path."""
     return quote(text, safe=":")
 
@@ -220,7 +220,7 @@ def segment(text: str) -> str:
 def _transport(most: int | None, deadlines: Deadlines) -> httpx2.AsyncHTTPTransport:
     return httpx2.AsyncHTTPTransport(
         limits=httpx2.Limits(
-            max_connections=most, max_keepalive_connections=QUICK_CONNECTIONS, keepalive_expiry=IDLE_S
+            max_connections=most, max_keepalive_connections=MAX_SHORT_CONNECTIONS, keepalive_expiry=KEEPALIVE_EXPIRY_S
         ),
         socket_options=deadlines.socket_options(),
     )

@@ -9,7 +9,7 @@ claims was checked: the exit code is 0 only when all of it held.
 from __future__ import annotations
 
 
-def play(*, json: bool = False) -> int:
+def run_demo(*, json: bool = False) -> int:
     """Perform the demo on the terminal, or line by line where there is none; the exit code.
 
     With `json` what was claimed and held is one document on stdout, and the play is on stderr. Ctrl-C ends the workers,
@@ -19,14 +19,14 @@ def play(*, json: bool = False) -> int:
 
     import msgspec
 
-    from flowfabric.demo.scenario import perform
+    from flowfabric.demo.scenario import run_scenario
     from flowfabric.demo.screen import Screen
 
     screen = Screen(aside=json)
     try:
-        code = asyncio.run(perform(screen))
+        code = asyncio.run(run_scenario(screen))
     except KeyboardInterrupt:
-        screen.say("stopped")
+        screen.print_event("stopped")
         return 130
     if json:
         told = {"proven": code == 0, "claims": screen.claims}

@@ -2,6 +2,6 @@
 
 import sys
 
-from flowfabric.demo import play
+from flowfabric.demo import run_demo
 
-sys.exit(play())
+sys.exit(run_demo())

@@ -11,7 +11,7 @@ from flowfabric.demo.orders import FLAKY, LONG, receipt
 from flowfabric.demo.screen import Screen
 
 
-class Play(msgspec.Struct):
+class DemoState(msgspec.Struct):
     """What has happened so far."""
 
     ids: dict[str, str]  # the orders
@@ -23,7 +23,7 @@ class Play(msgspec.Struct):
     approval: str = ""  # what came of the yes
 
 
-async def judged(engine: Engine, play: Play, screen: Screen) -> bool:
+async def check_claims(engine: Engine, play: DemoState, screen: Screen) -> bool:
     """Check everything that the summary says, and say it; whether all of it holds."""
     names = {execution_id: name for name, execution_id in play.ids.items()}
     all_ends = await _ends(engine)
@@ -67,13 +67,13 @@ async def judged(engine: Engine, play: Play, screen: Screen) -> bool:
     ]
     screen.console.print()
     for claim, held, detail in claims:
-        screen.verdict(claim, held, detail)
+        screen.print_claim(claim, held, detail)
     held = all(held for _, held, _ in claims)
-    screen.say("proven" if held else "something did not hold", "bold green" if held else "bold red")
+    screen.print_event("proven" if held else "something did not hold", "bold green" if held else "bold red")
     return held
 
 
-async def _flow_claims(engine: Engine, play: Play, ends: list[str]) -> list[tuple[str, bool, str]]:
+async def _flow_claims(engine: Engine, play: DemoState, ends: list[str]) -> list[tuple[str, bool, str]]:
     states = {name: str(await engine.read_execution_state(one)) for name, one in play.flow.items()}
     attempts = {name: await engine.attempt_history(one) for name, one in play.flow.items()}
     ended_at = {name: some[-1].ended_at or 0 for name, some in attempts.items() if some}
@@ -84,7 +84,7 @@ async def _flow_claims(engine: Engine, play: Play, ends: list[str]) -> list[tupl
     return [
         (
             "the flow went on without the branch that failed",
-            states == release.ENDS and once and not attempts[release.ARCHIVE],
+            states == release.EXPECTED_STATES and once and not attempts[release.ARCHIVE],
             f"{release.FAILING} failed, so {release.ALERT} ran and {release.ARCHIVE} was skipped, each once",
         ),
         (

@@ -11,18 +11,24 @@ FAILURE = "the payment service did not answer"
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 400}}}
 
 
-class Order(msgspec.Struct, frozen=True):
+class DemoOrder(msgspec.Struct, frozen=True):
     """One piece of work: so many steps, so many attempts that fail, and whether somebody has to say yes first."""
 
     name: str
     steps: int = 4
     fails: int = 0
-    asks: bool = False
+    needs_approval: bool = False
 
 
-FLAKY = Order("order-2", fails=1)
-LONG = Order("order-4", steps=12)
-ORDERS = (Order("order-1"), FLAKY, Order("order-3"), LONG, *(Order(f"order-{number}") for number in range(5, 9)))
+FLAKY = DemoOrder("order-2", fails=1)
+LONG = DemoOrder("order-4", steps=12)
+ORDERS = (
+    DemoOrder("order-1"),
+    FLAKY,
+    DemoOrder("order-3"),
+    LONG,
+    *(DemoOrder(f"order-{number}") for number in range(5, 9)),
+)
 
 
 def receipt(name: str) -> bytes:

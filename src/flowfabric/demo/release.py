@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import CreateExecution, Engine
-from flowfabric.demo.orders import LANE, Order
+from flowfabric.demo.orders import LANE, DemoOrder
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 
@@ -21,13 +21,13 @@ APPROVE = "approve"
 FAILING, PUBLISH, ARCHIVE, ALERT = "enrich", "publish", "archive", "alert"
 BRANCHES = ("clean", "rank", FAILING)
 MEMBERS = (
-    Order("extract", steps=2),
-    Order("clean", steps=2),
-    Order("rank", steps=2),
-    Order(FAILING, steps=2, fails=1),
-    Order(PUBLISH, steps=2, asks=True),
-    Order(ARCHIVE, steps=2),
-    Order(ALERT, steps=2),
+    DemoOrder("extract", steps=2),
+    DemoOrder("clean", steps=2),
+    DemoOrder("rank", steps=2),
+    DemoOrder(FAILING, steps=2, fails=1),
+    DemoOrder(PUBLISH, steps=2, needs_approval=True),
+    DemoOrder(ARCHIVE, steps=2),
+    DemoOrder(ALERT, steps=2),
 )
 EDGES = (
     *(("extract", branch, "success_only") for branch in BRANCHES),
@@ -37,7 +37,7 @@ EDGES = (
     (FAILING, ALERT, "failure_only"),
 )
 JOINS: dict[str, dict[str, Any]] = {PUBLISH: {"kind": "quorum", "k": 2, "on_satisfied": "let_run"}}
-ENDS = {member.name: "completed" for member in MEMBERS} | {FAILING: "failed", ARCHIVE: "skipped"}
+EXPECTED_STATES = {member.name: "completed" for member in MEMBERS} | {FAILING: "failed", ARCHIVE: "skipped"}
 
 
 async def submit(engine: Engine) -> dict[str, str]:

@@ -12,37 +12,37 @@ import msgspec
 
 from flowfabric import Engine, FabricError, Fence, connect
 from flowfabric.demo import release
-from flowfabric.demo.checks import Play, judged
+from flowfabric.demo.checks import DemoState, check_claims
 from flowfabric.demo.orders import FAILURE, FLAKY, LANE, LEASE_MS, LONG, ORDERS, RETRIES
-from flowfabric.demo.screen import Screen, Sight
-from flowfabric.demo.worker_processes import Crew
+from flowfabric.demo.screen import OrderStatus, Screen
+from flowfabric.demo.worker_processes import WorkerProcesses
 
 DEADLINE_S = 60.0
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 KILL_AT = 25  # per cent of the long order
 
 
-async def perform(screen: Screen) -> int:
+async def run_scenario(screen: Screen) -> int:
     """Play it and judge it; 0 when everything that is claimed was seen to hold."""
     with tempfile.TemporaryDirectory(prefix="ff-demo-") as folder:
         url = f"sqlite:///{folder}/demo.db"
         async with await connect(url) as engine:
-            with Crew(url, Path(folder)) as crew:
-                screen.say(
+            with WorkerProcesses(url, Path(folder)) as crew:
+                screen.print_event(
                     f"{len(ORDERS)} orders, a flow of {len(release.MEMBERS)}, two workers, SQLite; "
                     f"leases of {LEASE_MS / 1000} s",
                     "bold",
                 )
                 await engine.ensure_signing_key(secrets.token_hex(32))
-                play = Play(await submit(engine), await release.submit(engine))
+                play = DemoState(await submit(engine), await release.submit(engine))
                 for name in ("worker-a", "worker-b"):
-                    screen.say(f"{name} starts as process {crew.start(name)}")
-                with screen.showing():
+                    screen.print_event(f"{name} starts as process {crew.start(name)}")
+                with screen.live_table():
                     finished = await _watch(engine, crew, play, screen)
                 if not finished:
-                    screen.say(f"not finished after {DEADLINE_S:.0f} s\n{crew.words()}", "red")
+                    screen.print_event(f"not finished after {DEADLINE_S:.0f} s\n{crew.read_logs()}", "red")
                     return 1
-            return 0 if await judged(engine, play, screen) else 1
+            return 0 if await check_claims(engine, play, screen) else 1
 
 
 async def submit(engine: Engine) -> dict[str, str]:
@@ -61,42 +61,44 @@ async def submit(engine: Engine) -> dict[str, str]:
     return ids
 
 
-async def _watch(engine: Engine, crew: Crew, play: Play, screen: Screen) -> bool:
+async def _watch(engine: Engine, crew: WorkerProcesses, play: DemoState, screen: Screen) -> bool:
     """Look on until all is done, killing the worker of the long order on the way; False when it takes too long."""
     until = monotonic() + DEADLINE_S
     while monotonic() < until:
         sights = [await _sight(engine, name, execution_id) for name, execution_id in (play.ids | play.flow).items()]
         screen.show(sights)
-        if all(sight.state == release.ENDS.get(sight.name, "completed") for sight in sights):
+        if all(sight.state == release.EXPECTED_STATES.get(sight.name, "completed") for sight in sights):
             return True
-        if died := crew.has_died():
-            screen.say(f"{', '.join(died)} ended by itself\n{crew.words()}", "red")
+        if died := crew.exited_workers():
+            screen.print_event(f"{', '.join(died)} ended by itself\n{crew.read_logs()}", "red")
             return False
         if not play.retried and any(sight.name == FLAKY.name and sight.state == "delayed" for sight in sights):
             play.retried = True
-            screen.say(f"{FLAKY.name} failed ({FAILURE}) and will be tried again", "bold yellow")
+            screen.print_event(f"{FLAKY.name} failed ({FAILURE}) and will be tried again", "bold yellow")
         long = next(sight for sight in sights if sight.name == LONG.name)
         if not play.killed and long.state == "active" and long.progress >= KILL_AT:
             pid = crew.kill(long.worker)
             play.killed, play.killed_at = long.worker, await engine.ping()
-            screen.say(f"{long.worker} (process {pid}) gets SIGKILL at {long.progress} % of {long.name}", "bold red")
+            screen.print_event(
+                f"{long.worker} (process {pid}) gets SIGKILL at {long.progress} % of {long.name}", "bold red"
+            )
         elif play.killed and not play.late_write and long.attempts > 1:
-            screen.say(f"{long.worker} takes {long.name} over", "bold green")
+            screen.print_event(f"{long.worker} takes {long.name} over", "bold green")
             play.late_write = await _late_write(engine, play.ids[LONG.name])
         if any(sight.state == "suspended" for sight in sights) and not play.approval:
             play.approval = await release.approve(engine, play.flow[release.PUBLISH])
-            screen.say(f"{release.PUBLISH} asks, and gets a yes", "bold green")
-        await asyncio.sleep(LOOK_S)
+            screen.print_event(f"{release.PUBLISH} asks, and gets a yes", "bold green")
+        await asyncio.sleep(POLL_INTERVAL_S)
     return False
 
 
-async def _sight(engine: Engine, name: str, execution_id: str) -> Sight:
+async def _sight(engine: Engine, name: str, execution_id: str) -> OrderStatus:
     snapshot = await engine.describe_execution(execution_id)
     assert snapshot is not None
     partition = int(execution_id[4 : execution_id.index("}")])
     fields = await engine.read_exec_core_fields(partition, execution_id, ("progress_pct",))
     held = snapshot.current_lease
-    return Sight(
+    return OrderStatus(
         name,
         snapshot.public_state.value,
         snapshot.total_attempt_count,

@@ -19,7 +19,7 @@ COLOURS = {"active": "cyan", "completed": "green", "delayed": "yellow", "failed"
 COLOURS |= {"suspended": "magenta", "skipped": "dim", "waiting": "dim", "waiting_children": "dim"}
 
 
-class Sight(msgspec.Struct, frozen=True):
+class OrderStatus(msgspec.Struct, frozen=True):
     """One order as it stands."""
 
     name: str
@@ -44,7 +44,7 @@ class Screen:
         self._shown: dict[str, tuple[str, int, str]] = {}
 
     @contextmanager
-    def showing(self) -> Iterator[None]:
+    def live_table(self) -> Iterator[None]:
         """Keep the table on the screen."""
         if not self.console.is_terminal or self.console.is_dumb_terminal:
             yield
@@ -52,10 +52,10 @@ class Screen:
         with Live(console=self.console, refresh_per_second=12) as self._live:
             yield
 
-    def show(self, sights: Sequence[Sight]) -> None:
+    def show(self, sights: Sequence[OrderStatus]) -> None:
         """The orders as they are now."""
         if self._live is not None:
-            self._live.update(drawn(sights))
+            self._live.update(render_table(sights))
             return
         for sight in sights:
             now = sight.state, sight.attempts, sight.worker
@@ -63,20 +63,20 @@ class Screen:
                 self._shown[sight.name] = now
                 attempt = f"attempt {sight.attempts}" if sight.attempts else ""
                 by = f"by {sight.worker}" if sight.worker else ""
-                self.say(f"{sight.name:<8} {sight.state:<16} {attempt:<10} {by}".rstrip())
+                self.print_event(f"{sight.name:<8} {sight.state:<16} {attempt:<10} {by}".rstrip())
 
-    def say(self, words: str, style: str = "") -> None:
+    def print_event(self, words: str, style: str = "") -> None:
         """Something that happened."""
         self.console.print(Text(f"{monotonic() - self._began:5.1f} s  {words}", style=style))
 
-    def verdict(self, claim: str, held: bool, detail: str) -> None:
+    def print_claim(self, claim: str, held: bool, detail: str) -> None:
         """Something that was to be proven."""
         self.claims.append({"claim": claim, "held": held, "detail": detail})
         mark = ("✓ ", "green") if held else ("✗ ", "red")
         self.console.print(Text.assemble(mark, f"{claim}: {detail}"))
 
 
-def drawn(sights: Sequence[Sight]) -> Table:
+def render_table(sights: Sequence[OrderStatus]) -> Table:
     """A row for each; what a narrow terminal has no room for is cut from the right, names and states last."""
     table = Table(box=None, pad_edge=False)
     for name, width, least in (("order", 9, 8), ("state", 16, 10), ("attempt", 7, 1), ("worker", 8, 1), ("", 24, 1)):

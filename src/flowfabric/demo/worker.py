@@ -14,13 +14,13 @@ import sys
 import msgspec
 
 from flowfabric import Engine, FabricError, connect
-from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, Order, receipt
+from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, DemoOrder, receipt
 from flowfabric.demo.release import APPROVE
-from flowfabric.engine.types import ByName, Fresh, Single, SuspendArgs
+from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
 from flowfabric.model.answers.execution import Claimed
 
 
-async def work(url: str, name: str) -> None:
+async def run_worker(url: str, name: str) -> None:
     """Take orders until told to stop."""
     stop, parent = asyncio.Event(), os.getppid()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -32,17 +32,17 @@ async def work(url: str, name: str) -> None:
             )
             if claimed is not None:
                 try:
-                    await handle(engine, claimed)
+                    await process_order(engine, claimed)
                 except FabricError as lost:  # this worker was too slow; whoever took the order over goes on with it
                     print(f"{claimed.execution_id}: {lost}", file=sys.stderr)
 
 
-async def handle(engine: Engine, claimed: Claimed) -> None:
+async def process_order(engine: Engine, claimed: Claimed) -> None:
     """Work on one order and end its attempt."""
     payload = claimed.payload.input_payload if claimed.payload else None
-    order = msgspec.json.decode(payload or b"", type=Order)
-    if order.asks and not await engine.observe_signals(claimed.handle):
-        await ask(engine, claimed)
+    order = msgspec.json.decode(payload or b"", type=DemoOrder)
+    if order.needs_approval and not await engine.observe_signals(claimed.handle):
+        await suspend_for_approval(engine, claimed)
         return
     for step in range(1, order.steps + 1):
         await asyncio.sleep(STEP_S)
@@ -54,11 +54,11 @@ async def handle(engine: Engine, claimed: Claimed) -> None:
     await engine.complete(claimed.handle, result=receipt(order.name))
 
 
-async def ask(engine: Engine, claimed: Claimed) -> None:
+async def suspend_for_approval(engine: Engine, claimed: Claimed) -> None:
     """Put the order away until somebody says yes; the worker is free meanwhile."""
     args = SuspendArgs(
         suspension_id=engine.minter.uuid(),
-        waitpoints=(Fresh(engine.minter.uuid(), APPROVE),),
+        waitpoints=(FreshWaitpoint(engine.minter.uuid(), APPROVE),),
         resume_condition=Single(APPROVE, ByName(APPROVE)),
         reason_code="waiting_for_approval",
         now=engine.estimate.now(),
@@ -67,4 +67,4 @@ async def ask(engine: Engine, claimed: Claimed) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(work(*sys.argv[1:]))
+    asyncio.run(run_worker(*sys.argv[1:]))

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-PATIENCE_S = 10.0
+STOP_TIMEOUT_S = 10.0
 
 
-class Crew:
+class WorkerProcesses:
     """Started by name, killed at will, sent home in the end; what they had to say is kept beside the store."""
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -33,11 +33,11 @@ class Crew:
         worker.wait()
         return worker.pid
 
-    def has_died(self) -> list[str]:
+    def exited_workers(self) -> list[str]:
         """Workers that ended by themselves, which none should."""
         return [name for name, worker in self._workers.items() if worker.poll() is not None]
 
-    def words(self) -> str:
+    def read_logs(self) -> str:
         """What the workers wrote."""
         return "".join(
             f"{log.stem}: {log.read_text()}" for log in sorted(self._folder.glob("*.log")) if log.stat().st_size
@@ -53,7 +53,7 @@ class Crew:
             worker.terminate()
         for worker in self._workers.values():
             try:
-                worker.wait(PATIENCE_S)
+                worker.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()

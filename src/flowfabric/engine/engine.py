@@ -8,43 +8,43 @@ from typing import Self
 import msgspec
 
 from flowfabric.engine.claiming.late_claims import LateClaims
-from flowfabric.engine.claiming.poller import Pulling
-from flowfabric.engine.flows.bulk_cancel import Cancelling
-from flowfabric.engine.flows.completion_dispatcher import Dispatcher
-from flowfabric.engine.flows.join_resolver import Folding
-from flowfabric.engine.limits.budget_suspension import Sleeping
-from flowfabric.engine.metrics.queue_depth import Levels
-from flowfabric.engine.operations.api_tokens import ApiTokens
-from flowfabric.engine.operations.deployment import Deployments
-from flowfabric.engine.operations.flow_cancels import FlowCancels
-from flowfabric.engine.operations.flow_reads import FlowReads
-from flowfabric.engine.operations.holder import Holder
-from flowfabric.engine.operations.leases import Finishing
-from flowfabric.engine.operations.reads import Reads
-from flowfabric.engine.operations.redeeming import Redeeming
-from flowfabric.engine.operations.retention import Retention
-from flowfabric.engine.operations.signals import Signals
-from flowfabric.engine.operations.streams import StreamOps, Streams
-from flowfabric.engine.operations.subscriptions import Subscriptions
-from flowfabric.engine.runtime.pending_rows import Together
-from flowfabric.engine.runtime.secret_box import Vault
+from flowfabric.engine.claiming.poller import PollingOperations
+from flowfabric.engine.flows.bulk_cancel import BulkCanceller
+from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher
+from flowfabric.engine.flows.join_resolver import JoinResolver
+from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.metrics.queue_depth import GaugeReader
+from flowfabric.engine.operations.api_tokens import ApiTokenOperations
+from flowfabric.engine.operations.deployment import DeploymentOperations
+from flowfabric.engine.operations.flow_cancels import FlowCancelOperations
+from flowfabric.engine.operations.flow_reads import FlowReadOperations
+from flowfabric.engine.operations.holder import HolderOperations
+from flowfabric.engine.operations.leases import LeaseOperations
+from flowfabric.engine.operations.reads import ReadOperations
+from flowfabric.engine.operations.redeeming import RedeemerOperations
+from flowfabric.engine.operations.retention import RetentionOperations
+from flowfabric.engine.operations.signals import SignalOperations
+from flowfabric.engine.operations.streams import StreamOperations, StreamReadLimiter
+from flowfabric.engine.operations.subscriptions import SubscriptionOperations
+from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.secret_box import SecretBox
 from flowfabric.engine.runtime.wakeups import stream_topic
 from flowfabric.engine.surface import operations
 from flowfabric.engine.sweeps import suspensions
 from flowfabric.engine.sweeps.flows import FlowSweeps
-from flowfabric.engine.sweeps.limits import admission_sweeps
-from flowfabric.engine.sweeps.sweeper import Pass, Places, Sweeper
-from flowfabric.engine.sweeps.unblock import Unblocking
+from flowfabric.engine.sweeps.limits import limit_sweeps
+from flowfabric.engine.sweeps.sweeper import SweepCursors, Sweeper, SweepResult
+from flowfabric.engine.sweeps.unblock import UnblockSweep
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import BackendTag
 from flowfabric.ids import ExecutionId, Minter, RandomMinter, mint_solo
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.flow import Dependency, Dispatch, PendingCancelGroup
-from flowfabric.model.gate import ChildEnd
-from flowfabric.model.outbox import Message
+from flowfabric.model.flow import CompletionDispatch, Dependency, PendingSiblingCancel
+from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.outbox import OutboxMessage
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.port import Schema as Schema  # part of the engine's own vocabulary
+from flowfabric.stores.port import SchemaVersion as SchemaVersion  # part of the engine's own vocabulary
 from flowfabric.stores.port import Store
 
 
@@ -56,21 +56,21 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Engine(
-    Finishing,
-    Holder,
-    FlowCancels,
-    FlowReads,
-    Sleeping,
-    Signals,
-    Streams,
-    Pulling,
-    Redeeming,
-    Reads,
-    Retention,
-    Subscriptions,
-    ApiTokens,
-    Deployments,
-    Levels,
+    LeaseOperations,
+    HolderOperations,
+    FlowCancelOperations,
+    FlowReadOperations,
+    BudgetSuspender,
+    SignalOperations,
+    StreamOperations,
+    PollingOperations,
+    RedeemerOperations,
+    ReadOperations,
+    RetentionOperations,
+    SubscriptionOperations,
+    ApiTokenOperations,
+    DeploymentOperations,
+    GaugeReader,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
@@ -80,33 +80,35 @@ class Engine(
         *,
         settings: Settings | None = None,
         minter: Minter | None = None,
-        schema: Schema | None = None,
+        schema: SchemaVersion | None = None,
     ) -> None:
         """`schema` is what opening the store answered."""
         super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
-        self.schema = schema or Schema(0, 0)
+        self.schema = schema or SchemaVersion(0, 0)
         self._sweeper: Sweeper | None = None
-        self._places: Places = {}
-        self.accepting = validate.Accepting()
-        self.vault = Vault(self.settings.secret_key)
-        self.together = Together(self)
-        self.stream_ops = StreamOps(self.settings.max_concurrent_stream_ops)
-        self.writers, self.taking_in, self.folds = {}, {}, set()
-        self.follow(self.follow_children, ChildEnd)
-        self._turns = {}
+        self._places: SweepCursors = {}
+        self.create_validator = validate.CreateValidator()
+        self.secret_box = SecretBox(self.settings.secret_key)
+        self.root_queues = RootQueues(self)
+        self.stream_reads = StreamReadLimiter(self.settings.max_concurrent_stream_ops)
+        self.frame_writers, self.parents_in_progress, self.child_completion_tasks = {}, {}, set()
+        self.on_write(self.deliver_written_child_completions, ChildCompletion)
+        self._flow_locks = {}
         self._background = set()
         dispatch = self.settings.dispatch
-        self.late_claims = LateClaims(self._find_taken, self._give_back)
-        self.folding = Folding(self)
-        self.cancelling = Cancelling(self, self.folding)
-        self.dispatcher = Dispatcher(self, self.folding, self.cancelling.cancel_siblings, enabled=dispatch)
-        self.carrier = self.dispatcher
-        self.follow(self.dispatcher.follow, Dependency, Dispatch, PendingCancelGroup)
+        self.late_claims = LateClaims(self._find_claimed, self._give_back)
+        self.join_resolver = JoinResolver(self)
+        self.bulk_canceller = BulkCanceller(self, self.join_resolver)
+        self.dispatcher = CompletionDispatcher(
+            self, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=dispatch
+        )
+        self.release_inliner = self.dispatcher
+        self.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
         self._flow_sweeps = FlowSweeps(self, self)
-        self.follow(self.follow_messages, Message)
-        self._unblocking = Unblocking(self)
+        self.on_write(self.deliver_written_messages, OutboxMessage)
+        self._unblocking = UnblockSweep(self)
         if self.settings.hears:
-            store.on_wake(self._woken)
+            store.on_notify(self._woken)
 
     async def _give_back(self, claimed: Claimed) -> None:
         """Make what was claimed claimable again, at once: the attempt has not begun."""
@@ -116,9 +118,9 @@ class Engine(
     def _woken(self, topics: frozenset[str]) -> None:
         """Another process says what happened; one that cannot say wakes everybody."""
         if topics:
-            self.wakes.fire(topics)
+            self.wakeups.notify(topics)
         else:
-            self.wakes.fire_all("")
+            self.wakeups.notify_prefix("")
 
     @property
     def is_shared(self) -> bool:
@@ -139,7 +141,7 @@ class Engine(
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
-        return mint_solo(validate.lane(lane_id), self.partitions, self.minter)
+        return mint_solo(validate.validate_lane_id(lane_id), self.partitions, self.minter)
 
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
@@ -152,16 +154,16 @@ class Engine(
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
-    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> Pass:
+    async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> SweepResult:
         """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
         return await self.sweeper(chosen).sweep_once(name, batch)
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
         """All sweeps, not yet running."""
         more = (
-            *suspensions.sweeps(self),
+            *suspensions.suspension_sweeps(self),
             *self._flow_sweeps.sweeps(chosen),
-            *admission_sweeps(self, self._unblocking, chosen),
+            *limit_sweeps(self, self._unblocking, chosen),
         )
         return Sweeper(self, self.settings.sweeps, more, chosen, self._places)
 
@@ -169,15 +171,15 @@ class Engine(
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
         await self.late_claims.close()
-        self.stream_ops.closing.set()
-        self.wakes.fire_all(stream_topic(""))
-        await self.frames_written()
-        await self.folds_done()
-        await self.finish_background()
+        self.stream_reads.closing.set()
+        self.wakeups.notify_prefix(stream_topic(""))
+        await self.flush_frames()
+        await self.wait_for_child_completions()
+        await self.finish_background_cancels()
         await self.dispatcher.close()
-        self.stop_timers()
-        await self.delivered()
-        await self.commits.drained()
+        self.cancel_window_timers()
+        await self.wait_for_deliveries()
+        await self.commit_queue.drain()
         await self.store.close()
 
     async def __aenter__(self) -> Self:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from flowfabric.model.change import Change, outcome_of
-from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.model.condition import (
+    AllConditions,
+    ByName,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    Wildcard,
+)
 from flowfabric.model.suspension import TimeoutBehavior
-from flowfabric.rules.durable.gates import GateArgs, closed_by
-from flowfabric.rules.durable.mailbox import MailArgs
-from flowfabric.rules.durable.park import Ready
-from flowfabric.rules.durable.schema_limits import check_schema, target
-from flowfabric.rules.durable.vote_schema import ask_tag, asked_by, schema_of
+from flowfabric.rules.durable.gates import GateArgs, outcome_of_children
+from flowfabric.rules.durable.mailbox import MessageArgs
+from flowfabric.rules.durable.park import GatesReady
+from flowfabric.rules.durable.schema_limits import check_schema, resolve_reference
+from flowfabric.rules.durable.vote_schema import approval_name, schema_tag, vote_schema
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.execution.policy import PARTS as POLICY_PARTS
@@ -18,15 +27,15 @@ from flowfabric.rules.execution.views import StateVector
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.flow.build import EdgeSnapshot
 from flowfabric.rules.flow.views import FlowSnapshot
-from flowfabric.rules.limits.budget import Need
-from flowfabric.rules.security.keystore import Kids
+from flowfabric.rules.limits.budget import BudgetNeed
+from flowfabric.rules.security.keystore import KeyIds
 from flowfabric.rules.security.signed_handle import HandleKeys, is_signed_handle, sign_handle
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
 from flowfabric.rules.stream.append import Appended, BestEffort
 from flowfabric.rules.stream.read import FrameView, StreamPage, SummaryView
-from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy, SuspendArgs, UsePending
-from flowfabric.rules.suspension.conditions import to_plain as plain_condition
-from flowfabric.rules.suspension.signals import Accepted, Duplicate, SignalArgs
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
+from flowfabric.rules.suspension.conditions import condition_to_builtins as plain_condition
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
 from flowfabric.rules.suspension.state import ObservedSignal
 from flowfabric.rules.suspension.views import SuspensionRecord
 from flowfabric.rules.suspension.waitpoints import WaitpointRecord, WaitpointView
@@ -35,29 +44,29 @@ __all__ = [
     "POLICY_PARTS",
     "TRACE_TAG",
     "Accepted",
-    "AllOf",
+    "AllConditions",
     "Appended",
     "BestEffort",
+    "BudgetNeed",
     "ByName",
     "Change",
     "Count",
     "CountKind",
     "CreateExecution",
-    "Duplicate",
+    "DuplicateDelivery",
     "EdgeSnapshot",
     "Fence",
     "Filter",
     "FlowSnapshot",
     "FrameView",
-    "Fresh",
+    "FreshWaitpoint",
     "GateArgs",
+    "GatesReady",
     "HandleKeys",
-    "Kids",
-    "MailArgs",
-    "Need",
+    "KeyIds",
+    "MessageArgs",
     "ObservedSignal",
     "OperatorOnly",
-    "Ready",
     "ResumePolicy",
     "SignalArgs",
     "Single",
@@ -68,20 +77,20 @@ __all__ = [
     "SuspensionRecord",
     "TimeoutBehavior",
     "TimeoutOnly",
-    "UsePending",
+    "UsePendingWaitpoint",
     "WaitpointRecord",
     "WaitpointToken",
     "WaitpointView",
     "Wildcard",
-    "ask_tag",
-    "asked_by",
+    "approval_name",
     "check_not_reserved",
     "check_schema",
-    "closed_by",
     "is_signed_handle",
     "outcome_of",
+    "outcome_of_children",
     "plain_condition",
-    "schema_of",
+    "resolve_reference",
+    "schema_tag",
     "sign_handle",
-    "target",
+    "vote_schema",
 ]

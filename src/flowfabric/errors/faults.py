@@ -20,7 +20,7 @@ class StoreFault(StrEnum):
     OTHER = "other"
 
     @property
-    def passes(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether this usually goes away by itself."""
         return self in _PASSING_FAULTS
 
@@ -64,7 +64,7 @@ class StoreUnavailable(FabricError):
         """Raise it `from` the driver's own error, so that the cause stays visible."""
         fault = StoreFault(source)
         super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
-        self.classification = Classification.RETRYABLE if fault.passes else Classification.TERMINAL
+        self.classification = Classification.RETRYABLE if fault.is_transient else Classification.TERMINAL
 
     @property
     def sentence(self) -> str:

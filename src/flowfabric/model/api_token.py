@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Scope(StrEnum):
+class ApiScope(StrEnum):
     """What a token may be good for."""
 
     READ = "read"
@@ -41,7 +41,7 @@ class TokenView(msgspec.Struct, frozen=True):
 
     token_id: str
     name: str
-    scopes: tuple[Scope, ...]
+    scopes: tuple[ApiScope, ...]
     namespaces: tuple[str, ...] | None
     created_at: int
     expires_at: int | None
@@ -49,7 +49,7 @@ class TokenView(msgspec.Struct, frozen=True):
     previous_until: int | None
 
 
-class TokenMade(msgspec.Struct, frozen=True):
+class ApiTokenCreated(msgspec.Struct, frozen=True):
     """A token that was just made or renewed: the only time that it is shown."""
 
     token_id: str

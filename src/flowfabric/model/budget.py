@@ -62,7 +62,7 @@ class BudgetSpend(msgspec.Struct, frozen=True):
     namespace: str = DEFAULT_NAMESPACE
 
 
-class Reservation(msgspec.Struct, frozen=True):
+class BudgetReservation(msgspec.Struct, frozen=True):
     """A promise of one dimension's room; it counts until it is settled, refunded or over."""
 
     budget_id: str

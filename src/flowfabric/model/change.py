@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 
 A = TypeVar("A", covariant=True)
 
@@ -32,25 +32,25 @@ class FromNow(msgspec.Struct, frozen=True, gc=False):
 NOW = FromNow(0)
 
 
-class LeaseWant(IntEnum):
+class LeaseRequirement(IntEnum):
     """What a guard asks of the lease."""
 
     LIVE = 1  # this lease, and its end is in the future
-    LAPSED = 2  # this lease, and its end has come
+    EXPIRED = 2  # this lease, and its end has come
 
 
-_LIVE = LeaseWant.LIVE  # asked for by every end; to find a member in its class takes ten times as long
+_LIVE = LeaseRequirement.LIVE  # asked for by every end; to find a member in its class takes ten times as long
 
 
 class LeaseCheck(msgspec.Struct, frozen=True, gc=False):
     """The lease a change was decided on, judged by the store's clock at the commit."""
 
-    want: LeaseWant
+    requires: LeaseRequirement
     lease_id: str
     lease_epoch: int
 
 
-class Like(msgspec.Struct, frozen=True, eq=False):
+class Expected(msgspec.Struct, frozen=True, eq=False):
     """What a root that nobody looked at is supposed to hold in these columns; the others may hold anything.
 
     A rule that knows how a row was left, and who may have moved it since, decides on that; the store proves it.
@@ -58,7 +58,7 @@ class Like(msgspec.Struct, frozen=True, eq=False):
     """
 
     fields: dict[str, Any]
-    own: tuple[str, ...] = ()
+    per_row: tuple[str, ...] = ()
 
 
 class Guard(msgspec.Struct, frozen=True, gc=False):
@@ -68,8 +68,8 @@ class Guard(msgspec.Struct, frozen=True, gc=False):
     key: tuple[Any, ...]
     revision: int | None
     lease: LeaseCheck | None = None
-    like: Like | None = None  # in place of a revision
-    own: tuple[Any, ...] = ()  # what the root is supposed to hold in the columns that `like` leaves to it
+    expected: Expected | None = None  # in place of a revision
+    expected_values: tuple[Any, ...] = ()  # what the root is supposed to hold in the columns that `like` leaves to it
 
 
 class Insert(msgspec.Struct, frozen=True, gc=False):
@@ -78,7 +78,7 @@ class Insert(msgspec.Struct, frozen=True, gc=False):
     row: msgspec.Struct
 
 
-class Put(msgspec.Struct, frozen=True, gc=False):
+class Upsert(msgspec.Struct, frozen=True, gc=False):
     """A row as it will be, whether or not it existed. Integer fields may hold `FromNow`."""
 
     row: msgspec.Struct
@@ -93,7 +93,7 @@ class Patch(msgspec.Struct, frozen=True, gc=False):
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
     fields: dict[str, Any]
-    unless: str | None = None
+    unless_set: str | None = None
 
 
 class Delete(msgspec.Struct, frozen=True, gc=False):
@@ -103,41 +103,41 @@ class Delete(msgspec.Struct, frozen=True, gc=False):
     key: tuple[Any, ...]
 
 
-class Copies(msgspec.Struct, frozen=True, gc=False):
+class BulkInsert(msgspec.Struct, frozen=True, gc=False):
     """Rows that did not exist, like `row` but for the columns in `own`, of which each lists a value a row.
 
     Thousands that are created together differ in little; so only that has to be made, carried and encoded for each.
     """
 
     row: msgspec.Struct
-    own: dict[str, Sequence[Any]]
+    columns: dict[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        if len(set(map(len, self.own.values()))) != 1:
+        if len(set(map(len, self.columns.values()))) != 1:
             raise ValueError("copies list as many values of one column as of another")
 
     def __len__(self) -> int:
-        return len(next(iter(self.own.values())))
+        return len(next(iter(self.columns.values())))
 
     def inserts(self) -> list[Insert]:
         """The same, row by row."""
-        rows = zip(*self.own.values(), strict=True)
+        rows = zip(*self.columns.values(), strict=True)
         return [
-            Insert(msgspec.structs.replace(self.row, **dict(zip(self.own, values, strict=True)))) for values in rows
+            Insert(msgspec.structs.replace(self.row, **dict(zip(self.columns, values, strict=True)))) for values in rows
         ]
 
 
-Single = Insert | Put | Patch | Delete
-Write = Single | Copies
+RowWrite = Insert | Upsert | Patch | Delete
+Write = RowWrite | BulkInsert
 
 
-class Own(msgspec.Struct, frozen=True, gc=False):
+class ColumnRef(msgspec.Struct, frozen=True, gc=False):
     """In a form: the value that the root has in this column."""
 
     column: str
 
 
-class Form(msgspec.Struct, frozen=True, eq=False):
+class RowTemplate(msgspec.Struct, frozen=True, eq=False):
     """What a change writes and tells when that is the same for every root, but for what the root itself says.
 
     A rule that finds an ordinary row answers with a form in place of writes, and a store fills it in by itself, for
@@ -145,16 +145,16 @@ class Form(msgspec.Struct, frozen=True, eq=False):
     that the form leaves as they are. `spelled_out` gives the change in full.
     """
 
-    root: type[msgspec.Struct]
+    row: type[msgspec.Struct]
     fields: dict[str, Any]
     event: dict[str, Any]
 
 
-def as_form(change: Change) -> Form:
+def as_template(change: Change) -> RowTemplate:
     """The form of a change that a rule made of a row which holds `Own` where it may hold anything."""
     match change:
         case Change(writes=(Patch(row=root, fields=fields),), events=(event,)):
-            return Form(root, fields, msgspec.structs.asdict(event))
+            return RowTemplate(root, fields, msgspec.structs.asdict(event))
     raise TypeError("a form patches its root and tells one event, nothing else")
 
 
@@ -164,28 +164,30 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     guards: tuple[Guard, ...]
     writes: tuple[Write, ...] = ()
     events: tuple[Event, ...] = ()
-    form: Form | None = None  # of further writes about the first guard's root, and of what is told about it
-    lines: tuple[LineKey, ...] = ()  # to be known from now on, though nothing stands there yet
+    template: RowTemplate | None = None  # of further writes about the first guard's root, and of what is told about it
+    queues: tuple[QueueKey, ...] = ()  # to be known from now on, though nothing stands there yet
     not_before: int | None = None
     not_after: int | None = None
     id: int = 0  # minted by the engine; becomes the revision of every root that the change writes
 
 
-def spelled_out(change: Change, root: msgspec.Struct) -> Change:
+def expand(change: Change, root: msgspec.Struct) -> Change:
     """A change with the writes and the event that its form means for this root, in place of the form."""
-    form = change.form
+    form = change.template
     if form is None:
         return change
 
     def filled(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: getattr(root, value.column) if type(value) is Own else value for name, value in values.items()}
+        return {
+            name: getattr(root, value.column) if type(value) is ColumnRef else value for name, value in values.items()
+        }
 
-    patch = Patch(form.root, change.guards[0].key, filled(form.fields))
+    patch = Patch(form.row, change.guards[0].key, filled(form.fields))
     told = Event(**filled(form.event))
     return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), form=None)
 
 
-def joined(*changes: Change) -> Change:
+def merge_changes(*changes: Change) -> Change:
     """Changes of one partition that hold together; a root that several rely on is guarded once."""
     guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
     return Change(
@@ -197,8 +199,8 @@ def joined(*changes: Change) -> Change:
 
 def outcome_of(change: Change) -> str | None:
     """The end that a change brings about first, if it does."""
-    if change.form is not None:
-        outcome: str | None = change.form.event["outcome"]
+    if change.template is not None:
+        outcome: str | None = change.template.event["outcome"]
         return outcome
     return change.events[0].outcome if change.events else None
 
@@ -213,9 +215,9 @@ def absent(row: type[msgspec.Struct], *key: Any) -> Guard:
     return Guard(row, key, None)
 
 
-def supposed(row: type[msgspec.Struct], like: Like, *key: Any, own: tuple[Any, ...] = ()) -> Guard:
+def expect(row: type[msgspec.Struct], expected: Expected, *key: Any, expected_values: tuple[Any, ...] = ()) -> Guard:
     """A root that looks like this."""
-    return Guard(row, key, None, like=like, own=own)
+    return Guard(row, key, None, expected=expected, expected_values=expected_values)
 
 
 def live(row: Execution) -> LeaseCheck:
@@ -223,9 +225,9 @@ def live(row: Execution) -> LeaseCheck:
     return LeaseCheck(_LIVE, row.lease_id or "", row.lease_epoch)
 
 
-def lapsed(row: Execution) -> LeaseCheck:
+def expired(row: Execution) -> LeaseCheck:
     """The row's lease, past its end when the change is written."""
-    return LeaseCheck(LeaseWant.LAPSED, row.lease_id or "", row.lease_epoch)
+    return LeaseCheck(LeaseRequirement.EXPIRED, row.lease_id or "", row.lease_epoch)
 
 
 def lease_event(
@@ -250,6 +252,6 @@ def lease_event(
     )
 
 
-def at(offset: int) -> int:
+def from_now(offset: int) -> int:
     """An instant `offset` milliseconds from the commit, to stand in an integer field of an inserted row."""
     return FromNow(offset)  # type: ignore[return-value]

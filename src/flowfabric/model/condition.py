@@ -48,7 +48,7 @@ class TimeoutOnly(msgspec.Struct, frozen=True):
     """Nothing but the timeout, or an operator."""
 
 
-class AllOf(msgspec.Struct, frozen=True):
+class AllConditions(msgspec.Struct, frozen=True):
     """Every member, in any order."""
 
     members: tuple[Condition, ...]
@@ -63,10 +63,10 @@ class Count(msgspec.Struct, frozen=True):
     matcher: Matcher | None = None
 
 
-class Unknown(msgspec.Struct, frozen=True):
+class UnknownCondition(msgspec.Struct, frozen=True):
     """A node of a later release, as it was stored."""
 
     stored: Any
 
 
-Condition = Single | OperatorOnly | TimeoutOnly | AllOf | Count | Unknown
+Condition = Single | OperatorOnly | TimeoutOnly | AllConditions | Count | UnknownCondition

@@ -26,17 +26,17 @@ from flowfabric.model.states import (
 )
 
 
-class LineKey(msgspec.Struct, frozen=True, gc=False, order=True):
+class QueueKey(msgspec.Struct, frozen=True, gc=False, order=True):
     """Where claimable work stands: everything a worker must match to take from it, in one name."""
 
     lane_id: str
     required: str = ""  # sorted, comma-joined capabilities
     fairness_key: str = ""
     fairness_weight: int = 1
-    decided: bool = False  # claimed by load, rule and commit instead of by a uniform take
+    guarded: bool = False  # claimed by load, rule and commit instead of by a uniform take
 
 
-MISSING_QUEUE = LineKey("")  # shown by a row whose ready queue the store has lost; no lane has an empty name
+MISSING_QUEUE = QueueKey("")  # shown by a row whose ready queue the store has lost; no lane has an empty name
 
 
 class Execution(msgspec.Struct, frozen=True, gc=False):
@@ -99,7 +99,7 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     deadline_at: int | None = None
     purge_at: int | None = None
 
-    line: LineKey | None = None
+    line: QueueKey | None = None
     rank: int = 0
     next_type: AttemptType | None = None  # of the attempt that the next claim makes; None continues the attempt
     next_timeout_ms: int | None = None

@@ -43,7 +43,7 @@ class DependencyState(StrEnum):
     IMPOSSIBLE = "impossible"
 
 
-class PolicyVariant(StrEnum):
+class JoinPolicyKind(StrEnum):
     ALL_OF = "all_of"
     ANY_OF = "any_of"
     QUORUM = "quorum"
@@ -115,7 +115,7 @@ class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
 
     flow_id: str
     downstream_execution_id: str
-    policy_variant: PolicyVariant
+    policy_variant: JoinPolicyKind
     on_satisfied: OnSatisfied | None = None
     k: int = 0
     staged: int = 0  # inbound edges, applied or not
@@ -155,7 +155,7 @@ class Dependency(msgspec.Struct, frozen=True, gc=False):
     revision: int = 0
 
 
-class Dispatch(msgspec.Struct, frozen=True, gc=False):
+class CompletionDispatch(msgspec.Struct, frozen=True, gc=False):
     """The end of an execution with many edges, which have not all been settled yet; `after_edge` tells how far."""
 
     execution_id: str
@@ -166,7 +166,7 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     revision: int = 0
 
 
-class PendingCancelGroup(msgspec.Struct, frozen=True, gc=False):
+class PendingSiblingCancel(msgspec.Struct, frozen=True, gc=False):
     """A fired group whose remaining upstreams have to be cancelled."""
 
     flow_id: str
@@ -184,7 +184,7 @@ class CancelBacklog(msgspec.Struct, frozen=True, gc=False):
     revision: int = 0
 
 
-class PendingCancel(msgspec.Struct, frozen=True, gc=False):
+class PendingMemberCancel(msgspec.Struct, frozen=True, gc=False):
     """A member that the cancel of its flow selected and that nobody has acknowledged yet."""
 
     flow_id: str

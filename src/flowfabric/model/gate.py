@@ -20,7 +20,7 @@ class GateKind(StrEnum):
     TIMER = "timer"  # time alone
 
 
-class GateEnd(StrEnum):
+class GateOutcome(StrEnum):
     """How a gate closed."""
 
     SATISFIED = "satisfied"
@@ -58,7 +58,7 @@ class GateMemo(msgspec.Struct, frozen=True):
     execution_id: str
     gate: str
     kind: GateKind
-    ended_as: GateEnd
+    ended_as: GateOutcome
     opened_at: int
     closed_at: int
     votes: str | None = None  # [Vote, …] as JSON
@@ -68,7 +68,7 @@ class GateMemo(msgspec.Struct, frozen=True):
     message_id: str | None = None
 
 
-class Mail(msgspec.Struct, frozen=True):
+class MailboxMessage(msgspec.Struct, frozen=True):
     """A message that nobody has received yet, by its place in the mailbox of its name."""
 
     execution_id: str
@@ -81,7 +81,7 @@ class Mail(msgspec.Struct, frozen=True):
     payload_encoding: str | None = None
 
 
-class ChildEnd(msgspec.Struct, frozen=True):
+class ChildCompletion(msgspec.Struct, frozen=True):
     """The end of a child that no gate has taken in yet. `life` counts its replays: each life ends once.
 
     `due_at` is set until the parent's gates have been asked; then it waits for a gate that names the child.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from flowfabric.model.states import BlockingReason, PublicState, TerminalOutcome
-from flowfabric.model.text import counted, first_line, instant, plain, sentence, some
+from flowfabric.model.text import end_sentence, first_line, format_instant, humanize, join_some, pluralize
 
 
 class Obstacle(msgspec.Struct, frozen=True):
@@ -16,7 +18,8 @@ class Obstacle(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
 
-class Ended(Obstacle, frozen=True):
+class EndedObstacle(Obstacle, frozen=True):
+    variant: ClassVar[str] = "Ended"
     outcome: TerminalOutcome
     at: int
     reason: str | None = None
@@ -25,7 +28,7 @@ class Ended(Obstacle, frozen=True):
         said = first_line(self.reason)
         if self.outcome is TerminalOutcome.SUCCESS:
             said = ""  # an earlier attempt's
-        return sentence(f"{_ENDS[self.outcome]} at {instant(self.at)}" + (f": {said}" if said else ""))
+        return end_sentence(f"{_ENDS[self.outcome]} at {format_instant(self.at)}" + (f": {said}" if said else ""))
 
 
 _ENDS = {
@@ -60,18 +63,19 @@ class LeaseLost(Obstacle, frozen=True):
         return f"The lease of {self.worker_instance_id} was lost ({self.how}); it waits to be taken over."
 
 
-class Delayed(Obstacle, frozen=True):
+class DelayedObstacle(Obstacle, frozen=True):
+    variant: ClassVar[str] = "Delayed"
     until: int
     why: str  # the blocking reason
     last_failure: str | None = None
     detail: str | None = None  # what the worker said that put it away
 
     def sentence(self) -> str:
-        until = instant(self.until)
+        until = format_instant(self.until)
         if self.why == BlockingReason.WAITING_FOR_RETRY_BACKOFF:
             failed = f": {first_line(self.last_failure)}" if self.last_failure else ""
-            return sentence(f"It failed and is tried again at {until}{failed}")
-        return sentence(f"It is delayed until {until}" + (f": {first_line(self.detail)}" if self.detail else ""))
+            return end_sentence(f"It failed and is tried again at {until}{failed}")
+        return end_sentence(f"It is delayed until {until}" + (f": {first_line(self.detail)}" if self.detail else ""))
 
 
 class Dependencies(Obstacle, frozen=True):
@@ -80,26 +84,27 @@ class Dependencies(Obstacle, frozen=True):
     execution_ids: tuple[str, ...]
 
     def sentence(self) -> str:
-        return f"It waits for other executions: {some(self.execution_ids)}."
+        return f"It waits for other executions: {join_some(self.execution_ids)}."
 
 
-PASSING = "time to pass"
+TIMER_WAIT = "time to pass"
 
 
-class Suspended(Obstacle, frozen=True):
+class SuspendedObstacle(Obstacle, frozen=True):
+    variant: ClassVar[str] = "Suspended"
     reason: str
     waits_on: tuple[str, ...] = ()  # the keys of its waitpoints, or the names of its gates
     until: int | None = None  # when it stops waiting
     waits_for: tuple[str, ...] = ()  # what each of its gates is about, in words
 
     def sentence(self) -> str:
-        until = f" until {instant(self.until)}" if self.until else ""
-        if self.waits_for == (PASSING,):
+        until = f" until {format_instant(self.until)}" if self.until else ""
+        if self.waits_for == (TIMER_WAIT,):
             return f"It sleeps{until}."
         if self.waits_for:
             return f"It waits{until} for {' or '.join(self.waits_for)}."
-        named = f" on {some(self.waits_on)}" if self.waits_on else ""
-        return f"It is suspended{named}{until}: {plain(self.reason)}."
+        named = f" on {join_some(self.waits_on)}" if self.waits_on else ""
+        return f"It is suspended{named}{until}: {humanize(self.reason)}."
 
 
 class BudgetExhausted(Obstacle, frozen=True):
@@ -115,7 +120,7 @@ class BudgetExhausted(Obstacle, frozen=True):
         used = f"{self.usage + self.reserved:,} of {self.hard_limit:,} {self.dimension} are used"
         reserved = f", {self.reserved:,} of them reserved" if self.reserved else ""
         needs = f"; {self.needed:,} more {_are(self.needed)} needed" if self.needed else ""
-        resets = f"; it is reset at {instant(self.resets_at)}" if self.resets_at else ""
+        resets = f"; it is reset at {format_instant(self.resets_at)}" if self.resets_at else ""
         return f"Budget {self.budget_id} is exhausted: {used}{reserved}{needs}{resets}."
 
 
@@ -128,9 +133,9 @@ class QuotaFull(Obstacle, frozen=True):
 
     def sentence(self) -> str:
         if self.what == "rate":
-            again = f"; there is room again at {instant(self.retry_at)}" if self.retry_at else ""
+            again = f"; there is room again at {format_instant(self.retry_at)}" if self.retry_at else ""
             return f"Quota {self.quota_policy_id} admits {self.limit:,} per window, and as many have begun{again}."
-        most = f"at most {counted(self.limit, 'execution')} at once"
+        most = f"at most {pluralize(self.limit, 'execution')} at once"
         return f"Quota {self.quota_policy_id} lets {most} run, and {self.used:,} {_are(self.used)} running."
 
 
@@ -138,7 +143,7 @@ def _are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-class Lacking(msgspec.Struct, frozen=True):
+class IncapableWorker(msgspec.Struct, frozen=True):
     """A live worker of the lane, and what it is missing."""
 
     worker_instance_id: str
@@ -148,10 +153,10 @@ class Lacking(msgspec.Struct, frozen=True):
 class NoCapableWorker(Obstacle, frozen=True):
     required: str
     lane_id: str
-    workers: tuple[Lacking, ...]
+    workers: tuple[IncapableWorker, ...]
 
     def sentence(self) -> str:
-        lacks = some([f"{one.worker_instance_id} lacks {one.capabilities}" for one in self.workers])
+        lacks = join_some([f"{one.worker_instance_id} lacks {one.capabilities}" for one in self.workers])
         return f"No live worker of lane {self.lane_id} has {self.required}: {lacks}."
 
 
@@ -170,7 +175,7 @@ class Offered(Obstacle, frozen=True):
     until: int
 
     def sentence(self) -> str:
-        return f"It is offered to {self.worker_id} until {instant(self.until)}."
+        return f"It is offered to {self.worker_id} until {format_instant(self.until)}."
 
 
 class Paused(Obstacle, frozen=True):
@@ -179,7 +184,7 @@ class Paused(Obstacle, frozen=True):
     since: int | None
 
     def sentence(self) -> str:
-        return f"It is {plain(self.reason)}" + (f" ({first_line(self.detail)})." if self.detail else ".")
+        return f"It is {humanize(self.reason)}" + (f" ({first_line(self.detail)})." if self.detail else ".")
 
 
 class QueueMissing(Obstacle, frozen=True):
@@ -202,9 +207,9 @@ class Queued(Obstacle, frozen=True):
     running: int  # how much they run at the moment
 
     def sentence(self) -> str:
-        behind = f" behind {counted(self.ahead, 'other')}" if self.ahead else ""
+        behind = f" behind {pluralize(self.ahead, 'other')}" if self.ahead else ""
         busy = f"{'runs' if len(self.workers) == 1 else 'run'} {self.running:,} now"
-        return f"It waits for a free slot{behind}; {some(self.workers)} could run it and {busy}."
+        return f"It waits for a free slot{behind}; {join_some(self.workers)} could run it and {busy}."
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True):
+class OutboxMessage(msgspec.Struct, frozen=True):
     """An effect in another partition, kept in the commit that caused it until it was delivered there.
 
     Its id is derived from what it is about, and its receiver does the same thing once however often it hears of it.

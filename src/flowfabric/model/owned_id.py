@@ -7,7 +7,7 @@ from typing import NamedTuple
 DEFAULT_NAMESPACE = "default"
 
 
-class OwnedId(NamedTuple):
+class NamespacedId(NamedTuple):
     """A budget or quota policy by its owner and its id. It begins the key of each of its rows."""
 
     namespace: str
@@ -19,16 +19,16 @@ class OwnedId(NamedTuple):
         return self.namespace == DEFAULT_NAMESPACE
 
     @property
-    def shared(self) -> OwnedId:
+    def shared(self) -> NamespacedId:
         """The same id in the default namespace."""
-        return OwnedId(DEFAULT_NAMESPACE, self.id)
+        return NamespacedId(DEFAULT_NAMESPACE, self.id)
 
     def __str__(self) -> str:
         """One text for both; an id of the default namespace stands for itself, as it did before ids had owners."""
         return self.id if self.is_shared else f"{self.id}@{self.namespace}"
 
 
-def parse_owned(text: str) -> OwnedId:
+def parse_namespaced_id(text: str) -> NamespacedId:
     """Read what `str` made. An id is a UUID, so the first `@` ends it, whatever a namespace contains."""
     found, _, namespace = text.partition("@")
-    return OwnedId(namespace if "@" in text else DEFAULT_NAMESPACE, found)
+    return NamespacedId(namespace if "@" in text else DEFAULT_NAMESPACE, found)

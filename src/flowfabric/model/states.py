@@ -112,7 +112,7 @@ class AttemptRecordState(StrEnum):
     INTERRUPTED_RECLAIMED = "interrupted_reclaimed"
 
 
-FINAL = {
+PUBLIC_STATE_OF_OUTCOME = {
     TerminalOutcome.NONE: PublicState.FAILED,  # a corrupt row reads as failed
     TerminalOutcome.SUCCESS: PublicState.COMPLETED,
     TerminalOutcome.FAILED: PublicState.FAILED,
@@ -121,7 +121,7 @@ FINAL = {
     TerminalOutcome.SKIPPED: PublicState.SKIPPED,
 }
 
-WAITING = {
+PUBLIC_STATE_OF_ELIGIBILITY = {
     EligibilityState.ELIGIBLE_NOW: PublicState.WAITING,
     EligibilityState.NOT_ELIGIBLE_UNTIL_TIME: PublicState.DELAYED,
     EligibilityState.BLOCKED_BY_DEPENDENCIES: PublicState.WAITING_CHILDREN,
@@ -138,13 +138,13 @@ def public_state(phase: LifecyclePhase, eligibility: EligibilityState, outcome: 
     """The one public word for a vector; total, also over combinations that no operation produces."""
     match phase:
         case LifecyclePhase.TERMINAL:
-            return FINAL[outcome]
+            return PUBLIC_STATE_OF_OUTCOME[outcome]
         case LifecyclePhase.SUSPENDED:
             return PublicState.SUSPENDED
         case LifecyclePhase.ACTIVE:
             return PublicState.ACTIVE
         case LifecyclePhase.RUNNABLE:
-            return WAITING[eligibility]
+            return PUBLIC_STATE_OF_ELIGIBILITY[eligibility]
         case LifecyclePhase.SUBMITTED:
             return PublicState.WAITING
         case _:

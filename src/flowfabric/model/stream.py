@@ -70,7 +70,7 @@ class Frame(msgspec.Struct, frozen=True):
     ttl_ms: int | None = None
 
 
-class Summary(msgspec.Struct, frozen=True):
+class StreamSummary(msgspec.Struct, frozen=True):
     """The JSON object that the summary frames of an attempt have built up."""
 
     execution_id: str

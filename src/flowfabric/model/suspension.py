@@ -124,7 +124,7 @@ class Signal(msgspec.Struct, frozen=True):
     payload: bytes | None = None
 
 
-class Remembered(msgspec.Struct, frozen=True):
+class IdempotencyRecord(msgspec.Struct, frozen=True):
     """The answer to an idempotent call: of a suspend, or of a delivery to the waitpoint that `scope` names."""
 
     execution_id: str

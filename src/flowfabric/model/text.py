@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 FEW = 5  # names that fit into a sentence
 
 
-def instant(ms: int | None) -> str:
+def format_instant(ms: int | None) -> str:
     """An instant in UTC, as `2026-03-01 12:00:00.000Z`; empty for None."""
     if ms is None:
         return ""
@@ -19,12 +19,12 @@ def instant(ms: int | None) -> str:
     return at.isoformat(" ", "milliseconds").removesuffix("+00:00") + "Z"
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
+def pluralize(number: int, noun: str, plural: str | None = None) -> str:
     """A number with its noun: `1 task`, `2 tasks`; `plural` is for nouns that take no s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def some(names: Sequence[str]) -> str:
+def join_some(names: Sequence[str]) -> str:
     """The names; of many the first few, and how many there are besides."""
     more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + more
@@ -36,11 +36,11 @@ def first_line(text: str | None) -> str:
     return line + ")" if more and line.count("(") > line.count(")") else line
 
 
-def plain(code: str) -> str:
+def humanize(code: str) -> str:
     """A code as words: `waiting_for_signal` is `waiting for signal`."""
     return code.replace("_", " ")
 
 
-def sentence(text: str) -> str:
+def end_sentence(text: str) -> str:
     """The text with a full stop, unless it ends with a mark of its own."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -9,7 +9,7 @@ import msgspec
 STOPPED = "stopped"  # the reason of a worker that leaves the registry by itself
 
 
-class Worker(msgspec.Struct, frozen=True):
+class RegisteredWorker(msgspec.Struct, frozen=True):
     """One instance of a worker. A lapsed record is as good as none, swept or not."""
 
     namespace: str

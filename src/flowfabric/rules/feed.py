@@ -15,7 +15,7 @@ from flowfabric.rules.execution import tags as tag_rules
 REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
 
 
-class News(msgspec.Struct, frozen=True):
+class FeedEntry(msgspec.Struct, frozen=True):
     """An entry of a feed: its place, when it happened, and to what."""
 
     position: int
@@ -28,7 +28,7 @@ class News(msgspec.Struct, frozen=True):
         return encode_cursor(self.position)
 
 
-class LeaseNews(News, frozen=True):
+class LeaseFeedEntry(FeedEntry, frozen=True):
     """An entry of the lease feed: Acquired, Renewed, Expired, Reclaimed or Revoked."""
 
     variant: str
@@ -37,7 +37,7 @@ class LeaseNews(News, frozen=True):
     revoked_by: str | None = None
 
 
-class Completion(News, frozen=True):
+class CompletionFeedEntry(FeedEntry, frozen=True):
     """An entry of the completion feed: one for each end of a life."""
 
     outcome: str
@@ -51,14 +51,14 @@ class Completion(News, frozen=True):
         return OUTCOMES.get(self.outcome, f"Other({self.outcome})")
 
 
-class OperatorNews(News, frozen=True):
+class OperatorFeedEntry(FeedEntry, frozen=True):
     """An entry of the operator feed."""
 
     event_type: str
     details: dict[str, Any]
 
 
-class SignalNews(News, frozen=True):
+class SignalFeedEntry(FeedEntry, frozen=True):
     """An entry of the signal feed: Satisfied, Buffered, Deduped, or another effect by its name."""
 
     signal_id: str
@@ -90,42 +90,42 @@ class Filter(msgspec.Struct, frozen=True):
             return True
         key, value = self.instance_tag
         try:
-            return tag_rules.read_tags(event.tags).get(key) == value
+            return tag_rules.decode_tags(event.tags).get(key) == value
         except errors.Corruption:
             return False
 
 
-def lease_news(told: FeedEvent) -> LeaseNews | None:
+def lease_entry(told: FeedEvent) -> LeaseFeedEntry | None:
     """The lease feed's word for a history entry; some entries are history only."""
     event = told.event
     variant, revoked_by = _variant(event)
     if variant is None:
         return None
-    return LeaseNews(
+    return LeaseFeedEntry(
         told.position, told.at, event.execution_id, variant, event.lease_id, event.worker_instance_id, revoked_by
     )
 
 
-def completion(told: FeedEvent) -> Completion:
+def completion_entry(told: FeedEvent) -> CompletionFeedEntry:
     """The completion feed's entry."""
     event = told.event
-    return Completion(
+    return CompletionFeedEntry(
         told.position,
         told.at,
         event.execution_id,
         event.outcome or "",
         event.flow_id,
         event.namespace,
-        tag_rules.read_tags(event.tags).get(tag_rules.INSTANCE_TAG),
+        tag_rules.decode_tags(event.tags).get(tag_rules.INSTANCE_TAG),
     )
 
 
-def signal_news(told: FeedEvent) -> SignalNews:
+def signal_entry(told: FeedEvent) -> SignalFeedEntry:
     """The signal feed's entry."""
     event = told.event
     details = msgspec.json.decode(event.details or "{}", type=dict[str, str])
     effect = event.signal or ""
-    return SignalNews(
+    return SignalFeedEntry(
         told.position,
         told.at,
         event.execution_id,
@@ -136,13 +136,13 @@ def signal_news(told: FeedEvent) -> SignalNews:
     )
 
 
-def operator_news(told: FeedEvent) -> OperatorNews:
+def operator_entry(told: FeedEvent) -> OperatorFeedEntry:
     """The operator feed's entry; what only the history tells is left out."""
     event = told.event
     details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
     if event.operator == "replayed":
         details = {name: value for name, value in details.items() if name in ("branch", "groups_reset")}
-    return OperatorNews(told.position, told.at, event.execution_id, event.operator or "", details)
+    return OperatorFeedEntry(told.position, told.at, event.execution_id, event.operator or "", details)
 
 
 def _variant(event: Event) -> tuple[str | None, str | None]:

@@ -6,34 +6,34 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Patch, Put, at
-from flowfabric.model.outbox import Message
+from flowfabric.model.change import Change, Delete, FromNow, Guard, Patch, Upsert, from_now
+from flowfabric.model.outbox import OutboxMessage
 
 HEADSTART_MS = 2000  # the sender delivers at once; the sweep of another process leaves it this much time
 LONGEST_WAIT_MS = 60_000
 
 
-def message(origin: str, message_id: str, kind: str, target: str, body: Any) -> Put:
+def send(origin: str, message_id: str, kind: str, target: str, body: Any) -> Upsert:
     """The write that sends a message with its commit; sent again, it takes the place of the first."""
     text = msgspec.json.encode(body).decode()
-    return Put(Message(origin, message_id, kind, target, text, at(HEADSTART_MS)))
+    return Upsert(OutboxMessage(origin, message_id, kind, target, text, from_now(HEADSTART_MS)))
 
 
-def delivered(message: Message) -> Change:
+def acknowledge(message: OutboxMessage) -> Change:
     """The message has done its work."""
-    return Change(guards=(_seen(message),), writes=(Delete(Message, _key(message)),))
+    return Change(guards=(_seen(message),), writes=(Delete(OutboxMessage, _key(message)),))
 
 
-def postponed(message: Message) -> Change:
+def postpone(message: OutboxMessage) -> Change:
     """Its receiver could not take it now; the pause doubles with every try."""
     wait = min(LONGEST_WAIT_MS, HEADSTART_MS * 2 ** min(message.attempts, 16))
     fields = {"attempts": message.attempts + 1, "due_at": FromNow(wait)}
-    return Change(guards=(_seen(message),), writes=(Patch(Message, _key(message), fields),))
+    return Change(guards=(_seen(message),), writes=(Patch(OutboxMessage, _key(message), fields),))
 
 
-def _key(message: Message) -> tuple[str, str]:
+def _key(message: OutboxMessage) -> tuple[str, str]:
     return message.origin, message.message_id
 
 
-def _seen(message: Message) -> Guard:
-    return Guard(Message, _key(message), message.revision)
+def _seen(message: OutboxMessage) -> Guard:
+    return Guard(OutboxMessage, _key(message), message.revision)

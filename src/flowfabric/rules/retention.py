@@ -25,27 +25,27 @@ from flowfabric.model.flow import (
     Flow,
     FlowMember,
     FlowSummary,
-    PendingCancel,
-    PendingCancelGroup,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
-from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
+from flowfabric.model.gate import ChildCompletion, GateMemo, MailboxMessage, StepMemo
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
-from flowfabric.model.stream import Frame, Stream, Summary
-from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
+from flowfabric.model.stream import Frame, Stream, StreamSummary
+from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.execution.transitions import DEFAULT_RETENTION_MS, retention_ms
 from flowfabric.rules.flow import successors
-from flowfabric.rules.flow.build import FLOW_CHECK_MS, seen_flow
+from flowfabric.rules.flow.build import RETENTION_CHECK_MS, seen_flow
 
 # Children leave word of their ends whether or not anybody waits for them, so no mark tells of that.
-OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildEnd)
-STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, Summary, Stream)
-WAITS: tuple[type[msgspec.Struct], ...] = (Signal, Remembered, GateMemo, Mail, Suspension)
+OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildCompletion)
+STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, StreamSummary, Stream)
+WAITS: tuple[type[msgspec.Struct], ...] = (Signal, IdempotencyRecord, GateMemo, MailboxMessage, Suspension)
 
-A_MOMENT_MS = 1000
-FLOW_MOMENT_MS = 2 * 60 * 1000  # by then the sweep has removed what is due, and mostly the flow as well
+RECHECK_DELAY_MS = 1000
+FLOW_RECHECK_DELAY_MS = 2 * 60 * 1000  # by then the sweep has removed what is due, and mostly the flow as well
 
 
 FLOW_OWNED: tuple[type[msgspec.Struct], ...] = (
@@ -53,13 +53,13 @@ FLOW_OWNED: tuple[type[msgspec.Struct], ...] = (
     Edge,
     EdgeGroup,
     FlowSummary,
-    PendingCancelGroup,
-    PendingCancel,
+    PendingSiblingCancel,
+    PendingMemberCancel,
     CancelBacklog,
 )
 
 
-class MemberLeft(msgspec.Struct, frozen=True):
+class RemainingMember(msgspec.Struct, frozen=True):
     """A member that keeps its flow; `purge_at` is unset unless it has ended."""
 
     purge_at: int | None = None
@@ -81,12 +81,12 @@ def purge(
     How long that is was settled when it ended; `default_ms` stands in for the default of that time. While one of the
     `others` that it is kept for may need it, it is looked at again later.
     """
-    if row is None or not is_over(row, now, default_ms):
+    if row is None or not is_retention_over(row, now, default_ms):
         return Decision(False)
-    if needing := [one for one in others if needs(one, row)]:
+    if needing := [one for one in others if may_still_need(one, row)]:
         ends = [one.purge_at for one in needing if one.purge_at is not None]
-        wait_ms = max(ends) - now + A_MOMENT_MS if len(ends) == len(needing) else retention_ms(row)
-        later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, A_MOMENT_MS))})
+        wait_ms = max(ends) - now + RECHECK_DELAY_MS if len(ends) == len(needing) else retention_ms(row)
+        later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, RECHECK_DELAY_MS))})
         return Decision(False, Change(guards=(seen(row),), writes=(later,)))
     if row.has_waits and waitpoint_ids is None:
         return Decision(NeedsWaitpoints())
@@ -97,18 +97,20 @@ def purge(
     owned += (StepMemo,) if row.has_steps else ()
     waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
     writes: tuple[Write, ...] = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
-    if cancel.leaves_no_note(row):  # and whoever is to count its end may not have come by yet
-        writes = (*successors.settled(row, row.terminal_outcome), *writes)
-    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=kept_until(row, default_ms)))
+    if cancel.may_omit_outcome(row):  # and whoever is to count its end may not have come by yet
+        writes = (*successors.outcome_writes(row, row.terminal_outcome), *writes)
+    return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=retained_until(row, default_ms)))
 
 
-def purge_flow(flow: Flow | None, left: MemberLeft | None, now: int) -> Decision[bool]:
+def purge_flow(flow: Flow | None, left: RemainingMember | None, now: int) -> Decision[bool]:
     """Delete a flow whose last member retention has removed, with everything it owns; else check again later."""
     if flow is None:
         return Decision(False)
     kept_until: int | None = None
     if left is not None:
-        kept_until = now + FLOW_CHECK_MS if left.purge_at is None else max(left.purge_at, now) + FLOW_MOMENT_MS
+        kept_until = (
+            now + RETENTION_CHECK_MS if left.purge_at is None else max(left.purge_at, now) + FLOW_RECHECK_DELAY_MS
+        )
     elif flow.node_count == 0:
         if flow.cancelled_at is None:
             return Decision(False)
@@ -122,14 +124,14 @@ def purge_flow(flow: Flow | None, left: MemberLeft | None, now: int) -> Decision
     return Decision(False, Change(guards=guards, writes=(Patch(Flow, key, {"purge_check_at": kept_until}),)))
 
 
-def member_left(flow_id: str, row: Execution | None) -> MemberLeft | None:
+def remaining_member(flow_id: str, row: Execution | None) -> RemainingMember | None:
     """Whether this execution, found by the name of a member, keeps its flow; an id may have been used again."""
     if row is None or row.flow_id != flow_id:
         return None
-    return MemberLeft(row.purge_at if row.lifecycle_phase is LifecyclePhase.TERMINAL else None)
+    return RemainingMember(row.purge_at if row.lifecycle_phase is LifecyclePhase.TERMINAL else None)
 
 
-def needs(one: Execution, ended: Execution) -> bool:
+def may_still_need(one: Execution, ended: Execution) -> bool:
     """Whether one of those that an execution is kept for may still look at it.
 
     One that ended without success has no result to read again: it is there for those of its successors that go on
@@ -142,26 +144,26 @@ def needs(one: Execution, ended: Execution) -> bool:
     return one.lifecycle_phase is not LifecyclePhase.TERMINAL
 
 
-def kept_for(row: Execution) -> tuple[str, ...]:
+def retained_for(row: Execution) -> tuple[str, ...]:
     """The executions that may still need this one, as far as its sheet names them."""
     parent = () if row.parent_id is None else (row.parent_id,)
     if row.successors is None or not decode_terms(row.terms).kept_for_successors:
         return parent
-    return (*parent, *(one.execution_id for one in successors.named(row)))
+    return (*parent, *(one.execution_id for one in successors.named_successors(row)))
 
 
-def is_kept_for_many(row: Execution) -> bool:
+def is_retained_for_many(row: Execution) -> bool:
     """Whether there are more that may need this one, too many for its sheet to name them."""
     return row.successors == successors.MANY and decode_terms(row.terms).kept_for_successors
 
 
-def is_over(row: Execution, now: int, default_ms: int | None = None) -> bool:
+def is_retention_over(row: Execution, now: int, default_ms: int | None = None) -> bool:
     """Whether a finished execution has been kept long enough."""
-    over_at = kept_until(row, default_ms) if row.lifecycle_phase is LifecyclePhase.TERMINAL else None
+    over_at = retained_until(row, default_ms) if row.lifecycle_phase is LifecyclePhase.TERMINAL else None
     return over_at is not None and over_at <= now
 
 
-def kept_until(row: Execution, default_ms: int | None) -> int | None:
+def retained_until(row: Execution, default_ms: int | None) -> int | None:
     """When a finished execution may go."""
     if default_ms is None or row.completed_at is None or decode_terms(row.terms).retention_ttl_ms is not None:
         return row.purge_at

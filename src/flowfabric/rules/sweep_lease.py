@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from flowfabric.model.change import Change, Guard, Put, at
+from flowfabric.model.change import Change, Guard, Upsert, from_now
 from flowfabric.model.sweep import SweepLease
 from flowfabric.rules.decision import Decision
 
 
-def hold(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now: int) -> Decision[int]:
+def hold_sweep(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now: int) -> Decision[int]:
     """Claim or keep a sweep; the answer is for how many milliseconds another process holds it, 0 if this one does."""
     if row is not None and row.holder != holder and row.lease_until > now:
         return Decision(row.lease_until - now)
     guard = Guard(SweepLease, (sweep,), None if row is None else row.revision)
     not_before = None if row is None or row.holder == holder else row.lease_until
-    put = Put(SweepLease(sweep, holder, at(ttl_ms)))
+    put = Upsert(SweepLease(sweep, holder, from_now(ttl_ms)))
     return Decision(0, Change(guards=(guard,), writes=(put,), not_before=not_before))
 
 
-def let_go(row: SweepLease | None, holder: str) -> Decision[bool]:
+def release_sweep(row: SweepLease | None, holder: str) -> Decision[bool]:
     """Give a sweep back, so that another process need not wait for it to lapse."""
     if row is None or row.holder != holder:
         return Decision(False)
     guard = Guard(SweepLease, (row.sweep,), row.revision)
-    return Decision(True, Change(guards=(guard,), writes=(Put(SweepLease(row.sweep, holder, 0)),)))
+    return Decision(True, Change(guards=(guard,), writes=(Upsert(SweepLease(row.sweep, holder, 0)),)))

@@ -17,7 +17,7 @@ MAX_DURATION_MS = 10 * 365 * 24 * 60 * 60 * 1000  # ten years; a longer lease, d
 MAX_INSTANT_MS = 253_402_300_799_999  # the end of the year 9999
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """A value as it stands in a message, of a long one the beginning; there are numbers that Python does not print."""
     try:
         whole = repr(value)
@@ -68,15 +68,15 @@ def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = 
             raise errors.InvalidInput(f"{name}: not a whole number")
         value = int(value)
     if not least <= value <= most:
-        raise errors.InvalidInput(f"{name}: {shown(value)} is not within {least}..{most}")
+        raise errors.InvalidInput(f"{name}: {preview(value)} is not within {least}..{most}")
     return value
 
 
-def duration(name: str, value: object, *, least: int = 1) -> int:
+def duration_ms(name: str, value: object, *, least: int = 1) -> int:
     """A length of time in milliseconds."""
     return integer(name, value, least=least, most=MAX_DURATION_MS)
 
 
-def instant(name: str, value: object) -> int:
+def instant_ms(name: str, value: object) -> int:
     """Milliseconds since the epoch; ones before it are as good as its first."""
     return max(0, integer(name, value, most=MAX_INSTANT_MS))

@@ -8,28 +8,28 @@ from urllib.parse import quote
 
 import msgspec
 
-from flowfabric.model.gate import GateEnd, GateMemo
-from flowfabric.sdk.serialization.values import Shape, from_json
+from flowfabric.model.gate import GateMemo, GateOutcome
+from flowfabric.sdk.serialization.values import ValueCodec, from_json
 
 if TYPE_CHECKING:
     from flowfabric.engine.operations.durable import OpenedGate
-    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.durable.attempt import DurableAttempt
 
 V = TypeVar("V")
 
 
-class Link(str):
+class ApprovalLink(str):
     """A signed link. Where it leads tells it apart from others; its token does not, and goes when the vote is over."""
 
-    place: str
+    path: str
 
     @classmethod
-    def to(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> Link:
+    def for_waitpoint(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> ApprovalLink:
         """The link to one waitpoint."""
         # A kid may be any text, and the braces of an id are no characters of a URL.
         path = f"/v1/waitpoints/{quote(run_id, safe=':')}/{waitpoint_id}"
         link = cls(f"{base_url}{path}?token={quote(token, safe=':')}")
-        link.place = f"/v1/waitpoints/{run_id}/{waitpoint_id}"  # as remembered steps were told apart by before
+        link.path = f"/v1/waitpoints/{run_id}/{waitpoint_id}"  # as remembered steps were told apart by before
         return link
 
     def __repr__(self) -> str:
@@ -70,8 +70,8 @@ class Approval(Generic[V]):
 
     def __init__(
         self,
-        durable: Durable,
-        shape: Shape,
+        durable: DurableAttempt,
+        shape: ValueCodec,
         opened: OpenedGate | GateMemo,
         *,
         base_url: str,
@@ -82,7 +82,9 @@ class Approval(Generic[V]):
         self._shape = shape
         self._opened = opened
         tokens = {} if isinstance(opened, GateMemo) else {one.waitpoint_id: one.token.reveal() for one in opened.links}
-        self.links: list[str] = [Link.to(base_url, run_id, point, tokens.get(point, "")) for point in points]
+        self.links: list[str] = [
+            ApprovalLink.for_waitpoint(base_url, run_id, point, tokens.get(point, "")) for point in points
+        ]
 
     def __await__(self) -> Generator[Any, Any, Votes[V]]:
         return self._votes().__await__()
@@ -90,7 +92,7 @@ class Approval(Generic[V]):
     async def _votes(self) -> Votes[V]:
         memo = self._opened
         if not isinstance(memo, GateMemo):
-            memo = await self._durable.wait_for(memo)
+            memo = await self._durable.wait_for_gate(memo)
         signals = await self._durable.engine.read_votes(memo)
         ballots = [
             Ballot(
@@ -100,4 +102,4 @@ class Approval(Generic[V]):
             )
             for signal in signals
         ]
-        return Votes(ballots, expired=memo.ended_as is GateEnd.TIMED_OUT)
+        return Votes(ballots, expired=memo.ended_as is GateOutcome.TIMED_OUT)

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from flowfabric.handles import Handle
-from flowfabric.sdk.durable.attempt import Durable, in_step
-from flowfabric.sdk.durable.budgets import Spending
-from flowfabric.sdk.durable.output import Saying
-from flowfabric.sdk.durable.steps import Step, effect_of, run_step, step_of
-from flowfabric.sdk.durable.waits import Waiting
+from flowfabric.sdk.durable.attempt import DurableAttempt, in_step
+from flowfabric.sdk.durable.budgets import ContextBudgets
+from flowfabric.sdk.durable.output import ContextOutput
+from flowfabric.sdk.durable.steps import StepCall, identify_step, run_step, step_function
+from flowfabric.sdk.durable.waits import ContextWaits
 from flowfabric.sdk.serialization.values import from_json, json_bytes
 from flowfabric.sdk.worker.threads import Portal
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_current: contextvars.ContextVar[Context | Pending] = contextvars.ContextVar("flowfabric_context")
+_current: contextvars.ContextVar[Context | ClaimedAttempt] = contextvars.ContextVar("flowfabric_context")
 _making = threading.Lock()
 
 
-class Context(Waiting, Saying, Spending):
+class Context(ContextWaits, ContextOutput, ContextBudgets):
     """One attempt at one run, in the hands of a handler. A plain `def` handler uses what it has through `sync`."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Context(Waiting, Saying, Spending):
         self._handle = handle
         self._lease_until = lease_until
         self._budgets = budgets or {}
-        self._durable: Durable | None = None
+        self._durable: DurableAttempt | None = None
         self.root = root
         self._loop = loop or asyncio.get_running_loop()
         self._cancelled = False
@@ -92,10 +92,10 @@ class Context(Waiting, Saying, Spending):
         return SyncContext(self, Portal(self._loop, self.app.thread_turns))
 
     @property
-    def durable(self) -> Durable:
+    def durable(self) -> DurableAttempt:
         """What earlier attempts left behind; read when first needed, so that plain tasks pay nothing for it."""
         if self._durable is None:
-            self._durable = Durable(
+            self._durable = DurableAttempt(
                 self.engine, self.handle, self.root, flush=self.flush, strict=self.on_mismatch == "error"
             )
         return self._durable
@@ -104,8 +104,8 @@ class Context(Waiting, Saying, Spending):
     def may_park(self) -> bool:
         """Whether the code that asks is the handler itself or a branch of it, where a wait can put the run away."""
         found = _current.get(None)
-        here = found.context if isinstance(found, Pending) else found
-        return here is self and not self._cancelled and self.durable.is_handler()
+        here = found.context if isinstance(found, ClaimedAttempt) else found
+        return here is self and not self._cancelled and self.durable.is_in_handler()
 
     @property
     def is_parked(self) -> bool:
@@ -135,7 +135,7 @@ class Context(Waiting, Saying, Spending):
     def end(self) -> None:
         """The function has ended, one way or another: what it left behind has no say any more."""
         if self._durable is not None:
-            self._durable.end()
+            self._durable.close()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -168,31 +168,31 @@ class Context(Waiting, Saying, Spending):
         often that occurred in its branch; `key` names one explicitly, wherever it occurs.
         """
         step = await self.recall(function, args, kwargs, name, key)
-        if not step.is_known:
-            async with self.durable.at_work():
-                await self.at(step.point, "before_effect")
+        if not step.is_recorded:
+            async with self.durable.without_parking():
+                await self.at(step.fault_point, "before_effect")
                 with in_step(step.name, step.occurrence):
-                    value = await run_step(effect_of(function, self), args, kwargs)
+                    value = await run_step(step_function(function, self), args, kwargs)
                 step = await self.keep(step, value)
-        return step.value()
+        return step.result()
 
     async def recall(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
-    ) -> Step:
+    ) -> StepCall:
         """The step that stands here, with what it returned if it ran before."""
-        step = step_of(self.durable, function, args, kwargs, name, key)
+        step = identify_step(self.durable, function, args, kwargs, name, key)
         memo = await self.durable.step_memo(step.name, step.occurrence, step.digest)
-        return step if memo is None else step.known_as(memo)
+        return step if memo is None else step.with_memo(memo)
 
-    async def keep(self, step: Step, value: Any) -> Step:
+    async def keep(self, step: StepCall, value: Any) -> StepCall:
         """Remember what a step returned."""
-        await self.at(step.point, "after_effect")
-        result = step.dumped(value)
+        await self.at(step.fault_point, "after_effect")
+        result = step.encode(value)
         memo = await self.engine.record_step(
             self.handle, step.name, step.occurrence, result, encoding="json", digest=step.digest
         )
-        await self.at(step.point, "after_commit")
-        return step.known_as(memo)
+        await self.at(step.fault_point, "after_commit")
+        return step.with_memo(memo)
 
     async def at(self, point: str, moment: str) -> None:
         """Come to a place where a test may want something to go wrong."""
@@ -208,15 +208,15 @@ class Context(Waiting, Saying, Spending):
 
     def uuid(self) -> uuid.UUID:
         """A fresh id that is the same on every attempt."""
-        name, occurrence = self.durable.place("uuid")
+        name, occurrence = self.durable.next_occurrence("uuid")
         return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}")
 
     async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
         """Ask something of the engine once, under a key that is the same on every attempt; the answer is plain JSON."""
-        name, occurrence = self.durable.place(label)
+        name, occurrence = self.durable.next_occurrence(label)
         memo = await self.durable.step_memo(name, occurrence, None)
         if memo is None:
-            async with self.durable.at_work():
+            async with self.durable.without_parking():
                 await self.at(label, "before_effect")
                 answer = await ask(self.key(f"{name}#{occurrence}"))
                 await self.at(label, "after_effect")
@@ -225,19 +225,19 @@ class Context(Waiting, Saying, Spending):
         return from_json(memo.result)
 
 
-class Pending:
+class ClaimedAttempt:
     """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
 
-    __slots__ = ("_make", "claimed", "context", "is_starting", "root")
+    __slots__ = ("_make", "claimed", "context", "handler_task", "is_process_starting")
 
-    def __init__(self, claimed: Claimed, make: Callable[[Pending], Context]) -> None:
+    def __init__(self, claimed: Claimed, make: Callable[[ClaimedAttempt], Context]) -> None:
         self.claimed = claimed
         self._make = make
         self.context: Context | None = None
-        self.root: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
-        self.is_starting = False  # a process for it, which is none of the time that the handler has
+        self.handler_task: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
+        self.is_process_starting = False  # a process for it, which is none of the time that the handler has
 
-    def get(self) -> Context:
+    def get_context(self) -> Context:
         """The context; a thread of the handler's may be the first to ask."""
         if self.context is None:
             with _making:
@@ -257,17 +257,17 @@ def current() -> Context:
         found = _current.get()
     except LookupError:
         raise RuntimeError("no handler of FlowFabric is running here") from None
-    return found.get() if isinstance(found, Pending) else found
+    return found.get_context() if isinstance(found, ClaimedAttempt) else found
 
 
-def entered(context: Context | Pending) -> contextvars.Token[Context | Pending]:
+def set_current(context: Context | ClaimedAttempt) -> contextvars.Token[Context | ClaimedAttempt]:
     """Make a context the current one of this task or thread."""
     return _current.set(context)
 
 
-async def within(context: Context, call: Awaitable[T]) -> T:
+async def run_with_context(context: Context, call: Awaitable[T]) -> T:
     """Await something with a context as the current one."""
-    token = entered(context)
+    token = set_current(context)
     try:
         return await call
     finally:

@@ -14,7 +14,7 @@ _UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w":
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*")
 
 
-def to_ms(length: Duration, name: str = "duration", *, least: int = 0) -> int:
+def to_ms(length: Duration, name: str = "duration", *, minimum_ms: int = 0) -> int:
     """Whole milliseconds; numbers are seconds, texts are like "1h30m"."""
     match length:
         case bool():
@@ -27,7 +27,7 @@ def to_ms(length: Duration, name: str = "duration", *, least: int = 0) -> int:
             ms = _parse(length, name)
         case _:
             raise InvalidInput(f"{name}: {length!r} is no length of time")
-    if not least <= ms < 2**53:
+    if not minimum_ms <= ms < 2**53:
         raise InvalidInput(f"{name}: {length!r} is out of range")
     return round(ms)
 

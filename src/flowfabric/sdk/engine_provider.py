@@ -18,18 +18,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flowfabric import event_loop
-from flowfabric.sdk.worker.threads import Portal, ThreadTurns
+from flowfabric.sdk.worker.threads import Portal, ThreadScheduler
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
 
 T = TypeVar("T")
-Connecting = asyncio.Task["Engine"]
+EngineTask = asyncio.Task["Engine"]
 
-STARTS_TASKS = frozenset({"start_sweeps", "nudge"})  # plain verbs that must run on the engine's loop
+NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "nudge"})  # plain verbs that must run on the engine's loop
 
 
-class Connections:
+class EngineProvider:
     """Finds the engine for whichever loop or thread asks, and opens it when there is none."""
 
     def __init__(self, connect: Callable[[], Coroutine[Any, Any, Engine]], *, is_shared: Callable[[], bool]) -> None:
@@ -39,10 +39,10 @@ class Connections:
         self._begin()
 
     def _begin(self) -> None:
-        self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Connecting] = weakref.WeakKeyDictionary()
+        self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EngineTask] = weakref.WeakKeyDictionary()
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: threading.Thread | None = None
-        self._elsewhere: EngineElsewhere | None = None
+        self._elsewhere: CrossLoopEngine | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -54,15 +54,15 @@ class Connections:
             return await self._of_this_loop(loop)
         connecting = self._engines.get(home)
         if connecting is None or not connecting.done() or _has_failed(connecting):
-            engine = await event_loop.hop(home, self._of_this_loop(home))
+            engine = await event_loop.run_on_loop(home, self._of_this_loop(home))
         else:
             engine = connecting.result()
         known = self._elsewhere
         if known is None or known.engine is not engine:
-            known = self._elsewhere = EngineElsewhere(engine, home)
+            known = self._elsewhere = CrossLoopEngine(engine, home)
         return cast("Engine", known)
 
-    async def claim(self) -> Engine:
+    async def open_on_this_loop(self) -> Engine:
         """Open the engine on this loop, unless the store is one that another loop of this process has already."""
         loop = asyncio.get_running_loop()
         self._notice_fork()
@@ -79,7 +79,7 @@ class Connections:
                 connecting = self._engines[loop] = loop.create_task(self._connect())
         return await asyncio.shield(connecting)
 
-    def bind(self, engine: Engine) -> Connecting | None:
+    def bind(self, engine: Engine) -> EngineTask | None:
         """Use this engine on this loop from now on; what was used before, for `unbind`."""
 
         async def bound() -> Engine:
@@ -92,7 +92,7 @@ class Connections:
             self._engines[loop] = loop.create_task(bound())
         return before
 
-    def unbind(self, before: Connecting | None) -> None:
+    def unbind(self, before: EngineTask | None) -> None:
         """Use what was used before `bind`."""
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -113,7 +113,7 @@ class Connections:
 
     # -- loops and threads ----------------------------------------------------------------------------------------
 
-    def portal(self, turns: ThreadTurns | None) -> Portal:
+    def portal(self, turns: ThreadScheduler | None) -> Portal:
         """The way from a thread to the loop that has the engine; `turns` is for loops that are not our own."""
         home = self._home(anywhere=True)
         return Portal(home) if home is self._own_loop else Portal(home, turns)
@@ -134,7 +134,9 @@ class Connections:
 
     def _start_own_loop(self) -> asyncio.AbstractEventLoop:
         self._own_loop = loop = asyncio.new_event_loop()
-        self._own_thread = threading.Thread(target=event_loop.live, args=(loop,), name="flowfabric-engine", daemon=True)
+        self._own_thread = threading.Thread(
+            target=event_loop.run_until_stopped, args=(loop,), name="flowfabric-engine", daemon=True
+        )
         self._own_thread.start()
         atexit.register(self.stop_own_loop)
         return loop
@@ -169,7 +171,7 @@ class Connections:
 _inherited: list[Any] = []
 
 
-class EngineElsewhere:
+class CrossLoopEngine:
     """An engine that lives on another loop: its verbs run there, and their answers come back to whoever asked."""
 
     def __init__(self, engine: Engine, home: asyncio.AbstractEventLoop) -> None:
@@ -178,14 +180,14 @@ class EngineElsewhere:
 
     async def create_within(self, using: Any, asks: Any) -> Any:
         """Create executions in a caller's transaction, whose connection stays on the caller's loop."""
-        outside = event_loop.Outside(using, asyncio.get_running_loop())
-        return await event_loop.hop(self._home, self.engine.create_within(outside, asks))
+        outside = event_loop.LoopBoundValue(using, asyncio.get_running_loop())
+        return await event_loop.run_on_loop(self._home, self.engine.create_within(outside, asks))
 
     async def complete_many(self, results: Any, *, answered: Callable[[], None] | None = None, **ways: Any) -> Any:
         """Complete many; `answered` is called on the caller's loop."""
         here = asyncio.get_running_loop()
         told = None if answered is None else lambda: _call(here, answered)
-        return await event_loop.hop(self._home, self.engine.complete_many(results, answered=told, **ways))
+        return await event_loop.run_on_loop(self._home, self.engine.complete_many(results, answered=told, **ways))
 
     def pulling(self, *given: Any, **ways: Any) -> Any:
         """Claims, one after the other."""
@@ -196,12 +198,12 @@ class EngineElsewhere:
         if inspect.iscoroutinefunction(value):
 
             async def hopping(*given: Any, **ways: Any) -> Any:
-                answer = await event_loop.hop(self._home, value(*given, **ways))
+                answer = await event_loop.run_on_loop(self._home, value(*given, **ways))
                 return self._iterated(answer) if hasattr(answer, "__anext__") else answer
 
             self.__dict__[name] = hopping
             return hopping
-        if name in STARTS_TASKS:
+        if name in NEEDS_ENGINE_LOOP:
             return lambda *given: _call(self._home, value, *given)
         return value
 
@@ -210,12 +212,12 @@ class EngineElsewhere:
         try:
             while True:
                 try:
-                    yield await event_loop.hop(self._home, event_loop.following(events))
-                except event_loop.Exhausted:
+                    yield await event_loop.run_on_loop(self._home, event_loop.next_item(events))
+                except event_loop.IteratorExhausted:
                     return
         finally:
             if hasattr(events, "aclose"):
-                await event_loop.hop(self._home, events.aclose())
+                await event_loop.run_on_loop(self._home, events.aclose())
 
 
 class _PullElsewhere:
@@ -226,7 +228,7 @@ class _PullElsewhere:
         self._home = home
 
     async def claim(self, *given: Any, **ways: Any) -> Any:
-        return await event_loop.hop(self._home, self._pull.claim(*given, **ways))
+        return await event_loop.run_on_loop(self._home, self._pull.claim(*given, **ways))
 
     def close(self) -> None:
         _call(self._home, self._pull.close)
@@ -236,6 +238,6 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *given:
     loop.call_soon_threadsafe(function, *given)
 
 
-def _has_failed(connecting: Connecting) -> bool:
+def _has_failed(connecting: EngineTask) -> bool:
     """True if it has failed, which whoever asked for it was told."""
     return connecting.done() and (connecting.cancelled() or connecting.exception() is not None)

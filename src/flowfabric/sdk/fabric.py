@@ -17,21 +17,21 @@ import msgspec
 
 from flowfabric import event_loop
 from flowfabric.clock import Clock
-from flowfabric.connector import connect, is_server, public_address
+from flowfabric.connector import connect, is_server_url, public_base_url
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
 from flowfabric.sdk import validation
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durations import Duration, to_ms
-from flowfabric.sdk.engine_provider import Connections
+from flowfabric.sdk.engine_provider import EngineProvider
 from flowfabric.sdk.flows import Flow
-from flowfabric.sdk.limits import Bound, Budget, Limit, Scope
+from flowfabric.sdk.limits import Budget, CallLimits, Limit, ScopeSelector
 from flowfabric.sdk.retry import Retry
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.serialization.values import Shape
-from flowfabric.sdk.task import AsyncTask, Decorator, Options, PlainTask, Task, submit_ways
-from flowfabric.sdk.worker.threads import Portal, ThreadTurns
+from flowfabric.sdk.serialization.values import ValueCodec
+from flowfabric.sdk.task import AsyncTask, PlainTask, Task, TaskDecorator, TaskOptions, validate_submit_options
+from flowfabric.sdk.worker.threads import Portal, ThreadScheduler
 from flowfabric.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Fabric:
         self.namespace = namespace
         self._public_url = public_url
         self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
-        self.thread_turns: ThreadTurns | None = None  # for tests: when threads that asked the loop go on
+        self.thread_turns: ThreadScheduler | None = None  # for tests: when threads that asked the loop go on
         self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
         self.stubs: dict[Any, Callable[..., Any]] = {}  # for tests: what runs instead of a step's function or a task
         self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
@@ -81,12 +81,12 @@ class Fabric:
         self._minter = minter
         self._token = token
         self._made: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
-        self._connections = Connections(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
+        self._connections = EngineProvider(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
 
     @property
     def public_url(self) -> str:
         """Where the links of approvals lead: as told, else FF_PUBLIC_URL, else to the server that this app is on."""
-        return public_address(self.url, self._public_url)
+        return public_base_url(self.url, self._public_url)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -112,11 +112,11 @@ class Fabric:
         tags: Mapping[str, str] | None = None,
         budgets: Iterable[Budget] = (),
         limits: Iterable[Limit] = (),
-        fair: Scope | None = None,
+        fair: ScopeSelector | None = None,
         weight: int = 1,
         isolation: Literal["auto", "process"] = "auto",
         on_mismatch: Literal["warn", "error"] = "warn",
-    ) -> Decorator: ...
+    ) -> TaskDecorator: ...
     def task(
         self,
         handler: Callable[..., Any] | None = None,
@@ -130,7 +130,7 @@ class Fabric:
         tags: Mapping[str, str] | None = None,
         budgets: Iterable[Budget] = (),
         limits: Iterable[Limit] = (),
-        fair: Scope | None = None,
+        fair: ScopeSelector | None = None,
         weight: int = 1,
         isolation: Literal["auto", "process"] = "auto",
         on_mismatch: Literal["warn", "error"] = "warn",
@@ -145,18 +145,20 @@ class Fabric:
             raise InvalidInput(f'isolation: {isolation!r} is neither "auto" nor "process"')
         if on_mismatch not in ("warn", "error"):
             raise InvalidInput(f'on_mismatch: {on_mismatch!r} is neither "warn" nor "error"')
-        options = Options(
-            needs=validation.capabilities("needs", needs),
-            timeout_ms=None if timeout is None else to_ms(timeout, "timeout", least=1),
-            budgets=validation.each("budgets", Budget, budgets, "[Budget(…)]"),
-            limits=validation.each("limits", Limit, limits, "[Limit(…)]"),
-            **submit_ways(lane=lane, priority=priority, retry=retry, tags=tags or {}, fair=fair, weight=weight),
+        options = TaskOptions(
+            needs=validation.validate_capabilities("needs", needs),
+            timeout_ms=None if timeout is None else to_ms(timeout, "timeout", minimum_ms=1),
+            budgets=validation.validate_each("budgets", Budget, budgets, "[Budget(…)]"),
+            limits=validation.validate_each("limits", Limit, limits, "[Limit(…)]"),
+            **validate_submit_options(
+                lane=lane, priority=priority, retry=retry, tags=tags or {}, fair=fair, weight=weight
+            ),
         )
         if name is not None:
-            validation.name(name)
+            validation.validate_name(name)
 
         def make(given: Callable[..., Any]) -> Task[..., Any]:
-            function = validation.handler(given)
+            function = validation.validate_handler(given)
             known_as = name or f"{_home(function)}.{function.__qualname__}"
             if known_as in self.tasks:
                 raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
@@ -167,7 +169,7 @@ class Fabric:
             self.tasks[known_as] = made
             return made
 
-        return Decorator(make) if handler is None else make(handler)
+        return TaskDecorator(make) if handler is None else make(handler)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -183,11 +185,11 @@ class Fabric:
 
         `async with app` does this, and closes it in the end; so do workers.
         """
-        return await self._connections.claim()
+        return await self._connections.open_on_this_loop()
 
     async def _connect(self) -> Engine:
         engine = await self.connect(migrate=self._migrate)
-        if is_server(self.url):  # it has seen to its keys
+        if is_server_url(self.url):  # it has seen to its keys
             return engine
         try:
             kids = await engine.list_waitpoint_hmac_kids()
@@ -244,14 +246,14 @@ class Fabric:
             )
             await self.declare_bound(engine, task.bound(same, {}))
 
-    async def declare_bound(self, engine: Engine, bound: Bound) -> None:
+    async def declare_bound(self, engine: Engine, bound: CallLimits) -> None:
         """Let these exist; asked for once in the life of an engine."""
         await bound.declare(engine, self._made.setdefault(engine, set()), self.namespace)
 
     async def declared(self, engine: Engine, budget: Budget) -> str:
         """The id of a budget that is everybody's."""
         budget_id = budget.id(self.namespace)
-        await self.declare_bound(engine, Bound({budget.name: (budget, budget_id, "")}))
+        await self.declare_bound(engine, CallLimits({budget.name: (budget, budget_id, "")}))
         return budget_id
 
     def flow(self, name: str) -> Flow:
@@ -260,7 +262,7 @@ class Fabric:
 
     def find(self, run_id: str) -> Run[Any]:
         """A run by its id, of whichever task; its result is what JSON says."""
-        return Run(run_id, "run", Shape(Any), self)
+        return Run(run_id, "run", ValueCodec(Any), self)
 
     # -- without await --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.exceptions import RunEnded, RunSkipped
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.task import Call, Task, a_call
+from flowfabric.sdk.task import Call, Task, as_call
 
 if TYPE_CHECKING:
     from flowfabric.sdk.fabric import Fabric
@@ -40,7 +40,7 @@ R = TypeVar("R")
 ALL = AllOf()
 
 
-class Edge(msgspec.Struct, frozen=True):
+class NodeOutcome(msgspec.Struct, frozen=True):
     """The end of a node that another one waits for."""
 
     node: Node[Any]
@@ -54,20 +54,20 @@ class Node(Generic[R]):
         self.flow = flow
         self.name = name
         self.call = call
-        self.edges: list[Edge] = []  # what it waits for
+        self.edges: list[NodeOutcome] = []  # what it waits for
         self.join: Join = ALL
         self.results: dict[str, Any] = {}  # parameter -> node, or list of nodes
         self.arguments: dict[str, Any] = {}  # the others
 
     @property
-    def failed(self) -> Edge:
+    def failed(self) -> NodeOutcome:
         """Its end without success, for a join."""
-        return Edge(self, "failure_only")
+        return NodeOutcome(self, "failure_only")
 
     @property
-    def done(self) -> Edge:
+    def done(self) -> NodeOutcome:
         """Its end, whatever it is, for a join."""
-        return Edge(self, "any_outcome")
+        return NodeOutcome(self, "any_outcome")
 
     def __repr__(self) -> str:
         return f"<Node {self.name} of {self.flow.name}>"
@@ -92,7 +92,7 @@ class Flow:
     """A flow in the making. It can be submitted any number of times."""
 
     def __init__(self, app: Fabric, name: str) -> None:
-        validation.name(name)
+        validation.validate_name(name)
         self.app = app
         self.name = name
         self.nodes: dict[str, Node[Any]] = {}
@@ -104,37 +104,37 @@ class Flow:
         /,
         *args: Any,
         join: Join = ALL,
-        after: Iterable[Node[Any] | Edge] = (),
+        after: Iterable[Node[Any] | NodeOutcome] = (),
         **kwargs: Any,
     ) -> Node[R]: ...
     @overload
-    def add(self, task: Call[R], /, *, join: Join = ALL, after: Iterable[Node[Any] | Edge] = ()) -> Node[R]: ...
+    def add(self, task: Call[R], /, *, join: Join = ALL, after: Iterable[Node[Any] | NodeOutcome] = ()) -> Node[R]: ...
     def add(
         self,
         task: Task[..., R] | Call[R],
         /,
         *args: Any,
         join: Join = ALL,
-        after: Iterable[Node[Any] | Edge] = (),
+        after: Iterable[Node[Any] | NodeOutcome] = (),
         **kwargs: Any,
     ) -> Node[R]:
         """A call that runs when its upstreams let it: the nodes among its arguments, those of the join, and `after`."""
-        if isinstance(after, Node | Edge) or not isinstance(after, Iterable):
+        if isinstance(after, Node | NodeOutcome) or not isinstance(after, Iterable):
             raise InvalidInput("after: not a list; write after=[node]")
         if not isinstance(join, Join):
             raise InvalidInput(f"join: {join!r} is no join; write join=AnyOf(first.failed, second.failed)")
-        call = a_call(task, *args, **kwargs)
+        call = as_call(task, *args, **kwargs)
         name = call.task.__name__
         while name in self.nodes:
             base, _, number = name.partition("-")
             name = f"{base}-{int(number or 1) + 1}"
         node = Node(self, name, call)
-        for parameter, value in call.task.signature.bound(call.args, call.kwargs).items():
+        for parameter, value in call.task.signature.bind(call.args, call.kwargs).items():
             if isinstance(value, Node) or _are_nodes(value):
                 node.results[parameter] = value
             else:
                 node.arguments[parameter] = value
-        call.task.signature.plain(node.arguments)  # wrong input is refused here
+        call.task.signature.dump(node.arguments)  # wrong input is refused here
         upstreams = [one for value in node.results.values() for one in _several(value)]
         node.edges = list(dict.fromkeys(_edge(one) for one in (*upstreams, *join.of, *after)))
         for edge in node.edges:
@@ -304,10 +304,10 @@ class FlowRun:
         return f"<FlowRun {self.flow.name} {self.id}>"
 
 
-def _edge(given: Node[Any] | Edge) -> Edge:
-    if not isinstance(given, Node | Edge):
+def _edge(given: Node[Any] | NodeOutcome) -> NodeOutcome:
+    if not isinstance(given, Node | NodeOutcome):
         raise InvalidInput(f"flow: {given!r} is no node; nodes are what flow.add returns")
-    return given if isinstance(given, Edge) else Edge(given)
+    return given if isinstance(given, NodeOutcome) else NodeOutcome(given)
 
 
 def _are_nodes(value: Any) -> bool:

@@ -8,13 +8,13 @@ from flowfabric.errors import InvalidInput
 from flowfabric.sdk import validation
 
 if TYPE_CHECKING:
-    from flowfabric.sdk.flows import Edge, Node
+    from flowfabric.sdk.flows import Node, NodeOutcome
 
 
 class Join:
     """A number of successes. In a flow, `of` are the ends that count, beside the nodes among the arguments."""
 
-    def __init__(self, *of: Edge | Node[Any], cancel_rest: bool = False) -> None:
+    def __init__(self, *of: NodeOutcome | Node[Any], cancel_rest: bool = False) -> None:
         self.of = of
         self.cancel_rest = cancel_rest
 
@@ -39,7 +39,7 @@ class Join:
 class AllOf(Join):
     """Every one has to succeed."""
 
-    def __init__(self, *of: Edge | Node[Any]) -> None:
+    def __init__(self, *of: NodeOutcome | Node[Any]) -> None:
         super().__init__(*of)
 
     def needed(self, count: int) -> int:
@@ -62,9 +62,9 @@ class AnyOf(Join):
 class Quorum(Join):
     """`k` successes are enough."""
 
-    def __init__(self, k: int, *of: Edge | Node[Any], cancel_rest: bool = False) -> None:
+    def __init__(self, k: int, *of: NodeOutcome | Node[Any], cancel_rest: bool = False) -> None:
         super().__init__(*of, cancel_rest=cancel_rest)
-        self.k = validation.whole("quorum", k, least=1)
+        self.k = validation.validate_int("quorum", k, minimum=1)
 
     def needed(self, count: int) -> int:
         if self.k > count:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flowfabric.worker")
 
-MONEY = frozenset({"usd", "eur", "gbp", "chf"})
-MILLIONTHS = "_millionths"  # a dimension with fractions is kept as a whole number of millionths
+CURRENCY_DIMENSIONS = frozenset({"usd", "eur", "gbp", "chf"})
+MILLIONTHS_SUFFIX = "_millionths"  # a dimension with fractions is kept as a whole number of millionths
 
-Scope = str | Callable[..., Any]  # a parameter, a field of one or a tag; or a function of the task's arguments
+ScopeSelector = str | Callable[..., Any]  # a parameter, a field of one or a tag; or a function of the task's arguments
 
 
 class Budget:
@@ -40,7 +40,7 @@ class Budget:
         limits: Mapping[str, int | float],
         *,
         soft: float | None = None,
-        per: Scope | None = None,
+        per: ScopeSelector | None = None,
         reset: Duration | None = None,
         on_hard: Literal["fail", "suspend"] = "fail",
     ) -> None:
@@ -57,7 +57,7 @@ class Budget:
         self.on_hard = on_hard
         self._soft = soft
         self._reset_ms = 0 if reset is None else to_ms(reset, "reset")
-        self._fractional = MONEY | {one for one, limit in limits.items() if isinstance(limit, float)}
+        self._fractional = CURRENCY_DIMENSIONS | {one for one, limit in limits.items() if isinstance(limit, float)}
         if not all(self.amounts(limits).values()):  # wrong numbers are refused here
             raise InvalidInput(f"budget {name}: a limit of 0 would be none; leave that dimension out")
 
@@ -73,16 +73,16 @@ class Budget:
 
     def kept_as(self, dimension: str) -> str:
         """The name of a dimension in the store."""
-        return f"{dimension}{MILLIONTHS}" if dimension in self._fractional else dimension
+        return f"{dimension}{MILLIONTHS_SUFFIX}" if dimension in self._fractional else dimension
 
     def shown(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
         """A dimension of the store and its numbers, as people wrote them."""
-        if not dimension.endswith(MILLIONTHS):
+        if not dimension.endswith(MILLIONTHS_SUFFIX):
             return dimension, list(amounts)
-        return dimension.removesuffix(MILLIONTHS), [amount / 1_000_000 for amount in amounts]
+        return dimension.removesuffix(MILLIONTHS_SUFFIX), [amount / 1_000_000 for amount in amounts]
 
     def _counted(self, dimension: str, amount: int | float) -> int:
-        validation.amount(f"budget {self.name}: {dimension}", amount)
+        validation.validate_amount(f"budget {self.name}: {dimension}", amount)
         if dimension in self._fractional:
             return round(amount * 1_000_000)
         if int(amount) != amount:
@@ -131,12 +131,12 @@ class Limit:
         *,
         concurrency: int = 0,
         rate: str | None = None,
-        key: Scope | None = None,
+        key: ScopeSelector | None = None,
         name: str | None = None,
         spread: Duration = 0,
     ) -> None:
         """`spread` is by how much the starts that had to wait for the rate are spread."""
-        validation.whole("concurrency", concurrency, least=0)
+        validation.validate_int("concurrency", concurrency, minimum=0)
         if not concurrency and rate is None:
             raise InvalidInput('limit: say how many at once (concurrency=10) or how fast (rate="100/1m")')
         self.concurrency = concurrency
@@ -163,7 +163,7 @@ class Limit:
         )
 
 
-class Bound(msgspec.Struct, frozen=True):
+class CallLimits(msgspec.Struct, frozen=True):
     """The budgets and limits that hold for one call, by their ids in the store."""
 
     budgets: dict[str, tuple[Budget, str, str]] = {}  # by name: the budget, its id, whose it is
@@ -182,8 +182,13 @@ class Bound(msgspec.Struct, frozen=True):
                 known.add(limit_id)
 
 
-def scope_of(
-    per: Scope | None, what: str, arguments: Mapping[str, Any], tags: Mapping[str, str], *, whole: bool = True
+def resolve_scope(
+    per: ScopeSelector | None,
+    what: str,
+    arguments: Mapping[str, Any],
+    tags: Mapping[str, str],
+    *,
+    all_known: bool = True,
 ) -> str:
     """Whose budget or limit it is for a call with these arguments; empty when it is everybody's.
 
@@ -191,7 +196,7 @@ def scope_of(
     """
     if per is None:
         return ""
-    value = _called(per, what, arguments, whole=whole) if callable(per) else _found(per, arguments, tags)
+    value = _called(per, what, arguments, whole=all_known) if callable(per) else _found(per, arguments, tags)
     if value is None:
         raise InvalidInput(f"{what}: the call does not say which {per if isinstance(per, str) else 'one'} it is for")
     return str(value)

@@ -20,12 +20,12 @@ import msgspec
 from flowfabric.model.gate import StepMemo
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durable.budgets import Reservation
-from flowfabric.sdk.durable.output import Output, merged
-from flowfabric.sdk.durable.steps import Step, step_of
+from flowfabric.sdk.durable.output import Output, apply_merge_patch
+from flowfabric.sdk.durable.steps import StepCall, identify_step
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
-    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.durable.attempt import DurableAttempt
     from flowfabric.sdk.limits import Budget
     from flowfabric.sdk.sync import SyncContext
     from flowfabric.sdk.task import Task
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NOBODY = "a plain call has nobody to wait for; test this function in a World"
+NEEDS_WORLD = "a plain call has nobody to wait for; test this function in a World"
 
 
-class BareContext(Context):
+class LocalContext(Context):
     """A context without a run."""
 
     def __init__(self, task: Task[..., Any]) -> None:
@@ -45,7 +45,7 @@ class BareContext(Context):
         self.run_id = f"plain-call-{uuid.uuid4()}"
         self.attempt = 0
         self.lane = task.own.lane
-        self.said: dict[str, Any] = {}
+        self.reported_progress: dict[str, Any] = {}
         self._names: Counter[str] = Counter()
         self._outputs = {}
 
@@ -57,17 +57,17 @@ class BareContext(Context):
         return SyncContext(self, cast("Portal", _Aside()))
 
     @property
-    def durable(self) -> Durable:
+    def durable(self) -> DurableAttempt:
         """Where steps get their numbers; nothing else of it is there."""
-        return cast("Durable", self)
+        return cast("DurableAttempt", self)
 
-    def place(self, label: str) -> tuple[str, int]:
+    def next_occurrence(self, label: str) -> tuple[str, int]:
         """The number of the next thing of this label."""
         self._names[label] += 1
         return label, self._names[label] - 1
 
     @asynccontextmanager
-    async def at_work(self) -> AsyncIterator[None]:
+    async def without_parking(self) -> AsyncIterator[None]:
         """Nothing is ever put away."""
         yield
 
@@ -83,13 +83,13 @@ class BareContext(Context):
 
     async def recall(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
-    ) -> Step:
+    ) -> StepCall:
         """The step, which never ran before."""
-        return step_of(self.durable, function, args, kwargs, name, key)
+        return identify_step(self.durable, function, args, kwargs, name, key)
 
-    async def keep(self, step: Step, value: Any) -> Step:
+    async def keep(self, step: StepCall, value: Any) -> StepCall:
         """What it returned, as it would come back from a store."""
-        return step.known_as(StepMemo(self.run_id, step.name, step.occurrence, 0, 0, step.dumped(value)))
+        return step.with_memo(StepMemo(self.run_id, step.name, step.occurrence, 0, 0, step.encode(value)))
 
     async def at(self, point: str, moment: str) -> None:
         """Nothing goes wrong here."""
@@ -104,21 +104,21 @@ class BareContext(Context):
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
         """None after a timeout; without one nothing could ever come."""
         if timeout is None:
-            raise RuntimeError(f"receive {name!r}: {NOBODY}")
+            raise RuntimeError(f"receive {name!r}: {NEEDS_WORLD}")
 
     async def approval(self, name: str, shape: type[Any], **_: Any) -> Any:
         """Nobody could answer."""
-        raise RuntimeError(f"approval {name!r}: {NOBODY}")
+        raise RuntimeError(f"approval {name!r}: {NEEDS_WORLD}")
 
     async def spawn(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """A child would be a run."""
-        raise RuntimeError(f"spawn: {NOBODY}")
+        raise RuntimeError(f"spawn: {NEEDS_WORLD}")
 
     async def gather(self, *several: Any, join: Any = None) -> list[Any]:
         """Children run here, all of them."""
-        from flowfabric.sdk.task import calls_among
+        from flowfabric.sdk.task import child_calls
 
-        calls = calls_among(several)
+        calls = child_calls(several)
         if calls is not None:
             return [await _called(call) for call in calls]
         return list(await asyncio.gather(*several))
@@ -130,7 +130,9 @@ class BareContext(Context):
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
         """What was said is in `said`."""
         given: dict[str, Any] = {"message": patch} if isinstance(patch, str) else dict(patch or {})
-        self.said = merged(self.said, given if pct is None else {**given, "pct": pct})
+        self.reported_progress = apply_merge_patch(
+            self.reported_progress, given if pct is None else {**given, "pct": pct}
+        )
 
     def stream(self, name: str) -> Output:
         """An output that is only collected."""

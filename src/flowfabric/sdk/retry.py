@@ -22,10 +22,10 @@ class Retry(msgspec.Struct, frozen=True):
     only: tuple[str, ...] = ()  # names of failures that are worth another attempt; empty for all
 
     def __post_init__(self) -> None:
-        validation.whole("max", self.max, least=0)
-        if not validation.amount("factor", self.factor):
+        validation.validate_int("max", self.max, minimum=0)
+        if not validation.validate_amount("factor", self.factor):
             raise InvalidInput("factor: 0 leaves no time between two attempts")
-        validation.each("only", str, self.only, '("ConnectionError",)')
+        validation.validate_each("only", str, self.only, '("ConnectionError",)')
         to_ms(self.base, "base")
         to_ms(self.cap, "cap")
 

@@ -13,16 +13,16 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.types import Accepted, MailArgs, SignalArgs, WaitpointToken
+from flowfabric.engine.types import Accepted, MessageArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
-from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.durable.output import START, progress_of
+from flowfabric.sdk.approvals import ApprovalLink
+from flowfabric.sdk.durable.output import START_CURSOR, progress_document
 from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.exceptions import RunCancelled, RunExpired, RunFailed, RunSkipped
-from flowfabric.sdk.serialization.values import Shape, json_bytes, to_plain
+from flowfabric.sdk.serialization.values import ValueCodec, json_bytes, to_plain
 
 if TYPE_CHECKING:
-    from flowfabric.engine.claiming.poller import Ended
+    from flowfabric.engine.claiming.poller import ExecutionOutcome
     from flowfabric.engine.engine import Engine
     from flowfabric.engine.operations.reads import ExecutionSnapshot
     from flowfabric.model.answers.execution import AttemptView
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-TAIL_MS = 10_000
+TAIL_WAIT_MS = 10_000
 logger = logging.getLogger("flowfabric.worker")
 
-LONGEST_LOOK_MS = 30_000
+MAX_POLL_MS = 30_000
 
 _ENDS = {
     TerminalOutcome.FAILED: RunFailed,
@@ -45,7 +45,7 @@ _ENDS = {
 }
 
 
-class Frame(msgspec.Struct, frozen=True):
+class OutputFrame(msgspec.Struct, frozen=True):
     """A piece of output."""
 
     text: str
@@ -63,7 +63,14 @@ class Run(Generic[R]):
     """One submitted piece of work. It can be looked at from any process that knows its id."""
 
     def __init__(
-        self, run_id: str, task: str, shape: Shape, app: Fabric, *, created: bool = True, namespace: str | None = None
+        self,
+        run_id: str,
+        task: str,
+        shape: ValueCodec,
+        app: Fabric,
+        *,
+        created: bool = True,
+        namespace: str | None = None,
     ) -> None:
         self.id = run_id
         self.task = task
@@ -86,7 +93,7 @@ class Run(Generic[R]):
         engine = await self._engine()
         clock = asyncio.get_running_loop().time
         until = None if longest_s is None else clock() + longest_s
-        longest_ms = max(LONGEST_LOOK_MS, engine.settings.poll_ms)
+        longest_ms = max(MAX_POLL_MS, engine.settings.poll_ms)
         await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
         is_told = False
         while True:
@@ -162,7 +169,7 @@ class Run(Generic[R]):
             if "token=" in token:
                 return await self.vote(token, value)
             return await self._vote_at(engine, name, token, value)
-        mail = MailArgs(
+        mail = MessageArgs(
             execution_id=self.id,
             mailbox=name,
             message_id=engine.minter.uuid(),
@@ -182,7 +189,9 @@ class Run(Generic[R]):
             for point in page.entries:
                 is_its = (point.token_kid, point.token_fingerprint) == (wanted.kid, wanted.fingerprint)
                 if is_its and point.waitpoint_key.rpartition(".")[0] == name:
-                    return await self.vote(Link.to(self._app.public_url, self.id, point.waitpoint_id, token), value)
+                    return await self.vote(
+                        ApprovalLink.for_waitpoint(self._app.public_url, self.id, point.waitpoint_id, token), value
+                    )
             if (after := page.next_cursor) is None:
                 raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
@@ -206,15 +215,15 @@ class Run(Generic[R]):
                 payload=json_bytes(to_plain(value)),
             )
         )
-        return isinstance(sent, Accepted) and sent.counts
+        return isinstance(sent, Accepted) and sent.is_useful
 
-    async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[Frame | Reset]:
+    async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[OutputFrame | Reset]:
         """What its handler writes under this name, from the beginning or after a frame's cursor, until the run ends.
 
         `Reset` comes before the output of an attempt that takes the place of an earlier one.
         """
         engine = await self._engine()
-        attempt, place = (0, START) if after is None else _cursor(after)
+        attempt, place = (0, START_CURSOR) if after is None else _cursor(after)
         await self.state()  # raises when there is no such run
         has_ended = False
         while True:
@@ -222,24 +231,24 @@ class Run(Generic[R]):
             for frame in page.frames:
                 place = frame.id
                 if frame.fields.get("frame_type") == name:
-                    yield Frame(_text(frame.fields), attempt, f"{attempt}/{frame.id}")
+                    yield OutputFrame(_text(frame.fields), attempt, f"{attempt}/{frame.id}")
             if page.frames:
                 continue
             latest = await engine.read_current_attempt_index(self.id)
             if latest > attempt:
-                attempt, place = latest, START
+                attempt, place = latest, START_CURSOR
                 yield Reset(attempt)
             elif has_ended:
                 return
             elif page.closed_at is None:
                 has_ended = await self._news(engine, attempt, place)
             else:  # this attempt is over, and the next one has not begun
-                has_ended = await self._news(engine, attempt + 1, START)
+                has_ended = await self._news(engine, attempt + 1, START_CURSOR)
 
     async def _news(self, engine: Engine, attempt: int, place: str) -> bool:
         """Wait for more output of an attempt, or for the end; whether that came."""
-        more = asyncio.ensure_future(engine.tail_stream(self.id, attempt, place, block_ms=TAIL_MS, count_limit=1))
-        end = asyncio.ensure_future(engine.await_end(self.id, max_wait_ms=TAIL_MS))
+        more = asyncio.ensure_future(engine.tail_stream(self.id, attempt, place, block_ms=TAIL_WAIT_MS, count_limit=1))
+        end = asyncio.ensure_future(engine.await_end(self.id, max_wait_ms=TAIL_WAIT_MS))
         try:
             await asyncio.wait((more, end), return_when=asyncio.FIRST_COMPLETED)
             if end.done():
@@ -253,7 +262,7 @@ class Run(Generic[R]):
 
     async def progress(self) -> dict[str, Any]:
         """What its handler last said, as one document; `pct` is the percentage."""
-        return progress_of(*await (await self._engine()).read_progress(self.id))
+        return progress_document(*await (await self._engine()).read_progress(self.id))
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -265,7 +274,7 @@ class Run(Generic[R]):
                 raise
             raise errors.NotFound(missing.entity, execution_id=self.id) from None
 
-    async def _value(self, engine: Engine, ended: Ended) -> R:
+    async def _value(self, engine: Engine, ended: ExecutionOutcome) -> R:
         if None not in (self._namespace, ended.namespace) and self._namespace != ended.namespace:
             raise errors.IdInOtherNamespace(execution_id=self.id)
         if ended.outcome is not TerminalOutcome.SUCCESS:
@@ -274,7 +283,7 @@ class Run(Generic[R]):
                 attempts = await engine.read_total_attempt_count(self.id)
             last = attempts - 1 if attempts else None
             raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, last)
-        value: R = self._shape.parse(ended.result, "result")
+        value: R = self._shape.from_json(ended.result, "result")
         return value
 
     def __repr__(self) -> str:

@@ -27,11 +27,11 @@ from flowfabric import event_loop
 from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.durable.attempt import in_step
 from flowfabric.sdk.durable.budgets import Reservation
-from flowfabric.sdk.durable.steps import effect_of
+from flowfabric.sdk.durable.steps import step_function
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
-from flowfabric.sdk.worker.threads import DaemonThreads, Portal
+from flowfabric.sdk.worker.threads import DaemonThreadPool, Portal
 
 if TYPE_CHECKING:
     from flowfabric.engine.operations.reads import ExecutionSnapshot
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.durable.output import Output
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
-    from flowfabric.sdk.run import Frame, Reset, Run
+    from flowfabric.sdk.run import OutputFrame, Reset, Run
     from flowfabric.sdk.task import Call, Submitter, Task
 
 P = ParamSpec("P")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 ALL = AllOf()
-_branches = DaemonThreads("flowfabric-branch")
+_branches = DaemonThreadPool("flowfabric-branch")
 
 
 class SyncRun(Generic[R]):
@@ -116,13 +116,13 @@ class SyncRun(Generic[R]):
         """What its handler last said."""
         return self._portal.call(self._run.progress())
 
-    def stream(self, name: str, *, after: str | None = None) -> Iterator[Frame | Reset]:
+    def stream(self, name: str, *, after: str | None = None) -> Iterator[OutputFrame | Reset]:
         """What its handler writes under this name, until the run ends."""
         frames = self._run.stream(name, after=after)
         while True:
             try:
-                yield self._portal.call(event_loop.following(frames))
-            except event_loop.Exhausted:
+                yield self._portal.call(event_loop.next_item(frames))
+            except event_loop.IteratorExhausted:
                 return
 
     def __repr__(self) -> str:
@@ -221,14 +221,14 @@ class SyncContext:
         """Run a function once, in this thread when it is a plain one; its result is remembered."""
         context = self._context
         step = self._portal.call(context.recall(function, args, kwargs, name, key))
-        if not step.is_known:
-            self._portal.call(context.at(step.point, "before_effect"))
+        if not step.is_recorded:
+            self._portal.call(context.at(step.fault_point, "before_effect"))
             with in_step(step.name, step.occurrence):
-                value = effect_of(function, context)(*args, **kwargs)
+                value = step_function(function, context)(*args, **kwargs)
                 if inspect.isawaitable(value):
                     value = self._portal.call(_awaited(value))
             step = self._portal.call(context.keep(step, value))
-        return step.value()
+        return step.result()
 
     def sleep(self, length: Duration) -> None:
         """Let time pass; the thread is free meanwhile."""
@@ -283,9 +283,9 @@ class SyncContext:
     def gather(self, first: Callable[[], Any], /, *others: Callable[[], Any]) -> list[Any]: ...
     def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
         """Wait for several things at once: children given as calls, or functions of no arguments, each in a thread."""
-        from flowfabric.sdk.task import calls_among
+        from flowfabric.sdk.task import child_calls
 
-        calls = calls_among(several)
+        calls = child_calls(several)
         if calls is not None:
             return self._portal.call(self._context.gather(calls, join=join))
         return self._portal.call(self._context.gather(*(_in_thread(branch) for branch in several)))

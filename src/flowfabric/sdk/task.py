@@ -15,12 +15,17 @@ from flowfabric.engine.validation import execution as validate
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers.execution import Duplicate
 from flowfabric.sdk import validation
-from flowfabric.sdk.context import Context, entered, within
+from flowfabric.sdk.context import Context, run_with_context, set_current
 from flowfabric.sdk.durations import Duration, to_ms
-from flowfabric.sdk.limits import Bound, Budget, Limit, Scope, scope_of
+from flowfabric.sdk.limits import Budget, CallLimits, Limit, ScopeSelector, resolve_scope
 from flowfabric.sdk.retry import Retry
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.serialization.inputs import NAMED_BUDGETS, PLAIN, REFERRING, Referring
+from flowfabric.sdk.serialization.inputs import (
+    BUDGET_IDS_KEY,
+    JSON_ENCODING,
+    JSON_WITH_RESULTS_ENCODING,
+    InputWithResults,
+)
 from flowfabric.sdk.serialization.values import Signature
 
 if TYPE_CHECKING:
@@ -33,7 +38,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Options(msgspec.Struct, frozen=True):
+class TaskOptions(msgspec.Struct, frozen=True):
     """How one submit differs from the task's own ways."""
 
     lane: str = "default"
@@ -47,15 +52,15 @@ class Options(msgspec.Struct, frozen=True):
     tags: dict[str, str] = {}
     budgets: tuple[Budget, ...] = ()
     limits: tuple[Limit, ...] = ()
-    fair: Scope | None = None
+    fair: ScopeSelector | None = None
     weight: int = 1
 
     @property
-    def is_bound(self) -> bool:
+    def depends_on_arguments(self) -> bool:
         """Whether the arguments of a call have a say in its policy."""
         return bool(self.budgets or self.limits or self.fair is not None)
 
-    def policy(self, bound: Bound, *, is_read: bool = False) -> str | None:
+    def policy(self, bound: CallLimits, *, is_read: bool = False) -> str | None:
         """The execution policy that the engine keeps; None when there is nothing to say."""
         policy: dict[str, Any] = {"kept_for_successors": True} if is_read else {}
         if self.retry is not None:
@@ -64,7 +69,7 @@ class Options(msgspec.Struct, frozen=True):
             policy["routing_requirements"] = {"required_capabilities": sorted(self.needs)}
         if bound.budgets:
             policy["budget_ids"] = [budget_id for _, budget_id, _ in bound.budgets.values()]
-            policy[NAMED_BUDGETS] = {name: budget_id for name, (_, budget_id, _) in bound.budgets.items()}
+            policy[BUDGET_IDS_KEY] = {name: budget_id for name, (_, budget_id, _) in bound.budgets.items()}
         if bound.limits:
             policy["quota_policy_ids"] = list(bound.limits)
         if bound.fairness_key is not None:
@@ -72,13 +77,13 @@ class Options(msgspec.Struct, frozen=True):
         return msgspec.json.encode(policy).decode() if policy else None
 
 
-def submit_ways(**given: Any) -> dict[str, Any]:
+def validate_submit_options(**given: Any) -> dict[str, Any]:
     """Those of the options that a submit may change, checked; what is not named stays as it is."""
     checks: dict[str, Callable[[Any], Any]] = {
-        "lane": validate.lane,
-        "priority": lambda value: validation.whole("priority", value),
-        "weight": lambda value: validation.whole("weight", value, least=1),
-        "tags": validation.tags,
+        "lane": validate.validate_lane_id,
+        "priority": lambda value: validation.validate_int("priority", value),
+        "weight": lambda value: validation.validate_int("weight", value, minimum=1),
+        "tags": validation.validate_tags,
         "retry": _a_retry,
         "fair": _a_scope,
         "deadline": _a_moment,
@@ -93,7 +98,7 @@ def _a_retry(value: object) -> Retry | None:
     return value
 
 
-def _a_scope(value: object) -> Scope | None:
+def _a_scope(value: object) -> ScopeSelector | None:
     if value is not None and not isinstance(value, str) and not callable(value):
         raise InvalidInput(f"fair: {value!r} is neither the name of a parameter nor a function of the arguments")
     return value
@@ -113,7 +118,7 @@ def _a_moment(value: object) -> datetime:
     return value
 
 
-UNBOUND = Bound()
+NO_CALL_LIMITS = CallLimits()
 
 
 class Call(msgspec.Struct, Generic[R_co], frozen=True):
@@ -122,10 +127,10 @@ class Call(msgspec.Struct, Generic[R_co], frozen=True):
     task: Task[Any, R_co]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    options: Options
+    options: TaskOptions
 
 
-def a_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
+def as_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
     """A call that was made with `s`, or one of a task with these arguments."""
     if isinstance(given, Task | Submitter):
         return given.s(*args, **kwargs)
@@ -136,7 +141,7 @@ def a_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
     return given
 
 
-def calls_among(given: tuple[Any, ...]) -> list[Any] | None:
+def child_calls(given: tuple[Any, ...]) -> list[Any] | None:
     """The children that `gather` was given, as calls side by side or as a list of them; None for things to await."""
     if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], Awaitable | str | bytes):
         return list(given[0])
@@ -154,7 +159,7 @@ class Task(Generic[P, R]):
         name: str,
         isolation: str,
         on_mismatch: str,
-        options: Options,
+        options: TaskOptions,
     ) -> None:
         if isolation == "process" and "<locals>" in handler.__qualname__:
             raise InvalidInput(f'{name}: isolation="process" needs a function at the top level of a module')
@@ -165,7 +170,7 @@ class Task(Generic[P, R]):
         self.isolation = isolation
         self.on_mismatch = on_mismatch
         self.own = options
-        validation.called_by_name(handler)
+        validation.validate_keyword_parameters(handler)
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
         self.timeout_s = None if options.timeout_ms is None else options.timeout_ms / 1000
@@ -178,14 +183,14 @@ class Task(Generic[P, R]):
         name = self.signature.context_name
         if name is None or any(isinstance(given, Context) for given in (*args, *kwargs.values())):
             return self.handler(*args, **kwargs)
-        from flowfabric.sdk.local_context import BareContext
+        from flowfabric.sdk.local_context import LocalContext
 
-        context = BareContext(self)
-        arguments = self.with_context(self.signature.bound(args, kwargs), lambda: context)
+        context = LocalContext(self)
+        arguments = self.with_context(self.signature.bind(args, kwargs), lambda: context)
         if self.is_async:
-            return within(context, self.handler(**arguments))
+            return run_with_context(context, self.handler(**arguments))
         surroundings = contextvars.copy_context()
-        surroundings.run(entered, context)
+        surroundings.run(set_current, context)
         return surroundings.run(lambda: self.handler(**arguments))
 
     def with_context(self, arguments: dict[str, Any], context: Callable[[], Context]) -> dict[str, Any]:
@@ -203,7 +208,7 @@ class Task(Generic[P, R]):
         lane: str | None = None,
         deadline: datetime | None = None,
         retry: Retry | None = None,
-        fair: Scope | None = None,
+        fair: ScopeSelector | None = None,
         weight: int | None = None,
         using: object | None = None,
     ) -> Submitter[P, R]:
@@ -217,7 +222,7 @@ class Task(Generic[P, R]):
         changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay")}
         given: dict[str, Any] = {"key": key, "tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
         given |= {"retry": retry, "fair": fair, "weight": weight}
-        changed |= submit_ways(**{name: value for name, value in given.items() if value is not None})
+        changed |= validate_submit_options(**{name: value for name, value in given.items() if value is not None})
         return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
 
     @property
@@ -243,19 +248,19 @@ class Task(Generic[P, R]):
 
     def run(self, run_id: str) -> Run[R]:
         """A run of this task that was submitted earlier, by its id."""
-        return Run(run_id, self.name, self.signature.result, self.app)
+        return Run(run_id, self.name, self.signature.result_codec, self.app)
 
     def own_run(self, run_id: str, *, created: bool = True) -> Run[R]:
         """A run of this task that belongs to the app's namespace; the result of any other is refused."""
         namespace = self.app.namespace
-        return Run(run_id, self.name, self.signature.result, self.app, created=created, namespace=namespace)
+        return Run(run_id, self.name, self.signature.result_codec, self.app, created=created, namespace=namespace)
 
     async def ask(
         self,
         engine: Engine,
         arguments: dict[str, Any],
         *,
-        options: Options,
+        options: TaskOptions,
         execution_id: str | None = None,
         results: dict[str, str | list[str]] | None = None,
         is_read: bool = False,
@@ -265,9 +270,11 @@ class Task(Generic[P, R]):
         `results` are the runs whose results will be the other arguments; `is_read` tells that its own will be one.
         """
         signature = self.signature
-        payload = Referring(signature.plain(arguments), results).dumped() if results else signature.to_json(arguments)
-        bound = UNBOUND
-        if options.is_bound:
+        payload = (
+            InputWithResults(signature.dump(arguments), results).to_json() if results else signature.to_json(arguments)
+        )
+        bound = NO_CALL_LIMITS
+        if options.depends_on_arguments:
             bound = self.bound(options, arguments, unknown=(results or {}).keys())
             await self.app.declare_bound(engine, bound)
         # Keys are told apart within a partition, and that is the lane's: a key stays where its task is at home.
@@ -279,7 +286,7 @@ class Task(Generic[P, R]):
             lane_id=options.lane,
             execution_kind=self.name,
             input_payload=payload,
-            payload_encoding=REFERRING if results else PLAIN,
+            payload_encoding=JSON_WITH_RESULTS_ENCODING if results else JSON_ENCODING,
             priority=options.priority,
             creator_identity=self.app.identity,
             idempotency_key=None if options.key is None else f"{self.name}|{options.key}",
@@ -289,13 +296,13 @@ class Task(Generic[P, R]):
             execution_deadline_at=_epoch_ms(options.deadline),
         )
 
-    def bound(self, options: Options, arguments: Mapping[str, Any], unknown: Collection[str] = ()) -> Bound:
+    def bound(self, options: TaskOptions, arguments: Mapping[str, Any], unknown: Collection[str] = ()) -> CallLimits:
         """The budgets and limits that hold for a call with these arguments, some of which may not be known yet."""
         tags, namespace = options.tags, self.app.namespace
-        known = {name: value for name, value in self.signature.all(arguments).items() if name not in unknown}
+        known = {name: value for name, value in self.signature.with_defaults(arguments).items() if name not in unknown}
 
-        def scope(per: Scope | None, what: str) -> str:
-            return scope_of(per, what, known, tags, whole=not unknown)
+        def scope(per: ScopeSelector | None, what: str) -> str:
+            return resolve_scope(per, what, known, tags, all_known=not unknown)
 
         budgets: dict[str, tuple[Budget, str, str]] = {}
         for budget in options.budgets:
@@ -305,7 +312,7 @@ class Task(Generic[P, R]):
             limit.id(namespace, self.name, scope(limit.per, f"limit of {self.name}")): limit for limit in options.limits
         }
         fair = scope(options.fair, f"fairness of {self.name}") if options.fair else None
-        return Bound(budgets, limits, fair)
+        return CallLimits(budgets, limits, fair)
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
@@ -330,7 +337,7 @@ class PlainTask(Task[P, R]):
 class Submitter(Generic[P, R]):
     """A task and the options of the submits made through it."""
 
-    def __init__(self, task: Task[P, R], options: Options, using: object | None = None) -> None:
+    def __init__(self, task: Task[P, R], options: TaskOptions, using: object | None = None) -> None:
         self.task = task
         self._options = options
         self._using = using
@@ -353,7 +360,7 @@ class Submitter(Generic[P, R]):
     async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
         """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
         using = self._using
-        if "using" in kwargs and "using" not in self.task.signature.shapes:
+        if "using" in kwargs and "using" not in self.task.signature.parameter_codecs:
             using = kwargs.pop("using")
         [run] = await self._submit([Call(self.task, args, kwargs, self._options)], using)
         return run
@@ -375,7 +382,7 @@ class Submitter(Generic[P, R]):
         task = self.task
         engine = await task.app.engine()
         asks = [
-            await task.ask(engine, task.signature.bound(call.args, call.kwargs), options=call.options) for call in calls
+            await task.ask(engine, task.signature.bind(call.args, call.kwargs), options=call.options) for call in calls
         ]
         made: Sequence[Any]
         if using is not None:
@@ -395,7 +402,7 @@ def _epoch_ms(moment: datetime | None) -> int | None:
     return None if moment is None else int(moment.timestamp() * 1000)
 
 
-class Decorator:
+class TaskDecorator:
     """What `@app.task(…)` returns: typed so that editors know the result of a run."""
 
     def __init__(self, make: Callable[[Callable[..., Any]], Task[..., Any]]) -> None:

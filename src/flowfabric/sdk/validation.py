@@ -18,7 +18,7 @@ from flowfabric.errors import InvalidInput
 T = TypeVar("T")
 
 
-def handler(given: object) -> Callable[..., Any]:
+def validate_handler(given: object) -> Callable[..., Any]:
     """A function that can be a task."""
     if isinstance(given, str):
         raise InvalidInput(f"task: {given!r} is no function; a task is named with @app.task(name={given!r})")
@@ -31,7 +31,7 @@ def handler(given: object) -> Callable[..., Any]:
     return given
 
 
-def called_by_name(function: Callable[..., Any]) -> None:
+def validate_keyword_parameters(function: Callable[..., Any]) -> None:
     """Refuse parameters that a worker, which has them by their names, could not hand over."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -41,14 +41,14 @@ def called_by_name(function: Callable[..., Any]) -> None:
             )
 
 
-def name(given: object) -> str:
+def validate_name(given: object) -> str:
     """The name of a task or a flow."""
     if not isinstance(given, str) or not given or not given.isprintable():
         raise InvalidInput(f"name: {given!r} is not a text of printable characters")
     return given
 
 
-def each(what: str, kind: type[T], given: object, example: str) -> tuple[T, ...]:
+def validate_each(what: str, kind: type[T], given: object, example: str) -> tuple[T, ...]:
     """Several of a kind; one alone, or a text in the place of a list, is a mistake."""
     if isinstance(given, str | bytes | Mapping | kind) or not isinstance(given, Iterable):
         raise InvalidInput(f"{what}: {given!r} is not a list; write {what}={example}")
@@ -59,39 +59,39 @@ def each(what: str, kind: type[T], given: object, example: str) -> tuple[T, ...]
     return several
 
 
-def capabilities(what: str, given: object) -> frozenset[str]:
+def validate_capabilities(what: str, given: object) -> frozenset[str]:
     """Capabilities that a task needs, or a worker has."""
-    return validate.offered(each(what, str, given, '{"smtp"}'))
+    return validate.validate_capabilities(validate_each(what, str, given, '{"smtp"}'))
 
 
-def lanes(given: object) -> tuple[str, ...]:
+def validate_lanes(given: object) -> tuple[str, ...]:
     """The lanes of a worker."""
-    several = tuple(validate.lane(one) for one in each("lanes", str, given, '["mail"]'))
+    several = tuple(validate.validate_lane_id(one) for one in validate_each("lanes", str, given, '["mail"]'))
     if not several:
         raise InvalidInput("lanes: none are named; leave it out to serve the lanes of the app's tasks")
     return several
 
 
-def tags(given: object) -> dict[str, str]:
+def validate_tags(given: object) -> dict[str, str]:
     """The tags of a task or a submit."""
     if not isinstance(given, Mapping):
         raise InvalidInput(f'tags: {given!r} is no mapping; write tags={{"app.order": "7"}}')
-    tags = validate.tags(given)
+    tags = validate.validate_tags(given)
     if refused := next(filter(None, map(check_not_reserved, tags)), None):
         raise refused
     return tags
 
 
-def whole(what: str, given: object, *, least: int | None = None) -> int:
+def validate_int(what: str, given: object, *, minimum: int | None = None) -> int:
     """A whole number."""
     if not isinstance(given, int) or isinstance(given, bool):
         raise InvalidInput(f"{what}: {given!r} is not a whole number")
-    if least is not None and given < least:
-        raise InvalidInput(f"{what}: at least {least}, not {given}")
+    if minimum is not None and given < minimum:
+        raise InvalidInput(f"{what}: at least {minimum}, not {given}")
     return given
 
 
-def amount(what: str, given: object) -> int | float:
+def validate_amount(what: str, given: object) -> int | float:
     """A number that is not below zero, and finite."""
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given < math.inf:
         raise InvalidInput(f"{what}={given!r} is no amount")

@@ -7,14 +7,17 @@ import sys
 import msgspec
 
 from flowfabric.server import openapi
-from flowfabric.server.routes import PAGES
-from flowfabric.server.routing import Table
+from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.routing import Router
 
 
-def written() -> str:
+def render_document() -> str:
     """The document, in the form that people review."""
-    return msgspec.json.format(msgspec.json.encode(openapi.document(Table(*PAGES))), indent=2).decode() + "\n"
+    return (
+        msgspec.json.format(msgspec.json.encode(openapi.build_document(Router(*ROUTE_GROUPS))), indent=2).decode()
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
-    sys.stdout.write(written())
+    sys.stdout.write(render_document())

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from flowfabric import json_limits
-from flowfabric.engine.types import target
+from flowfabric.engine.types import resolve_reference
 
 Schema = Mapping[str, Any]
 
@@ -22,20 +22,20 @@ MAX_FIELDS: Final = 100
 MAX_OPTIONS: Final = 500
 MAX_CHARACTERS: Final = 64 * 1024
 MAX_NESTED: Final = 16
-LONGEST_LABEL: Final = 200
-BLOCKED = '<button type="submit" disabled hidden></button>'
+MAX_LABEL_CHARS: Final = 200
+DISABLED_SUBMIT = '<button type="submit" disabled hidden></button>'
 """Stands first in a form with several buttons, so that Enter in a text field presses none of them."""
 
 
-class NotFilledIn(Exception):
+class InvalidFormInput(Exception):
     """A field is missing or holds something else; the text says so to the person."""
 
 
-class TooMany(Exception):
+class FormTooLarge(Exception):
     """The schema needs a larger form than a person fills in."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class FormNode(msgspec.Struct, frozen=True):
     """A field of the form, or a group of fields."""
 
     name: str
@@ -43,15 +43,15 @@ class Part(msgspec.Struct, frozen=True):
     schema: Schema
     is_optional: bool
     options: list[Any] | None = None
-    parts: dict[str, Part] | None = None
+    children: dict[str, FormNode] | None = None
 
     @property
-    def fields(self) -> Iterator[Part]:
+    def fields(self) -> Iterator[FormNode]:
         """The fields in their order."""
-        if self.parts is None:
+        if self.children is None:
             yield self
         else:
-            for part in self.parts.values():
+            for part in self.children.values():
                 yield from part.fields
 
 
@@ -62,7 +62,7 @@ class _Outline:
         self._root = root
         self._fields = self._options = self._characters = 0
 
-    def part(self, schema: Schema, name: str, *, optional: bool, around: tuple[int, ...] = ()) -> Part:
+    def part(self, schema: Schema, name: str, *, optional: bool, around: tuple[int, ...] = ()) -> FormNode:
         schema, may_be_null = _resolved(schema, self._root)
         if id(schema) in around or len(around) >= MAX_NESTED:  # a type that holds itself, or nearly so
             schema = {}
@@ -75,29 +75,29 @@ class _Outline:
                 for key, one in properties.items()
                 if isinstance(one, dict)
             }
-            return Part(name, "", schema, optional, parts=parts)
+            return FormNode(name, "", schema, optional, children=parts)
         title = schema.get("title")
         label = title if isinstance(title, str) and title else name.rpartition(".")[2].replace("_", " ")
         options = _options(schema)
         self._count(len(name) + len(label), options or [])
         is_optional = optional or may_be_null or "default" in schema
-        return Part(name, label[:LONGEST_LABEL], schema, is_optional, options)
+        return FormNode(name, label[:MAX_LABEL_CHARS], schema, is_optional, options)
 
     def _count(self, characters: int, options: list[Any]) -> None:
         self._fields += 1
         self._options += len(options)
         if self._fields > MAX_FIELDS or self._options > MAX_OPTIONS:
-            raise TooMany()
+            raise FormTooLarge()
         self._characters += characters + sum(len(_words(option)) for option in options)
         if self._characters > MAX_CHARACTERS:
-            raise TooMany()
+            raise FormTooLarge()
 
 
 def _resolved(schema: Schema, root: Schema) -> tuple[Schema, bool]:
     """A schema without its reference and without the way out that optional types have, and whether it had one."""
     may_be_null = False
     for _ in range(MAX_NESTED):
-        schema = target(schema, root)
+        schema = resolve_reference(schema, root)
         choices = schema.get("anyOf")
         if not isinstance(choices, list):
             return schema, may_be_null
@@ -109,24 +109,24 @@ def _resolved(schema: Schema, root: Schema) -> tuple[Schema, bool]:
     return {}, may_be_null
 
 
-def _whole(schema: Schema) -> Part:
+def _whole(schema: Schema) -> FormNode:
     """The form for a value of this schema; one field of JSON when that would be too large."""
     try:
         return _Outline(schema).part(schema, "value", optional=False)
-    except TooMany:
-        return Part("value", "value", {}, False)
+    except FormTooLarge:
+        return FormNode("value", "value", {}, False)
 
 
-def outline(schema: Schema) -> list[Part]:
+def form_fields(schema: Schema) -> list[FormNode]:
     """The fields of the form for a value of this schema."""
     return list(_whole(schema).fields)
 
 
-def _is_yes_or_no(part: Part) -> bool:
-    return part.parts is None and part.schema.get("type") == "boolean" and part.options == [True, False]
+def _is_yes_or_no(part: FormNode) -> bool:
+    return part.children is None and part.schema.get("type") == "boolean" and part.options == [True, False]
 
 
-def fields(schema: Schema) -> str:
+def render_fields(schema: Schema) -> str:
     """The fields for a value of this schema; a question of yes or no has none, its buttons are the answer."""
     whole = _whole(schema)
     if _is_yes_or_no(whole):
@@ -134,7 +134,7 @@ def fields(schema: Schema) -> str:
     return "".join(f"<label>{escape(part.label)}{_input(part)}</label>\n" for part in whole.fields)
 
 
-def buttons(schema: Schema) -> str:
+def render_buttons(schema: Schema) -> str:
     """What sends the form: one button, or one for each answer to a question of yes or no."""
     whole = _whole(schema)
     if not _is_yes_or_no(whole):
@@ -146,12 +146,12 @@ def buttons(schema: Schema) -> str:
     )
 
 
-def first(schema: Schema) -> str:
+def render_prefix(schema: Schema) -> str:
     """What stands before everything else in the form."""
-    return BLOCKED if _is_yes_or_no(_whole(schema)) else ""
+    return DISABLED_SUBMIT if _is_yes_or_no(_whole(schema)) else ""
 
 
-def _input(part: Part) -> str:
+def _input(part: FormNode) -> str:
     schema, known = part.schema, escape(part.name, quote=True)
     must = "" if part.is_optional else " required"
     default = schema.get("default")
@@ -201,28 +201,28 @@ def _words(option: Any) -> str:
         return "…"
 
 
-def value(given: Mapping[str, str], schema: Schema) -> Any:
+def parse_form(given: Mapping[str, str], schema: Schema) -> Any:
     """The value that was filled in; `NotFilledIn` names the field that is wrong."""
     return _value(given, _whole(schema))
 
 
-def _value(given: Mapping[str, str], part: Part) -> Any:
-    if part.parts is not None:
-        filled = {key: _value(given, one) for key, one in part.parts.items()}
-        return {key: one for key, one in filled.items() if one is not None or not part.parts[key].is_optional}
+def _value(given: Mapping[str, str], part: FormNode) -> Any:
+    if part.children is not None:
+        filled = {key: _value(given, one) for key, one in part.children.items()}
+        return {key: one for key, one in filled.items() if one is not None or not part.children[key].is_optional}
     text = given.get(part.name, "").strip()
     if not text:
         if part.is_optional:
             return part.schema.get("default")
-        raise NotFilledIn(f"{part.name.rpartition('.')[2]} is missing")
+        raise InvalidFormInput(f"{part.name.rpartition('.')[2]} is missing")
     return _read(text, part)
 
 
-def _read(text: str, part: Part) -> Any:
+def _read(text: str, part: FormNode) -> Any:
     schema, label = part.schema, part.name.rpartition(".")[2]
     if part.options is not None:
         if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) >= len(part.options):
-            raise NotFilledIn(f"{label}: choose one of the options")
+            raise InvalidFormInput(f"{label}: choose one of the options")
         return part.options[int(text)]
     kind = schema.get("type")
     needed = {"integer": "a whole number", "number": "a number"}.get(kind, "JSON") if isinstance(kind, str) else "JSON"
@@ -237,7 +237,7 @@ def _read(text: str, part: Part) -> Any:
             case _:
                 return json_limits.decode(text)
     except (ValueError, RecursionError):
-        raise NotFilledIn(f"{label}: {needed} is needed") from None
+        raise InvalidFormInput(f"{label}: {needed} is needed") from None
 
 
 def _integer(text: str) -> int:
@@ -255,7 +255,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def facts(shown: Any) -> str:
+def render_facts(shown: Any) -> str:
     """What is decided, as a list of facts."""
     if not isinstance(shown, dict) or not shown:
         return ""

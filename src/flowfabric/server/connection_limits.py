@@ -15,25 +15,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flowfabric.server.errors import Problem
 
-MOST_HEAD_BYTES = 64 * 1024
-HEAD_S = 30.0
-SURPLUS = 100  # connections beyond the limit that are still told why they are refused
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 30.0
+MAX_REFUSED_CONNECTIONS = 100  # connections beyond the limit that are still told why they are refused
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a clock and a scale for heads."""
 
-    head_s = HEAD_S
-    most_connections = 0
+    head_timeout_s = HEAD_TIMEOUT_S
+    max_connections = 0
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
-        if self.most_connections and len(self.connections) > self.most_connections:
-            self.app = too_many_connections
-            if len(self.connections) > self.most_connections + SURPLUS:
+        if self.max_connections and len(self.connections) > self.max_connections:
+            self.app = refuse_connection
+            if len(self.connections) > self.max_connections + MAX_REFUSED_CONNECTIONS:
                 transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -45,7 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         # Looked at afterwards: a head that is complete by now is for the application to judge.
-        if self._head_timer is not None and self._head_bytes > MOST_HEAD_BYTES:
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -59,7 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self.head_s, self._hang_up)
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._hang_up)
 
     def _head_is_over(self) -> None:
         if self._head_timer is not None:
@@ -72,7 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
+async def refuse_connection(scope: Any, receive: Any, send: Any) -> None:
     """Answer 503 and let the connection end."""
     problem = Problem("too many connections; come back later", "unavailable", True)
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"), (b"connection", b"close")]
@@ -82,6 +82,6 @@ async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def bounded_protocol(most_connections: int) -> type[BoundedProtocol]:
+def protocol_class(most_connections: int) -> type[BoundedProtocol]:
     """The protocol of one server; no limit of connections is 0."""
     return type("BoundedProtocol", (BoundedProtocol,), {"most_connections": most_connections})

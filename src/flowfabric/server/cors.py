@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.server.routing import Reply
+from flowfabric.server.routing import Response
 from flowfabric.server.settings import ServerSettings
 
 Headers = tuple[tuple[str, str], ...]
@@ -20,7 +20,7 @@ class Cors:
     def is_on(self) -> bool:
         return bool(self._origins)
 
-    def allowing(self, headers: dict[bytes, bytes]) -> Headers:
+    def response_headers(self, headers: dict[bytes, bytes]) -> Headers:
         """What to add to an answer."""
         origin = headers.get(b"origin")
         if origin is None:
@@ -32,7 +32,7 @@ class Cors:
             return (("access-control-allow-origin", text), ("vary", "origin"))
         return (("vary", "origin"),)
 
-    def preflight(self, method: str, headers: dict[bytes, bytes]) -> Reply | None:
+    def preflight(self, method: str, headers: dict[bytes, bytes]) -> Response | None:
         """The answer to a browser that asks first."""
         if not self.is_on or method != "OPTIONS" or b"access-control-request-method" not in headers:
             return None
@@ -43,4 +43,4 @@ class Cors:
                 ("access-control-allow-methods", "GET, POST, PUT"),
                 ("access-control-allow-headers", self._headers),
             )
-        return Reply(200, headers=(*self.allowing(headers), *more))
+        return Response(200, headers=(*self.response_headers(headers), *more))

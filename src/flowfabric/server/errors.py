@@ -20,7 +20,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     retryable: bool | None = None
 
 
-class Oversize(msgspec.Struct, frozen=True):
+class OversizeProblem(msgspec.Struct, frozen=True):
     """The body for a request that is too large."""
 
     limit_bytes: int
@@ -28,7 +28,7 @@ class Oversize(msgspec.Struct, frozen=True):
     error: str = "payload_too_large"
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request that is refused before the engine hears of it."""
 
     def __init__(
@@ -36,11 +36,11 @@ class Refused(Exception):
     ) -> None:
         super().__init__(error)
         self.status = status
-        self.body: Problem | Oversize | None = Problem(error, kind, retryable) if error else None
+        self.body: Problem | OversizeProblem | None = Problem(error, kind, retryable) if error else None
         self.headers = headers
 
     @property
-    def verdict(self) -> errors.FabricError | None:
+    def client_error(self) -> errors.FabricError | None:
         """The error that a client raises for this; None when it may simply ask again."""
         text = str(self)
         match self.status:
@@ -56,20 +56,20 @@ class Refused(Exception):
                 return None
 
 
-class TooLarge(Refused):
+class BodyTooLarge(HttpError):
     """More bytes than this route takes."""
 
     def __init__(self, limit: int, route: str) -> None:
         super().__init__(413, f"the request is larger than the {limit} bytes that {route} takes")
-        self.body = Oversize(limit, route)
+        self.body = OversizeProblem(limit, route)
 
 
-def bad_request(text: str) -> Refused:
-    return Refused(400, text)
+def bad_request(text: str) -> HttpError:
+    return HttpError(400, text)
 
 
-def not_found(text: str) -> Refused:
-    return Refused(404, text)
+def not_found(text: str) -> HttpError:
+    return HttpError(404, text)
 
 
 _NAMED_STATES = frozenset(
@@ -98,7 +98,7 @@ _DONE_STATES = frozenset(
 _UNREADABLE = frozenset({"corruption", "handle_from_other_backend"})
 
 
-def problem_of(error: errors.FabricError) -> tuple[int, Problem]:
+def status_and_problem(error: errors.FabricError) -> tuple[int, Problem]:
     """Status and body of a refusal or fault."""
     variant = type(error).__name__
     match error:
@@ -131,13 +131,13 @@ def problem_of(error: errors.FabricError) -> tuple[int, Problem]:
             return 500, Problem(f"engine: {error.kind}", None, error.retryable)
 
 
-def told(error: errors.FabricError) -> dict[str, Any]:
+def error_entry(error: errors.FabricError) -> dict[str, Any]:
     """The body of a refusal among other answers, with its exact `code` and facts, so that a client can tell it."""
-    problem = problem_of(error)[1]
-    return {**msgspec.to_builtins(problem), **exact(error)}
+    problem = status_and_problem(error)[1]
+    return {**msgspec.to_builtins(problem), **error_details(error)}
 
 
-def exact(error: errors.FabricError) -> dict[str, Any]:
+def error_details(error: errors.FabricError) -> dict[str, Any]:
     """What an error is, beyond what the reference's body tells."""
     facts = {name: value for name, value in error.facts.items() if isinstance(value, str | int | bool)}
     return {"code": error.kind, "detail": error.detail, "facts": facts}

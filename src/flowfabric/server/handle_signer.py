@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from time import monotonic
 
 from flowfabric import errors
-from flowfabric.api.encoding import NOT_OURS, read_handle, write_handle
+from flowfabric.api.encoding import HANDLE_NOT_OURS, handle_from_text, handle_to_text
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.types import HandleKeys, is_signed_handle, sign_handle
 from flowfabric.handles import Handle
 from flowfabric.server import logging
 from flowfabric.server.settings import ServerSettings
 
-TRUSTED_S = 5.0
-RELOAD_S = 0.5
+KEY_CACHE_S = 5.0
+MIN_RELOAD_INTERVAL_S = 0.5
 
 
-async def seed(engine: Engine, settings: ServerSettings) -> None:
+async def seed_signing_key(engine: Engine, settings: ServerSettings) -> None:
     """See that there is a signing key: the configured secret, or a random one when there is none at all."""
     configured = settings.waitpoint_secret
     answer = await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
@@ -47,9 +47,11 @@ class HandleSigner:
 
         Call it before work is claimed: a lease whose handle cannot be signed would be lost until it expires.
         """
-        keys = await self._fresh(monotonic() - TRUSTED_S)
+        keys = await self._fresh(monotonic() - KEY_CACHE_S)
         if keys.signing is None:
-            await seed(self._engine, self._settings)  # changes nothing if there is a key that cannot be read
+            await seed_signing_key(
+                self._engine, self._settings
+            )  # changes nothing if there is a key that cannot be read
             keys = await self._fresh(monotonic())
         if keys.signing is None:
             raise errors.Corruption("invalid_secret")
@@ -66,7 +68,7 @@ class HandleSigner:
             if self._keys is None or self._keys.signing is None:
                 raise
             key = self._keys.signing
-        return write_handle(handle, sign_handle(key, handle))
+        return handle_to_text(handle, sign_handle(key, handle))
 
     async def verify(self, text: str) -> Handle:
         """Return the handle of a text that a server of this store signed; `Corruption` for any other."""
@@ -80,7 +82,7 @@ class HandleSigner:
         began = monotonic()
         answers: list[Handle | errors.FabricError] = [_parsed(text) for text in texts]
         unproven = [place for place, one in enumerate(answers) if isinstance(one, Handle)]
-        for newer_than in (began - TRUSTED_S, began):
+        for newer_than in (began - KEY_CACHE_S, began):
             if not unproven:
                 break
             keys, now = await self._fresh(newer_than), self._engine.estimate.now()
@@ -90,10 +92,10 @@ class HandleSigner:
                 if isinstance(one := answers[place], Handle) and not is_signed_handle(keys, one, now)
             ]
         for place in unproven:
-            answers[place] = errors.Corruption(NOT_OURS)
+            answers[place] = errors.Corruption(HANDLE_NOT_OURS)
         return answers
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Read the keystore again before the next use."""
         self._keys = None
 
@@ -105,7 +107,7 @@ class HandleSigner:
         async with self._loading:
             if self._keys is None or self._loaded_at <= newer_than:
                 if self._keys is not None:
-                    await asyncio.sleep(self._loaded_at + RELOAD_S - monotonic())
+                    await asyncio.sleep(self._loaded_at + MIN_RELOAD_INTERVAL_S - monotonic())
                 began = monotonic()
                 self._keys = await self._engine.handle_keys()
                 self._loaded_at = began
@@ -114,6 +116,6 @@ class HandleSigner:
 
 def _parsed(text: str) -> Handle | errors.FabricError:
     try:
-        return read_handle(text)
+        return handle_from_text(text)
     except errors.FabricError as refused:
         return refused

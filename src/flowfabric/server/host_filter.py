@@ -14,30 +14,30 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowfabric.server.errors import Refused
+from flowfabric.server.errors import HttpError
 from flowfabric.server.settings import ServerSettings, is_loopback
 
-ANY = "*"
+ANY_HOST = "*"
 _EVERYWHERE = frozenset({"0.0.0.0", "::", ""})
 
 
-class Hosts:
+class HostFilter:
     """The names of one server."""
 
     def __init__(self, settings: ServerSettings) -> None:
         public = urlsplit(settings.public_url).hostname if settings.public_url else None
         self._given = frozenset(name.lower() for name in (*settings.allowed_hosts, public) if name)
         self._listens = settings.host.lower()
-        self._is_on = settings.is_open and ANY not in settings.allowed_hosts
+        self._is_on = settings.is_open and ANY_HOST not in settings.allowed_hosts
 
     def check(self, scope: Mapping[str, Any], names: list[bytes]) -> None:
         """Refuse a request that was sent to a name that is not this server's; browsers always tell one."""
         if not self._is_on or (scope.get("root_path") and not self._given):
             return
         for name in names:
-            host = host_of(name.decode("latin-1"))
+            host = parse_host(name.decode("latin-1"))
             if host is None or not self._is_ours(host, scope.get("server")):
-                raise Refused(
+                raise HttpError(
                     421,
                     "this server has no token and does not answer to this Host: "
                     "ask it by its address, or set FF_PUBLIC_URL, FF_ALLOWED_HOSTS or FF_API_TOKEN",
@@ -53,7 +53,7 @@ class Hosts:
         return self._listens in _EVERYWHERE and _is_address(host)
 
 
-def host_of(text: str) -> str | None:
+def parse_host(text: str) -> str | None:
     """The name in a Host header, without its port; None when it is none."""
     try:
         parts = urlsplit(f"//{text}")

@@ -15,28 +15,30 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 
 from flowfabric.errors import IdempotencyConflict
-from flowfabric.server.routing import FIELDS, Live, Reply
+from flowfabric.server.routing import FIELDS_HEADER, Response, StreamingResponse
 
-KEPT_S = 120.0
-MOST_KEPT = 10_000
-MOST_BYTES = 64 * 1024 * 1024
-LONGEST_KEY = 128
-PASSING = frozenset({401, 403, 408, 429})
+TTL_S = 120.0
+MAX_ENTRIES = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+MAX_KEY_BYTES = 128
+TRANSIENT_STATUSES = frozenset({401, 403, 408, 429})
 
-_FIELDS = FIELDS.encode()
+_FIELDS = FIELDS_HEADER.encode()
 
-Key = tuple[str, bytes, bytes, bytes]
+CacheKey = tuple[str, bytes, bytes, bytes]
 
 
-class Once:
+class IdempotencyCache:
     """The latest answers to requests that may be repeated, by who asked, what for, and their key."""
 
     def __init__(self) -> None:
-        self._under_way: dict[Key, tuple[bytes, asyncio.Future[Reply | None]]] = {}
-        self._kept: OrderedDict[Key, tuple[float, bytes, Reply]] = OrderedDict()
+        self._under_way: dict[CacheKey, tuple[bytes, asyncio.Future[Response | None]]] = {}
+        self._kept: OrderedDict[CacheKey, tuple[float, bytes, Response]] = OrderedDict()
         self._bytes = 0
 
-    async def answer(self, key: Key, content: bytes, ask: Callable[[], Awaitable[Reply | Live]]) -> Reply | Live:
+    async def get_or_run(
+        self, key: CacheKey, content: bytes, ask: Callable[[], Awaitable[Response | StreamingResponse]]
+    ) -> Response | StreamingResponse:
         """The answer that this request had, or has now; `content` is the digest of what it says."""
         while (first := self._under_way.get(key)) is not None:
             _same(first[0], content)
@@ -47,12 +49,16 @@ class Once:
         if (kept := self._kept.get(key)) is not None:
             _same(kept[1], content)
             return kept[2]
-        answering: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        answering: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
         self._under_way[key] = (content, answering)
-        answered: Reply | None = None
+        answered: Response | None = None
         try:
             reply_now = await ask()
-            if isinstance(reply_now, Reply) and reply_now.status < 500 and reply_now.status not in PASSING:
+            if (
+                isinstance(reply_now, Response)
+                and reply_now.status < 500
+                and reply_now.status not in TRANSIENT_STATUSES
+            ):
                 answered = reply_now
                 self._keep(key, content, answered)
             return reply_now
@@ -60,14 +66,14 @@ class Once:
             del self._under_way[key]
             answering.set_result(answered)
 
-    def _keep(self, key: Key, content: bytes, reply: Reply) -> None:
+    def _keep(self, key: CacheKey, content: bytes, reply: Response) -> None:
         self._kept[key] = (monotonic(), content, reply)
         self._bytes += len(reply.body)
-        while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
+        while len(self._kept) > MAX_ENTRIES or self._bytes > MAX_BYTES:
             self._drop_oldest()
 
     def _forget_old(self) -> None:
-        too_old = monotonic() - KEPT_S
+        too_old = monotonic() - TTL_S
         while self._kept and next(iter(self._kept.values()))[0] < too_old:
             self._drop_oldest()
 
@@ -81,16 +87,16 @@ def _same(known: bytes, content: bytes) -> None:
         raise IdempotencyConflict("this Idempotency-Key was used for another request; take a new key for a new one")
 
 
-def key_of(who: str, method: str, path: bytes, headers: dict[bytes, bytes]) -> Key | None:
+def cache_key(who: str, method: str, path: bytes, headers: dict[bytes, bytes]) -> CacheKey | None:
     """What a request is remembered by; None for one that did not ask to be."""
     given = headers.get(b"idempotency-key")
-    if not given or method in ("GET", "HEAD") or len(given) > LONGEST_KEY:
+    if not given or method in ("GET", "HEAD") or len(given) > MAX_KEY_BYTES:
         return None
     # Who asks is part of it: nobody hears an answer that was meant for somebody else.
     return who, headers.get(b"authorization", b""), method.encode() + b" " + path, given
 
 
-def content_of(query: bytes, headers: dict[bytes, bytes], body: bytes) -> bytes:
+def content_digest(query: bytes, headers: dict[bytes, bytes], body: bytes) -> bytes:
     """The digest of what a request says: its query, the fields in its header, its body."""
     parts = (query, headers.get(_FIELDS, b""), body)
     return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in parts)).digest()

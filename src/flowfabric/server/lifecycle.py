@@ -16,8 +16,8 @@ from flowfabric.connector import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.server import logging
 from flowfabric.server.app import App, create_app
-from flowfabric.server.connection_limits import bounded_protocol
-from flowfabric.server.handle_signer import seed as seed  # what a server does before it listens
+from flowfabric.server.connection_limits import protocol_class
+from flowfabric.server.handle_signer import seed_signing_key as seed_signing_key  # what a server does before it listens
 from flowfabric.server.settings import ConfigError, ServerSettings
 
 KEEP_ALIVE_S = 75
@@ -41,19 +41,19 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 date_header=True,
-                http=bounded_protocol(settings.max_connections),
+                http=protocol_class(settings.max_connections),
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=grace_s,
                 ws="none",
             )
         )
         self.app = app
-        self.app.on_newer = self._stop_for_newer_schema
+        self.app.on_schema_too_new = self._stop_for_newer_schema
         self.listening = asyncio.Event()
 
     def _stop_for_newer_schema(self) -> None:
         """Stop: a newer release has changed the store in a way that this one does not understand."""
-        newer = self.app.newer
+        newer = self.app.schema_too_new
         versions = {} if newer is None else {"found": newer.found, "known": newer.known}
         logging.logger.error(
             "the schema of the store is newer than this release knows: the server stops", extra={"fields": versions}
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
 
     async def watch_schema(self) -> None:
         """Notice a newer schema although nobody asks this server anything."""
-        while self.app.newer is None:
+        while self.app.schema_too_new is None:
             await asyncio.sleep(SCHEMA_CHECK_S)
             try:
                 with suppress(errors.StoreUnavailable):
@@ -113,16 +113,16 @@ class Server(uvicorn.Server):
                 super().shutdown(sockets), engine.shutdown_prepare(self.app.settings.shutdown_grace_ms)
             )
         except errors.OperationTimeout:
-            engine.meters.count("ff_shutdown_timeout")
+            engine.metrics.count("ff_shutdown_timeout")
             logging.logger.warning("some reads of streams were cut off")
 
 
 @asynccontextmanager
-async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
+async def engine_lifespan(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
     """An engine with a signing key and running sweeps; all of it is wound down in the end."""
     async with await connect(url, settings=settings.engine) as engine:
         await engine.ensure_partitions()
-        await seed(engine, settings)
+        await seed_signing_key(engine, settings)
         if settings.run_sweeps:
             engine.start_sweeps()
         yield engine
@@ -131,7 +131,7 @@ async def prepared(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
 async def serve(url: str, settings: ServerSettings) -> None:
     """Serve until told to stop; then finish what is under way."""
     settings.check()
-    async with prepared(url, settings) as engine:
+    async with engine_lifespan(url, settings) as engine:
         if settings.is_open:
             logging.logger.warning("no FF_API_TOKEN is set: whoever can reach this address may do anything")
         else:
@@ -142,5 +142,5 @@ async def serve(url: str, settings: ServerSettings) -> None:
             await server.serve()
         finally:
             watching.cancel()
-        if server.app.newer is not None:
-            raise server.app.newer
+        if server.app.schema_too_new is not None:
+            raise server.app.schema_too_new

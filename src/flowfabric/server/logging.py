@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 logger = logging.getLogger("flowfabric.server")
-audit = logging.getLogger("flowfabric.audit")
+audit_logger = logging.getLogger("flowfabric.audit")
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A record as a line; what a caller put into `fields` stands beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -31,7 +31,7 @@ class JsonLines(logging.Formatter):
         return _encode(told).decode()
 
 
-class PlainLines(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """A record for a person: the time, the level, what happened, and its fields."""
 
     default_time_format = "%H:%M:%S"
@@ -48,13 +48,13 @@ def log_to_stderr(level: str, form: str = "auto") -> None:
     """Let every log of this process go to stderr, a line each: as `json`, `plain`, or as suits whoever reads it."""
     plain = sys.stderr.isatty() if form == "auto" else form == "plain"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainLines() if plain else JsonLines())
+    handler.setFormatter(PlainFormatter() if plain else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
-def note_request(method: str, path: str, status: int, seconds: float, request_id: str, who: str) -> None:
+def log_request(method: str, path: str, status: int, seconds: float, request_id: str, who: str) -> None:
     """A line about a request: the good ones only when somebody looks closely."""
     level = logging.ERROR if status >= 500 else logging.INFO if status >= 400 else logging.DEBUG
     if logger.isEnabledFor(level):
@@ -69,6 +69,6 @@ def note_request(method: str, path: str, status: int, seconds: float, request_id
         logger.log(level, "request", extra={"fields": fields})
 
 
-def note_audit(event: str, facts: Mapping[str, object]) -> None:
+def log_audit(event: str, facts: Mapping[str, object]) -> None:
     """An operator did something."""
-    audit.info(event, extra={"fields": dict(facts)})
+    audit_logger.info(event, extra={"fields": dict(facts)})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flowfabric.engine.metrics.registry import BUCKETS_S, Labels, Meters, Timing
+from flowfabric.engine.metrics.registry import BUCKETS_S, Histogram, Labels, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTER, HISTOGRAM, GAUGE = "counter", "histogram", "gauge"
 
-KNOWN = {
+METRIC_CATALOG = {
     "ff_http_requests_total": (COUNTER, "Requests by method, route and status."),
     "ff_http_request_duration_seconds": (HISTOGRAM, "How long requests took."),
     "ff_scanner_cycle_total": (COUNTER, "Passes of the background sweeps."),
@@ -39,21 +39,21 @@ KNOWN = {
     "ff_workers": (GAUGE, "Live workers; one that serves several lanes counts in each."),
     "ff_completions_total": (COUNTER, "How executions ended."),
 }
-PLAIN = (  # without labels, so that there is something to tell before anything happened
+UNLABELLED = (  # without labels, so that there is something to tell before anything happened
     "ff_worker_at_capacity_total",
     "ff_shutdown_timeout_total",
     "ff_pending_waitpoint_legacy_token_served_total",
 )
 
 
-class HttpMeters:
+class HttpMetrics:
     """Requests by method, route template and status; never by anything that callers make up."""
 
     def __init__(self) -> None:
-        self.meters = Meters()
+        self.registry = Metrics()
         self._labels: dict[tuple[str, str, int], Labels] = {}
 
-    def note(self, method: str, route: str, status: int, seconds: float) -> None:
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """A request was answered."""
         labels = self._labels.get((method, route, status))
         if labels is None:
@@ -61,24 +61,24 @@ class HttpMeters:
             labels = (("method", known), ("path", route), ("status", str(status)))
             if len(self._labels) < 10_000:
                 self._labels[method, route, status] = labels
-        self.meters.counts["ff_http_requests", labels] += 1
-        self.meters.took_by("ff_http_request_duration", labels, seconds)
+        self.registry.counters["ff_http_requests", labels] += 1
+        self.registry.observe_labelled("ff_http_request_duration", labels, seconds)
 
 
-def exposition(*meters: Meters) -> bytes:
+def exposition(*meters: Metrics) -> bytes:
     """Everything that was counted, as text; what did not happen yet is told by its name at least."""
-    counts: dict[str, dict[Labels, float]] = defaultdict(dict, {name: {(): 0} for name in PLAIN})
-    timings: dict[str, dict[Labels, Timing]] = defaultdict(dict)
+    counts: dict[str, dict[Labels, float]] = defaultdict(dict, {name: {(): 0} for name in UNLABELLED})
+    timings: dict[str, dict[Labels, Histogram]] = defaultdict(dict)
     for each in meters:
-        for (name, labels), value in each.counts.items():
+        for (name, labels), value in each.counters.items():
             counts[f"{name}_total"][labels] = value
-        for (name, labels), level in each.levels.items():
+        for (name, labels), level in each.gauges.items():
             counts[name][labels] = level
-        for (name, labels), timing in each.timings.items():
+        for (name, labels), timing in each.histograms.items():
             timings[f"{name}_seconds"][labels] = timing
     lines: list[str] = []
-    for name in sorted({*KNOWN, *counts, *timings}):
-        kind, words = KNOWN.get(name, (HISTOGRAM if name in timings else COUNTER, ""))
+    for name in sorted({*METRIC_CATALOG, *counts, *timings}):
+        kind, words = METRIC_CATALOG.get(name, (HISTOGRAM if name in timings else COUNTER, ""))
         lines += [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_braces(labels)} {value}" for labels, value in sorted(counts[name].items())]
         for labels, timing in sorted(timings[name].items(), key=lambda pair: pair[0]):
@@ -86,7 +86,7 @@ def exposition(*meters: Meters) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _histogram(name: str, labels: Labels, timing: Timing) -> Iterator[str]:
+def _histogram(name: str, labels: Labels, timing: Histogram) -> Iterator[str]:
     total = 0
     for bound, count in zip(BUCKETS_S, timing.buckets, strict=False):
         total += count

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from flowfabric import __version__
-from flowfabric.api.encoding import Variants
-from flowfabric.server.errors import Oversize, Problem
-from flowfabric.server.routing import FIELDS, HTML, OCTETS, Operation, Routes, Table
+from flowfabric.api.encoding import VariantSchema
+from flowfabric.server.errors import OversizeProblem, Problem
+from flowfabric.server.routing import FIELDS_HEADER, HTML, OCTET_STREAM, Route, RouteGroup, Router
 
-REF = "#/components/schemas/{name}"
-REASONS = {
+REF_TEMPLATE = "#/components/schemas/{name}"
+STATUS_DESCRIPTIONS = {
     200: "Done",
     201: "Created",
     204: "Nothing there",
@@ -33,16 +33,16 @@ REASONS = {
     503: "Not now",
     504: "Took too long",
 }
-TEXT = {"type": "string"}
-ID_FORMS = {
+STRING_SCHEMA = {"type": "string"}
+PATH_PARAM_SCHEMAS = {
     "idx": {"type": "integer", "minimum": 0},
     "waitpoint_id": {"type": "string", "format": "uuid"},
 }
 
 
-def document(table: Table) -> dict[str, Any]:
+def build_document(table: Router) -> dict[str, Any]:
     """The document."""
-    operations = [(page, operation) for page in table.pages for operation in page.operations]
+    operations = [(page, operation) for page in table.groups for operation in page.entries]
     schemas = _Schemas([operation for _, operation in operations])
     paths: dict[str, Any] = {}
     for page, operation in operations:
@@ -58,11 +58,11 @@ def document(table: Table) -> dict[str, Any]:
             ),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "tags": [{"name": page.tag} for page in table.pages],
+        "tags": [{"name": page.tag} for page in table.groups],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": {str(status): _refusal(status, schemas) for status in REASONS if status >= 400},
+            "responses": {str(status): _refusal(status, schemas) for status in STATUS_DESCRIPTIONS if status >= 400},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -71,22 +71,22 @@ def document(table: Table) -> dict[str, Any]:
 class _Schemas:
     """A schema for each type that goes over the wire."""
 
-    def __init__(self, operations: list[Operation]) -> None:
-        types: list[Any] = [Problem, Oversize]
+    def __init__(self, operations: list[Route]) -> None:
+        types: list[Any] = [Problem, OversizeProblem]
         for operation in operations:
             types += [operation.body] if operation.decoder is not None else []
-            for answer in operation.answers.values():
-                if isinstance(answer, Variants):
-                    types += [kind for _, kind in answer.of if kind.__struct_fields__]
+            for answer in operation.responses.values():
+                if isinstance(answer, VariantSchema):
+                    types += [kind for _, kind in answer.variants if kind.__struct_fields__]
                 elif answer is not None and not isinstance(answer, str):
                     types.append(answer)
         self._types = list(dict.fromkeys(types))
-        schemas, self.components = msgspec.json.schema_components(self._types, ref_template=REF)
+        schemas, self.components = msgspec.json.schema_components(self._types, ref_template=REF_TEMPLATE)
         self._schemas = dict(zip(self._types, schemas, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
-        if isinstance(kind, Variants):
-            found = [self._variant(name, each) for name, each in kind.of]
+        if isinstance(kind, VariantSchema):
+            found = [self._variant(name, each) for name, each in kind.variants]
             return found[0] if len(found) == 1 else {"oneOf": found}
         schema: dict[str, Any] = self._schemas[kind]
         return schema
@@ -97,34 +97,39 @@ class _Schemas:
         return {"type": "object", "properties": {name: self._schemas[kind]}, "required": [name]}
 
 
-def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+def _operation(page: RouteGroup, operation: Route, schemas: _Schemas) -> dict[str, Any]:
     told: dict[str, Any] = {
         "tags": [page.tag],
         "operationId": operation.name,
         "summary": operation.summary,
         "responses": {
-            **{str(status): _answer(status, kind, schemas) for status, kind in operation.answers.items()},
+            **{str(status): _answer(status, kind, schemas) for status, kind in operation.responses.items()},
             **{
                 str(status): {"$ref": f"#/components/responses/{status}"}
-                for status in sorted(refusals(operation))
-                if status not in operation.answers
+                for status in sorted(error_statuses(operation))
+                if status not in operation.responses
             },
         },
     }
     names = re.findall(r"{(\w+)}", operation.path)
-    parameters = [{"name": name, "in": "path", "required": True, "schema": ID_FORMS.get(name, TEXT)} for name in names]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": PATH_PARAM_SCHEMAS.get(name, STRING_SCHEMA)}
+        for name in names
+    ]
     parameters += [
         {"name": one.name, "in": "query", "required": one.required, "schema": one.schema} for one in operation.query
     ]
-    if operation.octets is not None:
-        words = f"With a body of bytes, which are `{operation.octets}`: the other fields, as a JSON object."
-        parameters.append({"name": FIELDS, "in": "header", "required": False, "schema": TEXT, "description": words})
+    if operation.octets_field is not None:
+        words = f"With a body of bytes, which are `{operation.octets_field}`: the other fields, as a JSON object."
+        parameters.append(
+            {"name": FIELDS_HEADER, "in": "header", "required": False, "schema": STRING_SCHEMA, "description": words}
+        )
     if parameters:
         told["parameters"] = parameters
     if operation.decoder is not None:
         content = {"application/json": {"schema": schemas.of(operation.body)}}
-        if operation.octets is not None:
-            content[OCTETS] = {"schema": {"type": "string", "format": "binary"}}
+        if operation.octets_field is not None:
+            content[OCTET_STREAM] = {"schema": {"type": "string", "format": "binary"}}
         told["requestBody"] = {"required": True, "content": content}
     elif operation.body is bytes:
         form = {"application/x-www-form-urlencoded": {"schema": {"type": "object"}}}
@@ -135,9 +140,9 @@ def _operation(page: Routes, operation: Operation, schemas: _Schemas) -> dict[st
     return told
 
 
-def refusals(operation: Operation) -> frozenset[int]:
+def error_statuses(operation: Route) -> frozenset[int]:
     """Which refusals an operation may answer with."""
-    found = {400, 421, 429, 431, 500, 503, 504, *operation.refusals}
+    found = {400, 421, 429, 431, 500, 503, 504, *operation.error_statuses}
     if operation.scope is not None:
         found |= {401, 403}
     if "{" in operation.path:
@@ -150,7 +155,7 @@ def refusals(operation: Operation) -> frozenset[int]:
 
 
 def _answer(status: int, kind: Any, schemas: _Schemas) -> dict[str, Any]:
-    told: dict[str, Any] = {"description": REASONS[status]}
+    told: dict[str, Any] = {"description": STATUS_DESCRIPTIONS[status]}
     if isinstance(kind, str):
         told["content"] = {kind: {"schema": {"type": "string"}}}
     elif kind is not None:
@@ -159,8 +164,8 @@ def _answer(status: int, kind: Any, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _refusal(status: int, schemas: _Schemas) -> dict[str, Any]:
-    schema = schemas.of(Oversize if status == 413 else Problem)
+    schema = schemas.of(OversizeProblem if status == 413 else Problem)
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if status in (400, 403, 404, 409):
         content[HTML] = {"schema": {"type": "string"}}
-    return {"description": REASONS[status], "content": content}
+    return {"description": STATUS_DESCRIPTIONS[status], "content": content}

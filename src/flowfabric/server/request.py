@@ -11,13 +11,14 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.api.encoding import variant_name
 from flowfabric.engine.engine import Engine
 from flowfabric.handles import Handle
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE
-from flowfabric.server.auth import ANYBODY, Principal
-from flowfabric.server.errors import Refused, bad_request, not_found
-from flowfabric.server.routing import Reply
+from flowfabric.server.auth import ANONYMOUS, Principal
+from flowfabric.server.errors import HttpError, bad_request, not_found
+from flowfabric.server.routing import Response
 
 if TYPE_CHECKING:
     from flowfabric.server.app import App
@@ -27,30 +28,30 @@ T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 
 JSON = "application/json"
-MOST_PARAMETERS = 100
+MAX_QUERY_PARAMS = 100
 encode = msgspec.json.Encoder().encode
 
 
-class Ask(Generic[B]):
+class Request(Generic[B]):
     """One request: who asks, with which words."""
 
     __slots__ = (
         "_query",
         "_query_string",
-        "admitted_at",
         "app",
-        "barred",
+        "authenticated_at",
         "body",
+        "client_address",
+        "execution_namespace",
+        "handle",
         "headers",
-        "holder",
-        "is_gone",
-        "params",
-        "peer",
+        "is_abandoned",
+        "path_params",
         "principal",
         "receive",
+        "rejection",
         "request_id",
-        "scope",
-        "touched",
+        "required_scope",
     )
 
     def __init__(
@@ -65,19 +66,19 @@ class Ask(Generic[B]):
         peer: str = "",
     ) -> None:
         self.app = app
-        self.params = params
+        self.path_params = params
         self.headers = headers
         self.principal = principal
         self.request_id = request_id
         self.receive = receive
-        self.touched: str | None = None  # the namespace of the execution that a bound token was last let to
-        self.peer = peer  # the address that the request came from
-        self.scope: Scope | None = None  # what the caller had to be allowed
-        self.admitted_at = 0.0  # when the caller's token was last found to be good
-        self.barred: Exception | None = None  # why it is no longer, or cannot be told to be
-        self.is_gone = False  # whether nobody may hear the answer: the caller hung up, or was barred
+        self.execution_namespace: str | None = None  # the namespace of the execution that a bound token was last let to
+        self.client_address = peer  # the address that the request came from
+        self.required_scope: ApiScope | None = None  # what the caller had to be allowed
+        self.authenticated_at = 0.0  # when the caller's token was last found to be good
+        self.rejection: Exception | None = None  # why it is no longer, or cannot be told to be
+        self.is_abandoned = False  # whether nobody may hear the answer: the caller hung up, or was barred
         self.body: B = None  # type: ignore[assignment]
-        self.holder: Handle = None  # type: ignore[assignment]  # the checked handle of a body that has one
+        self.handle: Handle = None  # type: ignore[assignment]  # the checked handle of a body that has one
         self._query_string = query_string
         self._query: dict[str, str] | None = None
 
@@ -90,28 +91,28 @@ class Ask(Generic[B]):
     @property
     def execution_id(self) -> str:
         """The execution in the path."""
-        return execution_in(self.params[0])
+        return path_execution_id(self.path_params[0])
 
     @property
     def flow_id(self) -> str:
         """The flow in the path."""
-        return uuid_in("flow_id", self.params[0])
+        return path_uuid("flow_id", self.path_params[0])
 
     # -- the query ------------------------------------------------------------------------------------------------
 
-    def query(self, name: str) -> str | None:
+    def query_param(self, name: str) -> str | None:
         """A query parameter; None when it is not given."""
         if self._query is None:
             text = self._query_string.decode("utf-8", "replace")
             try:
-                self._query = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_PARAMETERS))
+                self._query = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_QUERY_PARAMS))
             except ValueError:
-                raise bad_request(f"query: more than {MOST_PARAMETERS} parameters") from None
+                raise bad_request(f"query: more than {MAX_QUERY_PARAMS} parameters") from None
         return self._query.get(name)
 
-    def number(self, name: str, default: int | None = None) -> int:
+    def int_param(self, name: str, default: int | None = None) -> int:
         """A query parameter that is a whole number from 0."""
-        text = self.query(name)
+        text = self.query_param(name)
         if text is None:
             if default is None:
                 raise bad_request(f"{name}: missing")
@@ -123,90 +124,90 @@ class Ask(Generic[B]):
     # -- who asks -------------------------------------------------------------------------------------------------
 
     @property
-    def who(self) -> str:
+    def caller_key(self) -> str:
         """The name under which the caller's requests are counted and remembered; by address without a token."""
-        return self.principal.name if self.principal is not ANYBODY else f"{ANYBODY.name} at {self.peer}"
+        return self.principal.name if self.principal is not ANONYMOUS else f"{ANONYMOUS.name} at {self.client_address}"
 
-    def within(self, namespace: str) -> None:
+    def require_namespace(self, namespace: str) -> None:
         """Refuse what is beyond the namespaces of the token."""
-        if not self.principal.sees(namespace):
-            raise Refused(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
+        if not self.principal.can_see(namespace):
+            raise HttpError(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
 
-    def owner(self, given: str | None = None) -> str:
+    def resolve_namespace(self, given: str | None = None) -> str:
         """The namespace of a budget or quota: the one given, else the token's only one, else `default`."""
         mine = self.principal.namespaces
         only = next(iter(mine)) if mine is not None and len(mine) == 1 else DEFAULT_NAMESPACE
         namespace = only if given is None else given
-        self.within(namespace)
+        self.require_namespace(namespace)
         return namespace
 
     @property
-    def shares(self) -> bool:
+    def may_use_shared_budgets(self) -> bool:
         """Whether budgets of the default namespace stand in for those that an execution's own does not have."""
         return self.principal.namespaces is None
 
-    async def may_touch(self, execution_id: str) -> None:
+    async def require_execution_access(self, execution_id: str) -> None:
         """Act as if an execution beyond the token's namespaces did not exist."""
         if self.principal.namespaces is None:
             return
         namespace = await self.engine.get_execution_namespace(execution_id)
-        if namespace is None or not self.principal.sees(namespace):
+        if namespace is None or not self.principal.can_see(namespace):
             raise errors.NotFound("execution", execution_id=execution_id)
-        self.touched = namespace
+        self.execution_namespace = namespace
 
-    async def may_touch_flow(self, flow_id: str) -> None:
+    async def require_flow_access(self, flow_id: str) -> None:
         """The same for a flow."""
         if self.principal.namespaces is None:
             return
         flow = await self.engine.describe_flow(flow_id)
-        if flow is None or not self.principal.sees(flow.namespace):
+        if flow is None or not self.principal.can_see(flow.namespace):
             raise errors.NotFound("flow", flow_id=flow_id)
 
-    def attempt_over(self, outcome: str) -> None:
+    def trace_attempt_end(self, outcome: str) -> None:
         """The attempt whose handle the body shows ended, or was put away, by this request."""
-        if self.app.spans.is_on:
-            self.app.spans.ended(self.holder.fields, outcome)
+        if self.app.tracing.is_on:
+            self.app.tracing.record_attempt_end(self.handle.fields, outcome)
 
-    async def check_admission(self, after_s: float | None = None) -> None:
+    async def check_authentication(self, after_s: float | None = None) -> None:
         """Bar a caller whose token is not good any more, or cannot be looked up: it hears no answer but that."""
         try:
-            await self.app.readmit(self, after_s)
-        except (Refused, errors.FabricError) as refused:
-            self.barred, self.is_gone = refused, True
+            await self.app.reauthenticate(self, after_s)
+        except (HttpError, errors.FabricError) as refused:
+            self.rejection, self.is_abandoned = refused, True
 
     @asynccontextmanager
-    async def listening(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
+    async def watch_disconnect(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
         """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
 
         async def hang_up() -> None:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
-            self.is_gone = True
+            self.is_abandoned = True
             on_end()
 
         async def stay_admitted() -> None:
-            while self.barred is None:
-                await asyncio.sleep(self.app.readmit_s)
-                await self.check_admission(after_s=0)
+            while self.rejection is None:
+                await asyncio.sleep(self.app.reauthenticate_s)
+                await self.check_authentication(after_s=0)
             on_end()
 
         watchers = [asyncio.create_task(hang_up())]
-        if self.scope is not None and self.principal is not ANYBODY:
+        if self.required_scope is not None and self.principal is not ANONYMOUS:
             watchers.append(asyncio.create_task(stay_admitted()))
         self.app.on_closing.add(on_end)
         if self.app.closing.is_set():  # it was on its way here when the others were told
             on_end()
         try:
-            yield lambda: not self.is_gone and not self.app.closing.is_set()
+            yield lambda: not self.is_abandoned and not self.app.closing.is_set()
         finally:
             self.app.on_closing.discard(on_end)
             for watcher in watchers:
                 watcher.cancel()
 
-    async def while_heard(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def wait_while_connected(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What comes of some waiting; None when the caller or the server goes first."""
         over = asyncio.Event()
-        async with self.listening(over.set):
+        async with self.watch_disconnect(over.set):
             tasks = (asyncio.create_task(work), asyncio.create_task(over.wait()))
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +218,7 @@ class Ask(Generic[B]):
                 await asyncio.wait(tasks)
 
 
-def execution_in(text: str) -> str:
+def path_execution_id(text: str) -> str:
     """An execution id of a path."""
     try:
         return ids.parse_execution_id(text)
@@ -225,7 +226,7 @@ def execution_in(text: str) -> str:
         raise bad_request(f"invalid execution_id: {fault.detail}") from None
 
 
-def uuid_in(field: str, text: str, prefix: str = "invalid ") -> str:
+def path_uuid(field: str, text: str, prefix: str = "invalid ") -> str:
     """A UUID of a path."""
     try:
         return ids.parse_uuid(text, field)
@@ -233,7 +234,7 @@ def uuid_in(field: str, text: str, prefix: str = "invalid ") -> str:
         raise bad_request(f"{prefix}{field}: {fault.detail.removeprefix(f'{field}: ')}") from None
 
 
-def same(field: str, path: str, body: str) -> None:
+def check_same_id(field: str, path: str, body: str) -> None:
     """A body that names the path's id names the same."""
     if path != body:
         raise bad_request(f"path {field} does not match body {field}")
@@ -243,23 +244,23 @@ def same(field: str, path: str, body: str) -> None:
 # Answers
 
 
-def json(value: Any, status: int = 200, *headers: tuple[str, str]) -> Reply:
+def json_response(value: Any, status: int = 200, *headers: tuple[str, str]) -> Response:
     """A JSON answer."""
-    return Reply(status, encode(value), JSON, headers)
+    return Response(status, encode(value), JSON, headers)
 
 
-def tagged(answer: msgspec.Struct, status: int = 200, name: str = "") -> Reply:
+def variant_response(answer: msgspec.Struct, status: int = 200, name: str = "") -> Response:
     """A variant of an answer: an object with the variant's name, or the bare name of one without fields."""
-    return Reply(status, encode(variant(answer, name)), JSON)
+    return Response(status, encode(as_variant(answer, name)), JSON)
 
 
-def variant(answer: msgspec.Struct, name: str = "") -> Any:
+def as_variant(answer: msgspec.Struct, name: str = "") -> Any:
     """The same, not yet encoded."""
-    known = name or type(answer).__name__
+    known = name or variant_name(type(answer))
     return {known: answer} if type(answer).__struct_fields__ else known
 
 
-def found(thing: B | None, text: str) -> B:
+def require_found(thing: B | None, text: str) -> B:
     """What was looked for, or 404 with this text."""
     if thing is None:
         raise not_found(text)

@@ -10,10 +10,10 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 
 if TYPE_CHECKING:
-    from flowfabric.server.request import Ask
+    from flowfabric.server.request import Request
 
 CONTROL_LIMIT = 65_536
 SIGNAL_LIMIT = 262_144
@@ -21,11 +21,11 @@ CREATE_LIMIT = 1_048_576
 WORK_LIMIT = 4 * 1_048_576  # results and batches of frames
 BULK_LIMIT = 16 * 1_048_576
 
-OCTETS = "application/octet-stream"
-FIELDS = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
-EVENTS = "text/event-stream"
+OCTET_STREAM = "application/octet-stream"
+FIELDS_HEADER = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
+EVENT_STREAM = "text/event-stream"
 HTML = "text/html; charset=utf-8"
-METRICS = "/metrics"
+METRICS_PATH = "/metrics"
 
 
 class Subject(StrEnum):
@@ -34,10 +34,10 @@ class Subject(StrEnum):
     EXECUTION = "execution"  # the execution in the path
     FLOW = "flow"  # the flow in the path
     HANDLE = "handle"  # the execution that the handle in the body holds
-    OWN = "own"  # the operation looks by itself
+    CHECKED_BY_HANDLER = "own"  # the operation looks by itself
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Response(msgspec.Struct, frozen=True):
     """An answer that is whole."""
 
     status: int = 200
@@ -46,14 +46,14 @@ class Reply(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Live(msgspec.Struct, frozen=True):
+class StreamingResponse(msgspec.Struct, frozen=True):
     """An answer that goes on as long as there is something to tell."""
 
     events: AsyncGenerator[bytes]
-    content_type: str = EVENTS
+    content_type: str = EVENT_STREAM
 
 
-class Param(msgspec.Struct, frozen=True):
+class QueryParam(msgspec.Struct, frozen=True):
     """A query parameter, for the documents."""
 
     name: str
@@ -61,50 +61,50 @@ class Param(msgspec.Struct, frozen=True):
     required: bool = False
 
 
-Handler = Callable[["Ask[Any]"], Awaitable[Reply | Live]]
+Handler = Callable[["Request[Any]"], Awaitable[Response | StreamingResponse]]
 H = TypeVar("H", bound=Handler)
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that may be asked."""
 
     method: str
     path: str
-    handle: Any
-    answers: dict[int, Any]  # a type, None for an empty body, or the name of another content type
-    scope: Scope | None  # None is for everybody
+    handler: Any
+    responses: dict[int, Any]  # a type, None for an empty body, or the name of another content type
+    scope: ApiScope | None  # None is for everybody
     subject: Subject | None
     body: Any
-    limit: int
-    query: tuple[Param, ...]
-    long: bool  # waits on purpose: no time limit applies
-    audit: bool  # noted as an operator's action
-    refusals: frozenset[int]
+    max_body_bytes: int
+    query: tuple[QueryParam, ...]
+    is_long_poll: bool  # waits on purpose: no time limit applies
+    is_audited: bool  # noted as an operator's action
+    error_statuses: frozenset[int]
     decoder: Any = None
 
     @property
     def name(self) -> str:
-        function: str = self.handle.__name__
+        function: str = self.handler.__name__
         return function
 
     @property
     def needs_token(self) -> bool:
         """Whether it is for those with a good token, of a certain scope or any."""
-        return self.scope is not None or 401 in self.refusals
+        return self.scope is not None or 401 in self.error_statuses
 
     @property
-    def is_feed(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether the answer goes on as long as there is something to tell."""
-        return EVENTS in self.answers.values()
+        return EVENT_STREAM in self.responses.values()
 
     @property
-    def octets(self) -> str | None:
+    def octets_field(self) -> str | None:
         """The field that may be the whole body, as the bytes themselves; None for a route that has no such."""
         return _octets_of(self.body)
 
     @property
     def summary(self) -> str:
-        return (self.handle.__doc__ or "").strip().partition("\n")[0]
+        return (self.handler.__doc__ or "").strip().partition("\n")[0]
 
 
 @cache
@@ -114,12 +114,12 @@ def _octets_of(body: Any) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-class Routes:
+class RouteGroup:
     """Operations of one page."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        self.operations: list[Operation] = []
+        self.entries: list[Route] = []
 
     def _add(
         self,
@@ -127,30 +127,30 @@ class Routes:
         path: str,
         answers: dict[int, Any],
         *,
-        scope: Scope | None,
+        scope: ApiScope | None,
         subject: Subject | None = None,
         body: Any = None,
         limit: int = CONTROL_LIMIT,
-        query: tuple[Param, ...] = (),
+        query: tuple[QueryParam, ...] = (),
         long: bool = False,
         audit: bool = False,
         refusals: tuple[int, ...] = (),
     ) -> Callable[[H], H]:
         def add(handle: H) -> H:
-            self.operations.append(
-                Operation(
+            self.entries.append(
+                Route(
                     method=method,
                     path=path,
-                    handle=handle,
-                    answers=answers,
+                    handler=handle,
+                    responses=answers,
                     scope=scope,
                     subject=subject,
                     body=body,
-                    limit=limit,
+                    max_body_bytes=limit,
                     query=query,
-                    long=long,
-                    audit=audit,
-                    refusals=frozenset(refusals),
+                    is_long_poll=long,
+                    is_audited=audit,
+                    error_statuses=frozenset(refusals),
                     decoder=None if body is None or body is bytes else msgspec.json.Decoder(body),
                 )
             )
@@ -159,7 +159,7 @@ class Routes:
         return add
 
     def get(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
-        return self._add("GET", path, answers, **({"scope": Scope.READ} | given))
+        return self._add("GET", path, answers, **({"scope": ApiScope.READ} | given))
 
     def post(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
         return self._add("POST", path, answers, **given)
@@ -176,19 +176,19 @@ class Resource:
 
     def __init__(self, template: str) -> None:
         self.template = template
-        self.methods: dict[str, Operation] = {}
+        self.methods: dict[str, Route] = {}
 
     @property
-    def is_apart(self) -> bool:
+    def bypasses_layers(self) -> bool:
         """Whether the layers around the others pass this by: it needs no token, has no CORS, and is not counted."""
-        return self.template == METRICS
+        return self.template == METRICS_PATH
 
     @property
-    def allow(self) -> str:
+    def allow_header(self) -> str:
         names = sorted(self.methods)
         return ", ".join([*names, "HEAD"] if "GET" in self.methods else names)
 
-    def operation(self, method: str) -> Operation | None:
+    def route_for(self, method: str) -> Route | None:
         return self.methods.get("GET" if method == "HEAD" else method)
 
 
@@ -201,18 +201,18 @@ class _Node:
         self.resource: Resource | None = None
 
 
-class Table:
+class Router:
     """All operations, found by path: segment by segment, a literal before a placeholder."""
 
-    def __init__(self, *pages: Routes) -> None:
+    def __init__(self, *pages: RouteGroup) -> None:
         self._root = _Node()
-        self.pages = pages
+        self.groups = pages
         self.resources: dict[str, Resource] = {}
         for page in pages:
-            for operation in page.operations:
+            for operation in page.entries:
                 self._place(operation)
 
-    def _place(self, operation: Operation) -> None:
+    def _place(self, operation: Route) -> None:
         node = self._root
         for segment in operation.path.encode()[1:].split(b"/"):
             if segment.startswith(b"{"):
@@ -226,7 +226,7 @@ class Table:
         resource.methods[operation.method] = operation
         node.resource = resource
 
-    def find(self, raw_path: bytes) -> tuple[Resource | None, list[str]]:
+    def resolve(self, raw_path: bytes) -> tuple[Resource | None, list[str]]:
         """What a path leads to, and what stands in its placeholders."""
         node, given = self._root, list[bytes]()
         for segment in raw_path[1:].split(b"/"):

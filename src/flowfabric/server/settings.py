@@ -17,7 +17,7 @@ from flowfabric.settings import FEED_RETENTION_MS, Secret, Settings, Sweeps
 T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:9090"
-GRACE_MS = 24 * 60 * 60 * 1000
+KEY_GRACE_MS = 24 * 60 * 60 * 1000
 _LEVELS = {"trace": "debug", "warn": "warning", "off": "critical"}
 
 
@@ -40,7 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()  # further names that an open server answers to; "*" is any
     cors_origins: tuple[str, ...] = ()  # "*" is any
     waitpoint_secret: Secret | None = None
-    waitpoint_grace_ms: int = GRACE_MS
+    waitpoint_grace_ms: int = KEY_GRACE_MS
     lanes: tuple[str, ...] = ("default",)  # checked only: lanes come into being with their first execution
     run_sweeps: bool = True
     serve_metrics: bool = True
@@ -77,7 +77,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
     read.number(
         "FF_SQLITE_POOL_SIZE", 4, least=1
     )  # the reference's; without a meaning here, a slip is told all the same
-    host, port = address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
+    host, port = parse_address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
     return ServerSettings(
         host=host,
         port=port,
@@ -88,7 +88,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         allowed_hosts=read.names("FF_ALLOWED_HOSTS"),
         cors_origins=read.origins("FF_CORS_ORIGINS"),
         waitpoint_secret=read.hex_secret("FF_WAITPOINT_HMAC_SECRET"),
-        waitpoint_grace_ms=read.number("FF_WAITPOINT_HMAC_GRACE_MS", GRACE_MS),
+        waitpoint_grace_ms=read.number("FF_WAITPOINT_HMAC_GRACE_MS", KEY_GRACE_MS),
         lanes=read.lanes("FF_LANES"),
         run_sweeps=not read.flag("FF_NO_SWEEPS"),
         serve_metrics=not read.flag("FF_NO_METRICS"),
@@ -115,7 +115,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
     )
 
 
-def address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[v6]:port`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:

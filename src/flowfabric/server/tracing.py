@@ -19,52 +19,52 @@ import msgspec
 from flowfabric.engine.types import TRACE_TAG
 from flowfabric.handles import HandleFields
 
-TAG = TRACE_TAG
-REMEMBERED = 10_000
+TRACEPARENT_TAG = TRACE_TAG
+MAX_REMEMBERED_SPANS = 10_000
 
 
-class Spans(Protocol):
+class Tracing(Protocol):
     """Makes spans."""
 
     is_on: bool
 
-    def request(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
+    def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
         """The span of one request."""
         ...
 
-    def place(self) -> str | None:
+    def current_traceparent(self) -> str | None:
         """Where the present request stands, for others to link to."""
         ...
 
-    def claimed(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
+    def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
         """An attempt began; `submitted` is the place of its submit."""
         ...
 
-    def ended(self, attempt: HandleFields, outcome: str) -> None:
+    def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
         """An attempt is over, or put away."""
         ...
 
 
-class NoSpans:
+class NoTracing:
     """Nobody looks."""
 
     is_on = False
     _none = nullcontext()
 
-    def request(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
+    def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
         return self._none
 
-    def place(self) -> str | None:
+    def current_traceparent(self) -> str | None:
         return None
 
-    def claimed(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
+    def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
         pass
 
-    def ended(self, attempt: HandleFields, outcome: str) -> None:
+    def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
         pass
 
 
-class Latest(msgspec.Struct, frozen=True):
+class LatestSpan(msgspec.Struct, frozen=True):
     """The latest span of an execution: of a claim, or of the attempt that it began."""
 
     span: Any
@@ -74,7 +74,7 @@ class Latest(msgspec.Struct, frozen=True):
     submit: Any
 
 
-class OtelSpans:
+class OtelTracing:
     """Spans of OpenTelemetry."""
 
     is_on = True
@@ -86,10 +86,10 @@ class OtelSpans:
         self._trace = trace
         self._context = TraceContextTextMapPropagator()
         self._tracer = trace.get_tracer("flowfabric.server", tracer_provider=provider)
-        self._latest: OrderedDict[str, Latest] = OrderedDict()  # by execution
+        self._latest: OrderedDict[str, LatestSpan] = OrderedDict()  # by execution
 
     @contextmanager
-    def request(self, method: str, route: str, headers: dict[bytes, bytes]) -> Iterator[None]:
+    def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> Iterator[None]:
         carried = {
             name: headers[name.encode()].decode("latin-1")
             for name in ("traceparent", "tracestate")
@@ -103,12 +103,12 @@ class OtelSpans:
         ):
             yield
 
-    def place(self) -> str | None:
+    def current_traceparent(self) -> str | None:
         carried: dict[str, str] = {}
         self._context.inject(carried)
         return carried.get("traceparent")
 
-    def claimed(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
+    def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
         submit, before = self._place_of(submitted), self._latest.get(execution_id)
         span = self._tracer.start_span(
             "claim",
@@ -116,9 +116,9 @@ class OtelSpans:
             attributes={"execution_id": execution_id, "attempt_index": attempt_index, "attempt_type": attempt_type},
         )
         span.end()
-        self._remember(execution_id, Latest(span.get_span_context(), attempt_index, False, time_ns(), submit))
+        self._remember(execution_id, LatestSpan(span.get_span_context(), attempt_index, False, time_ns(), submit))
 
-    def ended(self, attempt: HandleFields, outcome: str) -> None:
+    def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
         claim = self._latest.get(attempt.execution_id)
         if claim is None or claim.is_over or claim.attempt_index != attempt.attempt_index:
             return  # it was claimed elsewhere, or told before
@@ -146,19 +146,19 @@ class OtelSpans:
     def _links(self, *places: Any) -> list[Any]:
         return [self._trace.Link(place) for place in places if place is not None]
 
-    def _remember(self, execution_id: str, latest: Latest) -> None:
+    def _remember(self, execution_id: str, latest: LatestSpan) -> None:
         self._latest[execution_id] = latest
         self._latest.move_to_end(execution_id)
-        if len(self._latest) > REMEMBERED:
+        if len(self._latest) > MAX_REMEMBERED_SPANS:
             self._latest.popitem(last=False)
 
 
-def spans() -> Spans:
+def make_tracing() -> Tracing:
     """Spans that are exported when a tracer provider is set up, else none."""
     try:
         from opentelemetry import trace
     except ImportError:
-        return NoSpans()
+        return NoTracing()
     # Without a provider every span would be made for nothing.
     provider = type(trace.get_tracer_provider()).__name__
-    return NoSpans() if provider in ("ProxyTracerProvider", "NoOpTracerProvider") else OtelSpans()
+    return NoTracing() if provider in ("ProxyTracerProvider", "NoOpTracerProvider") else OtelTracing()

@@ -13,29 +13,29 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from flowfabric.model.api_token import ApiToken
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.deployment import Deployment
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import (
     CancelBacklog,
+    CompletionDispatch,
     Dependency,
-    Dispatch,
     Edge,
     EdgeGroup,
     Flow,
     FlowMember,
     FlowSummary,
-    PendingCancel,
-    PendingCancelGroup,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
-from flowfabric.model.gate import ChildEnd, GateMemo, Mail, StepMemo
-from flowfabric.model.outbox import Message
+from flowfabric.model.gate import ChildCompletion, GateMemo, MailboxMessage, StepMemo
+from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.signing_key import Keystore, SigningKey
-from flowfabric.model.stream import Frame, Stream, Summary
-from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint
+from flowfabric.model.stream import Frame, Stream, StreamSummary
+from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint
 from flowfabric.model.sweep import SweepLease
-from flowfabric.model.worker import Worker, WorkerEvent
+from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -62,13 +62,13 @@ class Table(msgspec.Struct, frozen=True):
     name: str
     row: type[msgspec.Struct]
     key: tuple[str, ...]
-    root: type[msgspec.Struct]  # the row itself when it is a root
+    aggregate_root: type[msgspec.Struct]  # the row itself when it is a root
     columns: tuple[Column, ...]
     indexes: tuple[Index, ...] = ()
 
     @property
-    def is_root(self) -> bool:
-        return self.root is self.row
+    def is_aggregate_root(self) -> bool:
+        return self.aggregate_root is self.row
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -131,14 +131,14 @@ TABLES: tuple[Table, ...] = (
         indexes=(("execution_id", "waitpoint_id"), ("pending_until", "waitpoint_id")),
     ),
     _table("ff_signal", Signal, "execution_id", "waitpoint_id", "seq", root=Suspension),
-    _table("ff_remembered", Remembered, "execution_id", "scope", "digest", root=Suspension),
+    _table("ff_remembered", IdempotencyRecord, "execution_id", "scope", "digest", root=Suspension),
     _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
-    _table("ff_mail", Mail, "execution_id", "mailbox", "seq", root=Suspension),
-    _table("ff_child_end", ChildEnd, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_mail", MailboxMessage, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_child_end", ChildCompletion, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
     _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
     _table("ff_stream", Stream, "execution_id", "attempt_index"),
     _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
-    _table("ff_stream_summary", Summary, "execution_id", "attempt_index", root=Stream),
+    _table("ff_stream_summary", StreamSummary, "execution_id", "attempt_index", root=Stream),
     _table(
         "ff_flow_core",
         Flow,
@@ -168,18 +168,18 @@ TABLES: tuple[Table, ...] = (
         "edge_id",
         indexes=(("unfolded_at", "downstream_execution_id", "edge_id"),),
     ),
-    _table("ff_dispatch", Dispatch, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table("ff_dispatch", CompletionDispatch, "execution_id", indexes=(("due_at", "execution_id"),)),
     _table(
         "ff_pending_cancel_groups",
-        PendingCancelGroup,
+        PendingSiblingCancel,
         "flow_id",
         "downstream_execution_id",
         indexes=(("flagged_at", "flow_id", "downstream_execution_id"),),
     ),
     _table("ff_cancel_backlog", CancelBacklog, "flow_id", indexes=(("due_at", "flow_id"),)),
-    _table("ff_cancel_backlog_member", PendingCancel, "flow_id", "execution_id", root=CancelBacklog),
+    _table("ff_cancel_backlog_member", PendingMemberCancel, "flow_id", "execution_id", root=CancelBacklog),
     _table("ff_flow_summary", FlowSummary, "flow_id", root=Flow),
-    _table("ff_outbox", Message, "origin", "message_id", indexes=(("due_at",),)),
+    _table("ff_outbox", OutboxMessage, "origin", "message_id", indexes=(("due_at",),)),
     _table(
         "ff_budget_policy",
         Budget,
@@ -189,7 +189,9 @@ TABLES: tuple[Table, ...] = (
     ),
     _table("ff_budget_usage", BudgetDimension, "namespace", "budget_id", "dimension", root=Budget),
     _table("ff_budget_usage_by_exec", BudgetSpend, "namespace", "budget_id", "execution_id", "dimension", root=Budget),
-    _table("ff_budget_reservation", Reservation, "namespace", "budget_id", "reservation_id", "dimension", root=Budget),
+    _table(
+        "ff_budget_reservation", BudgetReservation, "namespace", "budget_id", "reservation_id", "dimension", root=Budget
+    ),
     _table(
         "ff_budget_usage_dedup",
         UsageKey,
@@ -205,7 +207,7 @@ TABLES: tuple[Table, ...] = (
     _table(
         "ff_quota_window", QuotaRequest, "namespace", "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy
     ),
-    _table("ff_worker_registry", Worker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
+    _table("ff_worker_registry", RegisteredWorker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
     _table(
         "ff_worker_registry_event",
         WorkerEvent,
@@ -213,7 +215,7 @@ TABLES: tuple[Table, ...] = (
         "worker_instance_id",
         "event_at_ms",
         "event_kind",
-        root=Worker,
+        root=RegisteredWorker,
         indexes=(("expires_at",),),
     ),
 )
@@ -221,10 +223,10 @@ TABLES: tuple[Table, ...] = (
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
 
 
-def index_of(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
+def index_columns(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
     """The columns of the index that begins with this one."""
     return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)
 
 
 # A line is kept as a small number; the store's line table says which number stands for which key.
-LINE_COLUMN = LineKey
+LINE_COLUMN = QueueKey

@@ -13,11 +13,11 @@ from functools import cache
 from itertools import repeat
 from typing import Any
 
-from flowfabric.model.execution import Execution, LineKey, Payload
-from flowfabric.stores.claims import Stamp, Take
-from flowfabric.stores.codec import CODEC, LineAt, members
+from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.stores.claims import ClaimRequest, LeaseIds
+from flowfabric.stores.codec import CODEC, QueueDecoder, members_by_code
 
-PAYLOAD = tuple(name for name in CODEC[Payload].columns if name != "execution_id")
+PAYLOAD_COLUMNS = tuple(name for name in CODEC[Payload].columns if name != "execution_id")
 
 # Optional columns that many a row has set when it is claimed, because of how it was created or by the claim itself.
 _USUAL = {"flow_id", "tags", "required_capabilities", "terms", "parent_id", "successors", "next_type"}
@@ -25,45 +25,45 @@ _USUAL |= {"started_at", "attempt_index", "attempt_id", "attempt_type", "attempt
 
 
 @cache
-def usual(becomes: tuple[str, ...]) -> tuple[str, ...]:
+def dense_columns(becomes: tuple[str, ...]) -> tuple[str, ...]:
     """The columns that a store answers with for each row, when all taken rows get these fields."""
-    return tuple(name for name in _heard(becomes) if name not in rare(becomes))
+    return tuple(name for name in _heard(becomes) if name not in sparse_columns(becomes))
 
 
 @cache
-def rare(becomes: tuple[str, ...]) -> tuple[str, ...]:
+def sparse_columns(becomes: tuple[str, ...]) -> tuple[str, ...]:
     """The columns that are told together, of rows where one of them is set."""
     column = CODEC[Execution].column
     return tuple(name for name in _heard(becomes) if column[name].optional and name not in _USUAL)
 
 
 @cache
-def replaced(becomes: tuple[str, ...]) -> frozenset[str]:
+def overwritten_columns(becomes: tuple[str, ...]) -> frozenset[str]:
     """The columns of which nothing is left in a taken row, whatever they were."""
-    return frozenset({*becomes, *_stamped(Take((), (), "", "", 0, {}), (), 0)})
+    return frozenset({*becomes, *_stamped(ClaimRequest((), (), "", "", 0, {}), (), 0)})
 
 
 @cache
 def _heard(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    told = replaced(becomes) | {"current_lane"}
+    told = overwritten_columns(becomes) | {"current_lane"}
     return tuple(name for name in CODEC[Execution].columns if name not in told)
 
 
-def taken(
-    take: Take,
-    stamps: Sequence[Stamp],
+def decode_claimed_rows(
+    take: ClaimRequest,
+    stamps: Sequence[LeaseIds],
     now: int,
     rarities: Sequence[list[Any] | None],
     answer: Iterable[Sequence[Any]],
-    line_at: LineAt,
+    line_at: QueueDecoder,
 ) -> list[tuple[Execution, Payload]]:
     """The rows, of which the n-th got the n-th stamp; `answer` has the usual columns, then those of the payload."""
     columns = iter(answer)
-    found: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in take.becomes.items()}
+    found: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in take.shared_fields.items()}
     found |= _stamped(take, stamps, now)
-    becomes = tuple(take.becomes)
-    found.update(zip(usual(becomes), columns, strict=False))
-    found |= _set_apart(rare(becomes), rarities)
+    becomes = tuple(take.shared_fields)
+    found.update(zip(dense_columns(becomes), columns, strict=False))
+    found |= _set_apart(sparse_columns(becomes), rarities)
     found["current_lane"] = found["lane_id"]
     for name in _encoded(becomes):
         found[name] = _decoded(name, found[name], line_at)
@@ -78,7 +78,7 @@ def _set_apart(names: tuple[str, ...], rarities: Sequence[list[Any] | None]) -> 
     return dict(zip(names, zip(*(one or nothing for one in rarities), strict=True), strict=True))
 
 
-def _stamped(take: Take, stamps: Sequence[Stamp], now: int) -> dict[str, Iterable[Any]]:
+def _stamped(take: ClaimRequest, stamps: Sequence[LeaseIds], now: int) -> dict[str, Iterable[Any]]:
     """The columns that a take sets in the same way whatever the row, for each of its rows."""
     return {
         "lease_id": [stamp.lease_id for stamp in stamps],
@@ -94,8 +94,8 @@ def _stamped(take: Take, stamps: Sequence[Stamp], now: int) -> dict[str, Iterabl
 
 
 _COLUMNS = CODEC[Execution].column.values()
-_MEMBERS = {column.name: members(column.kind) for column in _COLUMNS if column.is_enum}
-_LINES = {column.name for column in _COLUMNS if column.kind is LineKey}
+_MEMBERS = {column.name: members_by_code(column.kind) for column in _COLUMNS if column.is_enum}
+_LINES = {column.name for column in _COLUMNS if column.kind is QueueKey}
 _BOOLS = {column.name for column in _COLUMNS if column.kind is bool}
 
 
@@ -105,7 +105,7 @@ def _encoded(becomes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in _heard(becomes) if name in _MEMBERS or name in _LINES or name in _BOOLS)
 
 
-def _decoded(name: str, values: Iterable[Any], line_at: LineAt) -> Iterable[Any]:
+def _decoded(name: str, values: Iterable[Any], line_at: QueueDecoder) -> Iterable[Any]:
     if (kinds := _MEMBERS.get(name)) is not None:
         return [None if code is None else kinds[code] for code in values]
     if name in _LINES:

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.execution import Execution, Payload, QueueKey
 
 
-class Stamp(msgspec.Struct, frozen=True, gc=False):
+class LeaseIds(msgspec.Struct, frozen=True, gc=False):
     """The identities that the n-th taken row gets."""
 
     lease_id: str
@@ -17,7 +17,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     revision: int
 
 
-class Take(msgspec.Struct, frozen=True, gc=False):
+class ClaimRequest(msgspec.Struct, frozen=True, gc=False):
     """A uniform claim of the first rows of some lines: the batched form of `rules.lease.acquire`.
 
     `becomes` are the fields that every taken row gets alike, decided by that rule. The rest is the arithmetic of any
@@ -34,17 +34,17 @@ class Take(msgspec.Struct, frozen=True, gc=False):
     Each row adds an event: lease `acquired`, the new lease and attempt, `reason` = `claim_resumed` when it continues.
     """
 
-    lines: tuple[LineKey, ...]
-    stamps: tuple[Stamp, ...]
+    queues: tuple[QueueKey, ...]
+    lease_ids: tuple[LeaseIds, ...]
     worker_id: str
     worker_instance_id: str
     lease_ttl_ms: int
-    becomes: dict[str, Any]
+    shared_fields: dict[str, Any]
 
-    def fields(self, row: Execution, stamp: Stamp, now: int) -> dict[str, Any]:
+    def fields_for(self, row: Execution, stamp: LeaseIds, now: int) -> dict[str, Any]:
         """What the claim makes of this row: the arithmetic above, for stores that have no native telling of it."""
         fields = {
-            **self.becomes,
+            **self.shared_fields,
             "lease_id": stamp.lease_id,
             "worker_id": self.worker_id,
             "worker_instance_id": self.worker_instance_id,
@@ -72,14 +72,14 @@ class Take(msgspec.Struct, frozen=True, gc=False):
         return fields
 
 
-class Taken(msgspec.Struct, frozen=True, gc=False):
+class ClaimedRows(msgspec.Struct, frozen=True, gc=False):
     """The rows as they are now, in rank order, each with its payload."""
 
     now: int
     rows: list[tuple[Execution, Payload]]
 
 
-class Handed(msgspec.Struct, frozen=True, gc=False):
+class CommitAndClaimResult(msgspec.Struct, frozen=True, gc=False):
     """What a commit that hands over came to: its verdicts, and the rows that were claimed, as a take has them.
 
     `emptied` says that a take right after it would find nothing more.
@@ -87,10 +87,10 @@ class Handed(msgspec.Struct, frozen=True, gc=False):
 
     verdicts: list[int | None]
     rows: list[tuple[Execution, Payload]]
-    emptied: bool = False
+    drained: bool = False
 
 
-class Held(msgspec.Struct, frozen=True, gc=False):
+class LeaseRef(msgspec.Struct, frozen=True, gc=False):
     """A lease to renew."""
 
     execution_id: str

@@ -15,22 +15,22 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.errors import Corruption
-from flowfabric.model.change import Copies, Delete, FromNow, Patch, Single, Write
+from flowfabric.model.change import BulkInsert, Delete, FromNow, Patch, RowWrite, Write
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.catalog import TABLES, Column, Table
 from flowfabric.stores.port import Unstorable
-from flowfabric.stores.queries import Scan, Unreadable
+from flowfabric.stores.queries import Scan, UnreadableRow
 
-LineOf = Callable[[LineKey], int]
-LineAt = Callable[[int], LineKey]
+QueueEncoder = Callable[[QueueKey], int]
+QueueDecoder = Callable[[int], QueueKey]
 
 INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 
 EVENT_COLUMNS: tuple[str, ...] = Event.__struct_fields__
 
 
-def members(kind: type[Enum]) -> dict[int, Enum]:
+def members_by_code(kind: type[Enum]) -> dict[int, Enum]:
     """The members of an enum by their stored code. Not a list: what is less than nothing would count from its end."""
     return dict(enumerate(kind))
 
@@ -41,7 +41,7 @@ CODES: dict[int, int] = {
     for table in TABLES
     for column in table.columns
     if column.is_enum
-    for code, member in members(column.kind).items()
+    for code, member in members_by_code(column.kind).items()
 }
 
 
@@ -53,19 +53,19 @@ class RowCodec:
         self.table = table
         self.columns = names
         self.column = {column.name: column for column in table.columns}
-        self.key_places = tuple(names.index(name) for name in table.key)
-        self.revision_place = names.index("revision") if table.is_root and "revision" in names else None
+        self.key_ordinals = tuple(names.index(name) for name in table.key)
+        self.revision_ordinal = names.index("revision") if table.is_aggregate_root and "revision" in names else None
         self._row: Callable[..., Any] = table.row
-        self._enums = [(i, members(c.kind)) for i, c in enumerate(table.columns) if c.is_enum]
-        self._lines = [i for i, c in enumerate(table.columns) if c.kind is LineKey]
+        self._enums = [(i, members_by_code(c.kind)) for i, c in enumerate(table.columns) if c.is_enum]
+        self._lines = [i for i, c in enumerate(table.columns) if c.kind is QueueKey]
         self._bools = [i for i, c in enumerate(table.columns) if c.kind is bool]
 
     def key(self, row: msgspec.Struct) -> tuple[Any, ...]:
         """The key of a row."""
         values = astuple(row)
-        return tuple(values[place] for place in self.key_places)
+        return tuple(values[place] for place in self.key_ordinals)
 
-    def decode(self, stored: Sequence[Any], line_at: LineAt) -> Any:
+    def decode(self, stored: Sequence[Any], line_at: QueueDecoder) -> Any:
         """The row whose columns these are, in the order of the catalogue; `Corruption` for a code of no member."""
         values = list(stored)
         try:
@@ -83,7 +83,7 @@ class RowCodec:
                 values[place] = bool(values[place])
         return self._row(*values)
 
-    def decode_of(self, scan: Scan, stored: Sequence[Any], line_at: LineAt) -> Any:
+    def decode_scanned(self, scan: Scan, stored: Sequence[Any], line_at: QueueDecoder) -> Any:
         """The same for a row of a list; of a tolerant one, `Unreadable` in place of a row that cannot be read."""
         if not scan.tolerant:
             return self.decode(stored, line_at)
@@ -91,7 +91,7 @@ class RowCodec:
             return self.decode(stored, line_at)
         except Corruption as fault:
             values = dict(zip(self.columns, stored, strict=True))
-            return Unreadable(tuple(values[name] for name in scan.full_order), fault)
+            return UnreadableRow(tuple(values[name] for name in scan.full_order), fault)
 
     def _unreadable(self, stored: Sequence[Any]) -> Corruption:
         wrong = next(place for place, kinds in self._enums if (stored[place] or 0) not in kinds)
@@ -99,13 +99,13 @@ class RowCodec:
         return Corruption(f"{name}: {self.columns[wrong]}: {stored[wrong]} stands for nothing")
 
 
-def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
+def decode_counts(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
     """Counts by the values of an execution's columns, of which the stores keep codes; each ends with its number.
 
     A code of no member is left out: who reads that execution is told.
     """
     columns = [CODEC[Execution].column[name] for name in by]
-    kinds = [(place, members(column.kind)) for place, column in enumerate(columns) if column.is_enum]
+    kinds = [(place, members_by_code(column.kind)) for place, column in enumerate(columns) if column.is_enum]
     counts: dict[tuple[Any, ...], int] = {}
     for *values, count in found:
         if all(values[place] in codes for place, codes in kinds):
@@ -115,7 +115,7 @@ def tallied(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any
     return counts
 
 
-def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[Any]:
+def encode_column(values: Sequence[Any], line_of: QueueEncoder, now: int) -> Sequence[Any]:
     """The values that many rows have for one column, as they are stored at `now`.
 
     A column at a time, because most columns hold one value, or nothing that needs encoding, and that is quickly seen.
@@ -127,16 +127,16 @@ def encode_column(values: Sequence[Any], line_of: LineOf, now: int) -> Sequence[
         if str in kinds and "\0" in "".join(filter(None, values)):
             raise Unstorable("a text contains NUL")
         return values
-    if kinds <= PLAIN:
+    if kinds <= STORED_AS_IS:
         return values
     if FromNow in kinds:
         values = [value.offset + now if type(value) is FromNow else value for value in values]
     elif all(issubclass(kind, Enum) for kind in kinds):
         return [*map(CODES.__getitem__, map(id, values))]
-    return [value if type(value) in PLAIN else encode(value, line_of) for value in values]
+    return [value if type(value) in STORED_AS_IS else encode(value, line_of) for value in values]
 
 
-def encode_row(values: Sequence[Any], line_of: LineOf, now: int) -> list[Any]:
+def encode_row(values: Sequence[Any], line_of: QueueEncoder, now: int) -> list[Any]:
     """The same for the columns of a row that is written alone: looking at each column costs more than it saves."""
     encoded = []
     for value in values:
@@ -154,14 +154,14 @@ def encode_row(values: Sequence[Any], line_of: LineOf, now: int) -> list[Any]:
 
 _TEXT = frozenset({str, type(None)})
 _BARE = frozenset({int, type(None), bytes, bool, float})
-PLAIN = _TEXT | _BARE  # types whose values every column of theirs keeps as they are
+STORED_AS_IS = _TEXT | _BARE  # types whose values every column of theirs keeps as they are
 
 
-def encode(value: Any, line_of: LineOf) -> Any:
+def encode(value: Any, line_of: QueueEncoder) -> Any:
     """One value as its column keeps it."""
-    if type(value) in PLAIN:
+    if type(value) in STORED_AS_IS:
         return value
-    if type(value) is LineKey:
+    if type(value) is QueueKey:
         return line_of(value)
     code = CODES.get(id(value))
     if code is None:
@@ -169,7 +169,7 @@ def encode(value: Any, line_of: LineOf) -> Any:
     return code
 
 
-def no_line(line: LineKey) -> int:
+def refuse_queue(line: QueueKey) -> int:
     """Where no line may be named."""
     raise Unstorable(f"no line may stand here: {line}")
 
@@ -188,7 +188,7 @@ _KEY = {table.row: _key_of(table.key) for table in TABLES}
 # By type, not by instance: a look at the class alone costs a tenth, and every write of a batch is asked.
 
 
-def row_of(write: Write) -> type[msgspec.Struct]:
+def row_type_of(write: Write) -> type[msgspec.Struct]:
     """The kind of row that is written."""
     row: Any = write.row
     return row if type(write) is Patch or type(write) is Delete else type(row)
@@ -202,29 +202,29 @@ def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
     return type(row), _KEY[type(row)](row)
 
 
-def told_singly(writes: Sequence[Write]) -> Sequence[Single]:
+def expand_bulk_inserts(writes: Sequence[Write]) -> Sequence[RowWrite]:
     """The writes with copies told row by row, for whoever has no shorter way."""
-    found: list[Single] = []
+    found: list[RowWrite] = []
     for write in writes:
-        if isinstance(write, Copies):
+        if isinstance(write, BulkInsert):
             found += write.inserts()
         else:
             found.append(write)
     return found
 
 
-def columns_of_copies(copies: Copies, change_id: int) -> list[Sequence[Any]]:
+def bulk_insert_columns(copies: BulkInsert, change_id: int) -> list[Sequence[Any]]:
     """What each column of such rows holds: a value a row, or a single one where all of them are alike."""
-    codec, own = CODEC[type(copies.row)], copies.own
+    codec, own = CODEC[type(copies.row)], copies.columns
     if unknown := own.keys() - codec.column.keys():
         raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
     columns = [own.get(name, (value,)) for name, value in zip(codec.columns, astuple(copies.row), strict=True)]
-    if codec.revision_place is not None:
-        columns[codec.revision_place] = (change_id,)
+    if codec.revision_ordinal is not None:
+        columns[codec.revision_ordinal] = (change_id,)
     return columns
 
 
-def check(column: Column, value: Any) -> None:
+def check_value(column: Column, value: Any) -> None:
     """Refuse a value that some store could not keep in this column."""
     if value is None:
         if not column.optional:

@@ -25,9 +25,9 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.change import Change
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import LineKey
-from flowfabric.stores.claims import Handed, Held, Take, Taken
-from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.model.execution import QueueKey
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
 
 
 class Unstorable(Exception):
@@ -38,18 +38,18 @@ class Collision(Unstorable):
     """A row that a change wanted to insert appeared meanwhile; nothing of this batch was written."""
 
 
-class Schema(msgspec.Struct, frozen=True, gc=False):
+class SchemaVersion(msgspec.Struct, frozen=True, gc=False):
     """The version of the schema that an opened store was found with, and the one that it has now; 0 is none."""
 
     found: int
-    known: int
+    current: int
     compatible: bool = True  # False if a migration was applied beside which the release before cannot run
 
 
-class Inside(Protocol):
+class TransactionView(Protocol):
     """A store as seen from inside a caller's own transaction: what is written is kept or lost with that."""
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         """The rows asked for, and the time."""
         ...
 
@@ -63,7 +63,7 @@ class Inside(Protocol):
 
 
 @runtime_checkable
-class NamesSnapshotHolders(Protocol):
+class SupportsSnapshotHolders(Protocol):
     """A store whose server knows who holds old snapshots."""
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
@@ -72,10 +72,10 @@ class NamesSnapshotHolders(Protocol):
 
 
 @runtime_checkable
-class Joins(Protocol):
+class SupportsCallerTransaction(Protocol):
     """A store that lives in a database where callers have transactions of their own."""
 
-    async def within(self, connection: Any) -> Inside:
+    async def join_transaction(self, connection: Any) -> TransactionView:
         """Join the transaction of this connection."""
         ...
 
@@ -84,12 +84,14 @@ class Store(Protocol):
     """A place that keeps rows. All verbs are safe to call from many tasks at once."""
 
     tag: BackendTag
-    commit_lanes: int  # how many commits are worth having under way at once
+    concurrent_commits: int  # how many commits are worth having under way at once
     batch_limit: int  # how many changes are worth putting into one commit
     clock: Clock | None  # the store's own, where it can be read without asking the store
-    in_order: bool  # whether a take that is called after a commit sees what that writes, before it has answered
+    executes_in_order: (
+        bool  # whether a take that is called after a commit sees what that writes, before it has answered
+    )
 
-    async def open(self, *, migrate: bool) -> Schema:
+    async def open(self, *, migrate: bool) -> SchemaVersion:
         """Connect; apply the missing migrations when asked to; refuse a schema newer than this code."""
         ...
 
@@ -101,11 +103,11 @@ class Store(Protocol):
         """The store's time; raises StoreUnavailable when it cannot be reached."""
         ...
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         """The rows asked for, and the time."""
         ...
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         """The same if it can be had in less time than it takes to wait for it; else None, whatever the reason."""
         ...
 
@@ -118,7 +120,9 @@ class Store(Protocol):
         """
         ...
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
         """Commit, and take right after it, as far as that costs no further trip.
 
         The rows are the first that the take would find then, perhaps fewer than there are, perhaps none. A store that
@@ -126,14 +130,14 @@ class Store(Protocol):
         """
         ...
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         """Claim up to one row per stamp from the heads of the lines, best rank first (then execution id).
 
         Passes over rows with a grant in force. Adds one `acquired` event a row.
         """
         ...
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         """Per lease: its new end when it is in force, not marked as expired, and everything matches; else None.
 
         Adds `renewed` events.
@@ -148,19 +152,19 @@ class Store(Protocol):
         """The rows of a list."""
         ...
 
-    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
         """How many rows there are, by the values of the columns asked for."""
         ...
 
-    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+    async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         """The lines that were ever written to, of one lane or of all."""
         ...
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
+    async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         """The lines of a lane in which something stands, in order; however many there ever were."""
         ...
 
-    async def unlisted(self, limit: int) -> list[str]:
+    async def executions_in_missing_queues(self, limit: int) -> list[str]:
         """The executions whose ready queue is missing from the store's list of queues, by id: no claim finds them."""
         ...
 
@@ -195,6 +199,6 @@ class Store(Protocol):
         """Take no longer than this for one statement from now on, where the store is a server that may go silent."""
         ...
 
-    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+    def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
         """Call back, on the event loop, when another process may have changed something."""
         ...

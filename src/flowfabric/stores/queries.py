@@ -12,7 +12,7 @@ from flowfabric.model.event import FeedEvent
 from flowfabric.stores.catalog import TABLE
 
 
-class Want(msgspec.Struct, frozen=True, gc=False):
+class Read(msgspec.Struct, frozen=True, gc=False):
     """Rows to load: those whose key begins like this, in key order."""
 
     row: type[msgspec.Struct]
@@ -45,7 +45,7 @@ class Where(msgspec.Struct, frozen=True, gc=False):
     value: Any = None
 
 
-def after_prefix(prefix: str) -> str | None:
+def prefix_upper_bound(prefix: str) -> str | None:
     """The first text after all that begin like this; None when there is none."""
     kept = prefix.rstrip("\U0010ffff")
     if not kept:
@@ -74,9 +74,9 @@ class Scan(msgspec.Struct, frozen=True):
     order: tuple[str, ...] = ()
     after: tuple[Any, ...] | None = None
     limit: int = 100
-    each: str | None = None
+    limit_by: str | None = None
     tolerant: bool = False
-    values: int | None = None
+    max_values: int | None = None
     partial: bool = False
 
     @property
@@ -84,46 +84,46 @@ class Scan(msgspec.Struct, frozen=True):
         """The columns that the rows are ordered by, the key included."""
         return self.order + tuple(name for name in TABLE[self.row].key if name not in self.order)
 
-    def of_each(self) -> list[Scan]:
+    def split_by_value(self) -> list[Scan]:
         """The same as one list for each value, for stores that read them one after the other."""
-        named = self.named
+        named = self.limit_by_condition
         op: Op = "=" if named.op == "in" else "starts"
         return [
-            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.beside_each), each=None)
+            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.other_conditions), each=None)
             for value in dict.fromkeys(named.value)
         ]
 
-    def of_values(self, values: Iterable[str]) -> Scan:
+    def with_values(self, values: Iterable[str]) -> Scan:
         """The same list for these values, which were found in the index."""
-        where = (Where(self.named.column, "in", tuple(values)), *self.beside_each)
+        where = (Where(self.limit_by_condition.column, "in", tuple(values)), *self.other_conditions)
         return msgspec.structs.replace(self, where=where, values=None)
 
     @property
-    def beside_each(self) -> tuple[Where, ...]:
+    def other_conditions(self) -> tuple[Where, ...]:
         """The conditions that every row has to meet, whichever value it is listed for."""
-        if self.values is not None:
-            return tuple(one for one in self.where if one.column != self.each)
-        return tuple(one for one in self.where if one is not self.named)
+        if self.max_values is not None:
+            return tuple(one for one in self.where if one.column != self.limit_by)
+        return tuple(one for one in self.where if one is not self.limit_by_condition)
 
     @property
-    def skipped_to(self) -> str | None:
+    def values_after(self) -> str | None:
         """The value behind which the values of the `each` column begin; None for the first."""
-        return next((one.value for one in self.where if one.column == self.each and one.op == ">"), None)
+        return next((one.value for one in self.where if one.column == self.limit_by and one.op == ">"), None)
 
     @property
-    def named(self) -> Where:
+    def limit_by_condition(self) -> Where:
         """The condition that `each` is about."""
-        return next(one for one in self.where if one.column == self.each and one.op in ("in", "starts"))
+        return next(one for one in self.where if one.column == self.limit_by and one.op in ("in", "starts"))
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class UnreadableRow(msgspec.Struct, frozen=True):
     """A row of a tolerant list that cannot be read: its place in the order of the list, and what is wrong with it."""
 
-    place: tuple[Any, ...]
-    fault: Corruption
+    sort_key: tuple[Any, ...]
+    error: Corruption
 
 
-class Tally(msgspec.Struct, frozen=True):
+class GroupedCount(msgspec.Struct, frozen=True):
     """A count: rows that are set in an indexed column, by some columns of the execution that each belongs to.
 
     `execution` names the column that says which execution that is. The rows are looked at by the index, no more than
@@ -132,10 +132,10 @@ class Tally(msgspec.Struct, frozen=True):
 
     row: type[msgspec.Struct]
     column: str
-    by: tuple[str, ...]
+    group_by: tuple[str, ...]
     limit: int
-    execution: str = "execution_id"
-    each: tuple[Any, ...] | None = None
+    execution_column: str = "execution_id"
+    values: tuple[Any, ...] | None = None
 
 
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
@@ -148,5 +148,5 @@ class FeedPage(msgspec.Struct, frozen=True, gc=False):
 
     events: list[FeedEvent]
     position: int
-    lost: bool = False
+    has_gap: bool = False
     diverged: bool = False

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowfabric.testing.faults import FlakyStore as FlakyStore
-    from flowfabric.testing.faults import Gate as Gate
     from flowfabric.testing.faults import Loss as Loss
+    from flowfabric.testing.faults import SyncPoint as SyncPoint
     from flowfabric.testing.invariants import InvariantBroken as InvariantBroken
-    from flowfabric.testing.invariants import Watch as Watch
+    from flowfabric.testing.invariants import InvariantChecker as InvariantChecker
     from flowfabric.testing.invariants import check_invariants as check_invariants
     from flowfabric.testing.world import World as World
 

@@ -23,14 +23,14 @@ import msgspec
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.change import Change
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import LineKey
-from flowfabric.stores.claims import Handed, Held, Take, Taken
-from flowfabric.stores.port import Schema, Store
-from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.model.execution import QueueKey
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
+from flowfabric.stores.port import SchemaVersion, Store
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
 
 T = TypeVar("T")
 
-WRITES = ("commit", "take", "renew")
+WRITE_VERBS = ("commit", "take", "renew")
 
 
 class Loss(StrEnum):
@@ -41,7 +41,7 @@ class Loss(StrEnum):
     REPLY = "reply"  # it is done, and its answer is lost
 
 
-class Gate:
+class SyncPoint:
     """A place where one call stops until it is let through."""
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Gate:
         """Wait until the call stands here."""
         await self._reached.wait()
 
-    def open(self) -> None:
+    def release(self) -> None:
         """Let it go on."""
         self._open.set()
 
-    async def passes(self) -> None:
+    async def pause(self) -> None:
         """The call's side: stop, and wait to be let through."""
         self._reached.set()
         await self._open.wait()
@@ -65,31 +65,31 @@ class Gate:
 class FlakyStore:
     """Any store behind a wire that can be cut. Without orders it behaves like the store itself."""
 
-    def __init__(self, store: Store, *, chance: random.Random | None = None, rate: float = 0.0) -> None:
+    def __init__(self, store: Store, *, rng: random.Random | None = None, rate: float = 0.0) -> None:
         """With a `chance`, each writing call suffers some loss with this rate, the same for the same seed."""
         self.inner = store
         self.tag = store.tag
         self.clock = store.clock
-        self.commit_lanes = store.commit_lanes
-        self.in_order = False  # not when answers are held up
+        self.concurrent_commits = store.concurrent_commits
+        self.executes_in_order = False  # not when answers are held up
         self.batch_limit = store.batch_limit
-        self.lost: list[tuple[str, Loss]] = []  # what was lost so far, to assert that something was
-        self._chance = chance
+        self.losses: list[tuple[str, Loss]] = []  # what was lost so far, to assert that something was
+        self._chance = rng
         self._rate = rate
         self.is_down = False
         self._orders: dict[str, deque[Loss | None]] = defaultdict(deque)
-        self._before: dict[str, deque[Gate]] = defaultdict(deque)
-        self._after: dict[str, deque[Gate]] = defaultdict(deque)
+        self._before: dict[str, deque[SyncPoint]] = defaultdict(deque)
+        self._after: dict[str, deque[SyncPoint]] = defaultdict(deque)
 
     def lose(self, verb: str, loss: Loss, *, times: int = 1, after: int = 0) -> None:
         """Lose the next calls of a verb in this way, once `after` calls have gone well."""
         self._orders[verb].extend([None] * after + [loss] * times)
 
-    def stop_before(self, verb: str) -> Gate:
+    def stop_before(self, verb: str) -> SyncPoint:
         """Stop the next call of a verb before it reaches the store."""
         return self._stop(self._before, verb)
 
-    def stop_after(self, verb: str) -> Gate:
+    def stop_after(self, verb: str) -> SyncPoint:
         """Stop the next call of a verb when it is done, before its answer is heard."""
         return self._stop(self._after, verb)
 
@@ -99,15 +99,15 @@ class FlakyStore:
         self._rate = 0.0
         self.is_down = False
 
-    def _stop(self, gates: dict[str, deque[Gate]], verb: str) -> Gate:
-        gate = Gate()
+    def _stop(self, gates: dict[str, deque[SyncPoint]], verb: str) -> SyncPoint:
+        gate = SyncPoint()
         gates[verb].append(gate)
         return gate
 
     def _loss(self, verb: str) -> Loss | None:
         if orders := self._orders[verb]:
             return orders.popleft()
-        if self._chance is not None and verb in WRITES and self._chance.random() < self._rate:
+        if self._chance is not None and verb in WRITE_VERBS and self._chance.random() < self._rate:
             return self._chance.choice(tuple(Loss))
         return None
 
@@ -119,20 +119,20 @@ class FlakyStore:
         if self.is_down:
             raise self._broken(verb, Loss.REQUEST)
         if gates := self._before[verb]:
-            await gates.popleft().passes()
+            await gates.popleft().pause()
         loss = self._loss(verb)
         if loss in (Loss.REQUEST, Loss.UNSURE):
             raise self._broken(verb, loss)
         answer = await call()
         if gates := self._after[verb]:
-            await gates.popleft().passes()
+            await gates.popleft().pause()
         if loss is Loss.REPLY:
             raise self._broken(verb, loss)
         return answer
 
     def _broken(self, verb: str, loss: Loss) -> StoreUnavailable:
-        self.lost.append((verb, loss))
-        in_doubt = verb in WRITES and loss is not Loss.REQUEST
+        self.losses.append((verb, loss))
+        in_doubt = verb in WRITE_VERBS and loss is not Loss.REQUEST
         return StoreUnavailable(
             f"{verb}: {loss.value} lost on purpose",
             backend=self.tag.title,
@@ -142,7 +142,7 @@ class FlakyStore:
 
     # -- the port -------------------------------------------------------------------------------------------------
 
-    async def open(self, *, migrate: bool) -> Schema:
+    async def open(self, *, migrate: bool) -> SchemaVersion:
         return await self.inner.open(migrate=migrate)
 
     async def close(self) -> None:
@@ -151,22 +151,24 @@ class FlakyStore:
     async def ping(self) -> int:
         return await self._sent("ping", self.inner.ping)
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None  # every look goes over the wire
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         return await self._sent("load", lambda: self.inner.load(wants))
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         return await self._sent("commit", lambda: self.inner.commit(changes, hint))
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
-        return await self._sent("commit", lambda: self.inner.hand_over(changes, hint, take))
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
+        return await self._sent("commit", lambda: self.inner.commit_and_claim(changes, hint, take))
 
-    async def take(self, take: Take) -> Taken:
-        return await self._sent("take", lambda: self.inner.take(take))
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
+        return await self._sent("take", lambda: self.inner.claim_rows(take))
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         return await self._sent("renew", lambda: self.inner.renew(leases))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
@@ -175,17 +177,17 @@ class FlakyStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._sent("scan", lambda: self.inner.scan(scan))
 
-    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        return await self._sent("tally", lambda: self.inner.tally(tally))
+    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
+        return await self._sent("tally", lambda: self.inner.count_grouped(tally))
 
-    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
-        return await self._sent("lines", lambda: self.inner.lines(lane_id))
+    async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
+        return await self._sent("lines", lambda: self.inner.queues(lane_id))
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
-        return await self._sent("standing", lambda: self.inner.standing(lane_id))
+    async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
+        return await self._sent("standing", lambda: self.inner.nonempty_queues(lane_id))
 
-    async def unlisted(self, limit: int) -> list[str]:
-        return await self._sent("unlisted", lambda: self.inner.unlisted(limit))
+    async def executions_in_missing_queues(self, limit: int) -> list[str]:
+        return await self._sent("unlisted", lambda: self.inner.executions_in_missing_queues(limit))
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._sent("lanes", lambda: self.inner.lanes(after, limit))
@@ -208,5 +210,5 @@ class FlakyStore:
     def limit_commands(self, command_s: float) -> None:
         self.inner.limit_commands(command_s)
 
-    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
-        self.inner.on_wake(callback)
+    def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
+        self.inner.on_notify(callback)

@@ -21,29 +21,33 @@ from flowfabric.model.flow import (
     Flow,
     FlowMember,
     GroupState,
-    PendingCancel,
-    PendingCancelGroup,
-    PolicyVariant,
+    JoinPolicyKind,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.flow import joins, successors
-from flowfabric.testing.invariants import InvariantBroken, every
+from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 
 async def check_flow_invariants(engine: Engine) -> None:
     """Look at every row of every flow; raises `InvariantBroken`."""
     store = engine.store
-    executions = {row.execution_id: row for row in await every(store, Execution)}
-    flows, members = await every(store, Flow), await every(store, FlowMember)
-    edges, groups, inbound = await every(store, Edge), await every(store, EdgeGroup), await every(store, Dependency)
-    flagged = {(one.flow_id, one.downstream_execution_id) for one in await every(store, PendingCancelGroup)}
+    executions = {row.execution_id: row for row in await scan_all(store, Execution)}
+    flows, members = await scan_all(store, Flow), await scan_all(store, FlowMember)
+    edges, groups, inbound = (
+        await scan_all(store, Edge),
+        await scan_all(store, EdgeGroup),
+        await scan_all(store, Dependency),
+    )
+    flagged = {(one.flow_id, one.downstream_execution_id) for one in await scan_all(store, PendingSiblingCancel)}
     broken = [
         *_broken_flows(flows, members, edges),
         *_broken_groups(groups, inbound, edges, executions, flagged),
         *_broken_successors(executions, inbound),
         *_broken_notes(executions, inbound, flagged),
-        *_broken_backlogs(await every(store, CancelBacklog), await every(store, PendingCancel)),
+        *_broken_backlogs(await scan_all(store, CancelBacklog), await scan_all(store, PendingMemberCancel)),
     ]
     if broken:
         raise InvariantBroken("\n".join(broken))
@@ -113,7 +117,7 @@ def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[
 
 
 def _was_met(group: EdgeGroup) -> bool:
-    if group.policy_variant is PolicyVariant.ALL_OF:
+    if group.policy_variant is JoinPolicyKind.ALL_OF:
         return group.succeeded == group.n
     return group.succeeded >= group.k
 
@@ -136,7 +140,7 @@ def _broken_successors(executions: dict[str, Execution], inbound: Sequence[Depen
         after[one.upstream_execution_id].add((one.edge_id, one.downstream_execution_id))
     for row in executions.values():
         expected = after[row.execution_id]
-        named = {(one.edge_id, one.execution_id) for one in successors.named(row)}
+        named = {(one.edge_id, one.execution_id) for one in successors.named_successors(row)}
         if row.successors != successors.MANY and not expected <= named:
             yield f"{row.execution_id}: names {len(named)} successors and has {len(expected)}"
 
@@ -155,7 +159,7 @@ def _broken_notes(
             yield f"{one.downstream_execution_id}: edge {one.edge_id} does not know that its upstream has ended"
 
 
-def _broken_backlogs(backlogs: Sequence[CancelBacklog], pending: Sequence[PendingCancel]) -> Iterator[str]:
+def _broken_backlogs(backlogs: Sequence[CancelBacklog], pending: Sequence[PendingMemberCancel]) -> Iterator[str]:
     listed = Counter(one.flow_id for one in pending)
     known = {one.flow_id: one.remaining for one in backlogs}
     if known != dict(listed):

@@ -17,7 +17,7 @@ import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import Attempt, Execution, LineKey
+from flowfabric.model.execution import Attempt, Execution, QueueKey
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -36,9 +36,9 @@ from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
 
-PAGE = 1000
+PAGE_SIZE = 1000
 
-ENDED = frozenset(
+ENDED_STATES = frozenset(
     {
         AttemptRecordState.ENDED_SUCCESS,
         AttemptRecordState.ENDED_FAILURE,
@@ -54,10 +54,10 @@ class InvariantBroken(AssertionError):
 
 async def check_invariants(engine: Engine) -> None:
     """Look at every row and event; raises `InvariantBroken`."""
-    await Watch(engine).check()
+    await InvariantChecker(engine).check()
 
 
-class Watch:
+class InvariantChecker:
     """Looks again and again: also notices what moves backwards between two looks."""
 
     def __init__(self, engine: Engine) -> None:
@@ -69,9 +69,9 @@ class Watch:
 
     async def check(self) -> None:
         """Raises `InvariantBroken` with every sentence that does not hold now."""
-        rows = {row.execution_id: row for row in await every(self._store, Execution)}
+        rows = {row.execution_id: row for row in await scan_all(self._store, Execution)}
         attempts: dict[str, list[Attempt]] = defaultdict(list)
-        for attempt in await every(self._store, Attempt):
+        for attempt in await scan_all(self._store, Attempt):
             attempts[attempt.execution_id].append(attempt)
         await self._listen()
         for gone in self._rows.keys() - rows.keys():
@@ -93,8 +93,8 @@ class Watch:
         for topic in Topic:
             position = self._position
             while True:
-                page = await self._store.feed(topic, position, PAGE)
-                lost = lost or page.lost
+                page = await self._store.feed(topic, position, PAGE_SIZE)
+                lost = lost or page.has_gap
                 news.update((told.position, told) for told in page.events)
                 position = page.position
                 if not page.events:
@@ -109,10 +109,10 @@ class Watch:
 
     def _broken(self, row: Execution, attempts: Sequence[Attempt]) -> Iterator[str]:
         told = [one for one in self._told[row.execution_id] if one.at >= row.created_at]
-        yield from broken_row(row)
-        yield from broken_attempts(row, attempts)
+        yield from row_violations(row)
+        yield from attempt_violations(row, attempts)
         if row.created_at > self._whole_after:
-            yield from broken_story(row, told)
+            yield from event_violations(row, told)
         before = self._rows.get(row.execution_id)
         if before is not None and before.created_at == row.created_at:
             for name in ("lease_epoch", "total_attempt_count", "retry_count", "replay_count", "lease_reclaim_count"):
@@ -120,18 +120,18 @@ class Watch:
                     yield f"I7 {name} went back from {getattr(before, name)} to {getattr(row, name)}"
 
 
-async def every(store: Store, row: type[msgspec.Struct]) -> list[Any]:
+async def scan_all(store: Store, row: type[msgspec.Struct]) -> list[Any]:
     """All rows of a table, in key order."""
     key = TABLE[row].key
     found: list[Any] = []
     after: tuple[Any, ...] | None = None
-    while page := await store.scan(Scan(row, (), key, after, PAGE)):
+    while page := await store.scan(Scan(row, (), key, after, PAGE_SIZE)):
         found += page
         after = tuple(getattr(page[-1], name) for name in key)
     return found
 
 
-def broken_row(row: Execution) -> Iterator[str]:
+def row_violations(row: Execution) -> Iterator[str]:
     """What is wrong with the sheet alone."""
     terminal = row.lifecycle_phase is LifecyclePhase.TERMINAL
     active = row.lifecycle_phase is LifecyclePhase.ACTIVE
@@ -154,8 +154,8 @@ def broken_row(row: Execution) -> Iterator[str]:
         yield f"I6 active, not leased, with {row.attempt_state}"
     if row.public_state is not public_state(row.lifecycle_phase, row.eligibility_state, row.terminal_outcome):
         yield f"I10 public state {row.public_state} is not derived"
-    if places(row) != expected_places(row):
-        yield f"I11 stands in {sorted(places(row))}, belongs into {sorted(expected_places(row))}"
+    if scheduling_indexes(row) != expected_indexes(row):
+        yield f"I11 stands in {sorted(scheduling_indexes(row))}, belongs into {sorted(expected_indexes(row))}"
     yield from _broken_details(row, terminal=terminal, active=active)
 
 
@@ -165,9 +165,9 @@ def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator
         yield f"I9 a grant until {grant.expires_at if grant else None} in a slot until {row.granted_until}"
     if grant is not None and terminal:
         yield "I9 a grant outlived the execution"
-    if row.line not in (None, queue.line_of(row), queue.takeover_line(row)):
+    if row.line not in (None, queue.queue_of(row), queue.takeover_queue(row)):
         yield f"waits in a foreign line {row.line}"
-    if row.rank != row.created_at + queue.rank_offset(row.priority, decode_terms(row.terms)):
+    if row.rank != row.created_at + queue.position_offset(row.priority, decode_terms(row.terms)):
         yield f"rank {row.rank} does not follow from priority and age"
     if (row.completed_at is not None) != terminal:
         yield f"completed at {row.completed_at} while {row.lifecycle_phase}"
@@ -186,15 +186,15 @@ def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator
         yield "times are out of order"
 
 
-def places(row: Execution) -> set[str]:
+def scheduling_indexes(row: Execution) -> set[str]:
     """The scheduling indexes that the row's columns put it into.
 
     What budgets or quotas limit has one line for both: there it waits, and there it is taken over once it was active.
     """
-    takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or queue.line_of(row) != queue.takeover_line(row)
+    takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or queue.queue_of(row) != queue.takeover_queue(row)
     found = {
-        "line": row.line is not None and not (row.line.decided and takes_over),
-        "takeover": row.line is not None and row.line.decided and takes_over,
+        "line": row.line is not None and not (row.line.guarded and takes_over),
+        "takeover": row.line is not None and row.line.guarded and takes_over,
         "delayed": row.delay_until is not None,
         "lease": row.lease_expires_at is not None,
         "kept": row.purge_at is not None,
@@ -202,7 +202,7 @@ def places(row: Execution) -> set[str]:
     return {name for name, present in found.items() if present}
 
 
-def expected_places(row: Execution) -> set[str]:
+def expected_indexes(row: Execution) -> set[str]:
     """The one place that belongs to the row's state; a lease that expired is both listed and up for takeover."""
     match row.lifecycle_phase, row.ownership_state, row.eligibility_state:
         case LifecyclePhase.TERMINAL, _, _:
@@ -221,9 +221,9 @@ def expected_places(row: Execution) -> set[str]:
             return set()
 
 
-def broken_attempts(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
+def attempt_violations(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
     """What is wrong with the attempts: the ended ones, and the open one in the sheet."""
-    is_open = lease.has_open_attempt(row) or lease.keeps_success(row)
+    is_open = lease.has_open_attempt(row) or lease.holds_successful_attempt(row)
     indexes = [attempt.attempt_index for attempt in ended] + [row.attempt_index] * is_open
     if indexes != list(range(row.total_attempt_count)):
         yield f"I8 attempts {indexes} of {row.total_attempt_count}"
@@ -233,11 +233,11 @@ def broken_attempts(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
     if any(later <= earlier for earlier, later in pairwise(epochs)):
         yield f"I7 attempts under epochs {epochs}"
     for attempt in ended:
-        if attempt.attempt_state not in ENDED or attempt.ended_at is None:
+        if attempt.attempt_state not in ENDED_STATES or attempt.ended_at is None:
             yield f"attempt {attempt.attempt_index} ended as {attempt.attempt_state} at {attempt.ended_at}"
 
 
-def broken_story(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]:
+def event_violations(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]:
     """What is wrong with what was told of the execution since it was created."""
     events = [one.event for one in told]
     acquired = [event.lease_epoch for event in events if event.lease in ("acquired", "reclaimed")]
@@ -267,11 +267,11 @@ def broken_story(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]:
 
 async def _broken_lines(store: Store, rows: Iterable[Execution]) -> AsyncIterator[str]:
     """Every line holds exactly the rows that name it, in the order of rank and id."""
-    standing: dict[LineKey, list[tuple[int, str]]] = defaultdict(list)
+    standing: dict[QueueKey, list[tuple[int, str]]] = defaultdict(list)
     for row in rows:
         if row.line is not None:
             standing[row.line].append((row.rank, row.execution_id))
-    known = set(await store.lines())
+    known = set(await store.queues())
     for line in standing.keys() - known:
         yield f"rows stand in an unknown line {line}"
     for line in known:

@@ -11,21 +11,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
-from flowfabric.testing.invariants import InvariantBroken, every
+from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 
 async def check_limit_invariants(engine: Engine) -> None:
     """Look at every row of every budget and quota policy; raises `InvariantBroken`."""
     store = engine.store
     broken = [
-        *_broken_policies(await every(store, QuotaPolicy), await every(store, QuotaSlot)),
+        *_broken_policies(await scan_all(store, QuotaPolicy), await scan_all(store, QuotaSlot)),
         *_broken_dimensions(
-            await every(store, BudgetDimension), await every(store, Reservation), await every(store, BudgetSpend)
+            await scan_all(store, BudgetDimension),
+            await scan_all(store, BudgetReservation),
+            await scan_all(store, BudgetSpend),
         ),
-        *_broken_budgets(await every(store, Budget), await every(store, Reservation)),
+        *_broken_budgets(await scan_all(store, Budget), await scan_all(store, BudgetReservation)),
     ]
     if broken:
         raise InvariantBroken("\n".join(broken))
@@ -41,9 +43,9 @@ def _broken_policies(policies: Sequence[QuotaPolicy], slots: Sequence[QuotaSlot]
 
 
 def _broken_dimensions(
-    dimensions: Sequence[BudgetDimension], reservations: Sequence[Reservation], spends: Sequence[BudgetSpend]
+    dimensions: Sequence[BudgetDimension], reservations: Sequence[BudgetReservation], spends: Sequence[BudgetSpend]
 ) -> Iterator[str]:
-    reserved, spent = Counter[tuple[OwnedId, str]](), Counter[tuple[OwnedId, str]]()
+    reserved, spent = Counter[tuple[NamespacedId, str]](), Counter[tuple[NamespacedId, str]]()
     for one in reservations:
         reserved[_budget(one), one.dimension] += one.amount
     for spend in spends:
@@ -56,8 +58,8 @@ def _broken_dimensions(
             yield f"budget {key[0]}: {row.dimension}: {row.usage} used, ledgers say {spent[key]}"
 
 
-def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[Reservation]) -> Iterator[str]:
-    ends: dict[OwnedId, int] = {}
+def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[BudgetReservation]) -> Iterator[str]:
+    ends: dict[NamespacedId, int] = {}
     for one in reservations:
         ends[_budget(one)] = min(one.expires_at, ends.get(_budget(one), one.expires_at))
     for budget in budgets:
@@ -66,9 +68,9 @@ def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[Reservatio
             yield f"budget {_budget(budget)}: looks again at {budget.lapse_at}, the first reservation ends at {first}"
 
 
-def _budget(row: Budget | BudgetDimension | BudgetSpend | Reservation) -> OwnedId:
-    return OwnedId(row.namespace, row.budget_id)
+def _budget(row: Budget | BudgetDimension | BudgetSpend | BudgetReservation) -> NamespacedId:
+    return NamespacedId(row.namespace, row.budget_id)
 
 
-def _policy(row: QuotaPolicy | QuotaSlot) -> OwnedId:
-    return OwnedId(row.namespace, row.quota_policy_id)
+def _policy(row: QuotaPolicy | QuotaSlot) -> NamespacedId:
+    return NamespacedId(row.namespace, row.quota_policy_id)

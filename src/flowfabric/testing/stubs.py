@@ -51,7 +51,7 @@ class Ballots:
         await self._run.vote(self._links[person], value, by=person)
 
 
-class Checked:
+class CompletedChecks:
     """What was checked already; awaiting it is allowed, and does nothing more."""
 
     def __init__(self, *checks: Coroutine[Any, Any, None]) -> None:

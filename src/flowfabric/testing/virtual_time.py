@@ -21,22 +21,22 @@ from concurrent.futures import ProcessPoolExecutor
 from contextvars import Context, copy_context
 from typing import Any, cast
 
-REAL_LOOK_S = 0.005
+REAL_POLL_S = 0.005
 STUCK_S = 1.0  # of real time
-SETTLE_S = 30.0  # of real time: how long `quiet` waits for threads that are stuck
-SPINS = 200  # turns of a busy loop after which a thread gets its turn all the same
+IDLE_TIMEOUT_S = 30.0  # of real time: how long `quiet` waits for threads that are stuck
+MAX_BUSY_SPINS = 200  # turns of a busy loop after which a thread gets its turn all the same
 
 
-class Ticket:
+class ThreadTurn:
     """One call in a thread."""
 
-    __slots__ = ("asks", "done", "dropped", "go")
+    __slots__ = ("awaits_reply", "cancelled", "done", "may_run")
 
     def __init__(self) -> None:
-        self.go = threading.Event()  # set while it may run
-        self.asks = False  # whether what it sends next is a question that it waits for
+        self.may_run = threading.Event()  # set while it may run
+        self.awaits_reply = False  # whether what it sends next is a question that it waits for
         self.done = False
-        self.dropped = False  # cancelled before its turn: it never runs
+        self.cancelled = False  # cancelled before its turn: it never runs
 
 
 class VirtualTime:
@@ -50,13 +50,13 @@ class VirtualTime:
         self._now = loop.time()
         self._spins = 0
         self._local = threading.local()
-        self._waiting: dict[int, Ticket] = {}  # by thread: who waits for an answer of the loop
-        self._queue: deque[Ticket] = deque()  # who may run next
-        self._running: Ticket | None = None
+        self._waiting: dict[int, ThreadTurn] = {}  # by thread: who waits for an answer of the loop
+        self._queue: deque[ThreadTurn] = deque()  # who may run next
+        self._running: ThreadTurn | None = None
         self._since = 0.0  # when it began to run, in real time
-        self._stuck: dict[Ticket, float] = {}
+        self._stuck: dict[ThreadTurn, float] = {}
         self._elsewhere = 0  # calls in other processes
-        self._sent: deque[tuple[Ticket, Callable[..., object], tuple[Any, ...], Context]] = deque()
+        self._sent: deque[tuple[ThreadTurn, Callable[..., object], tuple[Any, ...], Context]] = deque()
         self._quiet: list[asyncio.Future[None]] = []
         self._is_over = False
 
@@ -79,9 +79,9 @@ class VirtualTime:
         del self._loop.call_soon_threadsafe
         self._selector.select = self._real_select  # type: ignore[method-assign]
         for ticket in self._queue:  # what has not begun never does
-            ticket.dropped = True
+            ticket.cancelled = True
         for ticket in (*self._queue, *self._waiting.values()):
-            ticket.go.set()
+            ticket.may_run.set()
         while self._sent:
             self._deliver()
 
@@ -90,11 +90,11 @@ class VirtualTime:
         return self._now
 
     @property
-    def is_at_work(self) -> bool:
+    def has_running_threads(self) -> bool:
         """Whether plain code runs or is about to."""
         return bool(self._running or self._queue or self._stuck or self._elsewhere)
 
-    async def quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until neither the loop nor a thread can do anything before time goes on; raise when one is stuck."""
         quiet = self._loop.create_future()
         self._quiet.append(quiet)
@@ -102,7 +102,7 @@ class VirtualTime:
 
     # -- what threads say: the first and the last on their own, the others on the loop ----------------------------
 
-    def asks(self) -> None:
+    def will_wait(self) -> None:
         """This thread will ask the loop for something and wait."""
         if (ticket := getattr(self._local, "ticket", None)) is not None:
             ticket.asks = True
@@ -112,7 +112,7 @@ class VirtualTime:
         if (ticket := self._waiting.pop(thread, None)) is not None:
             self._queue.append(ticket)
 
-    def goes_on(self) -> None:
+    def wait_turn(self) -> None:
         """Wait until it is the turn of this thread."""
         if (ticket := getattr(self._local, "ticket", None)) is not None and not self._is_over:
             ticket.go.wait()
@@ -125,16 +125,16 @@ class VirtualTime:
             return ready
         if timeout == 0:
             self._spins += 1
-            if self._spins < SPINS or not self.is_at_work:
+            if self._spins < MAX_BUSY_SPINS or not self.has_running_threads:
                 return ready
         self._spins = 0
-        if self.is_at_work:
+        if self.has_running_threads:
             return self._give_turn()
         if self._quiet:
             self._end_quiet(None)
             return []
         if timeout is None:  # something real is under way: wait for it in real time
-            return self._real_select(REAL_LOOK_S)
+            return self._real_select(REAL_POLL_S)
         self._now += max(timeout, 0.0)
         return []
 
@@ -142,14 +142,16 @@ class VirtualTime:
         """Let a thread run until it has something to say."""
         if self._running is None and self._queue:
             self._running, self._since = self._queue.popleft(), time.monotonic()
-            self._running.go.set()
+            self._running.may_run.set()
         if self._deliver():
             return []
-        ready = self._real_select(REAL_LOOK_S)
+        ready = self._real_select(REAL_POLL_S)
         if self._running is not None and time.monotonic() - self._since > STUCK_S:
             self._stuck[self._running], self._running = self._since, None
-        if self._stuck and not self._queue and time.monotonic() - min(self._stuck.values()) > SETTLE_S:
-            self._end_quiet(TimeoutError(f"plain code in a thread has been running for {SETTLE_S:g} s of real time"))
+        if self._stuck and not self._queue and time.monotonic() - min(self._stuck.values()) > IDLE_TIMEOUT_S:
+            self._end_quiet(
+                TimeoutError(f"plain code in a thread has been running for {IDLE_TIMEOUT_S:g} s of real time")
+            )
         return ready
 
     def _deliver(self) -> bool:
@@ -157,8 +159,8 @@ class VirtualTime:
         if not self._sent:
             return False
         ticket, callback, args, context = self._sent.popleft()
-        if ticket.done or ticket.asks:
-            ticket.asks = False
+        if ticket.done or ticket.awaits_reply:
+            ticket.awaits_reply = False
             self._stuck.pop(ticket, None)
             if ticket is self._running:
                 self._running = None
@@ -172,11 +174,11 @@ class VirtualTime:
         self._quiet.clear()
 
     def _call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        ticket: Ticket | None = getattr(self._local, "ticket", None)
+        ticket: ThreadTurn | None = getattr(self._local, "ticket", None)
         if ticket is None or self._is_over:
             return self._real_call(callback, *args, context=context)
-        if ticket.asks:
-            ticket.go.clear()
+        if ticket.awaits_reply:
+            ticket.may_run.clear()
             self._waiting[threading.get_ident()] = ticket
         self._sent.append((ticket, callback, args, context or copy_context()))  # what it runs in is this thread's
         self._loop._write_to_self()
@@ -185,13 +187,13 @@ class VirtualTime:
     def _run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         if isinstance(executor, ProcessPoolExecutor):
             return self._run_elsewhere(executor, function, *args)
-        ticket = Ticket()
+        ticket = ThreadTurn()
 
         def in_turn() -> Any:
             self._local.ticket = ticket
             try:
-                ticket.go.wait()
-                return None if ticket.dropped else function(*args)
+                ticket.may_run.wait()
+                return None if ticket.cancelled else function(*args)
             finally:
                 ticket.done = True
 
@@ -201,8 +203,8 @@ class VirtualTime:
         def over(future: asyncio.Future[Any]) -> None:
             if future.cancelled() and ticket in self._queue:
                 self._queue.remove(ticket)
-                ticket.dropped = True
-                ticket.go.set()
+                ticket.cancelled = True
+                ticket.may_run.set()
 
         future.add_done_callback(over)
         return future

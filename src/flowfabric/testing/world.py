@@ -19,12 +19,12 @@ from typing import Any, Literal, Self, get_args
 
 import msgspec
 
-from flowfabric.clock import Estimate
+from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, SeededMinter, partition_of
-from flowfabric.sdk.approvals import Link
+from flowfabric.sdk.approvals import ApprovalLink
 from flowfabric.sdk.context import Context
-from flowfabric.sdk.durable.attempt import Crash
+from flowfabric.sdk.durable.attempt import SimulatedCrash
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.fabric import Fabric
 from flowfabric.sdk.run import Run
@@ -34,18 +34,18 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.testing.faults import FlakyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
-from flowfabric.testing.stubs import Ballots, Checked, Stub
+from flowfabric.testing.stubs import Ballots, CompletedChecks, Stub
 from flowfabric.testing.virtual_time import VirtualTime
 
 EPOCH_MS = 1_700_000_000_000
-SELDOM_MS = 100 * 24 * 60 * 60 * 1000
+RARE_INTERVAL_MS = 100 * 24 * 60 * 60 * 1000
 # No hint gets lost in one process, and sweeps sleep until the next instant: nobody has to look in between.
-SEEN_SELDOM: dict[str, Any] = {name: SELDOM_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
-SETTINGS = Settings(poll_ms=SELDOM_MS, sweeps=Sweeps(**SEEN_SELDOM))
+RARE_SWEEPS: dict[str, Any] = {name: RARE_INTERVAL_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+WORLD_SETTINGS = Settings(poll_ms=RARE_INTERVAL_MS, sweeps=Sweeps(**RARE_SWEEPS))
 
 Moment = Literal["before_effect", "after_effect", "after_commit", "lease_expired", "store_down"]
-TURNS = 50  # of the loop, in which everything happens that can happen now
-LAPSED_S = 1.0  # how long after its lease a handler finds out that it is a zombie
+SETTLE_YIELDS = 50  # of the loop, in which everything happens that can happen now
+AFTER_EXPIRY_S = 1.0  # how long after its lease a handler finds out that it is a zombie
 
 
 def _settings_of(app: Fabric) -> Settings:
@@ -53,7 +53,7 @@ def _settings_of(app: Fabric) -> Settings:
     own, usual = app._settings or Settings(), Settings()
     sweeps = _chosen(own.sweeps, usual.sweeps)
     return msgspec.structs.replace(
-        SETTINGS, **{**_chosen(own, usual), "sweeps": msgspec.structs.replace(SETTINGS.sweeps, **sweeps)}
+        WORLD_SETTINGS, **{**_chosen(own, usual), "sweeps": msgspec.structs.replace(WORLD_SETTINGS.sweeps, **sweeps)}
     )
 
 
@@ -83,10 +83,10 @@ class World:
         self.store = FlakyStore(MemoryStore(clock=self.now_ms))
         await self.store.open(migrate=True)
         self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=_settings_of(self.app))
-        self.engine.estimate = Estimate(passing=self._time.now)
-        self.engine.chance = random.Random(self._seed).random
+        self.engine.estimate = StoreClockEstimate(monotonic_s=self._time.now)
+        self.engine.random = random.Random(self._seed).random
         await self.engine.ensure_signing_key("00" * 32)
-        self._outside = self.app.bind(await self.offered())
+        self._outside = self.app.bind(await self.engine_for_app())
         self.app.on_point = self._pass_point
         self.app.thread_turns = self._time
         self.app.on_ask = self._note_shape
@@ -112,7 +112,7 @@ class World:
             point, moment, _ = self._faults[0]
             raise AssertionError(f"nothing came to {point} {moment}: what should have gone wrong there did not")
 
-    async def offered(self) -> Engine:
+    async def engine_for_app(self) -> Engine:
         """What the app sees of the engine."""
         return self.engine
 
@@ -124,7 +124,7 @@ class World:
         worker = Worker(
             self.app,
             slots=self._slots,
-            presence_ttl=SELDOM_MS / 1000,
+            presence_ttl=RARE_INTERVAL_MS / 1000,
             worker_id="world",
             instance_id=f"world:{self._started}",
         )
@@ -152,11 +152,11 @@ class World:
 
         Raises TimeoutError when plain code is still running after 30 s of real time.
         """
-        for _ in range(TURNS):
+        for _ in range(SETTLE_YIELDS):
             await asyncio.sleep(0)
-        while self._time.is_at_work:
-            await self._time.quiet()
-            for _ in range(TURNS):
+        while self._time.has_running_threads:
+            await self._time.wait_idle()
+            for _ in range(SETTLE_YIELDS):
                 await asyncio.sleep(0)
 
     def now_ms(self) -> int:
@@ -188,14 +188,14 @@ class World:
                 self.store.go_down()
                 asyncio.get_running_loop().call_later(lasts_s, self.store.heal)
             else:
-                raise Crash(f"{point} {moment}")
+                raise SimulatedCrash(f"{point} {moment}")
             return
 
     async def _let_lapse(self, context: Context) -> None:
         left_s = context.lease_seconds_left
         for worker, _ in self._workers:
             worker.forsake(context.handle.fields.lease_id)
-        await asyncio.sleep(left_s + LAPSED_S)
+        await asyncio.sleep(left_s + AFTER_EXPIRY_S)
 
     def stub(
         self,
@@ -229,8 +229,8 @@ class World:
 
     async def _link(self, run_id: str, waitpoint_id: str) -> str:
         token = await self.engine.read_waitpoint_token(partition_of(ExecutionId(run_id)), waitpoint_id)
-        return Link.to(self.app.public_url, run_id, waitpoint_id, token.reveal() if token else "")
+        return ApprovalLink.for_waitpoint(self.app.public_url, run_id, waitpoint_id, token.reveal() if token else "")
 
     def assert_invariants(self) -> Any:
         """Raise when anything that must always hold does not; may be awaited, but is done when it returns."""
-        return Checked(check_invariants(self.engine), check_flow_invariants(self.engine))
+        return CompletedChecks(check_invariants(self.engine), check_flow_invariants(self.engine))

@@ -9,7 +9,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from flowfabric.bench.throughput import Report, throughput
+from flowfabric.bench.throughput import ThroughputReport, throughput
 from tests.cli.terminal import Terminal
 
 RATES = ("drain_per_s", "bulk_submit_per_s", "single_submit_per_s", "latency_p50_ms", "latency_p99_ms")
@@ -23,7 +23,7 @@ CONTROLLED = (
 )
 
 
-async def small(url: str, depth: int = 0) -> Report:
+async def small(url: str, depth: int = 0) -> ThroughputReport:
     return await throughput(url, jobs=200, payload_bytes=64, rounds=1, samples=5, depth=depth)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric.bench.suspend import Report, suspend
+from flowfabric.bench.suspend import SuspendReport, suspend
 from tests.cli.terminal import Terminal
 
 
-def assert_sensible(report: Report) -> None:
+def assert_sensible(report: SuspendReport) -> None:
     parts = (report.suspend_p50_ms, report.signal_p50_ms, report.running_p50_ms, report.commit_p50_ms)
     assert all(part > 0 for part in parts)
     assert max(parts) <= report.resume_p99_ms

@@ -16,7 +16,7 @@ from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.execution import Claimed, Completed
 from flowfabric.model.change import Change
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.stores.claims import Handed, Take, Taken
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store
 
 LANE = "mail"
@@ -36,19 +36,21 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         self.takes += 1
         self.asked.append("take")
-        return await self.store.take(take)
+        return await self.store.claim_rows(take)
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.asked.append("commit")
         return await self.store.commit(changes, hint)
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
         self.wishes += 1
         self.asked.append("commit")
-        return await self.store.hand_over(changes, hint, take)
+        return await self.store.commit_and_claim(changes, hint, take)
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ async def engine(counting: Counting) -> Engine:
 
 def working(store: Any, *, seed: int) -> Engine:
     engine = Engine(store, minter=SeededMinter(seed))
-    engine.poll_s = 60  # nobody looks without a hint
+    engine.poll_interval_s = 60  # nobody looks without a hint
     return engine
 
 
@@ -95,7 +97,7 @@ async def test_full_slots_are_filled_anew_with_one_take_at_most(engine: Engine, 
         assert ids_of(claimed) == {names[place] for names in chains}
         assert counting.takes == before + TAKES[counting.in_order]
         assert all(isinstance(answer, Completed) for answer in await telling)
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
     pull.close()
 
 
@@ -135,7 +137,7 @@ async def test_free_slots_are_filled_with_one_take_at_most_when_ends_are_told_to
 
         assert ids_of(claimed) == {names[place] for names in chains}
         assert counting.takes == before + TAKES[counting.in_order]
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
     pull.close()
 
 
@@ -152,7 +154,7 @@ async def test_a_look_waits_no_longer_than_what_it_stands_behind(engine: Engine,
 
     assert (held.execution_id, claimed.execution_id) == (first, second)
     assert isinstance((await telling)[0], Completed)
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
     pull.close()
 
 

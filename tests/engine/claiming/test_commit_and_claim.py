@@ -14,11 +14,11 @@ from itertools import pairwise
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.engine.claiming.poller import Pull
+from flowfabric.engine.claiming.poller import LanePoller
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Claimed, Completed
 from flowfabric.model.change import Change
-from flowfabric.stores.claims import Handed, Take
+from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store, Unstorable
 from tests.engine.claiming.test_behind_own_work import LANE, Counting, chain, ids_of, working
 from tests.engine.losing import LosingStore, Loss
@@ -31,11 +31,11 @@ async def engine(store: Store) -> Engine:
     return working(store, seed=7)
 
 
-def pulling(engine: Engine, *lanes: str) -> Pull:
+def pulling(engine: Engine, *lanes: str) -> LanePoller:
     return engine.pulling(lanes or [LANE], worker_id="w", worker_instance_id="w-1")
 
 
-async def gone_on(engine: Engine, pull: Pull, held: Sequence[Claimed], room: int = 1) -> list[Claimed]:
+async def gone_on(engine: Engine, pull: LanePoller, held: Sequence[Claimed], room: int = 1) -> list[Claimed]:
     """End what is held, and claim at the same time, as a worker does whose slots are full."""
     telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
     claimed = await asyncio.wait_for(pull.claim(room, max_wait_ms=60_000), 20)
@@ -44,7 +44,7 @@ async def gone_on(engine: Engine, pull: Pull, held: Sequence[Claimed], room: int
 
 
 def at_rest(engine: Engine) -> bool:
-    return not engine.commits.announced and not engine.commits._wishes
+    return not engine.commit_queue.notified_changes and not engine.commit_queue._wishes
 
 
 async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:
@@ -269,7 +269,9 @@ async def test_what_arrives_when_nobody_expects_it_any_more_is_given_back(store:
 class Choosy(LosingStore):
     """A store that cannot keep what it is to hand over."""
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
         raise Unstorable("a broken page")
 
 
@@ -313,7 +315,7 @@ async def test_a_worker_that_is_told_to_stop_keeps_what_it_was_given(engine: Eng
     for _ in range(4):
         await asyncio.sleep(0)
     goes_on = False
-    engine.nudge([LANE])
+    engine.wake_claims([LANE])
 
     claimed = await asyncio.wait_for(waiting, 20)
     await telling

@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
-from flowfabric.stores.claims import Take, Taken
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
 from flowfabric.testing.faults import FlakyStore, Loss
 
@@ -21,18 +21,18 @@ W: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_m
 class LateStore(FlakyStore):
     """A store whose next take is doubtful, and arrives only when it is let through."""
 
-    late: asyncio.Task[Taken] | None = None
+    late: asyncio.Task[ClaimedRows] | None = None
     gate: asyncio.Event | None = None
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         if self.gate is None or self.late is not None:
-            return await super().take(take)
+            return await super().claim_rows(take)
         self.late = asyncio.create_task(self._arrives(take, self.gate))
         raise errors.StoreUnavailable("gone", backend="test", in_doubt=True)
 
-    async def _arrives(self, take: Take, gate: asyncio.Event) -> Taken:
+    async def _arrives(self, take: ClaimRequest, gate: asyncio.Event) -> ClaimedRows:
         await gate.wait()
-        return await self.inner.take(take)
+        return await self.inner.claim_rows(take)
 
 
 async def state(engine: Engine, e: str, wanted: str) -> None:

@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model import obstacles
 from flowfabric.model.execution import MISSING_QUEUE, Execution
 from flowfabric.model.states import PublicState
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.testing.invariants import check_invariants
 
 WHO: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}
@@ -52,7 +52,7 @@ async def lost_in(url: str, **more: Any) -> str:
 
 
 async def row_of(engine: Engine, execution_id: str) -> Execution:
-    row: Execution = (await engine.store.load([Want(Execution, (execution_id,))])).rows[0][0]
+    row: Execution = (await engine.store.load([Read(Execution, (execution_id,))])).rows[0][0]
     return row
 
 
@@ -68,7 +68,7 @@ async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(
         assert "mail" in explained.obstacle.sentence()
         await engine.cancel_execution(execution_id, reason="no longer needed")
         assert (await row_of(engine, execution_id)).public_state is PublicState.CANCELLED
-        assert await engine.store.unlisted(10) == []
+        assert await engine.store.executions_in_missing_queues(10) == []
 
 
 async def test_the_doctor_names_executions_without_a_queue(url: str) -> None:
@@ -87,7 +87,7 @@ async def test_the_reconciler_puts_an_execution_back_into_its_queue(url: str) ->
         assert await other.claim_many("mail", 5, **WHO) == []
         assert (await engine.sweep_once("queue_reconciler")).processed == 1
         assert (await engine.sweep_once("queue_reconciler")).processed == 0
-        assert await engine.store.unlisted(10) == []
+        assert await engine.store.executions_in_missing_queues(10) == []
         await check_invariants(engine)
         assert [one.execution_id for one in await other.claim_many("mail", 5, **WHO)] == [execution_id]
 

@@ -11,8 +11,8 @@ import pytest
 
 from flowfabric import Engine, Settings, errors
 from flowfabric.engine.claiming import poller
-from flowfabric.engine.claiming.poller import Pull
-from flowfabric.engine.runtime.wakeups import END, end_topic, lane_topic
+from flowfabric.engine.claiming.poller import LanePoller
+from flowfabric.engine.runtime.wakeups import COMPLETION_PREFIX, completion_topic, lane_topic
 from flowfabric.stores.port import Store
 
 ME: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
@@ -51,7 +51,7 @@ async def make(engine: Engine, lane_id: str = "default") -> str:
 async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
     engine: Engine, trips: Counter[str]
 ) -> None:
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     await pull.claim(10)
     first = await make(engine)
     assert [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)] == [first]
@@ -69,7 +69,7 @@ async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
 
 
 async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: Engine) -> None:
-    pull = Pull(engine, ["default", "mail"], **ME)
+    pull = LanePoller(engine, ["default", "mail"], **ME)
     first = await make(engine)
     assert [one.execution_id for one in await pull.claim(10)] == [first]
     second = await make(engine, "mail")  # nobody is waiting at this moment
@@ -79,7 +79,7 @@ async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: E
 
 
 async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trips: Counter[str]) -> None:
-    pull = Pull(engine, ["default", "mail", "other"], **ME)
+    pull = LanePoller(engine, ["default", "mail", "other"], **ME)
     for lane in ("default", "mail", "other"):
         await make(engine, lane)
     assert len(await pull.claim(10)) == 3
@@ -94,10 +94,10 @@ async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trip
 
 async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_another_is(store: Store) -> None:
     engine = Engine(store, settings=Settings(poll_ms=50))
-    pull = Pull(engine, ["default", "mail"], **ME)
+    pull = LanePoller(engine, ["default", "mail"], **ME)
     await pull.claim(10)
-    fire = engine.wakes.fire
-    engine.wakes.fire = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
+    fire = engine.wakeups.notify
+    engine.wakeups.notify = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
     forgotten = await make(engine, "mail")
 
     claimed: list[str] = []
@@ -111,10 +111,10 @@ async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_anot
 async def test_a_lane_that_could_not_be_looked_at_is_looked_at_again(
     engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     made = await make(engine)
     with monkeypatch.context() as away:
-        away.setattr(engine, "claim_now", _failing)
+        away.setattr(engine, "claim_available", _failing)
         with pytest.raises(errors.StoreUnavailable):
             await pull.claim(1, max_wait_ms=NEVER_MS)
     async with asyncio.timeout(10):
@@ -129,7 +129,7 @@ async def _failing(*_: Any) -> list[Any]:
 
 async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine: Engine) -> None:
     await make(engine)
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     [first] = await pull.claim(3)
     spare = {stamp.lease_id for stamp in engine._spare}
     assert len(spare) == 2
@@ -143,7 +143,7 @@ async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine
 
 async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) -> None:
     made = [await make(engine) for _ in range(3)]
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     async with asyncio.timeout(10):
         claimed = await pull.claim(2, max_wait_ms=NEVER_MS) + await pull.claim(2, max_wait_ms=NEVER_MS)
     assert sorted(one.execution_id for one in claimed) == sorted(made)
@@ -151,12 +151,12 @@ async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) 
 
 
 async def test_it_ends_when_it_is_told_to(engine: Engine) -> None:
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     go_on = True
     waiting = asyncio.create_task(pull.claim(1, max_wait_ms=NEVER_MS, go_on=lambda: go_on))
     await asyncio.sleep(0.02)
     go_on = False
-    engine.nudge(["default"])
+    engine.wake_claims(["default"])
     async with asyncio.timeout(10):
         assert await waiting == []
     pull.close()
@@ -166,7 +166,7 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
     e = engine.new_execution_id()
     await engine.create_execution(execution_id=e, policy=retry)
-    pull = Pull(engine, ["default"], **ME)
+    pull = LanePoller(engine, ["default"], **ME)
     [first] = await pull.claim(1)
     await engine.fail(first.handle, reason="flaky")
     await engine.sweep_once("delayed_promoter")
@@ -195,7 +195,7 @@ async def finish(engine: Engine) -> None:
 async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
     engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "MOMENT_S", NEVER_MS / 1000)
+    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
     looks.clear()
     waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
@@ -212,9 +212,9 @@ async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
 async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "MOMENT_S", NEVER_MS / 1000)
+    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
-    told = engine.wakes.expect(end_topic(made))  # so that this process is told of it
+    told = engine.wakeups.subscribe(completion_topic(made))  # so that this process is told of it
     await finish(engine)
     assert told.done()
 
@@ -224,9 +224,9 @@ async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
 
 async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine) -> None:
     made = await make(engine)
-    fire = engine.wakes.fire
-    engine.wakes.fire = lambda topics: fire(  # type: ignore[method-assign]
-        topic for topic in topics if not topic.startswith(END)
+    fire = engine.wakeups.notify
+    engine.wakeups.notify = lambda topics: fire(  # type: ignore[method-assign]
+        topic for topic in topics if not topic.startswith(COMPLETION_PREFIX)
     )
     await finish(engine)
 
@@ -237,7 +237,7 @@ async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine
 async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
     engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "MOMENT_S", NEVER_MS / 1000)
+    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
     looks.clear()
     async with asyncio.timeout(10):
@@ -248,14 +248,14 @@ async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
 async def test_what_was_created_and_never_waited_for_is_not_remembered_without_end(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "MOST_CREATED", 2)
+    monkeypatch.setattr(poller, "MAX_RECENT_CREATES", 2)
     made = [await make(engine) for _ in range(3)]
     assert list(engine._created) == made[1:]
 
 
 async def test_a_process_that_waits_for_nothing_does_not_listen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[object] = []
-    monkeypatch.setattr(store, "on_wake", heard.append)
+    monkeypatch.setattr(store, "on_notify", heard.append)
     Engine(store, settings=Settings(hears=False))
     assert heard == []
     Engine(store)

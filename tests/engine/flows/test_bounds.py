@@ -13,10 +13,10 @@ from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing.faults import Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from flowfabric.testing.invariants import every
+from flowfabric.testing.invariants import scan_all
 from tests.engine.crew import Crew
 
 STEP, WIDTH = 50, 400
@@ -53,13 +53,13 @@ async def crew(weighing: Weighing) -> AsyncIterator[Crew]:
 async def test_fan_out_is_written_in_bounded_steps(
     crew: Crew, weighing: Weighing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.STEP_EDGES", STEP)
+    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", STEP)
     children = [f"c{number:04}" for number in range(WIDTH)]
     await crew.graph(["a", *children], [("a", child) for child in children])
     weighing.heaviest = 0
 
     await crew.work()
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert 0 < weighing.heaviest <= 3 * STEP + 1, "an edge, a group and a child for each, and the dispatch row"
     assert len(await crew.claim(WIDTH + 1)) == WIDTH
@@ -68,7 +68,7 @@ async def test_fan_out_is_written_in_bounded_steps(
 async def test_fan_in_is_folded_in_bounded_steps(
     crew: Crew, weighing: Weighing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.flows.join_resolver.EDGES", STEP)
+    monkeypatch.setattr("flowfabric.engine.flows.join_resolver.MAX_EDGES_PER_BATCH", STEP)
     parents = [f"p{number:04}" for number in range(WIDTH)]
     await crew.graph([*parents, "j"], [(parent, "j") for parent in parents])
     held = await crew.claim(by=crew.mortal)
@@ -90,8 +90,8 @@ async def test_ten_thousand_nodes_are_one_call_and_once_though_its_answer_is_los
 
     await crew.graph(nodes, [(nodes[number // 2], nodes[number]) for number in range(1, NODES)])
 
-    assert crew.store.lost == [("commit", Loss.REPLY)]
-    [flow] = (await store.load((Want(Flow, (crew.flow,)),))).rows[0]
+    assert crew.store.losses == [("commit", Loss.REPLY)]
+    [flow] = (await store.load((Read(Flow, (crew.flow,)),))).rows[0]
     assert (flow.node_count, flow.edge_count, flow.graph_revision) == (NODES, NODES - 1, 2 * NODES - 1)
     found = [len(await store.scan(Scan(row, limit=2 * NODES))) for row in (Execution, FlowMember, Edge)]
     assert found == [NODES, NODES, NODES - 1]
@@ -102,5 +102,5 @@ async def test_one_node_more_is_refused_whole(crew: Crew, store: Store) -> None:
     with pytest.raises(errors.InvalidInput):
         await crew.graph([f"n{number}" for number in range(NODES + 1)], [])
 
-    assert await every(store, Execution) == await every(store, Flow) == []
+    assert await scan_all(store, Execution) == await scan_all(store, Flow) == []
     await check_flow_invariants(crew.engine)

@@ -10,15 +10,15 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.flows import bulk_cancel
-from flowfabric.engine.runtime.commit_queue import Verdict
+from flowfabric.engine.runtime.commit_queue import CommitResult
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
-from flowfabric.rules.flow.successors import FEW
-from flowfabric.stores.queries import Want
+from flowfabric.rules.flow.successors import MAX_NAMED_SUCCESSORS
+from flowfabric.stores.queries import Read
 from tests.engine.crew import FIRST_OF_ALL, LANE, Crew
 
 
@@ -43,7 +43,7 @@ async def test_a_step_of_a_chain_is_one_commit_and_no_look(
         await crew.engine.complete_many([(one.handle, b"r") for one in held])
     else:
         await asyncio.gather(*(crew.engine.complete(one.handle, result=b"r") for one in held))
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert asked == [("commit", 2)]
     assert await crew.states(*"abcd") == "completed waiting completed waiting"
@@ -57,7 +57,7 @@ async def test_a_step_that_hands_its_result_on_looks_at_the_input_only(
     asked.clear()
 
     await crew.engine.complete(held.handle, result=b"r")
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert asked == [("load", 1), ("commit", 1)]
     assert await crew.states("a", "b") == "completed waiting"
@@ -73,7 +73,7 @@ async def test_a_step_that_has_no_result_to_hand_on_is_one_commit_too(crew: Crew
     asked.clear()
 
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert asked == [("load", 3), ("commit", 1)]
     assert await crew.states("a", "b") == "completed waiting"
@@ -87,7 +87,7 @@ async def test_the_input_of_a_child_that_has_ended_stays_when_its_only_upstream_
     await crew.engine.cancel_execution(crew.names["b"])
 
     await crew.engine.complete(held.handle, result=b"r")
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert (await crew.engine.read_execution_context(crew.names["b"])).input_payload == b""
     assert (await crew.group("b")).succeeded == 1
@@ -101,33 +101,33 @@ async def test_a_diamond_joins_and_a_failure_skips_to_any_depth(crew: Crew) -> N
     await crew.graph(nodes, edges)
 
     assert await crew.work() == ["a"]
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert await crew.work(failing="c") == ["b", "c"]
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert set((await crew.states("d", *tail)).split()) == {"skipped"}
     assert await crew.owed() == 0
 
 
-@pytest.mark.parametrize("width", [FEW + 1, 1100])
+@pytest.mark.parametrize("width", [MAX_NAMED_SUCCESSORS + 1, 1100])
 async def test_many_children_are_released_in_bounded_steps(crew: Crew, width: int) -> None:
     children = [f"c{number:04}" for number in range(width)]
     await crew.graph(["a", *children], [("a", child) for child in children])
 
     await crew.work()
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert len(await crew.claim(5000)) == width
     assert await crew.owed() == 0
 
 
 async def test_some_children_are_released_in_the_commit_that_ends_their_parent(crew: Crew) -> None:
-    children = [f"c{number:03}" for number in range(FEW)]
+    children = [f"c{number:03}" for number in range(MAX_NAMED_SUCCESSORS)]
     await crew.graph(["a", *children], [("a", child) for child in children])
 
     assert await crew.work() == ["a"]
 
-    assert len(await crew.claim(5000)) == FEW
+    assert len(await crew.claim(5000)) == MAX_NAMED_SUCCESSORS
     assert await crew.owed() == 0
 
 
@@ -136,7 +136,7 @@ async def test_one_child_of_some_that_moved_does_not_hold_the_others_back(crew: 
     await crew.engine.cancel_execution(crew.names["c"], source="operator_override", reason="not needed")
 
     assert await crew.work() == ["a"]
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert await crew.states(*"abcd") == "completed waiting cancelled waiting"
     assert (await crew.group("c")).succeeded == 1
@@ -149,7 +149,7 @@ async def test_many_parents_fire_their_join_once(crew: Crew) -> None:
     held = await crew.claim()
 
     await asyncio.gather(*(crew.engine.complete(one.handle) for one in held))
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     group = await crew.group("j")
     assert (group.n, group.succeeded, group.group_state) == (1000, 1000, "satisfied")
@@ -166,7 +166,7 @@ async def test_siblings_are_cancelled_without_any_sweep(crew: Crew) -> None:
 
     for one in held[:2]:
         await crew.engine.complete(one.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     states = (await crew.states(*parents)).split()
     assert (states.count("completed"), states.count("cancelled")) == (2, 18)
@@ -177,7 +177,7 @@ async def test_siblings_are_cancelled_without_any_sweep(crew: Crew) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few siblings are cancelled as many are."""
-    monkeypatch.setattr(bulk_cancel, "MANY", 1)
+    monkeypatch.setattr(bulk_cancel, "MIN_UNSEEN_CANCELS", 1)
 
 
 @pytest.mark.usefixtures("unseen")
@@ -189,7 +189,7 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
     asked.clear()
 
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     end, settled, inbound, ended, fold = ("commit", 1), ("load", 3), ("load", 1), ("load", 1), ("commit", 1)
     assert asked[:6] == [end, settled, inbound, ended, fold, ("commit", 3)]
@@ -199,7 +199,7 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
     assert (states.count("completed"), states.count("cancelled")) == (1, 3)
     group = await crew.group("j")
     assert (group.succeeded, group.failed, group.cancel_siblings_pending_flag) == (1, 3, False)
-    edges = (await crew.engine.load((Want(Dependency, (crew.names["j"],)),))).rows[0]
+    edges = (await crew.engine.load((Read(Dependency, (crew.names["j"],)),))).rows[0]
     assert sorted(edge.outcome for edge in edges) == ["cancelled", "cancelled", "cancelled", "success"]
 
 
@@ -216,7 +216,7 @@ async def test_siblings_that_are_not_as_they_were_created_are_cancelled_all_the_
     await crew.engine.set_execution_tag(touched[3], "app.note", "kept")
 
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert sorted((await crew.states(*"abcdefg")).split()) == ["cancelled"] * 6 + ["completed"]
     reasons = [(await one_execution(crew, name)).cancellation_reason for name in "abcdefg"]
@@ -233,19 +233,19 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 ) -> None:
     await crew.graph([*"abcj"], [(parent, "j") for parent in "abc"], policies={"j": FIRST_OF_ALL})
     [held] = await crew.claim(1)
-    send, claimed = crew.engine.commits.send, list[Claimed]()
+    send, claimed = crew.engine.commit_queue.send_batch, list[Claimed]()
 
-    def after_a_claim(changes: Sequence[Change]) -> asyncio.Task[list[Verdict]]:
-        async def sent() -> list[Verdict]:
+    def after_a_claim(changes: Sequence[Change]) -> asyncio.Task[list[CommitResult]]:
+        async def sent() -> list[CommitResult]:
             if not claimed:
                 claimed.extend(await crew.claim(by=crew.mortal))
             return await send(changes)
 
         return asyncio.create_task(sent())
 
-    monkeypatch.setattr(crew.engine.commits, "send", after_a_claim)
+    monkeypatch.setattr(crew.engine.commit_queue, "send", after_a_claim)
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert sorted((await crew.states(*"abc")).split()) == ["cancelled", "cancelled", "completed"]
     late = next(one for one in claimed if one.execution_id != crew.names["j"])
@@ -257,5 +257,5 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 
 
 async def one_execution(crew: Crew, name: str) -> Execution:
-    row: Execution = (await crew.engine.load((Want(Execution, (crew.names[name],)),))).rows[0][0]
+    row: Execution = (await crew.engine.load((Read(Execution, (crew.names[name],)),))).rows[0][0]
     return row

@@ -17,7 +17,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Insert
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.stores.claims import Take, Taken
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
 from tests.engine.losing import LosingStore, Loss
 from tests.stores.samples import change, execution
@@ -35,9 +35,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         self.takes += 1
-        return await self.store.take(take)
+        return await self.store.claim_rows(take)
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[None]:
 
     async def waited(hint: asyncio.Future[None], timeout_s: float) -> bool:
         rests.put_nowait(None)
-        return await wakeups.waited(hint, timeout_s)
+        return await wakeups.wait_for_wakeup(hint, timeout_s)
 
-    monkeypatch.setattr(claimer, "waited", waited)
-    monkeypatch.setattr(poller, "waited", waited)
+    monkeypatch.setattr(claimer, "wait_for_wakeup", waited)
+    monkeypatch.setattr(poller, "wait_for_wakeup", waited)
     return rests
 
 
@@ -67,7 +67,7 @@ async def engine(counting: Counting) -> Engine:
 async def begun(store: Any) -> Engine:
     """An engine that has had work in the lane before."""
     engine = Engine(store, minter=SeededMinter(7))
-    engine.poll_s = 60  # nobody looks without a hint
+    engine.poll_interval_s = 60  # nobody looks without a hint
     await create(engine)  # so that the line is known
     claimed = await claim(engine)
     await engine.complete(claimed.handle)
@@ -105,7 +105,7 @@ async def test_a_waiting_claim_has_what_is_created_with_one_take(
         assert claimed.execution_id == execution_id
         assert counting.takes == before + 1
         await engine.complete(claimed.handle)
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
 
 
 async def test_a_worker_with_room_for_more_goes_back_to_rest_at_once(
@@ -189,7 +189,7 @@ async def test_nothing_stays_announced_that_was_not_written(
     engine: Engine, rests: asyncio.Queue[None], clock: ManualClock, spoil: str
 ) -> None:
     waiting = await at_rest(engine, rests)
-    [line] = await engine.lines_of(LANE)
+    [line] = await engine.lane_queues(LANE)
 
     def step(name: str) -> Change:
         return change(Insert(execution(name, lane_id=LANE, line=line, rank=clock.now)))
@@ -200,16 +200,16 @@ async def test_nothing_stays_announced_that_was_not_written(
             changes = (change(*step("a").writes, not_after=clock.now - 1),)
         case "unstorable":
             changes = (step("a"), step("b\0"))
-    writing = [engine.commits.add(one) for one in changes]
+    writing = [engine.commit_queue.add(one) for one in changes]
     if spoil == "given up":
         writing[0].cancel()
     verdicts = await asyncio.gather(*writing, return_exceptions=True)
-    await engine.commits.drained()
+    await engine.commit_queue.drain()
     for one, verdict in zip(changes, verdicts, strict=True):
         if isinstance(verdict, int):
-            engine.note(one, [[]], verdict)
+            engine.publish_commit(one, [[]], verdict)
 
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
@@ -222,7 +222,7 @@ async def test_nothing_stays_announced_of_many_that_are_alike(engine: Engine, re
         await engine.create_executions(msgspec.structs.replace(ask, execution_id=name) for name in names)
 
     assert await waiting is not None
-    assert engine.commits.announced == set()
+    assert engine.commit_queue.notified_changes == set()
 
 
 async def test_a_claim_that_waits_has_asked_before_whoever_created_goes_on(
@@ -241,13 +241,15 @@ async def test_work_beside_something_that_cannot_be_written_is_heard_of(
     engine: Engine, rests: asyncio.Queue[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = await at_rest(engine, rests)
-    add: Callable[[Change], Any] = engine.commits.add
+    add: Callable[[Change], Any] = engine.commit_queue.add
 
     def beside(one: Change) -> Any:
-        engine.commits._waiting.append((change(Insert(execution("b\0"))), asyncio.get_running_loop().create_future()))
+        engine.commit_queue._waiting.append(
+            (change(Insert(execution("b\0"))), asyncio.get_running_loop().create_future())
+        )
         return add(one)
 
-    monkeypatch.setattr(engine.commits, "add", beside)
+    monkeypatch.setattr(engine.commit_queue, "add", beside)
     execution_id = await create(engine)
 
     assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id

@@ -119,7 +119,7 @@ async def complete_an_upstream(scene: Scene) -> Act:
 
     async def done() -> object:
         answer = await scene.engine.complete(held.handle, result=b"R")
-        await scene.engine.dispatched()
+        await scene.engine.wait_for_dispatch()
         return answer
 
     return done
@@ -128,7 +128,7 @@ async def complete_an_upstream(scene: Scene) -> Act:
 async def replay_a_skipped_member(scene: Scene) -> Act:
     a, b = await flow_of(scene, 2, edge=True, applied=True)
     await scene.engine.cancel_execution(a)
-    await scene.engine.dispatched()
+    await scene.engine.wait_for_dispatch()
     return lambda: scene.engine.replay_execution(b)
 
 

@@ -16,7 +16,7 @@ from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.flow import EdgeGroup
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.testing.flow_invariants import check_flow_invariants
 
 PARENTS, PROCESSES = 1000, 4
@@ -34,8 +34,8 @@ async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
     """The group as soon as it has fired; looked at again with every hint."""
     async with asyncio.timeout(30):
         while True:
-            hint = engine.wakes.expect(lane_topic("join"))
-            found = (await engine.load((Want(EdgeGroup, (flow, join)),))).rows[0]
+            hint = engine.wakeups.subscribe(lane_topic("join"))
+            found = (await engine.load((Read(EdgeGroup, (flow, join)),))).rows[0]
             group: EdgeGroup = found[0]
             if group.group_state != "pending":
                 hint.cancel()

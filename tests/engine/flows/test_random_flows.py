@@ -78,7 +78,7 @@ class World:
 
     def __init__(self, store: Store, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.store = FlakyStore(store, chance=random.Random(seed), rate=0.03)
+        self.store = FlakyStore(store, rng=random.Random(seed), rate=0.03)
         self.calm = Engine(store, minter=SeededMinter(seed), settings=Settings(dispatch=False))
         self.flow = FlowId(str(UUID(int=seed + 1, version=4)))
         self.processes: list[Engine] = []
@@ -137,7 +137,7 @@ class World:
         if self.tasks:
             await asyncio.gather(*self.tasks)
         for process in self.processes:
-            await process.dispatched()
+            await process.wait_for_dispatch()
         for sweep in ("completion_dispatch", "edge_cancel_dispatcher", "edge_cancel_reconciler"):
             await self.calm.sweep_once(sweep)
 
@@ -179,7 +179,7 @@ async def test_every_join_fires_once_and_nobody_is_stranded(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, cancelling: bool
 ) -> None:
     for seed in range(SEEDS[store.tag.title.lower()]):
-        monkeypatch.setattr("flowfabric.engine.flows.bulk_cancel.MANY", 1 if seed % 2 else 50)
+        monkeypatch.setattr("flowfabric.engine.flows.bulk_cancel.MIN_UNSEEN_CANCELS", 1 if seed % 2 else 50)
         world = World(store, seed * 2 + cancelling)
         wanted = plan(world.chance, world.flow, world.calm, cancelling=cancelling)
 

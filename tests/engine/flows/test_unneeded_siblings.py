@@ -14,12 +14,12 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.flows import bulk_cancel
-from flowfabric.engine.flows.join_resolver import Child
+from flowfabric.engine.flows.join_resolver import Downstream
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import PendingCancelGroup
-from flowfabric.stores.queries import Loaded, Scan, Want
-from flowfabric.testing.faults import Gate, Loss
+from flowfabric.model.flow import PendingSiblingCancel
+from flowfabric.stores.queries import Loaded, Read, Scan
+from flowfabric.testing.faults import Loss, SyncPoint
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.engine.crew import FIRST_OF_ALL, Crew
 
@@ -32,7 +32,7 @@ ALL_COUNTED = (1, 3, 4)
 @pytest.fixture(autouse=True)
 def _unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few siblings are cancelled as many are."""
-    monkeypatch.setattr(bulk_cancel, "MANY", 1)
+    monkeypatch.setattr(bulk_cancel, "MIN_UNSEEN_CANCELS", 1)
 
 
 async def ready(crew: Crew, policy: dict[str, Any] = FIRST_OF_ALL) -> Claimed:
@@ -42,10 +42,10 @@ async def ready(crew: Crew, policy: dict[str, Any] = FIRST_OF_ALL) -> Claimed:
     return held
 
 
-def nth(crew: Crew, verb: str, number: int) -> Gate:
+def nth(crew: Crew, verb: str, number: int) -> SyncPoint:
     """Stop before a call that is still to come."""
     for _ in range(number - 1):
-        crew.store.stop_before(verb).open()
+        crew.store.stop_before(verb).release()
     return crew.store.stop_before(verb)
 
 
@@ -62,15 +62,15 @@ async def dies_before_it_counts(crew: Crew) -> list[str]:
     return siblings
 
 
-async def dies(crew: Crew, commit: Gate) -> None:
+async def dies(crew: Crew, commit: SyncPoint) -> None:
     """The process is gone, and what it was about to write is not written."""
     tasks = [*crew.engine.dispatcher._tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     crew.store.lose("commit", Loss.REQUEST)
-    commit.open()
-    await crew.engine.commits.drained()
+    commit.release()
+    await crew.engine.commit_queue.drain()
 
 
 async def counts(crew: Crew) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ async def counts(crew: Crew) -> tuple[int, int, int]:
 
 
 async def is_drained(crew: Crew) -> bool:
-    entries = await crew.store.scan(Scan(PendingCancelGroup, limit=10))
+    entries = await crew.store.scan(Scan(PendingSiblingCancel, limit=10))
     return not entries and not (await crew.group("j")).cancel_siblings_pending_flag
 
 
@@ -87,8 +87,8 @@ def cannot_be_read(crew: Crew, broken: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Whoever looks at this one is told that it makes no sense."""
     load = crew.store.load
 
-    async def loads(wants: Sequence[Want]) -> Loaded:
-        if Want(Execution, (crew.names[broken],)) in wants:
+    async def loads(wants: Sequence[Read]) -> Loaded:
+        if Read(Execution, (crew.names[broken],)) in wants:
             raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
         return await load(wants)
 
@@ -111,11 +111,11 @@ async def test_a_lost_answer_at_any_commit_does_not_lose_or_double_an_end(crew: 
     held = await ready(crew)
     crew.store.lose("commit", loss, after=call - 1)
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
-    assert crew.store.lost == [("commit", loss)]
+    await crew.engine.wait_for_dispatch()
+    assert crew.store.losses == [("commit", loss)]
 
     await crew.sweep("completion_dispatch", "edge_cancel_dispatcher")
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert (await counts(crew), await is_drained(crew)) == (ALL_COUNTED, True)
     assert sorted((await crew.states(*"abcd")).split()) == ["cancelled"] * 3 + ["completed"]
@@ -131,26 +131,26 @@ async def test_a_sibling_with_another_life_is_not_counted_until_that_ends(crew: 
     await counting.reached()
     again = next(name for name in "abcd" if crew.names[name] != held.execution_id)
     await crew.mortal.replay_execution(crew.names[again])
-    counting.open()
-    await crew.engine.dispatched()
+    counting.release()
+    await crew.engine.wait_for_dispatch()
 
     assert await crew.states(again) == "waiting"
     assert await counts(crew) == (1, 2, 4)
     await check_flow_invariants(crew.mortal)
     one = next(one for one in await crew.claim() if one.execution_id == crew.names[again])
     await crew.engine.complete(one.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert (await counts(crew), await is_drained(crew)) == ((2, 2, 4), True)
 
 
 async def test_a_sweep_does_not_count_a_sibling_that_lives_again(crew: Crew) -> None:
     again = (await dies_before_it_counts(crew))[0]
-    child = Child(crew.flow, crew.names["j"])
+    child = Downstream(crew.flow, crew.names["j"])
     folding = crew.store.stop_before("commit")
-    counting = asyncio.create_task(crew.mortal.cancelling.count_unnoted(child))
+    counting = asyncio.create_task(crew.mortal.bulk_canceller.resolve_unrecorded_outcomes(child))
     await folding.reached()
     await crew.engine.replay_execution(crew.names[again])
-    folding.open()
+    folding.release()
     await counting
 
     assert (await counts(crew), await crew.states(again)) == ((1, 2, 4), "waiting")
@@ -159,7 +159,7 @@ async def test_a_sweep_does_not_count_a_sibling_that_lives_again(crew: Crew) -> 
 async def test_ends_that_nobody_counted_are_noted_when_the_siblings_go(crew: Crew, clock: ManualClock) -> None:
     await dies_before_it_counts(crew)
     await crew.mortal.drain_sibling_cancel_group(crew.flow, crew.names["j"])
-    clock.pass_ms(DAY_MS)
+    clock.advance_ms(DAY_MS)
 
     for name in "abcd":
         assert await crew.mortal.purge_execution(crew.names[name])
@@ -204,9 +204,9 @@ async def test_a_reconciler_does_not_drain_what_was_cancelled_after_it_had_count
     reconciling = asyncio.create_task(crew.mortal.sweep_once("edge_cancel_reconciler"))
     await deciding.reached()
     dying = crew.store.stop_before("commit")
-    cancelling.open()
+    cancelling.release()
     await dying.reached()
-    deciding.open()
+    deciding.release()
     await reconciling
     await dies(crew, dying)
     await crew.sweep("edge_cancel_reconciler")
@@ -231,11 +231,11 @@ async def test_siblings_that_were_cancelled_for_a_former_life_of_the_join_are_co
     await cancelling.reached()
     assert await crew.states("j") == "skipped"
     await crew.mortal.replay_execution(crew.names["j"])
-    cancelling.open()
-    await crew.engine.dispatched()
+    cancelling.release()
+    await crew.engine.wait_for_dispatch()
 
     await crew.engine.sweep_once("completion_dispatch")
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
 
     assert await crew.states("j") == "skipped"
     assert (await counts(crew), await is_drained(crew)) == ((0, 4, 4), True)
@@ -245,7 +245,7 @@ async def test_siblings_that_were_cancelled_for_a_former_life_of_the_join_are_co
 async def test_siblings_that_the_replay_of_the_join_makes_unneeded_are_counted(crew: Crew) -> None:
     await crew.graph([*"abcdj"], [("a", "j")], policies={"j": FIRST_OF_ALL})
     await crew.engine.cancel_execution(crew.names["a"])
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert await crew.states("j") == "skipped"
     for name in "bcd":
         edge = crew.engine.minter.uuid()
@@ -253,11 +253,11 @@ async def test_siblings_that_the_replay_of_the_join_makes_unneeded_are_counted(c
         await crew.engine.apply_dependency_to_child(crew.flow, edge, crew.names["j"], crew.names[name])
     [held] = await crew.claim(1)
     await crew.engine.complete(held.handle)
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert await counts(crew) == (1, 1, 4)
 
     await crew.engine.replay_execution(crew.names["j"])
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert await counts(crew) == (1, 2, 4)
     await crew.sweep("completion_dispatch")
 

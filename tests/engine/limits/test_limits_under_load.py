@@ -18,7 +18,7 @@ from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 from flowfabric.testing import FlakyStore
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -51,7 +51,7 @@ async def test_fifty_reporters_in_five_processes_never_exceed_a_hard_limit(store
 @pytest.mark.parametrize("seed", range(6))
 async def test_reports_whose_answers_get_lost_are_counted_once(store: Store, seed: int) -> None:
     chance = random.Random(seed)
-    flaky = FlakyStore(store, chance=chance, rate=0.25)
+    flaky = FlakyStore(store, rng=chance, rate=0.25)
     engines = [Engine(flaky, minter=SeededMinter(10 * seed + n)) for n in range(3)]
     calm = Engine(store, minter=SeededMinter(99))
     await define(calm, 200)
@@ -74,7 +74,7 @@ async def test_reports_whose_answers_get_lost_are_counted_once(store: Store, see
     status = await calm.get_budget_status(B)
     assert status.usage.get("tokens", 0) + status.reserved.get("tokens", 0) == accepted <= 200
     assert status.breach_count == sum(isinstance(answer, HardBreach) for answer in answers)
-    assert flaky.lost, "something was lost"
+    assert flaky.losses, "something was lost"
     assert any(isinstance(answer, Reserved) for answer in answers)
 
 
@@ -98,11 +98,11 @@ class Floor:
     async def at_rest(self) -> None:
         """What the dead had begun or sent has come to its end, too."""
         for engine in self.engines:
-            for chain in list(engine.quota_chains._chains.values()):
+            for chain in list(engine.quota_aggregates._chains.values()):
                 if chain._running is not None:
                     await asyncio.wait([chain._running])
-            await engine.commits.drained()
-            await engine.delivered()
+            await engine.commit_queue.drain()
+            await engine.wait_for_deliveries()
 
     async def look(self) -> None:
         """Nothing more runs than the quota allows."""
@@ -136,10 +136,10 @@ class Floor:
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
                 raise outcome
-        self.clock.pass_ms(self.chance.choice((0, 1, LEASE_MS)))
+        self.clock.advance_ms(self.chance.choice((0, 1, LEASE_MS)))
 
     async def books(self) -> tuple[int, int]:
-        loaded = await self.office.load((Want(QuotaPolicy, ("default", Q)), Want(QuotaSlot, ("default", Q))))
+        loaded = await self.office.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
         return loaded.rows[0][0].active, len(loaded.rows[1])
 
 
@@ -171,7 +171,7 @@ async def test_nothing_admitted_leaks_when_workers_are_killed(store: Store, cloc
     assert len(ended) == len(executions), "all work was done"
     assert floor.most == CAP, "and never beyond"
     await floor.at_rest()
-    clock.pass_ms(60_001)
+    clock.advance_ms(60_001)
     for sweep in ("outbox_relay", "quota_reconciler"):
         await office.sweep_once(sweep)
     assert await floor.books() == (0, 0)

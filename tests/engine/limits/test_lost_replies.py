@@ -112,7 +112,7 @@ async def register(scene: Scene) -> Act:
 
 async def heartbeat(scene: Scene) -> Act:
     await scene.engine.register_worker(**MADE)
-    scene.clock.pass_ms(10)
+    scene.clock.advance_ms(10)
     return lambda: scene.engine.heartbeat_worker(**INSTANCE)
 
 
@@ -123,7 +123,7 @@ async def mark_dead(scene: Scene) -> Act:
 
 async def purge(scene: Scene) -> Act:
     e = await scene.ended()
-    scene.clock.pass_ms(24 * 3_600_000)
+    scene.clock.advance_ms(24 * 3_600_000)
     return lambda: scene.engine.purge_execution(e)
 
 

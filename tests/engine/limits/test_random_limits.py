@@ -26,7 +26,7 @@ from flowfabric.model.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Scan, Want, Where
+from flowfabric.stores.queries import Loaded, Read, Scan, Where
 from flowfabric.testing.limit_invariants import check_limit_invariants
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -47,10 +47,10 @@ class Shuffled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None  # every look is a load
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         await self._held_up()
         return await self.store.load(wants)
 
@@ -67,7 +67,7 @@ class Shuffled:
 
     async def _look(self) -> None:
         loaded = await self.store.load(
-            (Want(BudgetDimension, ("default", B)), Want(QuotaPolicy, ("default", Q)), Want(QuotaSlot, ("default", Q)))
+            (Read(BudgetDimension, ("default", B)), Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q)))
         )
         for row in loaded.rows[0]:
             assert (row.usage or 0) + row.reserved <= HARD
@@ -178,8 +178,8 @@ class Floor:
 
     async def close(self) -> None:
         for engine in self.engines:
-            engine.stop_timers()
-            await engine.delivered()
+            engine.cancel_window_timers()
+            await engine.wait_for_deliveries()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -198,7 +198,7 @@ async def test_rate_and_concurrency_hold_in_every_window(store: Store, clock: Ma
         most = max(most, await floor.running())
         if len(floor.admitted) == count and not floor.held:
             break
-        clock.pass_ms(floor.chance.choice((0, 1, 50, 90, 333)))
+        clock.advance_ms(floor.chance.choice((0, 1, 50, 90, 333)))
         if floor.chance.random() < 0.5:
             await floor.engines[0].sweep_once("unblock")
     await floor.close()
@@ -210,5 +210,5 @@ async def test_rate_and_concurrency_hold_in_every_window(store: Store, clock: Ma
     for sweep in ("outbox_relay", "quota_reconciler"):
         await floor.engines[0].sweep_once(sweep)
     await check_limit_invariants(floor.engines[0])
-    [policy] = (await store.load((Want(QuotaPolicy, ("default", Q)),))).rows[0]
+    [policy] = (await store.load((Read(QuotaPolicy, ("default", Q)),))).rows[0]
     assert policy.active == 0, "what ended gave its slot back"

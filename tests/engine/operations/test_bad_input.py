@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.surface import INTERNAL
-from flowfabric.handles import Handle, HandleKind, encode
+from flowfabric.handles import Handle, HandleKind, encode_handle
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, Created, Renewed
 from flowfabric.model.states import PublicState
@@ -144,7 +144,7 @@ async def test_garbage_is_answered_or_refused_and_never_a_surprise(
 async def test_a_handle_with_a_wrong_byte_is_refused_or_still_the_holder_s(
     world: World, place: int, byte: int, verb: str
 ) -> None:
-    data = bytearray(encode(world.held.handle.fields, world.engine.store.tag))
+    data = bytearray(encode_handle(world.held.handle.fields, world.engine.store.tag))
     data[place % len(data)] = byte
     before = await dump(world.engine.store)
 
@@ -158,7 +158,7 @@ async def test_a_handle_with_a_wrong_byte_is_refused_or_still_the_holder_s(
 async def test_a_lease_renewed_for_too_long_or_no_time_by_its_handle_is_refused(world: World) -> None:
     fields = world.held.handle.fields
     for ttl in (0, 2**62, 2**64 - 1):
-        data = encode(msgspec.structs.replace(fields, lease_ttl_ms=ttl), world.engine.store.tag)
+        data = encode_handle(msgspec.structs.replace(fields, lease_ttl_ms=ttl), world.engine.store.tag)
         before = await dump(world.engine.store)
         with pytest.raises(errors.InvalidInput):
             await world.engine.renew(Handle(world.engine.store.tag, HandleKind.FRESH, data))

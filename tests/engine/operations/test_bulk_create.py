@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from flowfabric import CreateExecution, Engine, FabricError, StoreUnavailable
 from flowfabric.clock import ManualClock
-from flowfabric.engine.operations.bulk_create import TOGETHER
+from flowfabric.engine.operations.bulk_create import MIN_TEMPLATE_BATCH
 from flowfabric.errors import InvalidPolicyJson
 from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.model.change import Change
@@ -24,7 +24,7 @@ from tests.engine.losing import LosingStore, Loss
 class Narrow(MemoryStore):
     """A store of small batches that tells how many were under way at once, and can be away for a while."""
 
-    commit_lanes = 2
+    concurrent_commits = 2
     batch_limit = 10
 
     def __init__(self, clock: ManualClock) -> None:
@@ -71,7 +71,7 @@ async def test_a_batch_is_decided_while_the_one_before_is_on_its_way(clock: Manu
 
     assert [answer.execution_id for answer in answers] == [ask.execution_id for ask in wanted]
     assert store.batches == 1 + 6
-    assert store.most == store.commit_lanes + 1
+    assert store.most == store.concurrent_commits + 1
 
 
 async def test_the_first_of_a_lane_is_created_by_itself_and_the_rest_follows(clock: ManualClock) -> None:
@@ -113,7 +113,7 @@ async def test_the_first_wins_also_when_the_key_was_known_and_forgotten(store: S
     engine = Engine(store)
     (old,) = asks(engine, 1, idempotency_key="k")
     await engine.create(old)
-    clock.pass_ms(24 * 60 * 60 * 1000)
+    clock.advance_ms(24 * 60 * 60 * 1000)
     first, second = asks(engine, 2, idempotency_key="k")
 
     answers = await engine.create_executions([first, second])
@@ -158,7 +158,7 @@ async def test_a_refusal_stands_between_its_neighbours(store: Store) -> None:
     assert await found(engine) == 2
 
 
-MANY = TOGETHER + 50
+MANY = MIN_TEMPLATE_BATCH + 50
 
 
 class Watching(LosingStore):
@@ -201,9 +201,9 @@ async def test_a_few_of_them_are_a_change_each(store: Store) -> None:
     engine = Engine(watching := Watching(store))
     await engine.create(asks(engine, 1)[0])
 
-    await engine.create_executions(asks(engine, TOGETHER))
+    await engine.create_executions(asks(engine, MIN_TEMPLATE_BATCH))
 
-    assert watching.sent[1:] == [TOGETHER]
+    assert watching.sent[1:] == [MIN_TEMPLATE_BATCH]
 
 
 @pytest.mark.parametrize("place", [1, 70, MANY - 1])

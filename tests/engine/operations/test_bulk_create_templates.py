@@ -15,11 +15,11 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.validation import execution as validate
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Created
-from flowfabric.model.change import Copies
+from flowfabric.model.change import BulkInsert
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.rules.execution.create import Defaults, alike, create, create_all
+from flowfabric.rules.execution.create import PolicyDefaults, create, create_each, template_of
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
 ONE, OTHER = "{fp:3}:11111111-1111-4111-8111-111111111111", "{fp:3}:22222222-2222-4222-8222-222222222222"
 ELSEWHERE = "{fp:4}:22222222-2222-4222-8222-222222222222"
@@ -45,20 +45,20 @@ asks = st.builds(
 def test_a_shared_decision_is_the_one_that_the_rule_would_make(
     first: CreateExecution, payload: bytes, now: int
 ) -> None:
-    shared = alike(create(None, None, first, now, defaults=Defaults(1000)))
+    shared = template_of(create(None, None, first, now, defaults=PolicyDefaults(1000)))
     by_itself = create(
         None,
         None,
         msgspec.structs.replace(first, execution_id=OTHER, input_payload=payload),
         now,
-        defaults=Defaults(1000),
+        defaults=PolicyDefaults(1000),
     )
 
     if shared is not None:
         assert shared.create(OTHER, payload) == by_itself
         assert by_itself.change is not None
-        together = shared.create_all([OTHER], [payload]).writes
-        assert tuple(one for copies in together if isinstance(copies, Copies) for one in copies.inserts()) == (
+        together = shared.create_many([OTHER], [payload]).writes
+        assert tuple(one for copies in together if isinstance(copies, BulkInsert) for one in copies.inserts()) == (
             by_itself.change.writes
         )
     else:
@@ -71,9 +71,9 @@ def test_what_is_decided_one_after_the_other_is_what_each_would_get_alone(
 ) -> None:
     together = [first, msgspec.structs.replace(first, execution_id=OTHER, input_payload=b"second"), second, first]
 
-    decisions = list(create_all(together, now, defaults=Defaults(1000)))
+    decisions = list(create_each(together, now, defaults=PolicyDefaults(1000)))
 
-    assert decisions == [create(None, None, one, now, defaults=Defaults(1000)) for one in together]
+    assert decisions == [create(None, None, one, now, defaults=PolicyDefaults(1000)) for one in together]
 
 
 def ask(execution_id: Any = ONE, **fields: Any) -> CreateExecution:
@@ -128,7 +128,7 @@ async def test_the_second_of_two_becomes_what_it_would_alone(
 
 async def kept(store: Store, one: CreateExecution) -> tuple[Execution, Payload]:
     """What there is of it, but for what no two have in common."""
-    wants = (Want(Execution, (one.execution_id,)), Want(Payload, (one.execution_id,)))
+    wants = (Read(Execution, (one.execution_id,)), Read(Payload, (one.execution_id,)))
     (row,), (payload,) = (await store.load(wants)).rows
     return msgspec.structs.replace(row, execution_id="", revision=0), msgspec.structs.replace(payload, execution_id="")
 
@@ -150,7 +150,7 @@ async def test_what_looks_like_the_first_is_refused_all_the_same(
 @pytest.mark.parametrize("first", [ask(), ask(delay_until=1), ask(execution_deadline_at=1), ask(priority=1)])
 @pytest.mark.parametrize("second", GOOD)
 def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecution, second: CreateExecution) -> None:
-    assert validate.creations([first, second, first]) == [*map(validate.creation, (first, second, first))]
+    assert validate.validate_creates([first, second, first]) == [*map(validate.validate_create, (first, second, first))]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecuti
 )
 def test_a_node_that_looks_like_the_first_is_refused_all_the_same(first: Any, second: Any, refusal: str) -> None:
     with pytest.raises(errors.InvalidInput, match=refusal):
-        validate.creations([first, second])
+        validate.validate_creates([first, second])
 
 
 async def test_a_caller_may_go_on_using_its_tags(store: Store) -> None:
@@ -180,7 +180,7 @@ async def test_a_caller_may_go_on_using_its_tags(store: Store) -> None:
 
 
 def test_a_policy_that_is_changed_is_looked_at_again() -> None:
-    accept, policy = validate.Accepting(), {"priority": 3}
+    accept, policy = validate.CreateValidator(), {"priority": 3}
     first = accept(ask(policy=policy))
     policy["priority"] = 4
 

@@ -10,7 +10,7 @@ import pytest
 from flowfabric import Engine, errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.runtime.wakeups import FEED, end_topic
+from flowfabric.engine.runtime.wakeups import FEED_TOPIC, completion_topic
 from flowfabric.handles import BackendTag, Handle
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers.execution import Claimed, Completed
@@ -57,8 +57,8 @@ async def test_the_same_as_one_by_one(store: Store, clock: ManualClock) -> None:
 async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
     engine = Engine(store)
     claimed = await held(engine, 3)
-    first, second, third = (engine.wakes.expect(end_topic(one.execution_id)) for one in claimed)
-    feed = engine.wakes.expect(FEED)
+    first, second, third = (engine.wakeups.subscribe(completion_topic(one.execution_id)) for one in claimed)
+    feed = engine.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed[:2]])
     assert [hint.done() for hint in (first, second, third, feed)] == [True, True, False, True]
 
@@ -66,10 +66,10 @@ async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
 async def test_ends_are_counted_though_nobody_waits_for_them(store: Store) -> None:
     engine = Engine(store)
     claimed = await held(engine, 2)
-    before = engine.wakes.ends
-    feed = engine.wakes.expect(FEED)
+    before = engine.wakeups.completion_count
+    feed = engine.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed])
-    assert engine.wakes.ends - before == 2
+    assert engine.wakeups.completion_count - before == 2
     assert feed.done()
 
 
@@ -117,7 +117,7 @@ async def test_what_another_process_claimed_is_completed_too(store: Store) -> No
 async def test_a_zombie_hears_why_and_writes_nothing(store: Store, clock: ManualClock) -> None:
     zombie = Engine(store)
     (claimed,) = await held(zombie, 1)
-    clock.pass_ms(30_000)
+    clock.advance_ms(30_000)
     heir = Engine(store)
     (taken,) = await heir.claim_many("default", 1, **WORKER)
     (answer,) = await zombie.complete_many([(claimed.handle, b"late")])
@@ -144,7 +144,7 @@ async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_w
     ]
     await engine.create_flow_graph(flow_id, nodes, [GraphEdge(first, second)])
     (claimed,) = await engine.claim_many("default", 1, **WORKER)
-    end = engine.wakes.expect(end_topic(first))
+    end = engine.wakeups.subscribe(completion_topic(first))
     seen: list[bool] = []
 
     def answered() -> None:
@@ -154,7 +154,9 @@ async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_w
     assert await engine.complete_many([(claimed.handle, b"R")], answered=answered) == [Completed(first)]
     assert end.done()
     await asyncio.sleep(0)
-    assert seen == [False, store.in_order], "where the store keeps the order, going on is part of the same commit"
+    assert seen == [False, store.executes_in_order], (
+        "where the store keeps the order, going on is part of the same commit"
+    )
     assert [one.execution_id for one in await engine.claim_many("default", 2, **WORKER)] == [second]
 
 
@@ -172,7 +174,7 @@ async def test_of_two_handles_of_one_execution_the_first_result_stands_whatever_
 
     answers = await engine.complete_many(results)
 
-    assert flaky.lost
+    assert flaky.losses
     assert answers == [Completed(one.execution_id) for _ in range(3) for one in claimed]
     for place, one in enumerate(claimed):
         assert await engine.get_execution_result(one.execution_id) == b"0 of %d" % place
@@ -181,7 +183,7 @@ async def test_of_two_handles_of_one_execution_the_first_result_stands_whatever_
 async def test_handles_of_one_execution_are_answered_one_after_the_other(store: Store, clock: ManualClock) -> None:
     zombie = Engine(store)
     [stale] = await held(zombie, 1)
-    clock.pass_ms(30_000)
+    clock.advance_ms(30_000)
     heir = Engine(store)
     [current] = await heir.claim_many("default", 1, **WORKER)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from flowfabric.engine.metrics.completions import Outcomes
-from flowfabric.engine.metrics.registry import Meters
+from flowfabric.engine.metrics.completions import CompletionMetrics
+from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.model.execution import Execution
 from tests.stores.samples import execution
 
@@ -15,23 +15,23 @@ def ended(lane: str, created_at: int) -> Execution:
 
 
 def test_ends_that_are_alike_count_as_many_as_they_are() -> None:
-    meters = Meters()
+    meters = Metrics()
     ends = [ended("a", 9_000), ended("a", 9_000), ended("b", 9_000), ended("a", 4_000)]
-    Outcomes(meters).formed(ends, "success", 10_000)
+    CompletionMetrics(meters).record_many(ends, "success", 10_000)
 
     for lane, number, seconds in (("a", 3, 8.0), ("b", 1, 1.0)):
-        assert meters.counted("ff_completions", lane=lane, outcome="success") == number
-        assert meters.counted("ff_attempt_outcome", lane=lane, outcome="ok") == number
-        timing = meters.timing("ff_execution_e2e_duration", (("lane", lane),))
+        assert meters.counter_value("ff_completions", lane=lane, outcome="success") == number
+        assert meters.counter_value("ff_attempt_outcome", lane=lane, outcome="ok") == number
+        timing = meters.histogram("ff_execution_e2e_duration", (("lane", lane),))
         assert (timing.count, timing.total_s, sum(timing.buckets)) == (number, seconds, number)
 
 
 def test_ends_counted_together_fall_into_the_buckets_of_single_ones() -> None:
-    together, singly = Meters(), Meters()
+    together, singly = Metrics(), Metrics()
     ends = [ended("a", created) for created in (9_999, 9_000, 9_999, 5_000, 0)]
-    Outcomes(together).formed(ends, "cancelled", 10_000)
+    CompletionMetrics(together).record_many(ends, "cancelled", 10_000)
     for one in ends:
-        Outcomes(singly).formed([one], "cancelled", 10_000)
+        CompletionMetrics(singly).record_many([one], "cancelled", 10_000)
 
-    assert together.counts == singly.counts
-    assert [one.buckets for one in together.timings.values()] == [one.buckets for one in singly.timings.values()]
+    assert together.counters == singly.counters
+    assert [one.buckets for one in together.histograms.values()] == [one.buckets for one in singly.histograms.values()]

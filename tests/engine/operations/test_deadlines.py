@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric import Deadlines, Fabric, Settings, connect, errors
-from flowfabric.connector import open_store, postgres_deadlines, postgres_options
+from flowfabric.connector import open_store, parse_postgres_url, postgres_deadlines
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.postgres import PostgresStore
 from tests.client.serving import serving
@@ -29,7 +29,7 @@ def test_a_url_sets_deadlines_in_the_words_of_libpq() -> None:
         keepalives_count=2,
         tcp_user_timeout_ms=700,
     )
-    assert postgres_options(url) == (f"{URL}?sslmode=disable", None), "the driver hears of its own options only"
+    assert parse_postgres_url(url) == (f"{URL}?sslmode=disable", None), "the driver hears of its own options only"
 
 
 def test_what_a_url_does_not_set_is_as_the_settings_say() -> None:
@@ -73,7 +73,7 @@ async def test_sockets_to_postgres_are_kept_alive_from_both_ends(database: str) 
         )
         return on, idle, unanswered, await connection.fetchval("show tcp_keepalives_idle")  # type: ignore[attr-defined]
 
-    assert await store._links.read(look) == (1, 7, 4321, "7")
+    assert await store._pool.read(look) == (1, 7, 4321, "7")
     await store.close()
 
 

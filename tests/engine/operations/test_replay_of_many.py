@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from flowfabric.model.flow import Dependency, Dispatch
+from flowfabric.model.flow import CompletionDispatch, Dependency
 from flowfabric.stores.queries import Scan
-from flowfabric.testing.faults import Gate, Loss
+from flowfabric.testing.faults import Loss, SyncPoint
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.engine.crew import Crew
 
@@ -18,9 +18,9 @@ CHILDREN = [f"c{number}" for number in range(5)]
 @pytest.fixture(autouse=True)
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five edges are many, and a step takes two."""
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 2)
-    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.STEP_EDGES", 2)
-    monkeypatch.setattr("flowfabric.engine.operations.replay.TAKEN_BACK", 2)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
+    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", 2)
+    monkeypatch.setattr("flowfabric.engine.operations.replay.MAX_EDGES_PER_STEP", 2)
 
 
 async def joins(crew: Crew, **given: str) -> None:
@@ -29,7 +29,7 @@ async def joins(crew: Crew, **given: str) -> None:
     await crew.graph([*"ab", *CHILDREN], edges, **given)
 
 
-async def stopped(work: asyncio.Task[object], gates: list[Gate]) -> bool:
+async def stopped(work: asyncio.Task[object], gates: list[SyncPoint]) -> bool:
     """Let the work go on up to the last of these gates; False if it ends before."""
     for place, gate in enumerate(gates):
         reached = asyncio.create_task(gate.reached())
@@ -38,7 +38,7 @@ async def stopped(work: asyncio.Task[object], gates: list[Gate]) -> bool:
             reached.cancel()
             return False
         if place < len(gates) - 1:
-            gate.open()
+            gate.release()
     return True
 
 
@@ -60,7 +60,7 @@ async def test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again(
         held = claimed[crew.names["a"]]
         await (crew.mortal if swept else crew.engine).complete(held.handle, result=b"%d" % turn)
         gates = [crew.store.stop_before(verb) for _ in range(turn)]
-        work = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.dispatched())
+        work = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.wait_for_dispatch())
         is_stopped = await stopped(work, gates)
         crew.store._before.clear()
         if not is_stopped:
@@ -70,7 +70,7 @@ async def test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again(
         before = await notes_counted(crew)
         await crew.mortal.replay_execution(crew.names["a"])
         assert await notes_counted(crew) == before, "the replay counts nothing"
-        gates[-1].open()
+        gates[-1].release()
         await work
         assert await notes_counted(crew) == before, f"{verb} {turn}: an end was counted that is none any more"
         if before:
@@ -101,7 +101,7 @@ async def test_an_end_that_left_no_note_is_not_counted_after_a_replay(crew: Crew
         stops += 1
         before = await notes_counted(crew)
         await crew.mortal.replay_execution(crew.names["a"])
-        gates[-1].open()
+        gates[-1].release()
         await work
         assert await notes_counted(crew) == before
         if before:
@@ -116,9 +116,9 @@ async def test_a_replay_takes_back_what_was_noted_in_bounded_steps(crew: Crew, m
     await crew.mortal.complete(held.handle)
     delivering = crew.store.stop_before("commit")
     after_first = crew.store.stop_before("commit")
-    work = asyncio.create_task(crew.mortal.dispatcher.deliver(crew.names["a"]))
+    work = asyncio.create_task(crew.mortal.dispatcher.fan_out(crew.names["a"]))
     await delivering.reached()
-    delivering.open()
+    delivering.release()
     await after_first.reached()
     assert len(await notes(crew)) == 2
     sizes: list[int] = []
@@ -130,11 +130,11 @@ async def test_a_replay_takes_back_what_was_noted_in_bounded_steps(crew: Crew, m
 
     monkeypatch.setattr(crew.store, "commit", counted)
     await crew.engine.replay_execution(crew.names["a"])  # while the mortal one is about to count the first two
-    after_first.open()
+    after_first.release()
     await work
 
     assert await notes(crew) == []
-    assert await crew.store.inner.scan(Scan(Dispatch)) == []
+    assert await crew.store.inner.scan(Scan(CompletionDispatch)) == []
     assert max(sizes) <= 3 + 3, "a step, or the replay itself"
 
 
@@ -153,7 +153,7 @@ async def test_a_replay_is_whole_whatever_is_lost_on_the_way(crew: Crew, loss: L
     assert await notes(crew) == []
     await crew.engine.complete(held[crew.names["b"]].handle)
     await crew.work()
-    await crew.engine.dispatched()
+    await crew.engine.wait_for_dispatch()
     assert set((await crew.states(*CHILDREN)).split()) == {"waiting"}
 
 
@@ -181,7 +181,7 @@ async def test_an_edge_applied_while_a_replay_is_prepared_is_taken_back_as_well(
     edge = crew.engine.minter.uuid()
     await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], crew.names["b"])
     await crew.engine.apply_dependency_to_child(crew.flow, edge, crew.names["b"], crew.names["a"])
-    gates[-1].open()
+    gates[-1].release()
     await work
 
     assert first is not gates[-1]

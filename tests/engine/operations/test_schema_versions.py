@@ -58,7 +58,7 @@ class Place:
             async with await connect(self.url) as engine:
                 is_new = engine.schema.found == 0
                 assert engine.schema.compatible is (is_new or all(map(is_compatible, texts)))
-                return engine.schema.known
+                return engine.schema.current
 
     async def fetch(self, words: str) -> list[Any]:
         """What the store answers to this."""
@@ -89,7 +89,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """How often the version is looked at on a store where that costs a round trip."""
-    return lambda seconds: monkeypatch.setattr(of_postgres, "CHECK_S", seconds)
+    return lambda seconds: monkeypatch.setattr(of_postgres, "CHECK_INTERVAL_S", seconds)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_a_release_runs_beside_the_next_one_when_that_is_compatible(
         assert {one.execution_id for one in claimed} == {before, after}
 
     async with await connect(place.url, migrate=True) as again:  # a start of the older release
-        assert again.schema.known == newest
+        assert again.schema.current == newest
         assert await again.read_execution_state(before) == "completed"
     notes = dict(await place.fetch("select execution_id, note from ff_exec_core"))
     assert notes == {before: "of the newer", after: "born of an older release"}, "columns it does not know are kept"

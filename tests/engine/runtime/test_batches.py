@@ -12,17 +12,17 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.commit_queue import MANY_ROWS
+from flowfabric.engine.runtime.commit_queue import MAX_BATCH_ROWS
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.change import NOW, Change, Guard, Patch
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, EdgeGroup, Flow, FlowMember
+from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, EdgeGroup, Flow, FlowMember
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.execution import replay
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow import build, joins, successors
 from flowfabric.rules.flow.build import StageEdge
-from flowfabric.rules.flow.joins import Settlement, Surroundings
+from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
@@ -41,7 +41,7 @@ async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
     engine = flow.engine
     given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
     assert len(given) == len(changes)
-    return await asyncio.gather(*(engine.commits.add(one) for one in given))
+    return await asyncio.gather(*(engine.commit_queue.add(one) for one in given))
 
 
 async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | None:
@@ -49,7 +49,7 @@ async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | Non
     ask = StageEdge(flow.id, flow.engine.minter.uuid(), *names, DependencyKind.SUCCESS_ONLY, None, None)
     members: Any = tuple([await flow.one(FlowMember, flow.id, name) for name in names])
     found = await flow.one(Flow, flow.id)
-    return build.stage(found, None, members, None, ask, closes_circle=False).change
+    return build.stage_edge(found, None, members, None, ask, closes_cycle=False).change
 
 
 async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: Flowing) -> None:
@@ -70,10 +70,10 @@ async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_c
     await flow.begin("ab")
     await flow.edge("a", "b")
     group, child = await flow.group("b"), await flow.row("b")
-    counted = joins.tally(group, [Settlement(await flow.dependency("a", "b"), TerminalOutcome.FAILED)])
-    fold = joins.fold(group, child, counted, Surroundings()).change
+    counted = joins.count_outcomes(group, [UpstreamOutcome(await flow.dependency("a", "b"), TerminalOutcome.FAILED)])
+    fold = joins.resolve_join(group, child, counted, JoinContext()).change
     above = await flow.row("a")
-    note = successors.settle(flow.names["b"], flow.edges["a", "b"], TerminalOutcome.SUCCESS)
+    note = successors.record_outcome(flow.names["b"], flow.edges["a", "b"], TerminalOutcome.SUCCESS)
     ended = Change(
         guards=(Guard(Execution, (above.execution_id,), above.revision),),
         writes=(Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW}), note),
@@ -90,20 +90,20 @@ async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_c
 async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 1)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("abc")
     await flow.edge("a", "b")
     await flow.edge("a", "c")
     await flow.fail("a")
-    owed: Dispatch = await flow.one(Dispatch, flow.names["a"])
+    owed: CompletionDispatch = await flow.one(CompletionDispatch, flow.names["a"])
     told = Change(
-        guards=(Guard(Dispatch, (owed.execution_id,), owed.revision),),
-        writes=(Patch(Dispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
+        guards=(Guard(CompletionDispatch, (owed.execution_id,), owed.revision),),
+        writes=(Patch(CompletionDispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
     )
 
     assert None not in await together(flow, told, replay.replay(await flow.row("a")).change)
 
-    assert await flow.one(Dispatch, flow.names["a"]) is None
+    assert await flow.one(CompletionDispatch, flow.names["a"]) is None
     assert (await flow.one(EdgeGroup, *flow.child("c"))).group_state == "pending"
     assert (await flow.one(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
 
@@ -111,7 +111,7 @@ async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
 class Watched(MemoryStore):
     """Has two commits under way at a time, and remembers how many changes each of them held."""
 
-    commit_lanes = 2
+    concurrent_commits = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,8 +155,10 @@ async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> 
         made = [await graph_of(engine, 1) for _ in range(5)]
         store.held.clear()
         hot, *others = (Patch(Flow, (flow_id,), {"last_mutation_at": NOW}) for flow_id in made)
-        patches = [hot] * (MANY_ROWS + 1) + others
-        await asyncio.gather(*(engine.commits.add(Change((), (one,), id=place)) for place, one in enumerate(patches)))
+        patches = [hot] * (MAX_BATCH_ROWS + 1) + others
+        await asyncio.gather(
+            *(engine.commit_queue.add(Change((), (one,), id=place)) for place, one in enumerate(patches))
+        )
         assert store.held[0] == 1 + len(others)
 
 

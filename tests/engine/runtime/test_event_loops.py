@@ -26,7 +26,7 @@ async def _settings() -> tuple[Thresholds, int]:
 def test_the_collector_looks_less_often_and_not_at_what_was_loaded_before() -> None:
     before = gc.get_threshold()
     during, frozen = event_loop.run(_settings())
-    assert during == (event_loop.YOUNG, *before[1:])
+    assert during == (event_loop.GC_THRESHOLD, *before[1:])
     assert frozen > 0
 
 
@@ -46,7 +46,7 @@ def test_afterwards_the_collector_is_as_it_was(raises: bool) -> None:
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("chosen", [0, 10 * event_loop.YOUNG])
+@pytest.mark.parametrize("chosen", [0, 10 * event_loop.GC_THRESHOLD])
 def test_who_wants_less_of_the_collector_or_none_of_it_keeps_that(chosen: int) -> None:
     gc.set_threshold(chosen, 10, 10)
     during, _ = event_loop.run(_settings())
@@ -68,9 +68,9 @@ def test_cycles_are_still_collected() -> None:
 
     async def main() -> int:
         most = 0
-        for _ in range(5 * event_loop.YOUNG):
+        for _ in range(5 * event_loop.GC_THRESHOLD):
             Knot()
             most = max(most, Knot.alive)
         return most
 
-    assert event_loop.run(main()) <= 2 * event_loop.YOUNG
+    assert event_loop.run(main()) <= 2 * event_loop.GC_THRESHOLD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.clock import Estimate, ManualClock
+from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Completed
 from flowfabric.model.states import PublicState
@@ -20,10 +20,10 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     await engine.create_execution(execution_id=execution_id)
     claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000)
     assert claimed is not None
-    lines = await store.lines()
+    lines = await store.queues()
 
-    engine.estimate = Estimate()  # as on a server, whose clock nobody else can read
-    engine.estimate.hear(clock.now + 3_600_000)
+    engine.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
+    engine.estimate.update(clock.now + 3_600_000)
     match road:
         case "complete":
             await engine.complete(claimed.handle)
@@ -38,13 +38,13 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     described = await engine.describe_execution(execution_id)
     assert described is not None
     assert described.public_state is ended.get(road, PublicState.COMPLETED)
-    assert await store.lines() == lines
+    assert await store.queues() == lines
 
 
 async def test_a_clock_that_can_be_read_here_is_not_estimated(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     await engine.create_execution(execution_id=engine.new_execution_id())
 
-    clock.pass_ms(3_600_000)
+    clock.advance_ms(3_600_000)
 
     assert engine.estimate.now() == clock.now

@@ -12,7 +12,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.runtime import Pause
+from flowfabric.engine.runtime.runtime import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, Completed, ProgressNoted, Renewed
 from flowfabric.model.change import Change, Patch, seen
@@ -20,7 +20,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.engine.losing import LosingStore, Loss
 from tests.scenarios.watched import dump
 
@@ -57,7 +57,7 @@ class Scene:
 
     async def expired(self) -> str:
         held = await self.held()
-        self.clock.pass_ms(LEASE_MS)
+        self.clock.advance_ms(LEASE_MS)
         await self.engine.mark_lease_expired_if_due(held.execution_id)
         return held.execution_id
 
@@ -163,13 +163,13 @@ async def progress(scene: Scene) -> Act:
 
 async def renew(scene: Scene) -> Act:
     held = await scene.held()
-    scene.clock.pass_ms(1000)
+    scene.clock.advance_ms(1000)
     return lambda: scene.engine.renew(held.handle)
 
 
 async def renew_many(scene: Scene) -> Act:
     held = [await scene.held() for _ in range(3)]
-    scene.clock.pass_ms(1000)
+    scene.clock.advance_ms(1000)
     return lambda: scene.engine.renew_many([one.handle for one in held])
 
 
@@ -180,13 +180,13 @@ async def revoke(scene: Scene) -> Act:
 
 async def mark_expired(scene: Scene) -> Act:
     held = await scene.held()
-    scene.clock.pass_ms(LEASE_MS)
+    scene.clock.advance_ms(LEASE_MS)
     return lambda: scene.engine.mark_lease_expired_if_due(held.execution_id)
 
 
 async def promote(scene: Scene) -> Act:
     e = await scene.waiting(delay_until=scene.now + 10)
-    scene.clock.pass_ms(10)
+    scene.clock.advance_ms(10)
     return lambda: scene.engine.promote_delayed(e)
 
 
@@ -369,16 +369,16 @@ async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, 
     heartbeat = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
     for _ in range(5):
-        clock.pass_ms(LEASE_MS - 1)
+        clock.advance_ms(LEASE_MS - 1)
         assert await heartbeat.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
 
     await scene.engine.append_frame(held.handle, b"late, and in time")
     assert await scene.engine.progress(held.handle, pct=90) == ProgressNoted(held.execution_id)
     page = await heartbeat.read_stream(held.execution_id, 0)
     assert [frame.fields["payload"] for frame in page.frames] == ["late, and in time"]
-    clock.pass_ms(LEASE_MS - 1)
+    clock.advance_ms(LEASE_MS - 1)
     assert await scene.engine.renew(held.handle) == Renewed(clock.now + LEASE_MS, 1)
-    clock.pass_ms(LEASE_MS - 1)
+    clock.advance_ms(LEASE_MS - 1)
     assert await scene.engine.complete(held.handle, result=b"R") == Completed(held.execution_id)
 
 
@@ -386,7 +386,7 @@ async def test_a_zombie_that_remembers_its_lease_changes_nothing(store: Store, c
     scene = await scene_on(store, clock)
     elsewhere = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
-    clock.pass_ms(LEASE_MS)
+    clock.advance_ms(LEASE_MS)
     taken = await elsewhere.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
     assert taken is not None
     before = await dump(store)
@@ -440,7 +440,7 @@ async def test_the_key_of_a_grant_that_was_written_late_is_the_one_that_is_hande
     store: Store, clock: ManualClock, case: Case
 ) -> None:
     async def a_moment_passes() -> None:
-        clock.pass_ms(7)
+        clock.advance_ms(7)
 
     losing = LosingStore(store)
     scene = await scene_on(losing, clock)
@@ -450,7 +450,7 @@ async def test_the_key_of_a_grant_that_was_written_late_is_the_one_that_is_hande
 
     granted = await act()
 
-    row = (await store.load((Want(Execution, (granted.execution_id,)),))).rows[0][0]
+    row = (await store.load((Read(Execution, (granted.execution_id,)),))).rows[0][0]
     assert granted.expires_at_ms == row.granted_until
     assert await scene.engine.verify_grant(granted.execution_id, granted.grant_key) is None
 
@@ -489,7 +489,7 @@ async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
     e = await scene.waiting(priority=1)
     expected = await act(scene, e)
     first = await scene.engine.read_execution_info(e)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     await AND_BACK[act](scene, e)
     losing.next_loss = loss
     if overtaken:
@@ -537,26 +537,26 @@ async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
     scene = await scene_on(store, clock)
     held = [await scene.held() for _ in range(9)]
     spoilt = await scene.waiting()
-    row = (await store.load((Want(Execution, (spoilt,)),))).rows[0][0]
+    row = (await store.load((Read(Execution, (spoilt,)),))).rows[0][0]
     patch = Patch(Execution, (spoilt,), {"failure_reason": poison})
     change = Change(guards=(seen(row),), writes=(patch,), id=7)
 
     first, middle, *rest = await asyncio.gather(
         scene.engine.complete(held[0].handle),
-        scene.engine.commits.add(change),
+        scene.engine.commit_queue.add(change),
         *(scene.engine.complete(one.handle) for one in held[1:]),
         return_exceptions=True,
     )
 
     assert isinstance(middle, errors.InvalidInput)
     assert [first, *rest] == [Completed(one.execution_id) for one in held]
-    assert (await store.load((Want(Execution, (spoilt,)),))).rows[0][0] == row
+    assert (await store.load((Read(Execution, (spoilt,)),))).rows[0][0] == row
 
 
 async def test_a_store_that_stays_away_is_told_to_the_caller_in_the_end(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.runtime.runtime.Pause", lambda: Pause(patience_s=0.05))
+    monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff", lambda: StoreBackoff(retry_for_s=0.05))
     losing = LosingStore(store)
     scene = await scene_on(losing, clock)
     held = await scene.held()

@@ -11,7 +11,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.limits import unblocker
-from flowfabric.engine.runtime.runtime import Pause
+from flowfabric.engine.runtime.runtime import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.limits import QuotaPolicyCreated
 from flowfabric.rules.execution.create import CreateExecution
@@ -62,9 +62,9 @@ async def test_jobs_of_100_ms_under_a_concurrency_of_10_run_at_100_a_second(engi
 
     while claimed := await pull(engine, 50):
         assert len(claimed) == CAP, "every slot is in use"
-        clock.pass_ms(JOB_MS)
+        clock.advance_ms(JOB_MS)
         await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
-        await engine.delivered()  # the ends release, the releases wake: nothing else moves in this test
+        await engine.wait_for_deliveries()  # the ends release, the releases wake: nothing else moves in this test
         done += len(claimed)
 
     assert (done, clock.now - start) == (100, 1000)
@@ -107,7 +107,7 @@ async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, cl
         claimed = await pull(engine, 50)
         admitted[clock.now] += len(claimed)
         await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
-        clock.pass_ms(JOB_MS)
+        clock.advance_ms(JOB_MS)
 
     instants = [now for now, count in admitted.items() for _ in range(count)]
     assert len(instants) == 40
@@ -118,24 +118,24 @@ async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, cl
 async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unblocker, "LATEST_LOOK_MS", 10)
-    monkeypatch.setattr(Pause.__init__, "__defaults__", (0.01,))  # it is away for long
+    monkeypatch.setattr(unblocker, "MAX_RECHECK_MS", 10)
+    monkeypatch.setattr(StoreBackoff.__init__, "__defaults__", (0.01,))  # it is away for long
     wire = FlakyStore(store)
     engine = Engine(wire, minter=SeededMinter(1), settings=Settings(poll_ms=3_600_000))
     await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
     [first] = await pull(engine, 5)
     wire.go_down()
-    engine.wake_quota_later(Q, 0)
+    engine.schedule_quota_unblock(Q, 0)
     await until(lambda: "has room again is not known" in caplog.text)
 
     wire.heal()
-    clock.pass_ms(1000)
+    clock.advance_ms(1000)
     async with asyncio.timeout(10):  # the next poll is an hour away
         [second] = await pull(engine, 5, wait_ms=60_000)
 
     assert second.execution_id != first.execution_id
     assert not [record for record in caplog.records if record.name == "asyncio"], "no task failed unheard"
-    engine.stop_timers()
+    engine.cancel_window_timers()
 
 
 async def test_fifty_reporters_cost_two_round_trips(store: Store) -> None:

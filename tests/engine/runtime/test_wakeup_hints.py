@@ -10,7 +10,7 @@ import pytest
 from flowfabric import Engine, connect
 from flowfabric.engine.claiming import claimer
 from flowfabric.engine.runtime import wakeups
-from flowfabric.engine.runtime.wakeups import FEED, end_topic, lane_topic, stream_topic
+from flowfabric.engine.runtime.wakeups import FEED_TOPIC, completion_topic, lane_topic, stream_topic
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.answers.execution import Claimed, Duplicate
 from flowfabric.model.change import Change
@@ -73,7 +73,7 @@ async def test_a_commit_carries_all_that_there_is_to_tell(told: tuple[Engine, Ot
     made, framed, ended = others.carried
     assert lane_topic(LANE) in made
     assert stream_topic(name) in framed
-    assert ended >= {FEED, end_topic(name), stream_topic(name)}
+    assert ended >= {FEED_TOPIC, completion_topic(name), stream_topic(name)}
 
 
 async def test_what_was_claimed_is_told_with_its_end_and_not_again(told: tuple[Engine, Others]) -> None:
@@ -83,19 +83,19 @@ async def test_what_was_claimed_is_told_with_its_end_and_not_again(told: tuple[E
     await engine.complete((await claimed(engine)).handle)
     await engine.close()  # nothing is left to be told
 
-    assert engine.commits.owed == set()
+    assert engine.commit_queue.pending_topics == set()
     assert others.sent == []
 
 
 async def test_what_is_told_by_a_refused_commit_is_still_owed(told: tuple[Engine, Others]) -> None:
     engine, _ = told
     name = await created(engine)
-    engine.tell({lane_topic(LANE)}, at_once=False)
+    engine.notify({lane_topic(LANE)}, at_once=False)
 
     again = await engine.create_execution(execution_id=name, lane_id=LANE)
 
     assert isinstance(again, Duplicate)
-    assert engine.commits.owed == {lane_topic(LANE)}
+    assert engine.commit_queue.pending_topics == {lane_topic(LANE)}
 
 
 async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tuple[Engine, Others]) -> None:
@@ -107,28 +107,28 @@ async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tup
 
     assert others.carried == []
     assert others.sent == [{lane_topic(LANE)}]
-    assert engine.commits.untold == set()
+    assert engine.commit_queue.in_doubt_changes == set()
 
 
 async def test_changes_in_doubt_are_not_remembered_without_end(
     told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, others = told
-    monkeypatch.setattr("flowfabric.engine.runtime.commit_queue.MOST_UNTOLD", 1)
-    engine.commits.untold.add(-1)  # of one that never came to light
+    monkeypatch.setattr("flowfabric.engine.runtime.commit_queue.MAX_IN_DOUBT_CHANGES", 1)
+    engine.commit_queue.in_doubt_changes.add(-1)  # of one that never came to light
     others.is_losing = True
 
     await created(engine)
 
-    assert engine.commits.untold == {-1}
+    assert engine.commit_queue.in_doubt_changes == {-1}
 
 
 @pytest.fixture
 async def two(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
     """Two engines that listen on one database, and look only when told to."""
     async with await connect(database) as one, await connect(database) as other:
-        one.poll_s = other.poll_s = 60
-        hints = [engine.wakes.expect("up") for engine in (one, other)]
+        one.poll_interval_s = other.poll_interval_s = 60
+        hints = [engine.wakeups.subscribe("up") for engine in (one, other)]
         async with asyncio.timeout(20):
             while not all(hint.done() for hint in hints):
                 await rival.fetch("select pg_notify('ff_wake', '[\"up\"]'), pg_sleep(0.005)")
@@ -143,13 +143,13 @@ async def test_a_claim_in_another_process_is_woken_by_the_commit_itself(
 
     async def waited(hint: asyncio.Future[None], timeout_s: float) -> bool:
         rests.set()
-        return await wakeups.waited(hint, timeout_s)
+        return await wakeups.wait_for_wakeup(hint, timeout_s)
 
     assert isinstance(one.store, PostgresStore)
-    monkeypatch.setattr(claimer, "waited", waited)
-    monkeypatch.setattr(one.store._wake, "send", lambda topics: None)
-    monkeypatch.setattr(notifier, "REST_S", 0)  # it comes to rest at once
-    monkeypatch.setattr(notifier, "RESTS", 0)
+    monkeypatch.setattr(claimer, "wait_for_wakeup", waited)
+    monkeypatch.setattr(one.store._notifier, "send", lambda topics: None)
+    monkeypatch.setattr(notifier, "MIN_IDLE_S", 0)  # it comes to rest at once
+    monkeypatch.setattr(notifier, "MIN_IDLE_COMMITS", 0)
 
     async with asyncio.timeout(20):
         claiming = asyncio.create_task(claimed(other, 60_000))

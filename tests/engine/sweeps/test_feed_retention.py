@@ -40,7 +40,7 @@ async def test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer(store:
         e = own.new_execution_id()
         await own.create_execution(execution_id=e)
         await own.cancel_execution(e)
-        clock.pass_ms(KEPT_MS + 1)
+        clock.advance_ms(KEPT_MS + 1)
         own.start_sweeps()
 
         async with asyncio.timeout(20):

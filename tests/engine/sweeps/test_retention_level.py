@@ -17,7 +17,7 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
-from flowfabric.model.outbox import Message
+from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.quota import QuotaRequest, QuotaSlot
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
@@ -73,15 +73,15 @@ class Rounds:
             await asyncio.gather(*(engine.complete(one.handle, result=b"done") for one in claimed))
             done += len(claimed)
         assert done == EACH
-        await engine.delivered()
-        self.clock.pass_ms(KEPT_MS + 1)
+        await engine.wait_for_deliveries()
+        self.clock.advance_ms(KEPT_MS + 1)
         for sweep in FORGETTERS:
             while (await engine.sweep_once(sweep)).processed:
                 pass
 
     async def left(self) -> dict[str, int]:
         """What is still there of what was done."""
-        rows = (Execution, Payload, Result, Attempt, IdempotencyKey, QuotaSlot, QuotaRequest, Message)
+        rows = (Execution, Payload, Result, Attempt, IdempotencyKey, QuotaSlot, QuotaRequest, OutboxMessage)
         return {row.__name__: len(await self.engine.scan(Scan(row, limit=10_000))) for row in rows}
 
 

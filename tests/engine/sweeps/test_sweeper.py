@@ -13,8 +13,8 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.sweeps.failure_backoff import Forbearance
-from flowfabric.engine.sweeps.sweeper import Pass, Sweep, Sweeper
+from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
+from flowfabric.engine.sweeps.sweeper import Sweep, Sweeper, SweepResult
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Promotion
 from flowfabric.model.states import PublicState
@@ -44,7 +44,7 @@ async def delayed(engine: Engine, clock: ManualClock, count: int) -> list[str]:
     executions: list[str] = [engine.new_execution_id() for _ in range(count)]
     for place, execution in enumerate(executions):
         await engine.create_execution(execution_id=execution, delay_until=clock.now + 1 + place)
-    clock.pass_ms(1 + count)
+    clock.advance_ms(1 + count)
     return executions
 
 
@@ -109,18 +109,18 @@ async def test_however_many_fail_the_passes_come_to_those_behind_them(engine: En
 
 
 def test_a_success_clears_the_count_and_the_book_stays_small() -> None:
-    forbearance = Forbearance()
+    forbearance = FailureBackoff()
     for failed in (True, True, False, True, True):
         forbearance.next_cycle()
-        forbearance.note("x", failed=failed)
-    assert not forbearance.spares("x")
+        forbearance.record("x", failed=failed)
+    assert not forbearance.is_backing_off("x")
     for item in range(600):
-        forbearance.note(item, failed=True)
+        forbearance.record(item, failed=True)
     for _ in range(50):
         forbearance.next_cycle()
-    forbearance.note(1, failed=True)
-    forbearance.note(1, failed=True)
-    assert not forbearance.spares(1), "its one failure was forgotten when too many were kept"
+    forbearance.record(1, failed=True)
+    forbearance.record(1, failed=True)
+    assert not forbearance.is_backing_off(1), "its one failure was forgotten when too many were kept"
 
 
 async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
@@ -134,39 +134,39 @@ async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
 
 
 async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.sweeper.RESTART_S", 0.01)
+    monkeypatch.setattr("flowfabric.engine.sweeps.sweeper.RESTART_DELAY_S", 0.01)
     runs = 0
     well = asyncio.Event()
 
-    async def run(batch: int) -> Pass:
+    async def run(batch: int) -> SweepResult:
         nonlocal runs
         runs += 1
         if runs < 3:
             raise RuntimeError("a bug")
         well.set()
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await asyncio.wait_for(well.wait(), 10)
 
     assert await sweeper.stop() == 0
     assert sweeper.restarts == 2
-    assert engine.meters.counted("ff_scanner_restart", scanner="unblock") == 2
+    assert engine.metrics.counter_value("ff_scanner_restart", scanner="unblock") == 2
 
 
 async def test_a_sweep_that_crashes_leaves_it_to_others(engine: Engine) -> None:
     crashed, well = asyncio.Event(), asyncio.Event()
 
-    async def crash(batch: int) -> Pass:
+    async def crash(batch: int) -> SweepResult:
         crashed.set()
         raise RuntimeError("a bug of one process")
 
-    async def run(batch: int) -> Pass:
+    async def run(batch: int) -> SweepResult:
         well.set()
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
-    sick, healthy = (Sweeper(engine, only("unblock"), [Sweep("unblock", whole=whole)]) for whole in (crash, run))
+    sick, healthy = (Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=whole)]) for whole in (crash, run))
     sick.start()
     await asyncio.wait_for(crashed.wait(), 10)
     healthy.start()
@@ -179,15 +179,15 @@ async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) ->
     runs = 0
     well = asyncio.Event()
 
-    async def run(batch: int) -> Pass:
+    async def run(batch: int) -> SweepResult:
         nonlocal runs
         runs += 1
         if runs == 1:
             raise AWAY
         well.set()
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await asyncio.wait_for(well.wait(), 10)
 
@@ -198,12 +198,12 @@ async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) ->
 async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_long(engine: Engine) -> None:
     begun, finish = asyncio.Event(), asyncio.Event()
 
-    async def run(batch: int) -> Pass:
+    async def run(batch: int) -> SweepResult:
         begun.set()
         await finish.wait()
-        return Pass(1, 0)
+        return SweepResult(1, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await begun.wait()
     stopping = asyncio.create_task(sweeper.stop())
@@ -215,11 +215,11 @@ async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_lo
 
     begun.clear()
     finish.clear()
-    stubborn = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=run)])
+    stubborn = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
     stubborn.start()
     await begun.wait()
     assert await stubborn.stop(grace_s=0.01) == 1
-    assert engine.meters.counted("ff_shutdown_timeout") == 1
+    assert engine.metrics.counter_value("ff_shutdown_timeout") == 1
 
 
 async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at_once(engine: Engine) -> None:
@@ -227,12 +227,12 @@ async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at
     first = asyncio.Event()
 
     def telling(name: str) -> Sweep:
-        async def run(batch: int) -> Pass:
+        async def run(batch: int) -> SweepResult:
             ran.append(name)
             first.set()
-            return Pass(0, 0)
+            return SweepResult(0, 0)
 
-        return Sweep(name, whole=run)
+        return Sweep(name, run_pass=run)
 
     settings = only("unblock", 3_600_000)
     sweeper = Sweeper(engine, settings, [telling("unblock"), telling("quota_reconciler")])
@@ -248,13 +248,13 @@ async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
     enough = asyncio.Event()
 
     def numbered(number: int) -> Sweep:
-        async def run(batch: int) -> Pass:
+        async def run(batch: int) -> SweepResult:
             ran.append(number)
             if len(ran) == 4:
                 enough.set()
-            return Pass(0, 0)
+            return SweepResult(0, 0)
 
-        return Sweep("unblock", whole=run)
+        return Sweep("unblock", run_pass=run)
 
     settings = only("unblock")
     sweepers = [Sweeper(engine, settings, [numbered(number)]) for number in range(3)]
@@ -280,16 +280,16 @@ async def test_sweeps_of_different_executions_run_side_by_side(engine: Engine, c
             enough.set()
         return await engine.promote_delayed(execution_id) is Promotion.PROMOTED
 
-    async def nothing(batch: int) -> Pass:
-        return Pass(0, 0)
+    async def nothing(batch: int) -> SweepResult:
+        return SweepResult(0, 0)
 
     for choice in choices:
         tags = {} if choice.instance_tag is None else dict([choice.instance_tag])
         given: dict[str, Any] = {"namespace": choice.namespace, "tags": tags}
         await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=clock.now + 1, **given)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     settings, promoter = only("delayed_promoter"), Sweep("delayed_promoter", "delay_until", promote)
-    everything = Sweeper(engine, settings, [Sweep("delayed_promoter", whole=nothing)])
+    everything = Sweeper(engine, settings, [Sweep("delayed_promoter", run_pass=nothing)])
     sweepers = [everything, *(Sweeper(engine, settings, [promoter], choice) for choice in choices)]
     for sweeper in sweepers:
         sweeper.start()
@@ -302,12 +302,12 @@ async def test_sweeps_of_different_executions_run_side_by_side(engine: Engine, c
 
 
 async def test_passes_are_counted_and_timed(engine: Engine) -> None:
-    before = engine.meters.counted("ff_scanner_cycle", scanner="budget_reset")
+    before = engine.metrics.counter_value("ff_scanner_cycle", scanner="budget_reset")
     for _ in range(3):
         await engine.sweep_once("budget_reset")
 
-    assert engine.meters.counted("ff_scanner_cycle", scanner="budget_reset") == before + 3
-    timing = engine.meters.timings["ff_scanner_cycle_duration", (("scanner", "budget_reset"),)]
+    assert engine.metrics.counter_value("ff_scanner_cycle", scanner="budget_reset") == before + 3
+    timing = engine.metrics.histograms["ff_scanner_cycle_duration", (("scanner", "budget_reset"),)]
     assert (timing.count, sum(timing.buckets)) == (3, 3)
 
 
@@ -325,7 +325,7 @@ async def test_a_sweep_takes_as_many_items_as_its_own_batch_says(clock: ManualCl
 
 
 async def passes_of(
-    run: Callable[[int], Awaitable[Pass]],
+    run: Callable[[int], Awaitable[SweepResult]],
     seconds: float,
     *,
     interval_ms: int,
@@ -338,13 +338,13 @@ async def passes_of(
     time.start()
     began = time.now()
 
-    async def noted(batch: int) -> Pass:
+    async def noted(batch: int) -> SweepResult:
         at.append(time.now() - began)
         return await run(len(at))
 
     try:
         engine = Engine(MemoryStore(ManualClock()), minter=SeededMinter(seed))
-        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", whole=noted, goes_round=goes_round)])
+        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", run_pass=noted, cyclic=goes_round)])
         sweeper.start()
         await asyncio.sleep(seconds)
         assert await sweeper.stop() == 0
@@ -353,8 +353,8 @@ async def passes_of(
     return at
 
 
-async def quiet(number: int) -> Pass:
-    return Pass(0, 0)
+async def quiet(number: int) -> SweepResult:
+    return SweepResult(0, 0)
 
 
 async def test_pauses_are_longer_by_a_share_that_differs_from_process_to_process() -> None:
@@ -383,11 +383,11 @@ async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, in
     at: dict[int, list[float]] = {seed: [] for seed in seeds}
 
     def noted(seed: int) -> Sweep:
-        async def run(batch: int) -> Pass:
+        async def run(batch: int) -> SweepResult:
             at[seed].append(time.now())
-            return Pass(0, 0)
+            return SweepResult(0, 0)
 
-        return Sweep("unblock", whole=run)
+        return Sweep("unblock", run_pass=run)
 
     try:
         engines = [Engine(store, minter=SeededMinter(seed)) for seed in seeds]
@@ -423,16 +423,16 @@ async def test_a_dead_holder_is_noticed_within_one_interval(dies_at_s: float) ->
 async def test_a_long_pass_keeps_its_lease(engine: Engine, clock: ManualClock) -> None:
     begun, finish = asyncio.Event(), asyncio.Event()
 
-    async def long(batch: int) -> Pass:
+    async def long(batch: int) -> SweepResult:
         begun.set()
         await finish.wait()
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", whole=long)])
+    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=long)])
     sweeper.start()
     await begun.wait()
     first = await lease_of(engine, "unblock")
-    clock.pass_ms(70)
+    clock.advance_ms(70)
     async with asyncio.timeout(10):
         while (await lease_of(engine, "unblock")).lease_until < first.lease_until + 70:  # noqa: ASYNC110 - polled
             await asyncio.sleep(0.01)
@@ -446,10 +446,10 @@ async def lease_of(engine: Engine, sweep: str) -> SweepLease:
 
 
 async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_ends_that() -> None:
-    async def away_for_six(number: int) -> Pass:
+    async def away_for_six(number: int) -> SweepResult:
         if number <= 6:
             raise AWAY
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
     at = await passes_of(away_for_six, 110, interval_ms=1000)
 
@@ -460,8 +460,8 @@ async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_
 
 
 async def test_a_full_batch_is_followed_by_the_next_one_at_once() -> None:
-    async def busy(number: int) -> Pass:
-        return Pass(200 if number < 4 else 0, 0)
+    async def busy(number: int) -> SweepResult:
+        return SweepResult(200 if number < 4 else 0, 0)
 
     at = await passes_of(busy, 5, interval_ms=10_000)
 
@@ -470,8 +470,8 @@ async def test_a_full_batch_is_followed_by_the_next_one_at_once() -> None:
 
 
 async def test_a_sweep_that_goes_round_rests_however_much_it_found() -> None:
-    async def busy(number: int) -> Pass:
-        return Pass(200, 0)
+    async def busy(number: int) -> SweepResult:
+        return SweepResult(200, 0)
 
     at = await passes_of(busy, 5, interval_ms=10_000, goes_round=True)
 
@@ -479,10 +479,10 @@ async def test_a_sweep_that_goes_round_rests_however_much_it_found() -> None:
 
 
 async def test_a_crash_is_followed_by_a_rest_of_five_seconds() -> None:
-    async def crashing(number: int) -> Pass:
+    async def crashing(number: int) -> SweepResult:
         if number == 2:
             raise RuntimeError("a bug")
-        return Pass(0, 0)
+        return SweepResult(0, 0)
 
     at = await passes_of(crashing, 7.5, interval_ms=1000)
 

@@ -47,11 +47,11 @@ class Counting:
 
     async def counts(self) -> dict[str, int]:
         if isinstance(self._store, MemoryStore):
-            counts = {table.name: len(self._store._shelves[table.row].rows) for table in TABLES}
+            counts = {table.name: len(self._store._tables[table.row].rows) for table in TABLES}
             return counts | {
                 "events": len(self._store._feed),
                 "histories": len(self._store._history),
-                "queues": len(self._store._lines),
+                "queues": len(self._store._queue_ids),
             }
         if isinstance(self._store, SQLiteStore):
             # By the store's own library: a second one in this process would not see the locks of the first.
@@ -116,7 +116,7 @@ class Rounds:
                 while (await self.engine.sweep_once(sweep)).processed and sweep not in ("flow_projector", "unblock"):
                     await self.count()
             await self.count()
-            self.clock.pass_ms(LONG_MS)
+            self.clock.advance_ms(LONG_MS)
         return await self.count()
 
     async def finish(self, held: Claimed) -> None:
@@ -133,7 +133,7 @@ class Rounds:
         )
         [held] = await engine.claim_admitted("default", 1, **W)
         await engine.fail(held.handle, reason="once")
-        self.clock.pass_ms(10_000)
+        self.clock.advance_ms(10_000)
         await engine.sweep_once("delayed_promoter")
         [held] = await engine.claim_admitted("default", 1, **W)
         await self.count()
@@ -208,7 +208,7 @@ class Rounds:
 async def test_every_table_of_every_store_stays_level(
     store: Store, clock: ManualClock, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 2)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
     rounds = Rounds(store, clock, counting)
     await rounds.begin()
     await rounds.turn()

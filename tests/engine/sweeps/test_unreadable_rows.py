@@ -18,7 +18,7 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
-from flowfabric.model.flow import Dispatch, FlowSummary
+from flowfabric.model.flow import CompletionDispatch, FlowSummary
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
@@ -121,8 +121,8 @@ async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: Flowing, sp
 async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
     flow: Flowing, spoil: Spoil, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 1)
-    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.STEP_EDGES", 2)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
+    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", 2)
     children = "bcdefg"
     await flow.begin("a" + children)
     for downstream in children:
@@ -140,7 +140,7 @@ async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
     await flow.engine.sweep_once("completion_dispatch")
 
     assert await flow.state(*"ceg") == "waiting waiting waiting"
-    assert await flow.engine.store.scan(Scan(Dispatch)) == []
+    assert await flow.engine.store.scan(Scan(CompletionDispatch)) == []
 
 
 async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: Flowing, spoil: Spoil) -> None:
@@ -158,7 +158,7 @@ async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: Flowing,
 async def test_the_projector_goes_on_past_flows_that_cannot_be_read(
     flow: Flowing, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.flows.FLOWS", 1)
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.FLOWS_PAGE_SIZE", 1)
     flows = [await Flowing(flow.engine, flow.clock).begin("a") for _ in range(4)]
     for bad in sorted(flows, key=lambda one: one.id)[:2]:
         await spoil("ff_flow_core", "public_flow_state", f"flow_id = '{bad.id}'")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from flowfabric.rules.durable.json_schema import misfit
+from flowfabric.rules.durable.json_schema import find_violation
 
 
 class Colour(StrEnum):
@@ -103,7 +103,7 @@ VALUES = [
 def test_what_fits_can_be_read_and_what_cannot_be_read_does_not_fit(kind: Any) -> None:
     schema = msgspec.json.schema(kind)
     for value in VALUES:
-        wrong = misfit(value, schema)
+        wrong = find_violation(value, schema)
         assert (wrong is None) == is_readable(value, kind), (value, wrong)
 
 
@@ -127,4 +127,4 @@ def is_readable(value: object, kind: Any) -> bool:
     ],
 )
 def test_what_is_wrong_is_said_to_the_person(value: object, words: str) -> None:
-    assert misfit(value, msgspec.json.schema(Order)) == words
+    assert find_violation(value, msgspec.json.schema(Order)) == words

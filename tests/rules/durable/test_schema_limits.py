@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from flowfabric.rules.durable import schema_limits
-from flowfabric.rules.durable.json_schema import MAX_STEPS, Checker, TooMuchWork, misfit
+from flowfabric.rules.durable.json_schema import MAX_STEPS, SchemaChecker, SchemaCheckTooCostly, find_violation
 from flowfabric.rules.execution.tags import check_tags
 from flowfabric.server import approval_form
 
@@ -71,36 +71,36 @@ VALUES: list[Any] = [None, True, 5, 0.5, "", "2026-11-16", [], [1, "a", {}], {},
 @pytest.mark.parametrize("schema", BAD.values(), ids=BAD)
 def test_a_schema_out_of_bounds_is_refused_in_a_tag(schema: dict[str, Any]) -> None:
     text = msgspec.json.encode(schema).decode()
-    refused = check_tags({"ff.ask.00000000": text}, reserved=True)
+    refused = check_tags({"ff.ask.00000000": text}, allow_reserved=True)
 
     assert refused is not None
     assert refused.kind == "invalid_input"
     assert "schema: " in refused.detail
-    assert check_tags({"shop.note": text}, reserved=True) is None
+    assert check_tags({"shop.note": text}, allow_reserved=True) is None
 
 
 def test_a_schema_that_cannot_be_nested_or_counted_is_refused() -> None:
-    assert check_tags({"ff.ask.0": "[" * 20_000}, reserved=True) is not None
-    assert check_tags({"ff.ask.0": '{"minimum":' + "9" * 310 + "}"}, reserved=True) is not None
+    assert check_tags({"ff.ask.0": "[" * 20_000}, allow_reserved=True) is not None
+    assert check_tags({"ff.ask.0": '{"minimum":' + "9" * 310 + "}"}, allow_reserved=True) is not None
 
 
 @pytest.mark.parametrize("schema", [*CIRCLES, *ODD, doubling(5), nested(20)], ids=str)
 def test_a_schema_within_bounds_is_taken_however_odd_it_is(schema: Any) -> None:
-    assert check_tags({"ff.ask.00000000": msgspec.json.encode(schema).decode()}, reserved=True) is None
+    assert check_tags({"ff.ask.00000000": msgspec.json.encode(schema).decode()}, allow_reserved=True) is None
 
 
 @pytest.mark.parametrize("schema", [*BAD.values(), *CIRCLES, *ODD], ids=lambda schema: str(schema)[:60])
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_stored_schema_costs_a_bounded_number_of_steps(schema: Any, value: Any) -> None:
-    checker = Checker(schema)
-    with suppress(TooMuchWork):
-        checker.misfit(value, schema, "value")
+    checker = SchemaChecker(schema)
+    with suppress(SchemaCheckTooCostly):
+        checker.find_violation(value, schema, "value")
     assert checker.steps <= MAX_STEPS + len(msgspec.json.encode(schema)) + 1
-    assert isinstance(misfit(value, schema), str | None)
+    assert isinstance(find_violation(value, schema), str | None)
 
 
 def test_choices_that_double_end_with_the_steps() -> None:
-    wrong = misfit("x", choosing(60))
+    wrong = find_violation("x", choosing(60))
 
     assert wrong == "value: too large to be checked; send less"
 
@@ -108,38 +108,38 @@ def test_choices_that_double_end_with_the_steps() -> None:
 def test_a_large_value_is_refused_rather_than_checked_for_long() -> None:
     schema = {"type": "array", "items": {"enum": list(range(1000))}}
 
-    assert misfit([999] * 10, schema) is None
-    assert misfit([999] * 10_000, schema) == "value: too large to be checked; send less"
+    assert find_violation([999] * 10, schema) is None
+    assert find_violation([999] * 10_000, schema) == "value: too large to be checked; send less"
 
 
 def test_a_pattern_is_left_to_the_run() -> None:
     schema = {"type": "string", "pattern": "^(a+)+$"}
 
-    assert misfit("a" * 64 + "!", schema) is None
-    assert misfit("x", {"type": "string", "pattern": "("}) is None
-    assert misfit(5, schema) == "value: a text is needed"
+    assert find_violation("a" * 64 + "!", schema) is None
+    assert find_violation("x", {"type": "string", "pattern": "("}) is None
+    assert find_violation(5, schema) == "value: a text is needed"
 
 
 @pytest.mark.parametrize("schema", [*BAD.values(), *CIRCLES, *ODD, choosing(60)], ids=lambda schema: str(schema)[:60])
 def test_a_form_stays_small_whatever_the_schema(schema: Any) -> None:
-    html = approval_form.fields(schema)
+    html = approval_form.render_fields(schema)
 
     assert len(html) < 64 * 1024
-    assert len(approval_form.outline(schema)) <= approval_form.MAX_FIELDS
-    with suppress(approval_form.NotFilledIn):
-        approval_form.value({"value": "1"}, schema)
+    assert len(approval_form.form_fields(schema)) <= approval_form.MAX_FIELDS
+    with suppress(approval_form.InvalidFormInput):
+        approval_form.parse_form({"value": "1"}, schema)
 
 
 def test_a_type_that_holds_itself_is_asked_for_field_by_field_and_then_as_json() -> None:
     schema = {"$ref": "#/$defs/Node", "$defs": {"Node": {"properties": {
         "name": {"type": "string"}, "below": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
         "required": ["name"]}}}  # fmt: skip
-    html = approval_form.fields(schema)
+    html = approval_form.render_fields(schema)
 
     assert '<input type="text" name="value.name" required>' in html
     assert '<textarea name="value.below" rows="4" placeholder="JSON"></textarea>' in html
-    assert approval_form.value({"value.name": "a", "value.below": '{"name":"b"}'}, schema) == {
+    assert approval_form.parse_form({"value.name": "a", "value.below": '{"name":"b"}'}, schema) == {
         "name": "a",
         "below": {"name": "b"},
     }
-    assert approval_form.value({"value.name": "a"}, schema) == {"name": "a"}
+    assert approval_form.parse_form({"value.name": "a"}, schema) == {"name": "a"}

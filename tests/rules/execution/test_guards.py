@@ -14,7 +14,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import NotReclaimable
-from flowfabric.model.change import Change, Guard, LeaseCheck, LeaseWant
+from flowfabric.model.change import Change, Guard, LeaseCheck, LeaseRequirement
 from flowfabric.model.execution import Execution, Grant, IdempotencyKey
 from flowfabric.model.states import (
     AttemptState,
@@ -34,14 +34,14 @@ from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution import progress as progress_rules
 from flowfabric.rules.execution import tags as tag_rules
-from flowfabric.rules.execution.grant import GrantOrder
-from flowfabric.rules.execution.lease import Fence, Holder
+from flowfabric.rules.execution.grant import GrantRequest
+from flowfabric.rules.execution.lease import Fence, LeaseHolder
 
 NOW = 1_700_000_000_000
 EXECUTION = "{fp:86}:11111111-1111-4111-8111-111111111111"
 FENCE = Fence("lease-1", 3, "attempt-1")
-HOLDER = Holder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
-ORDER = GrantOrder(
+HOLDER = LeaseHolder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
+ORDER = GrantRequest(
     worker_id="wa", worker_instance_id="wa-1", lane_id="default", capabilities=frozenset(), grant_ttl_ms=5000
 )
 GRANT = msgspec.json.encode(Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW + 10)).decode()
@@ -49,7 +49,7 @@ LATE_GRANT = msgspec.json.encode(Grant("claim", "wa", "wa-1", "default", NOW - 1
 
 ACTIVE, RUNNABLE, TERMINAL = LifecyclePhase.ACTIVE, LifecyclePhase.RUNNABLE, LifecyclePhase.TERMINAL
 ELIGIBLE, UNTIL_TIME = EligibilityState.ELIGIBLE_NOW, EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
-LIVE, LAPSED = LeaseWant.LIVE, LeaseWant.LAPSED
+LIVE, LAPSED = LeaseRequirement.LIVE, LeaseRequirement.EXPIRED
 
 
 def row(
@@ -101,7 +101,7 @@ class Stand(NamedTuple):
 
     decided: Callable[[Execution], Decision[Any]]
     row: Execution
-    lease: LeaseWant | None = None
+    lease: LeaseRequirement | None = None
     not_before: int | None = None
     not_after: int | None = None
 
@@ -124,8 +124,10 @@ STANDS = {
     "fail for good": Stand(lambda row: failed(row, 0), HELD, LIVE),
     "complete too late": Stand(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), LOST, LAPSED),
     "delay": Stand(lambda row: delay.delay(row, FENCE, None, NOW + 5, NOW), HELD, LIVE),
-    "wait for children": Stand(lambda row: delay.wait_children(row, FENCE, None, unresolved=True, now=NOW), HELD, LIVE),
-    "progress": Stand(lambda row: progress_rules.progress(row, FENCE, 50, "half", NOW), HELD, LIVE),
+    "wait for children": Stand(
+        lambda row: delay.defer_for_children(row, FENCE, None, unresolved=True, now=NOW), HELD, LIVE
+    ),
+    "progress": Stand(lambda row: progress_rules.update_progress(row, FENCE, 50, "half", NOW), HELD, LIVE),
     "tag": Stand(lambda row: tag_rules.set_tags(row, {"a.b": "c"}), HELD),
     "promote": Stand(
         lambda row: delay.promote_delayed(row, NOW), row(RUNNABLE, UNTIL_TIME, delay_until=NOW - 1), None, NOW - 1
@@ -172,7 +174,7 @@ STANDS = {
         lambda row: claim.claim_resumed_execution(row, HOLDER, NOW),
         msgspec.structs.replace(PARKED, grant=LATE_GRANT, granted_until=NOW),
     ),
-    "claim": Stand(lambda row: claim.claim_waiting(row, HOLDER, frozenset(), NOW), WAITS),
+    "claim": Stand(lambda row: claim.claim_ready(row, HOLDER, frozenset(), NOW), WAITS),
     "claim as operator": Stand(lambda row: claim.issue_grant_and_claim(row, HOLDER, NOW), PARKED),
     "offer what lost its lease": Stand(lambda row: reclaim.issue_reclaim_grant(row, ORDER, NOW), GONE),
     "reclaim": Stand(
@@ -184,7 +186,7 @@ STANDS = {
     ),
     "take over": Stand(lambda row: reclaim.take_over(row, HOLDER, frozenset(), NOW), GONE),
     "end at the cap": Stand(
-        lambda row: reclaim.end_at_cap(row), msgspec.structs.replace(GONE, terms='{"max_reclaim_count":0}')
+        lambda row: reclaim.fail_if_at_cap(row), msgspec.structs.replace(GONE, terms='{"max_reclaim_count":0}')
     ),
     "purge": Stand(
         lambda row: retention.purge(row, NOW),
@@ -215,7 +217,7 @@ def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept
     held = SweepLease("purge", "one", NOW - 4, revision=7)
 
     def taken(holder: str) -> Change | None:
-        return sweep_lease.hold(held, "purge", holder, 1000, NOW).change
+        return sweep_lease.hold_sweep(held, "purge", holder, 1000, NOW).change
 
     guards = (Guard(SweepLease, ("purge",), 7),)
     assert (other := taken("two")) is not None
@@ -259,7 +261,7 @@ def test_a_create_stands_on_an_id_and_a_key_that_nobody_has_used_and_on_the_time
     key = Guard(IdempotencyKey, (86, ask.digest), None if remembered is None else 7)
     assert change.guards == (Guard(Execution, (EXECUTION,), None), key)
     assert (change.not_before, change.not_after) == (not_before, not_after)
-    assert bool(change.lines) == (not_after is not None), "a lane is listed though nothing stands in its lines yet"
+    assert bool(change.queues) == (not_after is not None), "a lane is listed though nothing stands in its lines yet"
 
 
 # -- the second look -------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ BLOCKED = row(RUNNABLE, EligibilityState.BLOCKED_BY_QUOTA, blocking_reason=Block
 
 
 def end_at_cap(row: Execution | None) -> Decision[Any]:
-    return reclaim.end_at_cap(row)
+    return reclaim.fail_if_at_cap(row)
 
 
 def take_over(row: Execution | None) -> Decision[Any]:
@@ -279,7 +281,7 @@ def take_over(row: Execution | None) -> Decision[Any]:
 
 
 def take_up(row: Execution | None) -> Decision[Any]:
-    return reclaim.take_up(row, HOLDER, frozenset(), NOW)
+    return reclaim.claim_guarded(row, HOLDER, frozenset(), NOW)
 
 
 def changed(row: Execution, fields: dict[str, Any]) -> Execution:
@@ -374,7 +376,7 @@ def test_a_claim_is_refused_by_the_first_check_that_fails(
 
 
 def test_a_lease_is_renewed_by_the_attempt_that_holds_it() -> None:
-    assert lease.renewable(HELD, 0, FENCE, NOW) == Decision(None)
-    assert isinstance(lease.renewable(HELD, 1, FENCE, NOW).answer, errors.StaleLease)
-    assert isinstance(lease.renewable(None, 0, FENCE, NOW).answer, errors.NotFound)
-    assert isinstance(lease.renewable(LOST, 0, FENCE, NOW).answer, errors.LeaseExpired)
+    assert lease.check_renewal(HELD, 0, FENCE, NOW) == Decision(None)
+    assert isinstance(lease.check_renewal(HELD, 1, FENCE, NOW).answer, errors.StaleLease)
+    assert isinstance(lease.check_renewal(None, 0, FENCE, NOW).answer, errors.NotFound)
+    assert isinstance(lease.check_renewal(LOST, 0, FENCE, NOW).answer, errors.LeaseExpired)

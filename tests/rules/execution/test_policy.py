@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowfabric.errors import FabricError, InvalidCapabilities, InvalidPolicyJson
 from flowfabric.rules.execution import policy as rules
 from flowfabric.rules.execution.policy import Terms, decode_terms, encode_terms, parse_policy, parse_retry, read_policy
-from flowfabric.rules.execution.retry import Exponential, Fixed, Retry, backoff_ms, may_retry
+from flowfabric.rules.execution.retry import ExponentialBackoff, FixedBackoff, RetryPolicy, backoff_ms, may_retry
 
 UUID = "550e8400-e29b-41d4-a716-446655440000"
 OTHER = "11111111-1111-4111-8111-111111111111"
@@ -38,8 +38,8 @@ def test_the_defaults_are_those_of_the_specification() -> None:
 
     assert (terms.retry, terms.max_reclaim_count, terms.max_replay_count) == (None, None, 10)
     assert (terms.dedup_window_ms, terms.fairness_weight, terms.ageing) == (86_400_000, 1, None)
-    assert Retry() == Retry(max_retries=3, backoff=Fixed(1000), retryable_categories=())
-    assert Exponential() == Exponential(1000, 60_000, 2.0, False)
+    assert RetryPolicy() == RetryPolicy(max_retries=3, backoff=FixedBackoff(1000), retryable_categories=())
+    assert ExponentialBackoff() == ExponentialBackoff(1000, 60_000, 2.0, False)
 
 
 def test_every_term_is_read() -> None:
@@ -69,7 +69,7 @@ def test_every_term_is_read() -> None:
 
     assert terms == read_policy(json.dumps(document)) == read_policy(json.dumps(document).encode())
     assert terms == Terms(
-        retry=Retry(2, Exponential(10, 20, 3.0), ("rate_limit",)),
+        retry=RetryPolicy(2, ExponentialBackoff(10, 20, 3.0), ("rate_limit",)),
         attempt_timeout_ms=7,
         execution_deadline_ms=8,
         max_reclaim_count=4,
@@ -290,24 +290,26 @@ def test_default_terms_are_kept_as_nothing() -> None:
 
 
 def test_kept_terms_hold_only_what_differs_from_the_defaults() -> None:
-    text = encode_terms(Terms(retry=Retry(max_retries=5), fairness_key="a"))
+    text = encode_terms(Terms(retry=RetryPolicy(max_retries=5), fairness_key="a"))
 
     assert text == '{"retry":{"max_retries":5},"fairness_key":"a"}'
     assert decode_terms(text) is decode_terms(text)
 
 
 def test_a_retry_policy_of_defaults_is_not_the_same_as_none() -> None:
-    text = encode_terms(Terms(retry=Retry()))
+    text = encode_terms(Terms(retry=RetryPolicy()))
 
     assert text == '{"retry":{}}'
-    assert decode_terms(text).retry == Retry()
+    assert decode_terms(text).retry == RetryPolicy()
 
 
 # Retrying
 
 
 def test_ex_047_exponential_backoff_arithmetic() -> None:
-    retry = Retry(max_retries=4, backoff=Exponential(initial_delay_ms=1000, max_delay_ms=3000, multiplier=2))
+    retry = RetryPolicy(
+        max_retries=4, backoff=ExponentialBackoff(initial_delay_ms=1000, max_delay_ms=3000, multiplier=2)
+    )
 
     assert [backoff_ms(retry, count, 0.5) for count in range(4)] == [1000, 2000, 3000, 3000]
 
@@ -340,13 +342,13 @@ def test_ex_047_backoff_of_every_form(backoff: object, delays: list[int]) -> Non
 
 @given(st.floats(0, 1, exclude_max=True))
 def test_ex_047_jitter_stays_between_half_and_whole(chance: float) -> None:
-    retry = Retry(backoff=Exponential(jitter=True))
+    retry = RetryPolicy(backoff=ExponentialBackoff(jitter=True))
 
     assert 500 <= backoff_ms(retry, 0, chance) <= 1000
 
 
 def test_jitter_reaches_both_ends() -> None:
-    retry = Retry(backoff=Exponential(initial_delay_ms=5, jitter=True))
+    retry = RetryPolicy(backoff=ExponentialBackoff(initial_delay_ms=5, jitter=True))
 
     assert {backoff_ms(retry, 0, chance / 100) for chance in range(100)} == {3, 4, 5}
 
@@ -359,39 +361,41 @@ def test_jitter_reaches_both_ends() -> None:
     st.floats(0, 1, exclude_max=True),
 )
 def test_no_backoff_overflows(initial: int, longest: int, multiplier: float, count: int, chance: float) -> None:
-    plain = backoff_ms(Retry(backoff=Exponential(initial, longest, multiplier)), count, chance)
-    spread = backoff_ms(Retry(backoff=Exponential(initial, longest, multiplier, jitter=True)), count, chance)
+    plain = backoff_ms(RetryPolicy(backoff=ExponentialBackoff(initial, longest, multiplier)), count, chance)
+    spread = backoff_ms(
+        RetryPolicy(backoff=ExponentialBackoff(initial, longest, multiplier, jitter=True)), count, chance
+    )
 
     assert 0 <= plain <= longest
     assert plain / 2 <= spread <= plain
 
 
 def test_ex_048_retryable_categories_filter() -> None:
-    picky = Retry(max_retries=5, retryable_categories=("rate_limit",))
+    picky = RetryPolicy(max_retries=5, retryable_categories=("rate_limit",))
 
     assert may_retry(picky, 0, "rate_limit")
     assert not may_retry(picky, 1, "bad_output")
-    assert may_retry(Retry(max_retries=5), 1, "bad_output")
+    assert may_retry(RetryPolicy(max_retries=5), 1, "bad_output")
 
 
 def test_ex_044_nothing_is_retried_without_a_policy_or_beyond_its_number() -> None:
     assert not may_retry(None, 0, "transient")
-    assert not may_retry(Retry(max_retries=0), 0, "transient")
-    assert may_retry(Retry(max_retries=1), 0, "transient")
-    assert not may_retry(Retry(max_retries=1), 1, "transient")
+    assert not may_retry(RetryPolicy(max_retries=0), 0, "transient")
+    assert may_retry(RetryPolicy(max_retries=1), 0, "transient")
+    assert not may_retry(RetryPolicy(max_retries=1), 1, "transient")
 
 
 @pytest.mark.parametrize("category", ["transient", "infra_crash", "timeout", "anything else", ""])
 def test_a_failure_is_retried_unless_its_class_forbids_it(category: str) -> None:
-    assert may_retry(Retry(), 0, category)
-    assert not may_retry(Retry(), 0, category, "permanent")
-    assert not may_retry(Retry(), 0, category, "cancelled")
+    assert may_retry(RetryPolicy(), 0, category)
+    assert not may_retry(RetryPolicy(), 0, category, "permanent")
+    assert not may_retry(RetryPolicy(), 0, category, "cancelled")
 
 
 @pytest.mark.parametrize("category", ["permanent", "cancelled"])
 def test_a_category_that_names_a_class_stands_for_it(category: str) -> None:
-    assert not may_retry(Retry(), 0, category)
-    assert may_retry(Retry(), 0, category, "transient")
+    assert not may_retry(RetryPolicy(), 0, category)
+    assert may_retry(RetryPolicy(), 0, category, "transient")
 
 
 @pytest.mark.parametrize(
@@ -404,5 +408,5 @@ def test_ex_044_an_unparsable_retry_policy_text_means_never(text: str | None) ->
 def test_a_retry_policy_text_is_read_like_the_one_in_a_policy() -> None:
     text = '{"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 5}}'
 
-    assert parse_retry(text) == Retry(2, Fixed(5))
-    assert parse_retry("{}") == Retry()
+    assert parse_retry(text) == RetryPolicy(2, FixedBackoff(5))
+    assert parse_retry("{}") == RetryPolicy()

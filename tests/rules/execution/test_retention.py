@@ -12,7 +12,7 @@ from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import retention
 from tests.rules.execution.test_guards import EXECUTION, NOW, RUNNABLE, TERMINAL, row
 
-A_MOMENT = retention.A_MOMENT_MS
+A_MOMENT = retention.RECHECK_DELAY_MS
 DAY_MS = 86_400_000
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.change import Change, Insert, Patch, as_form, live, seen, spelled_out
-from flowfabric.model.execution import Execution, LineKey, Result
+from flowfabric.model.change import Change, Insert, Patch, as_template, expand, live, seen
+from flowfabric.model.execution import Execution, QueueKey, Result
 from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -26,7 +26,7 @@ from flowfabric.model.states import (
 from flowfabric.rules.execution import cancel, finish, transitions
 from flowfabric.rules.execution.lease import OPERATOR_OVERRIDE, Fence
 from flowfabric.rules.flow import joins, sibling_cancel, successors
-from flowfabric.rules.flow.successors import listed, successor
+from flowfabric.rules.flow.successors import encode_successors, successor
 
 NOW = 1_700_000_000_000
 HELD = Fence("lease-1", 3, "attempt-1")
@@ -68,13 +68,13 @@ def running(**fields: Any) -> Execution:
 
 
 def at_length(row: Execution, *also: Insert) -> Change:
-    return transitions.ended(
+    return transitions.terminate(
         row,
         TerminalOutcome.SUCCESS,
         attempt=AttemptRecordState.ENDED_SUCCESS,
-        released="completed",
+        release_reason="completed",
         guard=seen(row, live(row)),
-        also=also,
+        extra_writes=also,
     )
 
 
@@ -109,9 +109,9 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     )
     change = finish.complete(row, HELD, None, result, None, NOW).change
     assert change is not None
-    assert change.form is not None
+    assert change.template is not None
     kept = () if result is None else (Insert(Result(row.execution_id, result, None)),)
-    assert spelled_out(change, row) == at_length(row, *kept)
+    assert expand(change, row) == at_length(row, *kept)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +130,21 @@ def test_an_end_that_concerns_others_is_told_at_length(attached: dict[str, Any])
     row = running(**attached)
     change = finish.complete(row, HELD, None, None, None, NOW).change
     assert change is not None
-    assert change.form is None
+    assert change.template is None
     assert change == at_length(row)
 
 
 def test_a_change_without_a_form_is_spelled_out_already() -> None:
     change = at_length(running())
-    assert spelled_out(change, running()) is change
+    assert expand(change, running()) is change
 
 
 def test_only_a_patch_and_an_event_make_a_form() -> None:
     change = at_length(running())
     with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
-        as_form(msgspec.structs.replace(change, writes=change.writes * 2))
+        as_template(msgspec.structs.replace(change, writes=change.writes * 2))
     with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
-        as_form(msgspec.structs.replace(change, events=()))
+        as_template(msgspec.structs.replace(change, events=()))
 
 
 def unstarted(**fields: Any) -> Execution:
@@ -158,7 +158,7 @@ def unstarted(**fields: Any) -> Execution:
         "public_state": PublicState.WAITING,
         "total_attempt_count": 0,
         "lease_epoch": 0,
-        "line": LineKey("default"),
+        "line": QueueKey("default"),
         **dict.fromkeys(("started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at")),
         **dict.fromkeys(("lease_id", "worker_id", "worker_instance_id", "lease_expires_at")),
     }
@@ -172,11 +172,11 @@ def cancelled(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
 
 
 def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
-    return transitions.ended(
+    return transitions.terminate(
         row,
         TerminalOutcome.CANCELLED,
         attempt=AttemptRecordState.ENDED_CANCELLED,
-        released="cancelled",
+        release_reason="cancelled",
         details='{"revoked_by":"operator"}',
         cancellation_reason=reason,
         cancelled_by=OPERATOR_OVERRIDE,
@@ -193,10 +193,10 @@ def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -
 def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
     reason: str, blocked: bool, terms: str | None, flow_id: str | None, successors: str | None
 ) -> None:
-    row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waits("…") if blocked else {})
+    row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waiting_fields("…") if blocked else {})
     change = cancelled(row, reason)
-    assert change.form is not None
-    short, long = spelled_out(change, row), cancelled_at_length(row, reason)
+    assert change.template is not None
+    short, long = expand(change, row), cancelled_at_length(row, reason)
     assert (short.guards, short.writes[1:], short.events) == (long.guards, long.writes[1:], long.events)
     assert _patched(row, short) == _patched(row, long)
 
@@ -219,19 +219,23 @@ def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
     reason: str, kind: DependencyKind, ref: str | None, inbound: int, blocked: bool, born: dict[str, Any]
 ) -> None:
     edge = Dependency("child", "e", "f", "sibling", kind, data_passing_ref=ref)
-    follows = successor("e", "child", kind, inbound=inbound, ref=ref, line=LineKey("default"))
+    follows = successor("e", "child", kind, inbound=inbound, ref=ref, queue=QueueKey("default"))
     row = unstarted(
-        execution_id="sibling", flow_id="f", successors=listed([follows]), **born, **joins.waits("…") if blocked else {}
+        execution_id="sibling",
+        flow_id="f",
+        successors=encode_successors([follows]),
+        **born,
+        **joins.waiting_fields("…") if blocked else {},
     )
 
-    [(change, supposed)] = sibling_cancel.cancel_unseen([edge], inbound, running(flow_id="f", **born), reason)
+    [(change, supposed)] = sibling_cancel.cancel_without_load([edge], inbound, running(flow_id="f", **born), reason)
 
     seen = cancelled(row, reason)
-    assert (change.form, change.writes, change.events) == (seen.form, (), seen.events)
-    assert seen.writes == (successors.settle("child", "e", TerminalOutcome.CANCELLED),), "all that is left out"
+    assert (change.template, change.writes, change.events) == (seen.template, (), seen.events)
+    assert seen.writes == (successors.record_outcome("child", "e", TerminalOutcome.CANCELLED),), "all that is left out"
     [guard] = change.guards
-    assert guard.like is not None
-    asked = guard.like.fields | dict(zip(guard.like.own, guard.own, strict=True))
+    assert guard.expected is not None
+    asked = guard.expected.fields | dict(zip(guard.expected.per_row, guard.expected_values, strict=True))
     assert (guard.row, guard.key) == (Execution, ("sibling",))
     assert asked.items() <= msgspec.structs.asdict(row).items()
     assert asked.items() <= msgspec.structs.asdict(supposed).items()
@@ -243,7 +247,7 @@ def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
 )
 def test_other_siblings_need_a_look(reason: str, terms: str | None) -> None:
     edge = Dependency("child", "e", "f", "sibling", DependencyKind.SUCCESS_ONLY)
-    assert sibling_cancel.cancel_unseen([edge], 2, running(flow_id="f", terms=terms), reason) == []
+    assert sibling_cancel.cancel_without_load([edge], 2, running(flow_id="f", terms=terms), reason) == []
 
 
 def _patched(row: Execution, change: Change) -> Execution:
@@ -284,4 +288,4 @@ def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
     ],
 )
 def test_an_end_concerns_successors_parents_and_those_behind_its_limits(fields: dict[str, Any], concerns: bool) -> None:
-    assert transitions.concerns_others(running(**fields)) is concerns
+    assert transitions.affects_others(running(**fields)) is concerns

@@ -88,7 +88,7 @@ def test_reserved_keys_are_for_the_lease_holder_only(key: str) -> None:
     refused = check_tags({"a.b": "", key: ""})
     assert type(refused) is InvalidTagKey
     assert key in refused.detail
-    assert check_tags({key: ""}, reserved=True) is None
+    assert check_tags({key: ""}, allow_reserved=True) is None
 
 
 @pytest.mark.parametrize("key", ["f.f", "fff.x", "ff_x.y", "aff.x"])

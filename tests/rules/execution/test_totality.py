@@ -12,7 +12,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
-from flowfabric.model.change import FromNow, Patch, spelled_out
+from flowfabric.model.change import FromNow, Patch, expand
 from flowfabric.model.execution import Execution, Grant
 from flowfabric.model.states import (
     AttemptState,
@@ -32,13 +32,13 @@ from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution import progress as progress_rules
 from flowfabric.rules.execution import tags as tag_rules
-from flowfabric.rules.execution.grant import GrantOrder
-from flowfabric.rules.execution.lease import Fence, Holder
+from flowfabric.rules.execution.grant import GrantRequest
+from flowfabric.rules.execution.lease import Fence, LeaseHolder
 
 NOW = 1_700_000_000_000
 INSTANTS = st.sampled_from([None, NOW - 1, NOW, NOW + 1, NOW + 60_000])
-HOLDER = Holder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
-ORDER = GrantOrder(
+HOLDER = LeaseHolder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
+ORDER = GrantRequest(
     worker_id="wa", worker_instance_id="wa-1", lane_id="default", capabilities=frozenset({"gpu"}), grant_ttl_ms=5000
 )
 REACHING = settings(max_examples=1000, phases=[Phase.generate], derandomize=True, database=None)
@@ -170,8 +170,8 @@ RULES: dict[str, Rule] = {
         row, fence, None, reason="boom", category="transient", retry_policy=None, chance=0.5, now=NOW
     ),
     "delay": lambda row, fence: delay.delay(row, fence, None, NOW + 5, NOW),
-    "wait for children": lambda row, fence: delay.wait_children(row, fence, None, unresolved=True, now=NOW),
-    "wait for nobody": lambda row, fence: delay.wait_children(row, fence, None, unresolved=False, now=NOW),
+    "wait for children": lambda row, fence: delay.defer_for_children(row, fence, None, unresolved=True, now=NOW),
+    "wait for nobody": lambda row, fence: delay.defer_for_children(row, fence, None, unresolved=False, now=NOW),
     "promote": lambda row, _: delay.promote_delayed(row, NOW),
     "cancel": lambda row, fence: cancel.cancel(row, fence, "operator_override", "stop"),
     "cancel as holder": lambda row, fence: cancel.cancel(row, fence, cancel.WORKER, "stop"),
@@ -184,7 +184,7 @@ RULES: dict[str, Rule] = {
     "block by route": lambda row, _: operator.block(row, "waiting_for_capable_worker", ""),
     "unblock": lambda row, _: operator.unblock(row, None),
     "replay": lambda row, _: replay.replay(row),
-    "progress": lambda row, fence: progress_rules.progress(row, fence, 50, "half", NOW),
+    "progress": lambda row, fence: progress_rules.update_progress(row, fence, 50, "half", NOW),
     "tag": lambda row, _: tag_rules.set_tags(row, {"a.b": "c"}),
     "grant": lambda row, _: grant_rules.issue_claim_grant(row, ORDER, NOW),
     "claim": lambda row, _: claim.claim_execution(row, HOLDER, NOW),
@@ -249,7 +249,7 @@ def _assert_ended(after: Execution) -> None:
 
 def _after(row: Execution, decision: Decision[Any]) -> Execution | None:
     assert decision.change is not None
-    for write in spelled_out(decision.change, row).writes:
+    for write in expand(decision.change, row).writes:
         if isinstance(write, Patch) and write.row is Execution:
             fields = {
                 name: NOW + value.offset if isinstance(value, FromNow) else value

@@ -9,17 +9,17 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Moved
-from flowfabric.model.answers.flow import Applied, Eligibility
-from flowfabric.model.change import Change, Insert, Patch, Put, at
+from flowfabric.model.answers.flow import DependencyApplied, Eligibility
+from flowfabric.model.change import Change, Insert, Patch, Upsert, from_now
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     Dependency,
     DependencyState,
     EdgeGroup,
     GroupState,
+    JoinPolicyKind,
     OnSatisfied,
-    PendingCancelGroup,
-    PolicyVariant,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
@@ -42,7 +42,7 @@ def test_what_is_blocked_for_others_is_promoted_once_its_dependencies_are_met(jo
 
     assert decision.answer == Moved(EXECUTION, PublicState.WAITING)
     assert decision.change is not None
-    assert decision.change.writes == (joins.released(BLOCKED),)
+    assert decision.change.writes == (joins.release_child(BLOCKED),)
 
 
 @pytest.mark.parametrize("join", UNMET.values(), ids=UNMET.keys())
@@ -70,15 +70,15 @@ VERDICTS: dict[str, tuple[Execution | None, EdgeGroup | None, Eligibility]] = {
 def test_dependencies_say_whether_work_may_run(
     one: Execution | None, join: EdgeGroup | None, verdict: Eligibility
 ) -> None:
-    assert dependencies.eligibility(one, join) is verdict
+    assert dependencies.dependency_eligibility(one, join) is verdict
 
 
 def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> tuple[Any, EdgeGroup, Dependency]:
     """The answer, the join and the edge after one more edge was applied."""
-    decision = dependencies.apply(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
+    decision = dependencies.apply_dependency(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
     assert decision.change is not None
     after, dependency, *_ = decision.change.writes
-    assert isinstance(after, Put)
+    assert isinstance(after, Upsert)
     assert isinstance(after.row, EdgeGroup)
     assert isinstance(dependency, Insert)
     assert isinstance(dependency.row, Dependency)
@@ -86,21 +86,21 @@ def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> t
 
 
 def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_not_come() -> None:
-    quorum = {"policy_variant": PolicyVariant.QUORUM, "k": 4, "on_satisfied": OnSatisfied.LET_RUN}
+    quorum = {"policy_variant": JoinPolicyKind.QUORUM, "k": 4, "on_satisfied": OnSatisfied.LET_RUN}
     join = group(**quorum, n=7, succeeded=1, failed=2, skipped=3, waiting_since=NOW - 5)
 
     answer, after, dependency = applied(UPSTREAM, join)
 
-    assert answer == Applied(2)
+    assert answer == DependencyApplied(2)
     assert (after.n, after.waiting_since) == (8, NOW - 5)
     assert (dependency.outcome, dependency.unfolded_at, dependency.data_passing_ref) == (None, None, None)
 
 
-ANY_OF = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": OnSatisfied.LET_RUN}
+ANY_OF = {"policy_variant": JoinPolicyKind.ANY_OF, "k": 1, "on_satisfied": OnSatisfied.LET_RUN}
 MET_ONCE = {"group_state": GroupState.SATISFIED, "satisfied_at": NOW - 5, "succeeded": 1}
 # Each: a join that has fired; its state, since when it waits, and when it was met, once another edge is applied.
 FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
-    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, at(0), None),
+    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, from_now(0), None),
     "any_of is met already": (group(**ANY_OF, **MET_ONCE), GroupState.SATISFIED, None, NOW - 5),
     "impossible for ever": (group(group_state=GroupState.IMPOSSIBLE, failed=1), GroupState.IMPOSSIBLE, None, None),
 }
@@ -118,15 +118,15 @@ def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
 def test_the_revision_that_an_edge_is_applied_at_is_kept_for_people() -> None:
     ask = replace(APPLY, graph_revision=7)
 
-    assert dependencies.grown(GROUP, ask).last_flow_graph_revision == 7
-    assert dependencies.grown(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
+    assert dependencies.with_applied_edge(GROUP, ask).last_flow_graph_revision == 7
+    assert dependencies.with_applied_edge(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
 
 
 def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
     passes = replace(EDGE, data_passing_ref="staged")
     for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
         ask = replace(APPLY, data_passing_ref=given)
-        change = dependencies.apply(CHILD, UPSTREAM, passes, None, GROUP, ask).change
+        change = dependencies.apply_dependency(CHILD, UPSTREAM, passes, None, GROUP, ask).change
         assert change is not None
         [dependency] = [write.row for write in change.writes if isinstance(write, Insert)]
         assert isinstance(dependency, Dependency)
@@ -138,11 +138,11 @@ def test_an_end_that_came_before_the_edge_is_noted_with_it() -> None:
 
     _, _, dependency = applied(ended, GROUP)
 
-    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, at(0))
+    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, from_now(0))
 
 
 def test_an_edge_from_one_that_is_gone_is_refused() -> None:
-    decision = dependencies.apply(CHILD, None, EDGE, None, GROUP, APPLY)
+    decision = dependencies.apply_dependency(CHILD, None, EDGE, None, GROUP, APPLY)
 
     assert isinstance(decision.answer, errors.InvalidDependency)
     assert decision.change is None
@@ -157,7 +157,7 @@ LOST: dict[str, Any] = {"n": 2, "failed": 1, "skipped": 1, "group_state": GroupS
 
 
 def replayed(join: EdgeGroup) -> Change:
-    change = dependencies.replay_member(SKIPPED, join, [CAME, NEVER_CAME], {U: LIVES, V: OVER}).change
+    change = dependencies.replay_skipped_member(SKIPPED, join, [CAME, NEVER_CAME], {U: LIVES, V: OVER}).change
     assert change is not None
     return change
 
@@ -168,7 +168,7 @@ def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_n
     [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
     after = group(**LOST | reset)
     assert (after.succeeded, after.failed, after.skipped, after.group_state) == (1, 0, 0, GroupState.PENDING)
-    assert (after.waiting_since, after.satisfied_at) == (at(0), None)
+    assert (after.waiting_since, after.satisfied_at) == (from_now(0), None)
     edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
     assert edges == [(EXECUTION, "e")]
     written = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Execution]
@@ -178,16 +178,16 @@ def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_n
 
 @pytest.mark.parametrize("then", OnSatisfied)
 def test_a_skipped_member_that_is_replayed_when_enough_has_come_runs(then: OnSatisfied) -> None:
-    first = {"policy_variant": PolicyVariant.ANY_OF, "k": 1, "on_satisfied": then}
+    first = {"policy_variant": JoinPolicyKind.ANY_OF, "k": 1, "on_satisfied": then}
     change = replayed(group(**LOST, **first))
 
     [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
     after = group(**LOST | first | reset)
-    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, at(0))
+    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, from_now(0))
     edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
     assert edges == [(EXECUTION, "e")]
     flagged = (after.cancel_siblings_pending_flag, after.cancel_siblings_pending_members, after.cancel_siblings_reason)
-    is_listed = PendingCancelGroup in {type(write.row) for write in change.writes if isinstance(write, Put)}
+    is_listed = PendingSiblingCancel in {type(write.row) for write in change.writes if isinstance(write, Upsert)}
     if then is OnSatisfied.CANCEL_REMAINING:  # the upstream that lives is needed no more
         assert (flagged, is_listed) == ((True, U, QUORUM_SATISFIED), True)
     else:

@@ -3,61 +3,61 @@
 from __future__ import annotations
 
 from flowfabric.model.change import Delete, Guard, Patch
-from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge, EdgeGroup, PolicyVariant
+from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge, EdgeGroup, JoinPolicyKind
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.rules.flow.fan_out import Ahead, Step, deliver
+from flowfabric.rules.flow.fan_out import FanOutEdge, FanOutStep, fan_out
 from tests.rules.flow.test_joins import CHILD, child, edge, group
 
-OWED = Dispatch("u0", "f", TerminalOutcome.SUCCESS, 0, revision=7)
+OWED = CompletionDispatch("u0", "f", TerminalOutcome.SUCCESS, 0, revision=7)
 
 
-def ahead(number: int, waits_for: EdgeGroup | None, dependency: Dependency | None) -> Ahead:
+def ahead(number: int, waits_for: EdgeGroup | None, dependency: Dependency | None) -> FanOutEdge:
     leads = Edge("f", f"e{number:03}", "u0", CHILD, DependencyKind.SUCCESS_ONLY, 0)
-    return Ahead(leads, waits_for, child() if waits_for else None, dependency)
+    return FanOutEdge(leads, waits_for, child() if waits_for else None, dependency)
 
 
-ALONE = ahead(0, group(PolicyVariant.ALL_OF, 1), edge(0))
-WITH_OTHERS = ahead(1, group(PolicyVariant.ALL_OF, 2), edge(1))
+ALONE = ahead(0, group(JoinPolicyKind.ALL_OF, 1), edge(0))
+WITH_OTHERS = ahead(1, group(JoinPolicyKind.ALL_OF, 2), edge(1))
 STAGED = ahead(2, None, None)
 
 
 def test_a_child_that_waits_for_one_edge_alone_is_advanced_at_once_and_the_others_are_left_to_a_fold() -> None:
-    decision = deliver(OWED, [ALONE, WITH_OTHERS, STAGED], is_last=True, carry=True)
+    decision = fan_out(OWED, [ALONE, WITH_OTHERS, STAGED], is_last=True, inline=True)
 
-    assert decision.answer == Step(3, (edge(1),), is_last=True)
+    assert decision.answer == FanOutStep(3, (edge(1),), is_last=True)
     assert decision.change is not None
-    assert decision.change.guards[0] == Guard(Dispatch, ("u0",), 7)
+    assert decision.change.guards[0] == Guard(CompletionDispatch, ("u0",), 7)
     assert {guard.row for guard in decision.change.guards[1:]} == {EdgeGroup, type(ALONE.child)}
-    assert decision.change.writes[0] == Delete(Dispatch, ("u0",))
+    assert decision.change.writes[0] == Delete(CompletionDispatch, ("u0",))
     noted = [write.key for write in decision.change.writes if isinstance(write, Patch) and write.row is Dependency]
     assert noted == [(CHILD, "e000"), (CHILD, "e001")], "an edge that is only staged is told nothing"
 
 
 def test_without_carrying_every_edge_is_left_to_a_fold() -> None:
-    decision = deliver(OWED, [ALONE, WITH_OTHERS], is_last=True, carry=False)
+    decision = fan_out(OWED, [ALONE, WITH_OTHERS], is_last=True, inline=False)
 
-    assert decision.answer == Step(2, (edge(0), edge(1)), is_last=True)
+    assert decision.answer == FanOutStep(2, (edge(0), edge(1)), is_last=True)
     assert decision.change is not None
-    assert decision.change.guards == (Guard(Dispatch, ("u0",), 7),)
+    assert decision.change.guards == (Guard(CompletionDispatch, ("u0",), 7),)
 
 
 def test_a_child_that_is_skipped_by_the_end_is_left_to_a_fold_which_looks_at_its_flow() -> None:
-    failed = Dispatch("u0", "f", TerminalOutcome.FAILED, 0, revision=7)
+    failed = CompletionDispatch("u0", "f", TerminalOutcome.FAILED, 0, revision=7)
 
-    decision = deliver(failed, [ALONE], is_last=True, carry=True)
+    decision = fan_out(failed, [ALONE], is_last=True, inline=True)
 
-    assert decision.answer == Step(1, (edge(0),), is_last=True)
+    assert decision.answer == FanOutStep(1, (edge(0),), is_last=True)
     assert decision.change is not None
     assert decision.change.events == ()
-    assert decision.change.guards == (Guard(Dispatch, ("u0",), 7),)
+    assert decision.change.guards == (Guard(CompletionDispatch, ("u0",), 7),)
 
 
 def test_a_step_that_is_not_the_last_notes_how_far_it_came() -> None:
-    decision = deliver(OWED, [ALONE, WITH_OTHERS], is_last=False, carry=True)
+    decision = fan_out(OWED, [ALONE, WITH_OTHERS], is_last=False, inline=True)
 
     assert decision.change is not None
-    assert decision.change.writes[0] == Patch(Dispatch, ("u0",), {"after_edge": "e001"})
+    assert decision.change.writes[0] == Patch(CompletionDispatch, ("u0",), {"after_edge": "e001"})
 
 
 def test_a_dispatch_row_that_is_gone_leaves_nothing_to_do() -> None:
-    assert deliver(None, (), is_last=True, carry=True).change is None
+    assert fan_out(None, (), is_last=True, inline=True).change is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.change import Guard, LeaseCheck, LeaseWant
+from flowfabric.model.change import Guard, LeaseCheck, LeaseRequirement
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -23,26 +23,26 @@ from flowfabric.model.flow import (
     FlowMember,
     FlowState,
     GroupState,
+    JoinPolicyKind,
     OnSatisfied,
-    PendingCancel,
-    PendingCancelGroup,
-    PolicyVariant,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import EligibilityState, TerminalOutcome
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow import build, dependencies, graph, joins
 from flowfabric.rules.flow import cancel as flow_cancel
-from flowfabric.rules.flow.build import Policy, StageEdge
-from flowfabric.rules.flow.joins import Settlement, Surroundings
+from flowfabric.rules.flow.build import JoinPolicy, StageEdge
+from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 from tests.rules.execution.test_guards import ACTIVE, ELIGIBLE, EXECUTION, FENCE, NOW, RUNNABLE, TERMINAL, changed, row
 
 F = "f"
 U = "{fp:86}:22222222-2222-4222-8222-222222222222"
 SUCCESS_ONLY = DependencyKind.SUCCESS_ONLY
 FLOW = Flow(F, 86, "task", "n", FlowState.OPEN, NOW - 9, NOW - 9, node_count=2, project_at=NOW, revision=5)
-GROUP = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, staged=1, n=1, revision=6)
-EMPTY = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, revision=6)
+GROUP = EdgeGroup(F, EXECUTION, JoinPolicyKind.ALL_OF, staged=1, n=1, revision=6)
+EMPTY = EdgeGroup(F, EXECUTION, JoinPolicyKind.ALL_OF, revision=6)
 FREE = row(RUNNABLE, ELIGIBLE)
 CHILD = row(RUNNABLE, ELIGIBLE, flow_id=F)
 UPSTREAM = changed(CHILD, {"execution_id": U, "revision": 8})
@@ -53,16 +53,16 @@ EDGE = Edge(F, "e", U, EXECUTION, SUCCESS_ONLY, NOW - 5)
 ASK = StageEdge(F, "e", U, EXECUTION, SUCCESS_ONLY, None, None)
 MEMBERS = (FlowMember(F, U), FlowMember(F, EXECUTION))
 APPLY = dependencies.ApplyDependency(F, "e", U, EXECUTION)
-TWO = EdgeGroup(F, EXECUTION, PolicyVariant.ALL_OF, staged=2, n=2, revision=6)
+TWO = EdgeGroup(F, EXECUTION, JoinPolicyKind.ALL_OF, staged=2, n=2, revision=6)
 CARRIER = Dependency(EXECUTION, "e", F, U, SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW, revision=2)
 EARLIER = Dependency(EXECUTION, "d", F, "u", SUCCESS_ONLY, data_passing_ref="r", unfolded_at=NOW - 1, revision=1)
 BACKLOG = CancelBacklog(F, NOW, 2, revision=9)
-PENDING = [PendingCancel(F, EXECUTION)]
-ENTRY = PendingCancelGroup(F, EXECUTION, NOW - 1, revision=4)
+PENDING = [PendingMemberCancel(F, EXECUTION)]
+ENTRY = PendingSiblingCancel(F, EXECUTION, NOW - 1, revision=4)
 FLAGGED = EdgeGroup(
     F,
     EXECUTION,
-    PolicyVariant.ANY_OF,
+    JoinPolicyKind.ANY_OF,
     OnSatisfied.CANCEL_REMAINING,
     n=2,
     group_state=GroupState.SATISFIED,
@@ -74,14 +74,14 @@ FLAGGED = EdgeGroup(
 flow, no_flow = Guard(Flow, (F,), 5), Guard(Flow, (F,), None)
 join, no_join = Guard(EdgeGroup, (F, EXECUTION), 6), Guard(EdgeGroup, (F, EXECUTION), None)
 sheet, upstream = Guard(Execution, (EXECUTION,), 7), Guard(Execution, (U,), 8)
-held = Guard(Execution, (EXECUTION,), 7, LeaseCheck(LeaseWant.LIVE, "lease-1", 3))
+held = Guard(Execution, (EXECUTION,), 7, LeaseCheck(LeaseRequirement.LIVE, "lease-1", 3))
 carrier = Guard(Dependency, (EXECUTION, "e"), 2)
 backlog = Guard(CancelBacklog, (F,), 9)
-entry = Guard(PendingCancelGroup, (F, EXECUTION), 4)
+entry = Guard(PendingSiblingCancel, (F, EXECUTION), 4)
 
 
 def staged(group: EdgeGroup | None) -> Decision[Any]:
-    return build.stage(FLOW, None, MEMBERS, group, ASK, closes_circle=False)
+    return build.stage_edge(FLOW, None, MEMBERS, group, ASK, closes_cycle=False)
 
 
 def waiting(group: EdgeGroup | None, flow_id: str | None = F) -> Decision[Any]:
@@ -90,56 +90,64 @@ def waiting(group: EdgeGroup | None, flow_id: str | None = F) -> Decision[Any]:
 
 def header(*rows: Execution) -> Decision[Any]:
     known = {one.execution_id: one for one in rows}
-    return flow_cancel.header(FLOW, MEMBERS, known, reason="r", policy=CancellationPolicy.CANCEL_ALL)
+    return flow_cancel.cancel_header(FLOW, MEMBERS, known, reason="r", policy=CancellationPolicy.CANCEL_ALL)
 
 
-def folded(group: EdgeGroup, *ends: Settlement, handed_on_by: str | None = None) -> Decision[Any]:
+def folded(group: EdgeGroup, *ends: UpstreamOutcome, handed_on_by: str | None = None) -> Decision[Any]:
     carried = None if handed_on_by is None else (Payload(EXECUTION, "task", ""), Result(handed_on_by, b"r"))
-    return joins.fold(group, BLOCKED, joins.tally(group, ends), Surroundings(flow=FLOW, carried=carried))
+    return joins.resolve_join(
+        group, BLOCKED, joins.count_outcomes(group, ends), JoinContext(flow=FLOW, passed_result=carried)
+    )
 
 
 SUCCESS, FAILED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED
-CAME = (Settlement(EARLIER, SUCCESS), Settlement(CARRIER, SUCCESS))
-UNNOTED = Settlement(CARRIER, FAILED, is_noted=False)
-ANY_OF = Policy(PolicyVariant.ANY_OF, OnSatisfied.LET_RUN)
+CAME = (UpstreamOutcome(EARLIER, SUCCESS), UpstreamOutcome(CARRIER, SUCCESS))
+UNNOTED = UpstreamOutcome(CARRIER, FAILED, is_recorded=False)
+ANY_OF = JoinPolicy(JoinPolicyKind.ANY_OF, OnSatisfied.LET_RUN)
 STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
-    "create": (build.create(None, F, 86, "task", "n"), {no_flow}),
+    "create": (build.create_flow(None, F, 86, "task", "n"), {no_flow}),
     "add": (build.add_member(FLOW, FREE, None, EXECUTION), {flow, sheet}),
     "add what is listed but does not know": (build.add_member(FLOW, FREE, MEMBERS[1], EXECUTION), {flow, sheet}),
     "stage the first edge": (staged(None), {flow, no_join}),
     "stage another edge": (staged(GROUP), {flow, join}),
-    "fix the first policy": (build.set_policy(FLOW, None, F, EXECUTION, ANY_OF), {flow, no_join}),
-    "fix another policy": (build.set_policy(FLOW, EMPTY, F, EXECUTION, ANY_OF), {flow, join}),
-    "tag": (build.set_tag(FLOW, "a.b", "c"), {flow}),
-    "apply": (dependencies.apply(CHILD, UPSTREAM, EDGE, None, GROUP, APPLY), {join, sheet, upstream}),
-    "apply the first": (dependencies.apply(CHILD, UPSTREAM, EDGE, None, None, APPLY), {no_join, sheet, upstream}),
+    "fix the first policy": (build.set_join_policy(FLOW, None, F, EXECUTION, ANY_OF), {flow, no_join}),
+    "fix another policy": (build.set_join_policy(FLOW, EMPTY, F, EXECUTION, ANY_OF), {flow, join}),
+    "tag": (build.set_flow_tag(FLOW, "a.b", "c"), {flow}),
+    "apply": (dependencies.apply_dependency(CHILD, UPSTREAM, EDGE, None, GROUP, APPLY), {join, sheet, upstream}),
+    "apply the first": (
+        dependencies.apply_dependency(CHILD, UPSTREAM, EDGE, None, None, APPLY),
+        {no_join, sheet, upstream},
+    ),
     "wait": (waiting(GROUP), {held, join}),
     "wait for nobody": (waiting(None), {held, no_join}),
     "wait outside of a flow": (waiting(None, flow_id=None), {held}),
     "promote": (dependencies.promote_blocked(BLOCKED, None), {sheet, no_join}),
     "promote outside of a flow": (dependencies.promote_blocked(changed(BLOCKED, {"flow_id": None}), None), {sheet}),
-    "replay": (dependencies.replay_member(SKIPPED, GROUP, [DEPENDENCY], {U: UPSTREAM}), {sheet, join, upstream}),
-    "count": (folded(TWO, Settlement(DEPENDENCY, SUCCESS)), {join}),
+    "replay": (
+        dependencies.replay_skipped_member(SKIPPED, GROUP, [DEPENDENCY], {U: UPSTREAM}),
+        {sheet, join, upstream},
+    ),
+    "count": (folded(TWO, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join}),
     "count what is noted nowhere": (
-        folded(TWO, Settlement(CARRIER, FAILED, is_noted=False)),
+        folded(TWO, UpstreamOutcome(CARRIER, FAILED, is_recorded=False)),
         {join, sheet, flow, carrier},
     ),
-    "let run": (folded(GROUP, Settlement(DEPENDENCY, SUCCESS)), {join, sheet}),
-    "skip": (folded(GROUP, Settlement(DEPENDENCY, FAILED)), {join, sheet, flow}),
+    "let run": (folded(GROUP, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join, sheet}),
+    "skip": (folded(GROUP, UpstreamOutcome(DEPENDENCY, FAILED)), {join, sheet, flow}),
     "hand on": (folded(TWO, CAME[1], handed_on_by=U), {join, sheet}),
     "hand nothing on": (folded(TWO, CAME[1]), {join, carrier}),
     "hand on what came earlier": (folded(TWO, *CAME, handed_on_by="u"), {join, sheet, carrier}),
     "cancel": (header(CHILD), {flow}),
-    "strike off": (flow_cancel.ack(BACKLOG, PENDING), {backlog}),
+    "strike off": (flow_cancel.acknowledge_cancels(BACKLOG, PENDING), {backlog}),
     "forget a backlog": (flow_cancel.drop_backlog(BACKLOG), {backlog}),
     "spare": (
-        flow_cancel.spared(dependencies.replay_member(SKIPPED, None, [], {}), BACKLOG, PENDING),
+        flow_cancel.without_pending_cancel(dependencies.replay_skipped_member(SKIPPED, None, [], {}), BACKLOG, PENDING),
         {sheet, backlog},
     ),
-    "drain": (flow_cancel.drain(ENTRY, FLAGGED), {entry, join}),
-    "drain without a join": (flow_cancel.drain(ENTRY, None), {entry}),
-    "finish a drain": (flow_cancel.reconcile(ENTRY, FLAGGED, {}, []), {entry, join}),
-    "forget a drain": (flow_cancel.reconcile(ENTRY, GROUP, {}, []), {entry}),
+    "drain": (flow_cancel.drain_siblings(ENTRY, FLAGGED), {entry, join}),
+    "drain without a join": (flow_cancel.drain_siblings(ENTRY, None), {entry}),
+    "finish a drain": (flow_cancel.reconcile_siblings(ENTRY, FLAGGED, {}, []), {entry, join}),
+    "forget a drain": (flow_cancel.reconcile_siblings(ENTRY, GROUP, {}, []), {entry}),
 }
 
 

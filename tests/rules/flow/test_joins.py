@@ -10,24 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Insert, Patch, Put
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.change import Change, Insert, Patch, Upsert
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import (
     Dependency,
     DependencyKind,
     DependencyState,
     EdgeGroup,
     GroupState,
+    JoinPolicyKind,
     OnSatisfied,
-    PendingCancelGroup,
-    PolicyVariant,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import EligibilityState, TerminalOutcome
 from flowfabric.rules.execution.create import CreateExecution, create
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import joins
-from flowfabric.rules.flow.joins import Settlement, Surroundings, Verdict
-from flowfabric.rules.flow.successors import Successor, line_told, listed, named, successor
+from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome, Verdict
+from flowfabric.rules.flow.successors import Successor, decode_queue, encode_successors, named_successors, successor
 from flowfabric.rules.scheduling import queue
 
 SUCCESS, FAILED, SKIPPED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED
@@ -35,7 +35,7 @@ ENDS = [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED, TerminalOutcome.SKIPPED
 CHILD = "{fp:1}:00000000-0000-4000-8000-000000000000"
 
 
-def group(variant: PolicyVariant, n: int, k: int = 0, then: OnSatisfied | None = None, **given: int) -> EdgeGroup:
+def group(variant: JoinPolicyKind, n: int, k: int = 0, then: OnSatisfied | None = None, **given: int) -> EdgeGroup:
     return EdgeGroup("f", CHILD, variant, then, k, n, n, **given)  # type: ignore[arg-type]
 
 
@@ -43,8 +43,8 @@ def edge(number: int, **given: object) -> Dependency:
     return Dependency(CHILD, f"e{number:03}", "f", f"u{number}", DependencyKind.SUCCESS_ONLY, **given)  # type: ignore[arg-type]
 
 
-def settled(*outcomes: TerminalOutcome) -> list[Settlement]:
-    return [Settlement(edge(number), outcome) for number, outcome in enumerate(outcomes)]
+def settled(*outcomes: TerminalOutcome) -> list[UpstreamOutcome]:
+    return [UpstreamOutcome(edge(number), outcome) for number, outcome in enumerate(outcomes)]
 
 
 def child(**given: object) -> Execution:
@@ -55,27 +55,27 @@ def child(**given: object) -> Execution:
     born = decision.change.writes[0]
     assert isinstance(born, Insert)
     assert isinstance(born.row, Execution)
-    return msgspec.structs.replace(born.row, **joins.waits("…"), created_at=0)
+    return msgspec.structs.replace(born.row, **joins.waiting_fields("…"), created_at=0)
 
 
 @pytest.mark.parametrize(
     ("policy", "outcomes", "verdicts"),
     [
-        (group(PolicyVariant.ALL_OF, 3), [SUCCESS] * 3, "pending pending satisfied"),
-        (group(PolicyVariant.ALL_OF, 3), [SUCCESS, FAILED, SUCCESS], "pending impossible already_fired"),
-        (group(PolicyVariant.ANY_OF, 3, 1), [FAILED, SKIPPED, SUCCESS], "pending pending satisfied"),
-        (group(PolicyVariant.ANY_OF, 2, 1), [FAILED, FAILED], "pending impossible"),
-        (group(PolicyVariant.QUORUM, 5, 3), [SUCCESS, FAILED, SUCCESS, FAILED, SUCCESS], "pending " * 4 + "satisfied"),
-        (group(PolicyVariant.QUORUM, 5, 3), [FAILED, FAILED, SKIPPED], "pending pending impossible"),
-        (group(PolicyVariant.QUORUM, 2, 2), [SKIPPED], "impossible"),
-        (group(PolicyVariant.QUORUM, 2, 3), [SUCCESS], "impossible"),
-        (group(PolicyVariant.ANY_OF, 3, 1), [SUCCESS] * 3, "satisfied already_fired already_fired"),
+        (group(JoinPolicyKind.ALL_OF, 3), [SUCCESS] * 3, "pending pending satisfied"),
+        (group(JoinPolicyKind.ALL_OF, 3), [SUCCESS, FAILED, SUCCESS], "pending impossible already_fired"),
+        (group(JoinPolicyKind.ANY_OF, 3, 1), [FAILED, SKIPPED, SUCCESS], "pending pending satisfied"),
+        (group(JoinPolicyKind.ANY_OF, 2, 1), [FAILED, FAILED], "pending impossible"),
+        (group(JoinPolicyKind.QUORUM, 5, 3), [SUCCESS, FAILED, SUCCESS, FAILED, SUCCESS], "pending " * 4 + "satisfied"),
+        (group(JoinPolicyKind.QUORUM, 5, 3), [FAILED, FAILED, SKIPPED], "pending pending impossible"),
+        (group(JoinPolicyKind.QUORUM, 2, 2), [SKIPPED], "impossible"),
+        (group(JoinPolicyKind.QUORUM, 2, 3), [SUCCESS], "impossible"),
+        (group(JoinPolicyKind.ANY_OF, 3, 1), [SUCCESS] * 3, "satisfied already_fired already_fired"),
     ],
 )
 def test_the_worked_examples_counted_together(
     policy: EdgeGroup, outcomes: list[TerminalOutcome], verdicts: str
 ) -> None:
-    assert [one.value for one in joins.tally(policy, settled(*outcomes)).verdicts] == verdicts.split()
+    assert [one.value for one in joins.count_outcomes(policy, settled(*outcomes)).verdicts] == verdicts.split()
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,17 @@ def test_each_kind_of_edge_is_satisfied_by_its_ends(kind: DependencyKind, satisf
     assert {end.value for end in ends if joins.satisfies(kind, end)} == satisfied_by
 
 
-def naive(variant: PolicyVariant, n: int, k: int, outcomes: tuple[TerminalOutcome, ...]) -> GroupState:
+def naive(variant: JoinPolicyKind, n: int, k: int, outcomes: tuple[TerminalOutcome, ...]) -> GroupState:
     """What a group is in the end: enough successes, or too many others."""
     good = outcomes.count(SUCCESS)
-    needed = n if variant is PolicyVariant.ALL_OF else k
+    needed = n if variant is JoinPolicyKind.ALL_OF else k
     return GroupState.SATISFIED if good >= needed else GroupState.IMPOSSIBLE
 
 
-@pytest.mark.parametrize(("variant", "k"), [(PolicyVariant.ALL_OF, 0), *((PolicyVariant.QUORUM, k) for k in (1, 2, 3))])
-def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: PolicyVariant, k: int) -> None:
+@pytest.mark.parametrize(
+    ("variant", "k"), [(JoinPolicyKind.ALL_OF, 0), *((JoinPolicyKind.QUORUM, k) for k in (1, 2, 3))]
+)
+def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: JoinPolicyKind, k: int) -> None:
     for outcomes in product(ENDS, repeat=3):
         for order in permutations(settled(*outcomes)):
             for cut in range(4):
@@ -109,10 +111,10 @@ def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: Pol
                 for portion in (order[:cut], order[cut:]):
                     # Each comes later than the one before, as the store's clock would say.
                     timed = [
-                        Settlement(edge(int(one.dependency.edge_id[1:]), unfolded_at=place), one.outcome)
+                        UpstreamOutcome(edge(int(one.dependency.edge_id[1:]), unfolded_at=place), one.outcome)
                         for place, one in enumerate(portion)
                     ]
-                    counts = joins.tally(now, timed)
+                    counts = joins.count_outcomes(now, timed)
                     fired += counts.fired_by is not None
                     now = EdgeGroup(
                         "f",
@@ -133,8 +135,8 @@ def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: Pol
 
 @given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=40), st.integers(1, 45))
 def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome], k: int) -> None:
-    policy = group(PolicyVariant.QUORUM, len(outcomes), k)
-    together = joins.tally(policy, settled(*outcomes))
+    policy = group(JoinPolicyKind.QUORUM, len(outcomes), k)
+    together = joins.count_outcomes(policy, settled(*outcomes))
     state, fired = GroupState.PENDING, None
     for number, one in enumerate(settled(*outcomes)):
         counts = outcomes[: number + 1]
@@ -147,43 +149,43 @@ def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome
 
 def test_ends_that_are_handed_over_in_any_order_are_counted_in_the_order_in_which_they_came() -> None:
     came = [(2, 10), (0, 20), (1, 20)]  # the second and the third at the same instant: then the edges' ids decide
-    ends = [Settlement(edge(number, unfolded_at=at), SUCCESS) for number, at in came]
+    ends = [UpstreamOutcome(edge(number, unfolded_at=at), SUCCESS) for number, at in came]
 
     for some in (ends[:2], ends):
         for order in permutations(some):
             for k in range(1, len(some) + 1):
-                counted = joins.tally(group(PolicyVariant.QUORUM, 3, k), order)
+                counted = joins.count_outcomes(group(JoinPolicyKind.QUORUM, 3, k), order)
                 assert list(counted.counted) == some
                 assert counted.fired_by == some[k - 1].dependency
 
 
 def test_an_edge_that_was_counted_before_is_passed_over() -> None:
-    known = Settlement(edge(0, state=DependencyState.SATISFIED), SUCCESS)
+    known = UpstreamOutcome(edge(0, state=DependencyState.SATISFIED), SUCCESS)
 
-    counts = joins.tally(group(PolicyVariant.ALL_OF, 2, succeeded=1), [known])
+    counts = joins.count_outcomes(group(JoinPolicyKind.ALL_OF, 2, succeeded=1), [known])
 
     assert counts.verdicts == (Verdict.ALREADY_RESOLVED,)
-    assert joins.fold(group(PolicyVariant.ALL_OF, 2), child(), counts, Surroundings()).change is None
+    assert joins.resolve_join(group(JoinPolicyKind.ALL_OF, 2), child(), counts, JoinContext()).change is None
 
 
 @pytest.mark.parametrize("bucket", ["succeeded", "failed", "skipped"])
 def test_more_ends_than_edges_are_a_bug_and_change_nothing(bucket: str) -> None:
-    full = group(PolicyVariant.ALL_OF, 1, 0, None, **{bucket: 1})
+    full = group(JoinPolicyKind.ALL_OF, 1, 0, None, **{bucket: 1})
 
-    decision = joins.fold(full, child(), joins.tally(full, settled(SUCCESS)), Surroundings())
+    decision = joins.resolve_join(full, child(), joins.count_outcomes(full, settled(SUCCESS)), JoinContext())
 
     assert isinstance(decision.answer, errors.BugError)
     assert decision.change is None
 
 
 def folded(policy: EdgeGroup, *outcomes: TerminalOutcome, row: Execution | None = None) -> Change:
-    decision = joins.fold(policy, row, joins.tally(policy, settled(*outcomes)), Surroundings())
+    decision = joins.resolve_join(policy, row, joins.count_outcomes(policy, settled(*outcomes)), JoinContext())
     assert decision.change is not None
     return decision.change
 
 
 def test_a_group_that_stays_pending_leaves_the_child_alone() -> None:
-    change = folded(group(PolicyVariant.ALL_OF, 2), SUCCESS, row=child())
+    change = folded(group(JoinPolicyKind.ALL_OF, 2), SUCCESS, row=child())
 
     assert {guard.row for guard in change.guards} == {EdgeGroup}
     assert {write.row for write in change.writes if isinstance(write, Patch)} == {EdgeGroup, Dependency}
@@ -192,7 +194,7 @@ def test_a_group_that_stays_pending_leaves_the_child_alone() -> None:
 def test_a_group_that_fires_is_decided_on_its_child_even_when_the_child_is_left_alone() -> None:
     active = msgspec.structs.replace(child(), eligibility_state=EligibilityState.NOT_APPLICABLE)
 
-    change = folded(group(PolicyVariant.ALL_OF, 1), SUCCESS, row=active)
+    change = folded(group(JoinPolicyKind.ALL_OF, 1), SUCCESS, row=active)
 
     assert {guard.row for guard in change.guards} == {EdgeGroup, Execution}
     assert Execution not in {write.row for write in change.writes if isinstance(write, Patch)}
@@ -201,43 +203,45 @@ def test_a_group_that_fires_is_decided_on_its_child_even_when_the_child_is_left_
 @pytest.mark.parametrize(
     ("variant", "then", "outcome", "flags"),
     [
-        (PolicyVariant.ANY_OF, OnSatisfied.CANCEL_REMAINING, SUCCESS, "sibling_quorum_satisfied"),
-        (PolicyVariant.ANY_OF, OnSatisfied.CANCEL_REMAINING, FAILED, "sibling_quorum_impossible"),
-        (PolicyVariant.ANY_OF, OnSatisfied.LET_RUN, SUCCESS, None),
-        (PolicyVariant.ALL_OF, None, SUCCESS, None),
+        (JoinPolicyKind.ANY_OF, OnSatisfied.CANCEL_REMAINING, SUCCESS, "sibling_quorum_satisfied"),
+        (JoinPolicyKind.ANY_OF, OnSatisfied.CANCEL_REMAINING, FAILED, "sibling_quorum_impossible"),
+        (JoinPolicyKind.ANY_OF, OnSatisfied.LET_RUN, SUCCESS, None),
+        (JoinPolicyKind.ALL_OF, None, SUCCESS, None),
     ],
 )
 def test_siblings_are_flagged_only_where_the_policy_says_so(
-    variant: PolicyVariant, then: OnSatisfied | None, outcome: TerminalOutcome, flags: str | None
+    variant: JoinPolicyKind, then: OnSatisfied | None, outcome: TerminalOutcome, flags: str | None
 ) -> None:
     change = folded(group(variant, 1, 1, then), outcome)
 
-    listed = [write for write in change.writes if isinstance(write, Put) and isinstance(write.row, PendingCancelGroup)]
+    listed = [
+        write for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, PendingSiblingCancel)
+    ]
     fields = next(write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup)
     assert (bool(listed), fields.get("cancel_siblings_reason")) == (flags is not None, flags)
     fired = msgspec.structs.replace(group(variant, 1, 1, then), **fields)
     key = (fired.flow_id, fired.downstream_execution_id)
-    entry = PendingCancelGroup(*key, 0, revision=change.id)  # as a store keeps it
-    known = flow_cancel.flagged_by(change, key, (child(),)) or flow_cancel.Flagged([], "", change.id)
-    assert known == flow_cancel.flagged(entry, fired)
+    entry = PendingSiblingCancel(*key, 0, revision=change.id)  # as a store keeps it
+    known = flow_cancel.sibling_cancels_in(change, key, (child(),)) or flow_cancel.SiblingCancels([], "", change.id)
+    assert known == flow_cancel.sibling_cancels_of(entry, fired)
     again = msgspec.structs.replace(child(), replay_count=1)
-    assert flow_cancel.flagged_by(change, key, (again,)) is None
-    assert flow_cancel.flagged_by(change, ("another", "group"), (child(),)) is None
+    assert flow_cancel.sibling_cancels_in(change, key, (again,)) is None
+    assert flow_cancel.sibling_cancels_in(change, ("another", "group"), (child(),)) is None
 
 
 def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> None:
-    def with_refs(outcomes: list[TerminalOutcome]) -> list[Settlement]:
+    def with_refs(outcomes: list[TerminalOutcome]) -> list[UpstreamOutcome]:
         return [
-            Settlement(edge(number, data_passing_ref="r" if number != 1 else None), outcome)
+            UpstreamOutcome(edge(number, data_passing_ref="r" if number != 1 else None), outcome)
             for number, outcome in enumerate(outcomes)
         ]
 
-    every = group(PolicyVariant.ALL_OF, 3)
-    first_two = group(PolicyVariant.QUORUM, 3, 2)
+    every = group(JoinPolicyKind.ALL_OF, 3)
+    first_two = group(JoinPolicyKind.QUORUM, 3, 2)
 
     def carriers(policy: EdgeGroup, outcomes: list[TerminalOutcome]) -> list[str]:
-        counts = joins.tally(policy, with_refs(outcomes))
-        return [one.edge_id for one in counts.carriers(policy, child())]
+        counts = joins.count_outcomes(policy, with_refs(outcomes))
+        return [one.edge_id for one in counts.result_edges(policy, child())]
 
     assert carriers(every, [SUCCESS, SUCCESS]) == ["e000"]
     assert carriers(every, [SUCCESS, SUCCESS, SUCCESS]) == ["e002", "e000"]
@@ -262,31 +266,33 @@ def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> N
 )
 def test_a_child_that_nobody_saw_gets_what_one_that_was_seen_gets(policy: str | None, priority: int) -> None:
     row = child(policy=policy, priority=priority)
-    alone = group(PolicyVariant.ALL_OF, 1)
+    alone = group(JoinPolicyKind.ALL_OF, 1)
     (one,) = settled(SUCCESS)
     follows = successor(
-        one.dependency.edge_id, CHILD, DependencyKind.SUCCESS_ONLY, inbound=1, ref=None, line=queue.line_of(row)
+        one.dependency.edge_id, CHILD, DependencyKind.SUCCESS_ONLY, inbound=1, ref=None, queue=queue.queue_of(row)
     )
 
-    looked = joins.advance(alone, row, one, Surroundings())
-    unseen = joins.advance_unseen("f", follows.edge_id, CHILD, line_told(named(waited_for_by(follows))[0].line))
+    looked = joins.inline_release(alone, row, one, JoinContext())
+    unseen = joins.inline_release_without_load(
+        "f", follows.edge_id, CHILD, decode_queue(named_successors(waited_for_by(follows))[0].queue)
+    )
 
     assert looked is not None
     assert _after(looked, row, alone, one.dependency) == _after(unseen, row, alone, one.dependency)
     for guard, supposed in zip(unseen.guards, (alone, row), strict=True):
-        assert guard.like is not None
-        assert guard.like.fields.items() <= msgspec.structs.asdict(supposed).items()
+        assert guard.expected is not None
+        assert guard.expected.fields.items() <= msgspec.structs.asdict(supposed).items()
 
 
 @pytest.mark.parametrize(
     ("kind", "inbound"), [(DependencyKind.FAILURE_ONLY, 1), (DependencyKind.SUCCESS_ONLY, 2)], ids=["failure", "join"]
 )
 def test_a_child_that_waits_for_something_else_is_not_known_without_a_look(kind: DependencyKind, inbound: int) -> None:
-    assert successor("e", CHILD, kind, inbound=inbound, ref=None, line=LineKey("default")).line == ()
+    assert successor("e", CHILD, kind, inbound=inbound, ref=None, queue=QueueKey("default")).queue == ()
 
 
 def waited_for_by(follows: Successor) -> Execution:
-    return msgspec.structs.replace(child(), successors=listed([follows]))
+    return msgspec.structs.replace(child(), successors=encode_successors([follows]))
 
 
 def _after(change: Change, *rows: msgspec.Struct) -> list[msgspec.Struct]:

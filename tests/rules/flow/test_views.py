@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from flowfabric.model.change import Patch, Put
+from flowfabric.model.change import Patch, Upsert
 from flowfabric.model.flow import EdgeGroup, Flow, FlowState, FlowSummary
 from flowfabric.rules.flow import views
 from tests.rules.flow.test_guards import CHILD, FLOW, GROUP, SKIPPED, flow
@@ -21,28 +21,28 @@ def test_what_no_end_has_come_from_still_runs() -> None:
 
 
 def test_a_flow_is_active_until_it_is_over() -> None:
-    words = {state: views.status(replace(FLOW, public_flow_state=state)).status for state in FlowState}
+    words = {state: views.flow_status(replace(FLOW, public_flow_state=state)).status for state in FlowState}
 
     active = {FlowState.OPEN, FlowState.RUNNING, FlowState.BLOCKED}
     assert words == {state: "active" if state in active else state.value for state in FlowState}
 
 
 def test_a_flow_none_of_whose_members_is_there_gets_no_summary_and_no_further_looks() -> None:
-    decision = views.project(FLOW, 1, [])
+    decision = views.project_summary(FLOW, 1, [])
 
     assert decision.answer is False
     assert decision.change is not None
     assert decision.change.guards == (flow,)
     assert decision.change.writes == (Patch(Flow, (FLOW.flow_id,), {"project_at": None}),)
-    assert views.project(replace(FLOW, project_at=None), 1, []).change is None
+    assert views.project_summary(replace(FLOW, project_at=None), 1, []).change is None
 
 
 def test_a_flow_that_needs_no_looks_gets_a_summary_and_none_either() -> None:
-    decision = views.project(replace(FLOW, project_at=None), 2, [CHILD, SKIPPED])
+    decision = views.project_summary(replace(FLOW, project_at=None), 2, [CHILD, SKIPPED])
 
     assert decision.answer is True
     assert decision.change is not None
     [write] = decision.change.writes
-    assert isinstance(write, Put)
+    assert isinstance(write, Upsert)
     assert isinstance(write.row, FlowSummary)
     assert (write.row.members_waiting, write.row.members_skipped) == (1, 1)

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.change import Delete, Put
+from flowfabric.model.change import Delete, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.limits import quota
-from flowfabric.rules.limits.quota import Asking, QuotaSheet
+from flowfabric.rules.limits.quota import AdmissionRequest, QuotaState
 from tests.stores.samples import execution
 
 NOW = 1_700_000_000_000
 Q = "0c000000-0000-4000-8000-000000000001"
 WINDOW = 1000
-EMPTY = QuotaSheet(Q, 3)
+EMPTY = QuotaState(Q, 3)
 
 executions = st.sampled_from([f"e{n}" for n in range(8)])
 steps = st.one_of(
@@ -32,8 +32,10 @@ steps = st.one_of(
 )
 
 
-def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> Asking:
-    return Asking(execution_id=e, window_ms=WINDOW, rate_limit=rate, concurrency_cap=cap, admission=call, **given)
+def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> AdmissionRequest:
+    return AdmissionRequest(
+        execution_id=e, window_ms=WINDOW, rate_limit=rate, concurrency_cap=cap, call_id=call, **given
+    )
 
 
 @settings(max_examples=300)
@@ -41,7 +43,7 @@ def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> Asking:
 def test_caps_hold_in_every_window_and_counters_equal_recounts(
     rate: int, cap: int, life: list[tuple[Any, ...]]
 ) -> None:
-    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, rate, cap), NOW)
+    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, rate, cap), NOW)
     now, admitted = NOW, list[tuple[int, str]]()
     for call, step in enumerate(life):
         before = sheet
@@ -50,28 +52,28 @@ def test_caps_hold_in_every_window_and_counters_equal_recounts(
                 now += length
             case ("ask", e):
                 had = sheet.slots.get(e)
-                answer, sheet = quota.check(sheet, asking(e, rate, cap, call), now)
+                answer, sheet = quota.admit(sheet, asking(e, rate, cap, call), now)
                 if isinstance(answer, limit_answers.Admitted):
                     admitted.append((now, e))
                 if isinstance(answer, limit_answers.RateExceeded):
-                    later, _ = quota.check(sheet, asking(e, rate, 0, call), now + answer.retry_after_ms)
+                    later, _ = quota.admit(sheet, asking(e, rate, 0, call), now + answer.retry_after_ms)
                     assert isinstance(later, limit_answers.Admitted | limit_answers.AlreadyAdmitted), (
                         "the retry time is true"
                     )
                 if isinstance(answer, limit_answers.AlreadyAdmitted):
                     assert had is not None
-                    assert quota.is_live(had, now)
+                    assert quota.is_slot_live(had, now)
                 if not isinstance(answer, limit_answers.Admitted):
-                    assert quota.written(before, sheet) is None, "a refusal leaves no trace"
+                    assert quota.change_between(before, sheet) is None, "a refusal leaves no trace"
             case ("release", e):
-                _, sheet = quota.release(sheet, e)
+                _, sheet = quota.release_slot(sheet, e)
                 assert e not in sheet.slots
             case ("reconcile", idle):
                 _, sheet = quota.reconcile(sheet, idle, now)
             case _:
                 raise AssertionError(step)
         if cap:
-            assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values()) <= cap
+            assert sheet.root_or_new().active == sum(slot.counted for slot in sheet.slots.values()) <= cap
         if rate:  # an execution that asks again moves its request: the latest of each counts
             window = {e for at, e in admitted if at > now - WINDOW}
             latest = {e for e in window if max(at for at, who in admitted if who == e) > now - WINDOW}
@@ -79,9 +81,9 @@ def test_caps_hold_in_every_window_and_counters_equal_recounts(
         assert reread(before, sheet) == sheet, "what is written is what was decided"
 
 
-def reread(before: QuotaSheet, after: QuotaSheet) -> QuotaSheet:
+def reread(before: QuotaState, after: QuotaState) -> QuotaState:
     """The sheet that is read back after the change between two."""
-    change = quota.written(before, after)
+    change = quota.change_between(before, after)
     rows: dict[Any, Any] = {("root",): before.root}
     rows |= {("slot", key): row for key, row in before.slots.items()}
     rows |= {("request", *key): row for key, row in before.requests.items()}
@@ -89,98 +91,98 @@ def reread(before: QuotaSheet, after: QuotaSheet) -> QuotaSheet:
         match write:
             case Delete(row=kind, key=key):
                 del rows["slot" if kind is QuotaSlot else "request", *key[2:]]
-            case Put(row=QuotaSlot() as slot):
+            case Upsert(row=QuotaSlot() as slot):
                 rows["slot", slot.execution_id] = slot
-            case Put(row=QuotaRequest() as request):
+            case Upsert(row=QuotaRequest() as request):
                 rows["request", request.dimension, request.execution_id] = request
-            case Put(row=QuotaPolicy() as root):
+            case Upsert(row=QuotaPolicy() as root):
                 rows["root",] = root
             case _:
                 raise AssertionError(write)
-    return quota.sheet_of(Q, 3, [row for row in rows.values() if row is not None])
+    return quota.quota_state(Q, 3, [row for row in rows.values() if row is not None])
 
 
 def test_a_release_names_a_life_and_leaves_a_later_one_alone() -> None:
-    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
+    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
 
-    _, same = quota.release(sheet, "e", life=1)
+    _, same = quota.release_slot(sheet, "e", life=1)
     assert same is sheet
     for life in (2, 3, None):
-        _, freed = quota.release(sheet, "e", life=life)
-        assert (freed.slots, freed.row().active) == ({}, 0)
+        _, freed = quota.release_slot(sheet, "e", life=life)
+        assert (freed.slots, freed.root_or_new().active) == ({}, 0)
 
 
 def test_a_call_gives_back_only_what_is_still_its_own() -> None:
-    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1), NOW)
-    answer, taken = quota.check(sheet, asking("e", 0, 5, 2, taking_over=True), NOW)
+    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1), NOW)
+    answer, taken = quota.admit(sheet, asking("e", 0, 5, 2, takes_over_slot=True), NOW)
     assert isinstance(answer, limit_answers.AlreadyAdmitted)
 
-    _, same = quota.release(taken, "e", admission=1)
+    _, same = quota.release_slot(taken, "e", admission=1)
     assert same is taken
-    _, freed = quota.release(taken, "e", admission=2)
+    _, freed = quota.release_slot(taken, "e", admission=2)
     assert freed.slots == {}
 
 
 def test_the_same_call_again_hears_that_it_was_admitted() -> None:
-    _, sheet = quota.check(EMPTY, asking("e", 1, 1, 7), NOW)
+    _, sheet = quota.admit(EMPTY, asking("e", 1, 1, 7), NOW)
 
-    answer, same = quota.check(sheet, asking("e", 1, 1, 7), NOW)
+    answer, same = quota.admit(sheet, asking("e", 1, 1, 7), NOW)
 
     assert isinstance(answer, limit_answers.Admitted)
     assert same is sheet
 
 
 def test_a_later_life_takes_over_a_slot_that_was_not_released_yet() -> None:
-    _, sheet = quota.check(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
-    _, sheet = quota.check(sheet, asking("e", 0, 5, 2, life=1, taking_over=True), NOW)
+    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
+    _, sheet = quota.admit(sheet, asking("e", 0, 5, 2, life=1, takes_over_slot=True), NOW)
 
-    _, same = quota.release(sheet, "e", life=0)
+    _, same = quota.release_slot(sheet, "e", life=0)
 
     assert same is sheet
     assert sheet.slots["e"].life == 1
 
 
 def test_room_and_the_next_opening_follow_the_stored_limits() -> None:
-    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, 2, 0), NOW)
-    assert (quota.room(sheet, NOW), quota.next_passing(sheet, NOW)) == (2, None)
+    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 2, 0), NOW)
+    assert (quota.free_capacity(sheet, NOW), quota.next_capacity_at(sheet, NOW)) == (2, None)
     for n, e in enumerate("ab"):
-        _, sheet = quota.check(sheet, asking(e, 2, 0, n), NOW + n * 300)
-    assert (quota.room(sheet, NOW + 300), quota.next_passing(sheet, NOW + 300)) == (0, NOW + 1000)
-    assert (quota.room(sheet, NOW + 1000), quota.next_passing(sheet, NOW + 1000)) == (1, NOW + 1300)
-    _, unlimited = quota.create(EMPTY, limit_answers.QuotaLimits(1, 0, 0), NOW)
-    _, unlimited = quota.check(unlimited, asking("a", 0, 0, 1), NOW)
-    broken = replace(sheet, root=replace(sheet.row(), max_requests_per_window=-1))
+        _, sheet = quota.admit(sheet, asking(e, 2, 0, n), NOW + n * 300)
+    assert (quota.free_capacity(sheet, NOW + 300), quota.next_capacity_at(sheet, NOW + 300)) == (0, NOW + 1000)
+    assert (quota.free_capacity(sheet, NOW + 1000), quota.next_capacity_at(sheet, NOW + 1000)) == (1, NOW + 1300)
+    _, unlimited = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 0, 0), NOW)
+    _, unlimited = quota.admit(unlimited, asking("a", 0, 0, 1), NOW)
+    broken = replace(sheet, root=replace(sheet.root_or_new(), max_requests_per_window=-1))
     for one in (EMPTY, unlimited, broken):
-        assert (quota.room(one, NOW), quota.next_passing(one, NOW)) == (None, None)
+        assert (quota.free_capacity(one, NOW), quota.next_capacity_at(one, NOW)) == (None, None)
 
 
 def test_a_short_window_passes_over_nothing_of_another_dimension() -> None:
-    _, sheet = quota.check(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
+    _, sheet = quota.admit(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
 
-    _, sheet = quota.check(sheet, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
+    _, sheet = quota.admit(sheet, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
 
-    answer, _ = quota.check(sheet, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
+    answer, _ = quota.admit(sheet, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
     assert answer == limit_answers.RateExceeded(500)
 
 
 def test_without_a_cap_a_dead_slot_takes_along_what_it_counted_and_nothing_else() -> None:
-    _, sheet = quota.create(EMPTY, limit_answers.QuotaLimits(1, 5, 0), NOW)
+    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 5, 0), NOW)
     for n, e in enumerate("abc"):
-        _, sheet = quota.check(sheet, asking(e, 5, 9, n), NOW + n)
-    assert sheet.row().active == 3
+        _, sheet = quota.admit(sheet, asking(e, 5, 9, n), NOW + n)
+    assert sheet.root_or_new().active == 3
 
     moved, after = quota.reconcile(sheet, frozenset("ab"), NOW + WINDOW)
 
-    assert (moved, sorted(after.slots), after.row().active) == (True, ["b", "c"], 2)
+    assert (moved, sorted(after.slots), after.root_or_new().active) == (True, ["b", "c"], 2)
 
 
-def provisional(sheet: QuotaSheet, call: int, *, cap: int = 1) -> tuple[Any, QuotaSheet]:
-    return quota.check(sheet, asking("e", 0, cap, call, taking_over=True, provisional=True), NOW)
+def provisional(sheet: QuotaState, call: int, *, cap: int = 1) -> tuple[Any, QuotaState]:
+    return quota.admit(sheet, asking("e", 0, cap, call, takes_over_slot=True, provisional=True), NOW)
 
 
-def active(sheet: QuotaSheet) -> int:
-    assert sheet.row().active == sum(slot.counted for slot in sheet.slots.values())
-    return sheet.row().active
+def active(sheet: QuotaState) -> int:
+    assert sheet.root_or_new().active == sum(slot.counted for slot in sheet.slots.values())
+    return sheet.root_or_new().active
 
 
 def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothing_behind() -> None:
@@ -188,9 +190,9 @@ def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothin
     second, sheet = provisional(sheet, 2)
     assert (first, second) == (limit_answers.Admitted(), limit_answers.AlreadyAdmitted())
 
-    _, sheet = quota.take_back(sheet, "e", 1, got=True)
+    _, sheet = quota.undo_admission(sheet, "e", 1, acquired=True)
     assert active(sheet) == 1, "the second relies on it"
-    _, sheet = quota.take_back(sheet, "e", 2, got=False)
+    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
 
     assert (active(sheet), sheet.slots, sheet.requests) == (0, {}, {})
 
@@ -198,34 +200,36 @@ def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothin
 def test_an_admission_that_all_policies_gave_is_not_undone_by_a_call_that_was_refused_before() -> None:
     _, sheet = provisional(EMPTY, 1)
     _, sheet = provisional(sheet, 2)
-    confirmed, sheet = quota.confirm(sheet, asking("e", 0, 1, 1, taking_over=True, provisional=True), NOW, got=True)
+    confirmed, sheet = quota.confirm(
+        sheet, asking("e", 0, 1, 1, takes_over_slot=True, provisional=True), NOW, acquired=True
+    )
     assert confirmed == limit_answers.AlreadyAdmitted()
 
-    _, sheet = quota.take_back(sheet, "e", 2, got=False)
-    _, sheet = quota.release(sheet, "e", admission=2)
+    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
+    _, sheet = quota.release_slot(sheet, "e", admission=2)
 
     assert active(sheet) == 1, "the first may be the one that claims"
 
 
 def test_an_admission_that_was_taken_back_before_it_is_confirmed_is_asked_for_again() -> None:
-    ask = asking("e", 0, 1, 1, taking_over=True, provisional=True)
+    ask = asking("e", 0, 1, 1, takes_over_slot=True, provisional=True)
     _, sheet = provisional(EMPTY, 1)
     _, sheet = provisional(sheet, 2)
-    _, free = quota.take_back(sheet, "e", 2, got=False)
-    _, full = quota.check(free, asking("other", 0, 1, 3), NOW)
+    _, free = quota.undo_admission(sheet, "e", 2, acquired=False)
+    _, full = quota.admit(free, asking("other", 0, 1, 3), NOW)
 
-    confirmed, sheet = quota.confirm(free, ask, NOW, got=True)
+    confirmed, sheet = quota.confirm(free, ask, NOW, acquired=True)
     assert (confirmed, active(sheet)) == (limit_answers.Admitted(), 1)
-    _, sheet = quota.take_back(sheet, "e", 9, got=False)
+    _, sheet = quota.undo_admission(sheet, "e", 9, acquired=False)
     assert active(sheet) == 1
-    assert quota.confirm(full, ask, NOW, got=True) == (limit_answers.ConcurrencyExceeded(), full)
+    assert quota.confirm(full, ask, NOW, acquired=True) == (limit_answers.ConcurrencyExceeded(), full)
 
 
 def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewhere() -> None:
-    _, sheet = quota.check(EMPTY, asking("e", 0, 1, 1), NOW)
+    _, sheet = quota.admit(EMPTY, asking("e", 0, 1, 1), NOW)
     again, sheet = provisional(sheet, 2)
 
-    _, sheet = quota.take_back(sheet, "e", 2, got=False)
+    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
 
     assert (again, active(sheet)) == (limit_answers.AlreadyAdmitted(), 1)
 
@@ -244,6 +248,6 @@ def test_what_became_of_an_admitted_row_says_whether_its_slot_is_left_over() -> 
         (replace(held_up, replay_count=2), False, False),
     ]
 
-    assert [(quota.is_over(row, one), quota.is_held_up(row, one)) for one, _, _ in found] == [
+    assert [(quota.is_life_over(row, one), quota.is_blocked_by_quota(row, one)) for one, _, _ in found] == [
         (is_over, is_held_up) for _, is_over, is_held_up in found
     ]

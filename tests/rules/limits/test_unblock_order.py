@@ -8,22 +8,24 @@ import msgspec
 import pytest
 
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
-from flowfabric.rules.limits.unblock_order import turns_after, unblock_order
+from flowfabric.rules.limits.unblock_order import credits_after, unblock_order
 from flowfabric.rules.scheduling import queue
 from tests.stores.samples import waiting
 
 QUOTA = BlockingReason.WAITING_FOR_QUOTA
-LIMIT = OwnedId("default", "0c000000-0000-4000-8000-000000000001")
+LIMIT = NamespacedId("default", "0c000000-0000-4000-8000-000000000001")
 
 
-def row(name: str, key: str | None, rank: int, *, limit: OwnedId = LIMIT, weight: int = 1, **more: Any) -> Execution:
+def row(
+    name: str, key: str | None, rank: int, *, limit: NamespacedId = LIMIT, weight: int = 1, **more: Any
+) -> Execution:
     policy = {"fairness_key": key, "fairness_weight": weight} if key else {}
     one = msgspec.structs.replace(
         waiting(name, rank), line=None, terms=msgspec.json.encode(policy).decode(), created_at=rank, rank=rank, **more
     )
-    return msgspec.structs.replace(one, blocked_on=queue.blocked_list(one, QUOTA, str(limit)))
+    return msgspec.structs.replace(one, blocked_on=queue.blocked_list_key(one, QUOTA, str(limit)))
 
 
 def names(rows: list[Execution]) -> str:
@@ -40,20 +42,20 @@ def test_keys_take_turns_and_each_goes_by_age() -> None:
 
 def test_turns_go_on_where_they_ended() -> None:
     rows = [row("a0", "a", 0), row("b0", "b", 10)]
-    after = turns_after(rows, {}, 100, rows[:1])
+    after = credits_after(rows, {}, 100, rows[:1])
 
     assert names(unblock_order(rows, after, 100)) == "ba"
 
 
 def test_a_key_alone_uses_up_no_turn() -> None:
     rows = [row("a0", "a", 0)]
-    assert turns_after(rows, {}, 100, rows) == {}
+    assert credits_after(rows, {}, 100, rows) == {}
 
 
 def test_the_order_ends_where_a_row_that_was_not_read_might_be_next() -> None:
     rows = [row("a0", "a", 0), row("b0", "b", 10), row("b1", "b", 11)]
 
-    assert names(unblock_order(rows, {}, 100, cut={rows[0].blocked_on or ""})) == "ab"
+    assert names(unblock_order(rows, {}, 100, truncated={rows[0].blocked_on or ""})) == "ab"
 
 
 def test_weights_and_priority_count() -> None:
@@ -73,21 +75,21 @@ def test_lanes_go_by_age_and_have_turns_of_their_own() -> None:
     ]
 
     assert names(unblock_order(rows, {}, 100)) == "axyb"
-    assert set(turns_after(rows, {}, 100, rows[:1])) == {rows[0].lane_id}
+    assert set(credits_after(rows, {}, 100, rows[:1])) == {rows[0].lane_id}
 
 
 @pytest.mark.parametrize("namespace", ["default", "acme", "a@b", "a#b", "a.b"])
 def test_the_name_of_a_list_tells_the_limit(namespace: str) -> None:
-    limit = OwnedId(namespace, LIMIT.id)
+    limit = NamespacedId(namespace, LIMIT.id)
     for key in (None, "a", "a@b", "#"):
         name = row("e", key, 0, limit=limit).blocked_on or ""
-        assert queue.limit_in(name) == limit
-        assert name.startswith(queue.fair_lists(QUOTA, limit)) is bool(key)
+        assert queue.parse_blocking_limit(name) == limit
+        assert name.startswith(queue.fair_list_prefix(QUOTA, limit)) is bool(key)
 
 
 def test_lists_of_one_limit_do_not_begin_like_those_of_another() -> None:
-    others = [OwnedId(namespace, LIMIT.id) for namespace in ("a", "a#", "a.", "a@", "")]
-    begins = {queue.fair_lists(QUOTA, one) for one in (LIMIT, *others)}
+    others = [NamespacedId(namespace, LIMIT.id) for namespace in ("a", "a#", "a.", "a@", "")]
+    begins = {queue.fair_list_prefix(QUOTA, one) for one in (LIMIT, *others)}
     assert len(begins) == len(others) + 1
     assert not any(one != other and one.startswith(other) for one in begins for other in begins)
 

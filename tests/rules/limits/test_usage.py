@@ -12,17 +12,17 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetSpend, Reservation, UsageKey
-from flowfabric.model.change import Change, Delete, Put
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
+from flowfabric.model.change import Change, Delete, Upsert
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import reservation as reservation_rules
 from flowfabric.rules.limits import usage
-from flowfabric.rules.limits.budget import BudgetSheet
+from flowfabric.rules.limits.budget import BudgetState
 
 NOW = 1_700_000_000_000
 B = "0b000000-0000-4000-8000-000000000001"
 DIMENSIONS = ("cost", "tokens")
-EMPTY = BudgetSheet(B, 3)
+EMPTY = BudgetState(B, 3)
 
 amounts = st.dictionaries(st.sampled_from(DIMENSIONS), st.integers(0, 12), min_size=1)
 executions = st.sampled_from(["e1", "e2"])
@@ -39,9 +39,9 @@ steps = st.one_of(
 )
 
 
-def defined(hard: dict[str, int]) -> BudgetSheet:
+def defined(hard: dict[str, int]) -> BudgetState:
     limits = tuple((name, hard[name], 0) for name in DIMENSIONS)
-    _, sheet = usage.create(EMPTY, usage.Definition("", "", "", "", "", 0, limits), NOW)
+    _, sheet = usage.define_budget(EMPTY, usage.BudgetDefinition("", "", "", "", "", 0, limits), NOW)
     return sheet
 
 
@@ -73,7 +73,7 @@ class Books:
                 self.ledger[execution, name] += amount
 
 
-def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> tuple[Any, BudgetSheet, bool]:
+def told(sheet: BudgetState, books: Books, step: tuple[Any, ...], now: int) -> tuple[Any, BudgetState, bool]:
     """What the rule answers, and whether the books expect it to apply."""
     match step:
         case ("report", what, key):
@@ -82,23 +82,23 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
             if expected:
                 books.apply(what, None)
                 books.heard.update({key} - {None})
-            return *usage.report(sheet, usage.Report(tuple(sorted(what.items())), key), now), expected
+            return *usage.report_usage(sheet, usage.UsageReport(tuple(sorted(what.items())), key), now), expected
         case ("spend", what, execution):
             expected = books.fits(what, now)
             if expected:
                 books.apply(what, execution)
-            ask = usage.Report(tuple(sorted(what.items())), None, execution)
-            return *usage.report(sheet, ask, now), expected
+            ask = usage.UsageReport(tuple(sorted(what.items())), None, execution)
+            return *usage.report_usage(sheet, ask, now), expected
         case ("release", execution):
             for (who, name), amount in list(books.ledger.items()):
                 if who == execution:
                     books.usage[name] = max(0, books.usage[name] - amount)
                     del books.ledger[who, name]
-            return *usage.release(sheet, execution, now), True
+            return *usage.release_spends(sheet, execution, now), True
         case ("reset",):
             books.usage = defaultdict(int, dict.fromkeys(books.usage, 0))
             books.ledger.clear()
-            return *usage.reset(sheet, now), True
+            return *usage.reset_budget(sheet, now), True
         case ("reserve", what, name, execution):
             known = f"settled:{name}" in books.heard
             mine = books.open.get(name)
@@ -106,7 +106,7 @@ def told(sheet: BudgetSheet, books: Books, step: tuple[Any, ...], now: int) -> t
             expected = not known and (held[0] == execution if held else books.fits(what, now))
             if expected:
                 books.open[name] = (execution, held[1] if held else what, now + 50)
-            promise = reservation_rules.Promise(name, execution, tuple(sorted(what.items())), 50)
+            promise = reservation_rules.ReserveRequest(name, execution, tuple(sorted(what.items())), 50)
             return *reservation_rules.reserve(sheet, promise, now), expected
         case ("settle", what, name, execution):
             mine = books.open.get(name)
@@ -140,14 +140,14 @@ def test_any_life_of_a_budget_agrees_with_plain_books(hard: dict[str, int], life
         answer, sheet, expected = told(sheet, books, step, now)
         refused = isinstance(answer, limit_answers.HardBreach | limit_answers.AlreadyApplied | errors.FabricError)
         assert refused is not expected, (step, answer)
-        current = reservation_rules.without_lapsed(sheet, now)
+        current = reservation_rules.without_expired(sheet, now)
         for name in DIMENSIONS:
             row = current.dimensions[name]
             assert (row.usage or 0, row.reserved) == (books.usage[name], books.reserved(name, now)), step
             promised = sum(one.amount for one in current.reservations.values() if one.dimension == name)
             assert row.reserved == promised
         stored = rows_of(before, sheet, stored)
-        sheet = replace(sheet, wiped=False)
+        sheet = replace(sheet, spends_cleared=False)
         assert reread(stored) == replace(sheet, keys=reread(stored).keys), "what is written is what was decided"
 
 
@@ -160,22 +160,22 @@ def test_no_order_of_fifty_reports_exceeds_a_hard_limit(hard: int, asks: list[tu
     answer: Any
     for reserving_it, amount in asks:
         if reserving_it:
-            promise = reservation_rules.Promise(
+            promise = reservation_rules.ReserveRequest(
                 f"r{accepted}{amount}{chance.random()}", "e", (("tokens", amount),), 10**6
             )
             answer, sheet = reservation_rules.reserve(sheet, promise, NOW)
         else:
-            answer, sheet = usage.report(sheet, usage.Report((("tokens", amount),)), NOW)
+            answer, sheet = usage.report_usage(sheet, usage.UsageReport((("tokens", amount),)), NOW)
         if isinstance(answer, limit_answers.HardBreach):
             assert accepted + amount > hard, "nothing that fits is refused"
         else:
             accepted += amount
-        assert accepted == budget_rules.counted(sheet.dimensions["tokens"]) <= hard
+        assert accepted == budget_rules.used_and_reserved(sheet.dimensions["tokens"]) <= hard
 
 
-def rows_of(before: BudgetSheet, after: BudgetSheet, stored: dict[Any, Any]) -> dict[Any, Any]:
+def rows_of(before: BudgetState, after: BudgetState, stored: dict[Any, Any]) -> dict[Any, Any]:
     """The rows after the change between two sheets."""
-    change = budget_rules.written(before, after)
+    change = budget_rules.change_between(before, after)
     if change is None:
         return stored
     assert isinstance(change, Change)
@@ -184,15 +184,15 @@ def rows_of(before: BudgetSheet, after: BudgetSheet, stored: dict[Any, Any]) -> 
         match write:
             case Delete(row=kind, key=key):
                 kept = {name: row for name, row in kept.items() if not (name[0] is kind and name[1][: len(key)] == key)}
-            case Put(row=row):
+            case Upsert(row=row):
                 kept[type(row), _key(row)] = row
             case _:
                 raise AssertionError(write)
     return kept
 
 
-def reread(stored: dict[Any, Any]) -> BudgetSheet:
-    return budget_rules.sheet_of(B, 3, stored.values())
+def reread(stored: dict[Any, Any]) -> BudgetState:
+    return budget_rules.budget_state(B, 3, stored.values())
 
 
 def _key(row: Any) -> tuple[Any, ...]:
@@ -203,7 +203,7 @@ def _key(row: Any) -> tuple[Any, ...]:
             return row.namespace, row.budget_id, row.dimension
         case BudgetSpend():
             return row.namespace, row.budget_id, row.execution_id, row.dimension
-        case Reservation():
+        case BudgetReservation():
             return row.namespace, row.budget_id, row.reservation_id, row.dimension
         case UsageKey():
             return row.namespace, row.budget_id, row.digest, row.expires_at
@@ -214,17 +214,17 @@ def _key(row: Any) -> tuple[Any, ...]:
 def test_a_decision_that_changes_nothing_writes_nothing() -> None:
     sheet = defined({"cost": 1, "tokens": 1})
 
-    assert budget_rules.written(sheet, sheet) is None
-    _, after = usage.release(sheet, "nobody", NOW)
-    assert budget_rules.written(sheet, after) is None
+    assert budget_rules.change_between(sheet, sheet) is None
+    _, after = usage.release_spends(sheet, "nobody", NOW)
+    assert budget_rules.change_between(sheet, after) is None
 
 
 @pytest.mark.parametrize("name", ["hard_limit", "soft_limit", "usage", "reserved"])
 def test_a_negative_number_is_corruption(name: str) -> None:
     sheet = defined({"cost": 1, "tokens": 1})
-    assert budget_rules.corruption(sheet) is None
+    assert budget_rules.find_corruption(sheet) is None
     bad = replace(sheet.dimensions["cost"], **{name: -1})
-    assert isinstance(budget_rules.corruption(replace(sheet, dimensions={"cost": bad})), errors.Corruption)
+    assert isinstance(budget_rules.find_corruption(replace(sheet, dimensions={"cost": bad})), errors.Corruption)
 
 
 def test_dimensions_keep_their_places_and_new_ones_follow() -> None:
@@ -233,8 +233,8 @@ def test_dimensions_keep_their_places_and_new_ones_follow() -> None:
     _, sheet = usage.change_limits(sheet, (("zeal", 3, 0), ("tokens", 2, 1), ("calls", 4, 0)), NOW)
 
     for name in ("b only used", "a only used"):
-        _, sheet = usage.report(sheet, usage.Report(((name, 1),)), NOW)
-    *rows, first, second = budget_rules.in_order(sheet.dimensions.values())
+        _, sheet = usage.report_usage(sheet, usage.UsageReport(((name, 1),)), NOW)
+    *rows, first, second = budget_rules.in_definition_order(sheet.dimensions.values())
     assert (first.dimension, second.dimension) == ("a only used", "b only used")
     assert [(row.dimension, row.hard_limit, row.soft_limit, row.position) for row in rows] == [
         ("cost", 1, 0, 0),
@@ -274,24 +274,27 @@ def test_a_breach_is_noted_while_usage_is_beyond_a_hard_limit(
 ) -> None:
     sheet = defined(hard)
     rows = {name: replace(row, usage=used.get(name)) for name, row in sheet.dimensions.items()}
-    sheet = replace(sheet, dimensions=rows, root=replace(sheet.row(), breached_at=noted))
+    sheet = replace(sheet, dimensions=rows, root=replace(sheet.root_or_new(), breached_at=noted))
 
     answer, after = usage.mark_breach(sheet, NOW)
 
-    assert (answer, after.row().breached_at) == (noted != moved, moved)
-    period = replace(sheet, root=replace(sheet.row(), reset_interval_ms=1000))
+    assert (answer, after.root_or_new().breached_at) == (noted != moved, moved)
+    period = replace(sheet, root=replace(sheet.root_or_new(), reset_interval_ms=1000))
     assert usage.mark_breach(period, NOW) == (False, period), "the next reset clears it"
 
 
 def test_a_need_that_is_met_leaves_less_room_in_its_dimension_and_as_much_in_others() -> None:
     sheet = defined({"cost": 5, "tokens": 5})
-    tokens, cost = budget_rules.Need(B, "tokens", 3), budget_rules.Need(B, "cost", 5)
+    tokens, cost = budget_rules.BudgetNeed(B, "tokens", 3), budget_rules.BudgetNeed(B, "cost", 5)
 
-    after = budget_rules.promised(sheet, tokens)
+    after = budget_rules.with_reserved(sheet, tokens)
 
-    assert (budget_rules.meets(sheet, tokens), budget_rules.meets(after, tokens)) == (True, False)
-    assert (budget_rules.meets(after, cost), budget_rules.meets(budget_rules.promised(after, cost), cost)) == (
+    assert (budget_rules.has_capacity_for(sheet, tokens), budget_rules.has_capacity_for(after, tokens)) == (True, False)
+    assert (
+        budget_rules.has_capacity_for(after, cost),
+        budget_rules.has_capacity_for(budget_rules.with_reserved(after, cost), cost),
+    ) == (
         True,
         False,
     )
-    assert budget_rules.meets(after, budget_rules.Need(B, "never heard of", 9))
+    assert budget_rules.has_capacity_for(after, budget_rules.BudgetNeed(B, "never heard of", 9))

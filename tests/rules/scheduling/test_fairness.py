@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling import queue
-from flowfabric.rules.scheduling.fairness import effective_priority, plan
+from flowfabric.rules.scheduling.fairness import effective_priority, fair_order
 from tests.stores.samples import execution
 
 NOW = 1_700_000_000_000
@@ -28,8 +28,8 @@ def row(
         priority=priority,
         created_at=created,
         terms=encode_terms(terms),
-        rank=created + queue.rank_offset(priority, terms),
-        line=queue.line_for("mail", None, terms),
+        rank=created + queue.position_offset(priority, terms),
+        line=queue.queue_for("mail", None, terms),
     )
 
 
@@ -40,7 +40,7 @@ def names(rows: list[Execution]) -> list[str]:
 def test_without_keys_it_goes_by_priority_then_age_then_name() -> None:
     rows = [row("c", age=1), row("a", age=1), row("old", age=9), row("urgent", priority=1)]
 
-    picks, _ = plan(rows, {}, NOW, 9)
+    picks, _ = fair_order(rows, {}, NOW, 9)
 
     assert names(picks) == ["urgent", "old", "a", "c"]
 
@@ -49,7 +49,7 @@ def test_a_flood_of_one_key_does_not_hold_up_another() -> None:
     flood = [row(f"a{n:03}", "a", age=1000 - n) for n in range(100)]
     late = [row(f"b{n}", "b") for n in range(3)]
 
-    picks, _ = plan([*flood, *late], {}, NOW, 6)
+    picks, _ = fair_order([*flood, *late], {}, NOW, 6)
 
     assert names(picks) == ["a000", "b0", "a001", "b1", "a002", "b2"]
 
@@ -57,7 +57,7 @@ def test_a_flood_of_one_key_does_not_hold_up_another() -> None:
 def test_weights_share_the_claims() -> None:
     rows = [row(f"{key}{n:03}", key, weight=weight) for key, weight in (("a", 3), ("b", 1)) for n in range(100)]
 
-    picks, _ = plan(rows, {}, NOW, 40)
+    picks, _ = fair_order(rows, {}, NOW, 40)
 
     assert Counter(one.execution_id[0] for one in picks) == {"a": 30, "b": 10}
     assert "bb" not in "".join(one.execution_id[0] for one in picks), "the turns are spread evenly"
@@ -68,7 +68,7 @@ def test_turns_go_on_where_the_last_claim_left_them() -> None:
     turns: dict[str, int] = {}
     picked = []
     for _ in range(40):
-        [one], turns = plan(rows, turns, NOW, 1)
+        [one], turns = fair_order(rows, turns, NOW, 1)
         rows.remove(one)
         picked.append(one.execution_id[0])
 
@@ -78,7 +78,7 @@ def test_turns_go_on_where_the_last_claim_left_them() -> None:
 def test_priority_comes_before_turns() -> None:
     rows = [row(f"a{n}", "a", priority=5) for n in range(3)] + [row(f"b{n}", "b", priority=4) for n in range(3)]
 
-    picks, _ = plan(rows, {}, NOW, 6)
+    picks, _ = fair_order(rows, {}, NOW, 6)
 
     assert [one.execution_id[0] for one in picks] == ["a", "a", "a", "b", "b", "b"]
 
@@ -99,14 +99,14 @@ def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> No
 def test_a_plan_ends_where_a_row_that_was_not_read_might_be_next() -> None:
     rows = [row(f"{key}{n}", key) for key in "abc" for n in range(2)]
 
-    picks, turns = plan(rows, {}, NOW, 9, cut={"b"})
+    picks, turns = fair_order(rows, {}, NOW, 9, truncated={"b"})
     assert names(picks) == ["a0", "b0", "c0", "a1", "b1", "c1"], "b may have more, and is not next before that"
-    assert names(plan(rows[:-1], {}, NOW, 9, cut={"c"})[0]) == ["a0", "b0", "c0", "a1", "b1"]
+    assert names(fair_order(rows[:-1], {}, NOW, 9, truncated={"c"})[0]) == ["a0", "b0", "c0", "a1", "b1"]
 
     urgent = row("u", "urgent", priority=1)
-    picks, turns = plan([*rows, urgent], {}, NOW, 9, cut={"urgent"})
+    picks, turns = fair_order([*rows, urgent], {}, NOW, 9, truncated={"urgent"})
     assert names(picks) == ["u"], "another one may be as urgent"
-    assert names(plan(rows, turns, NOW, 2)[0]) == ["a0", "b0"]
+    assert names(fair_order(rows, turns, NOW, 2)[0]) == ["a0", "b0"]
 
 
 KEYS = st.sampled_from(["", "a", "b", "c"])
@@ -120,7 +120,7 @@ def test_a_plan_is_a_selection_in_order_within_each_key(given: list[tuple[str, i
         for n, (key, weight, priority, age) in enumerate(given)
     ]
 
-    picks, _ = plan(rows, {}, NOW, limit)
+    picks, _ = fair_order(rows, {}, NOW, limit)
 
     assert len(picks) == min(limit, len(rows))
     assert len(set(names(picks))) == len(picks)
@@ -168,6 +168,6 @@ def test_a_plan_gives_the_turns_that_it_would_give_one_by_one(
         for n, (key, weight, priority, age, ageing) in enumerate(given)
     ]
 
-    picks, after = plan(rows, turns, NOW, limit)
+    picks, after = fair_order(rows, turns, NOW, limit)
 
     assert (names(picks), after) == told_plainly(rows, turns, limit)

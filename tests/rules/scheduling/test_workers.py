@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flowfabric.model.change import Delete, Guard, Put
-from flowfabric.model.worker import NotRegistered, Worker, WorkerEvent
+from flowfabric.model.change import Delete, Guard, Upsert
+from flowfabric.model.worker import NotRegistered, RegisteredWorker, WorkerEvent
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.scheduling import workers
 
 NOW = 1_700_000_000_000
 DAY_MS = 86_400_000
 ASK = workers.Registration("n", "wa-1", "wa", frozenset({"default"}), frozenset({"gpu"}), 1000)
-LIVE = Worker("n", "wa-1", 3, "wa", '["old"]', "cpu", 500, NOW - 900, NOW - 400, NOW + 100, revision=4)
+LIVE = RegisteredWorker("n", "wa-1", 3, "wa", '["old"]', "cpu", 500, NOW - 900, NOW - 400, NOW + 100, revision=4)
 LAPSED = replace(LIVE, lapses_at=NOW)
 LONG_GONE = replace(LIVE, lapses_at=NOW - 1)
 
@@ -25,7 +25,7 @@ STANDS: dict[str, tuple[Decision[Any], int | None, int | None, int | None]] = {
     "register after a lapse": (workers.register(LAPSED, ASK, NOW), 4, NOW, None),
     "beat": (workers.heartbeat(LIVE, "wa-1", NOW), 4, None, NOW + 99),
     "take out": (workers.mark_dead(LIVE, "wa-1", "gone", NOW), 4, None, NOW + 99),
-    "sweep": (workers.sweep(LONG_GONE, NOW), 4, NOW - 1, None),
+    "sweep": (workers.remove_expired(LONG_GONE, NOW), 4, NOW - 1, None),
 }
 
 
@@ -36,19 +36,19 @@ def test_what_is_said_of_a_worker_stands_on_the_record_and_on_its_time(
     change = decision.change
 
     assert change is not None
-    assert change.guards == (Guard(Worker, ("n", "wa-1"), revision),)
+    assert change.guards == (Guard(RegisteredWorker, ("n", "wa-1"), revision),)
     assert (change.not_before, change.not_after) == (not_before, not_after)
-    [told] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, WorkerEvent)]
+    [told] = [write.row for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, WorkerEvent)]
     assert (told.event_at_ms, told.expires_at) == (NOW, NOW + 7 * DAY_MS)
 
 
 def test_a_worker_that_lapsed_begins_anew_and_a_live_one_goes_on() -> None:
-    def entered(row: Worker | None) -> Worker:
+    def entered(row: RegisteredWorker | None) -> RegisteredWorker:
         change = workers.register(row, ASK, NOW).change
         assert change is not None
         put = change.writes[0]
-        assert isinstance(put, Put)
-        assert isinstance(put.row, Worker)
+        assert isinstance(put, Upsert)
+        assert isinstance(put.row, RegisteredWorker)
         return put.row
 
     assert [entered(row).registered_at_ms for row in (None, LIVE, LAPSED)] == [NOW, NOW - 900, NOW]
@@ -62,21 +62,21 @@ def test_a_beat_moves_nothing_but_the_time() -> None:
     change = workers.heartbeat(LIVE, "wa-1", NOW).change
 
     assert change is not None
-    assert change.writes[0] == Put(replace(LIVE, last_heartbeat_ms=NOW, lapses_at=NOW + 500))
+    assert change.writes[0] == Upsert(replace(LIVE, last_heartbeat_ms=NOW, lapses_at=NOW + 500))
 
 
 @pytest.mark.parametrize("row", [None, LAPSED, LONG_GONE])
-def test_a_worker_that_is_not_there_neither_beats_nor_dies(row: Worker | None) -> None:
+def test_a_worker_that_is_not_there_neither_beats_nor_dies(row: RegisteredWorker | None) -> None:
     assert workers.heartbeat(row, "wa-1", NOW) == Decision(NotRegistered("wa-1"))
     assert workers.mark_dead(row, "wa-1", "gone", NOW) == Decision(NotRegistered("wa-1"))
 
 
 @pytest.mark.parametrize("row", [None, LIVE, LAPSED])
-def test_only_a_record_whose_time_is_past_is_swept(row: Worker | None) -> None:
-    assert workers.sweep(row, NOW) == Decision(False)
-    swept = workers.sweep(LONG_GONE, NOW).change
+def test_only_a_record_whose_time_is_past_is_swept(row: RegisteredWorker | None) -> None:
+    assert workers.remove_expired(row, NOW) == Decision(False)
+    swept = workers.remove_expired(LONG_GONE, NOW).change
     assert swept is not None
-    assert swept.writes[0] == Delete(Worker, ("n", "wa-1"))
+    assert swept.writes[0] == Delete(RegisteredWorker, ("n", "wa-1"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flowfabric.errors import NotFound
-from flowfabric.model.api_token import ApiToken, Scope
+from flowfabric.model.api_token import ApiScope, ApiToken
 from flowfabric.rules.security import api_tokens
 
 ROW = ApiToken("t", "ci", "read,submit", "d1", created_at=0, namespaces='["a"]')
@@ -31,18 +31,18 @@ def with_(**fields: object) -> ApiToken:
     ],
 )
 def test_a_token_is_good_in_its_time(row: ApiToken, digest: str, now: int, good: bool) -> None:
-    assert api_tokens.is_good(row, digest, now) is good
+    assert api_tokens.is_valid(row, digest, now) is good
 
 
 def test_what_a_token_is_good_for_is_read_back() -> None:
-    assert api_tokens.scopes_of(ROW) == {Scope.READ, Scope.SUBMIT}
+    assert api_tokens.scopes_of(ROW) == {ApiScope.READ, ApiScope.SUBMIT}
     assert api_tokens.namespaces_of(ROW) == frozenset({"a"})
     assert api_tokens.namespaces_of(with_(namespaces=None)) is None
 
 
 def test_a_change_whose_answer_got_lost_is_found_done() -> None:
-    made = api_tokens.make(
-        ROW, token_id="t", name="ci", scopes=frozenset(Scope), namespaces=None, digest="d1", expires_in_ms=None
+    made = api_tokens.create(
+        ROW, token_id="t", name="ci", scopes=frozenset(ApiScope), namespaces=None, digest="d1", expires_in_ms=None
     )
     assert made.change is None
     assert api_tokens.rotate(ROW, "d1", 1000).change is None

@@ -26,17 +26,17 @@ from flowfabric.model.signing_key import SigningKey
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security.grant_key import GrantFault, grant_id, sign_grant, verify_grant
 from flowfabric.rules.security.keystore import (
-    AlreadySeeded,
+    KeyAlreadySeeded,
     KeyDecision,
-    Keys,
-    Kids,
-    Noop,
-    Rotated,
-    Seeded,
+    KeyIds,
+    KeyRotated,
+    KeySeeded,
+    KeyUnchanged,
+    SigningKeys,
     VerifyingKid,
     list_kids,
-    rotate,
-    seed,
+    rotate_key,
+    seed_key,
 )
 from flowfabric.rules.security.waitpoint_token import WaitpointToken, mint_token, verify_token
 
@@ -50,7 +50,7 @@ def key(kid: str, secret: str, expires_at: int | None = None, *, current: bool |
     return SigningKey(kid, secret, current=expires_at is None if current is None else current, expires_at=expires_at)
 
 
-def after(keys: Keys, decision: KeyDecision) -> list[SigningKey]:
+def after(keys: SigningKeys, decision: KeyDecision) -> list[SigningKey]:
     """The keystore once a decision is written."""
     assert not isinstance(decision.answer, FabricError)
     rows = {row.kid: row for row in keys if row.kid not in decision.drop}
@@ -62,26 +62,26 @@ def after(keys: Keys, decision: KeyDecision) -> list[SigningKey]:
 
 
 def test_ss_030_seeding_fills_an_empty_keystore_once() -> None:
-    first = seed([], "k", A)
+    first = seed_key([], "k", A)
     keys = after([], first)
 
-    assert first.answer == Seeded("k")
+    assert first.answer == KeySeeded("k")
     assert keys == [key("k", A)]
-    assert seed(keys, "k", A) == KeyDecision(AlreadySeeded("k", same_secret=True))
-    assert seed(keys, "k", A.upper()) == KeyDecision(AlreadySeeded("k", same_secret=True))
-    assert seed(keys, "k", B) == KeyDecision(AlreadySeeded("k", same_secret=False))
+    assert seed_key(keys, "k", A) == KeyDecision(KeyAlreadySeeded("k", same_secret=True))
+    assert seed_key(keys, "k", A.upper()) == KeyDecision(KeyAlreadySeeded("k", same_secret=True))
+    assert seed_key(keys, "k", B) == KeyDecision(KeyAlreadySeeded("k", same_secret=False))
 
 
 @pytest.mark.parametrize(("kid", "secret"), [("k", A[:62]), ("k", A + "00"), ("k", "zz" * 32), ("", A), ("a:b", A)])
 def test_ss_030_a_seed_of_the_wrong_form_is_invalid_input(kid: str, secret: str) -> None:
-    decision = seed([], kid, secret)
+    decision = seed_key([], kid, secret)
 
     assert isinstance(decision.answer, InvalidInput)
     assert decision.put == ()
 
 
 def test_ss_030_seeding_beside_another_key_names_the_active_one() -> None:
-    decision = seed([key("k1", A)], "k2", B)
+    decision = seed_key([key("k1", A)], "k2", B)
 
     assert isinstance(decision.answer, InvalidInput)
     assert "k1" in decision.answer.detail
@@ -89,35 +89,35 @@ def test_ss_030_seeding_beside_another_key_names_the_active_one() -> None:
 
 
 def test_a_keystore_with_only_retired_keys_can_be_seeded() -> None:
-    assert seed([key("k0", A, NOW)], "k1", B).answer == Seeded("k1")
+    assert seed_key([key("k0", A, NOW)], "k1", B).answer == KeySeeded("k1")
 
 
 def test_a_booting_server_installs_its_secret_only_into_an_empty_keystore() -> None:
-    first = keystore.install([], A.upper())
+    first = keystore.install_configured_key([], A.upper())
 
-    assert first == KeyDecision(Seeded("k1"), put=(key("k1", A),))
-    assert keystore.install([key("k7", "ab")], "AB").answer == AlreadySeeded("k7", same_secret=True)
-    assert keystore.install([key("k7", "cd")], "ab").answer == AlreadySeeded("k7", same_secret=False)
-    assert keystore.install([], "abc").answer == InvalidSecretHex()
-    assert type(keystore.install([], A[:62]).answer) is InvalidSecretHex
+    assert first == KeyDecision(KeySeeded("k1"), put=(key("k1", A),))
+    assert keystore.install_configured_key([key("k7", "ab")], "AB").answer == KeyAlreadySeeded("k7", same_secret=True)
+    assert keystore.install_configured_key([key("k7", "cd")], "ab").answer == KeyAlreadySeeded("k7", same_secret=False)
+    assert keystore.install_configured_key([], "abc").answer == InvalidSecretHex()
+    assert type(keystore.install_configured_key([], A[:62]).answer) is InvalidSecretHex
 
 
 def test_the_first_rotation_is_a_bootstrap() -> None:
-    assert rotate([], "k1", A, 0, NOW) == KeyDecision(Rotated(None, "k1", 0), put=(key("k1", A),))
+    assert rotate_key([], "k1", A, 0, NOW) == KeyDecision(KeyRotated(None, "k1", 0), put=(key("k1", A),))
 
 
 def test_rotation_retires_the_current_key_for_its_grace() -> None:
-    decision = rotate([key("k1", A)], "k2", B, 1000, NOW)
+    decision = rotate_key([key("k1", A)], "k2", B, 1000, NOW)
 
-    assert decision == KeyDecision(Rotated("k1", "k2", 0), put=(key("k1", A, NOW + 1000), key("k2", B)))
+    assert decision == KeyDecision(KeyRotated("k1", "k2", 0), put=(key("k1", A, NOW + 1000), key("k2", B)))
 
 
 def test_any_number_of_keys_can_be_in_grace() -> None:
-    keys = after([], rotate([], "a", A, 0, NOW))
-    keys = after(keys, rotate(keys, "b", B, 5000, NOW))
-    keys = after(keys, rotate(keys, "c", C, 9000, NOW + 1000))
+    keys = after([], rotate_key([], "a", A, 0, NOW))
+    keys = after(keys, rotate_key(keys, "b", B, 5000, NOW))
+    keys = after(keys, rotate_key(keys, "c", C, 9000, NOW + 1000))
 
-    assert list_kids(keys, NOW + 1000) == Kids("c", (VerifyingKid("a", NOW + 5000), VerifyingKid("b", NOW + 10_000)))
+    assert list_kids(keys, NOW + 1000) == KeyIds("c", (VerifyingKid("a", NOW + 5000), VerifyingKid("b", NOW + 10_000)))
     assert list_kids(keys, NOW + 5000).verifying[0] == VerifyingKid("a", NOW + 5000)
     assert list_kids(keys, NOW + 5001).verifying == (VerifyingKid("b", NOW + 10_000),)
 
@@ -125,17 +125,17 @@ def test_any_number_of_keys_can_be_in_grace() -> None:
 def test_ss_029_rotation_idempotency() -> None:
     keys = [key("k1", A, NOW + 1000), key("k2", B)]
 
-    assert rotate(keys, "k2", B, 0, NOW) == KeyDecision(Noop("k2"))
-    assert rotate(keys, "k2", B.upper(), 0, NOW) == KeyDecision(Noop("k2"))
-    assert rotate(keys, "k2", C, 0, NOW) == KeyDecision(RotationConflict(kid="k2"))
-    assert rotate(keys, "k1", A, 0, NOW) == KeyDecision(Noop("k1"))
-    assert rotate(keys, "k1", C, 0, NOW) == KeyDecision(RotationConflict(kid="k1"))
+    assert rotate_key(keys, "k2", B, 0, NOW) == KeyDecision(KeyUnchanged("k2"))
+    assert rotate_key(keys, "k2", B.upper(), 0, NOW) == KeyDecision(KeyUnchanged("k2"))
+    assert rotate_key(keys, "k2", C, 0, NOW) == KeyDecision(RotationConflict(kid="k2"))
+    assert rotate_key(keys, "k1", A, 0, NOW) == KeyDecision(KeyUnchanged("k1"))
+    assert rotate_key(keys, "k1", C, 0, NOW) == KeyDecision(RotationConflict(kid="k1"))
 
 
 def test_a_current_key_that_lost_its_secret_is_repaired() -> None:
     torn = key("k1", "", current=True)
 
-    assert rotate([torn], "k1", A, 0, NOW) == KeyDecision(Noop("k1"), put=(key("k1", A),))
+    assert rotate_key([torn], "k1", A, 0, NOW) == KeyDecision(KeyUnchanged("k1"), put=(key("k1", A),))
 
 
 def test_ss_028_a_rotation_drops_the_keys_whose_time_is_over() -> None:
@@ -147,15 +147,15 @@ def test_ss_028_a_rotation_drops_the_keys_whose_time_is_over() -> None:
         key("k1", B),
     ]
 
-    decision = rotate(keys, "k2", C, 0, NOW)
+    decision = rotate_key(keys, "k2", C, 0, NOW)
 
-    assert decision.answer == Rotated("k1", "k2", 3)
+    assert decision.answer == KeyRotated("k1", "k2", 3)
     assert set(decision.drop) == {"over", "unreadable", "never"}
 
 
 def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
-    assert rotate([key("over", A, NOW - 1)], "k", C, 0, NOW) == KeyDecision(
-        Rotated(None, "k", 1), put=(key("k", C),), drop=("over",)
+    assert rotate_key([key("over", A, NOW - 1)], "k", C, 0, NOW) == KeyDecision(
+        KeyRotated(None, "k", 1), put=(key("k", C),), drop=("over",)
     )
 
 
@@ -182,7 +182,7 @@ def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
 def test_a_rotation_with_wrong_arguments_is_refused(
     kid: str, secret: str, grace: float, refused: type[FabricError]
 ) -> None:
-    decision = rotate([], kid, secret, grace, NOW)
+    decision = rotate_key([], kid, secret, grace, NOW)
 
     assert type(decision.answer) is refused
     assert (decision.put, decision.drop) == ((), ())
@@ -190,13 +190,13 @@ def test_a_rotation_with_wrong_arguments_is_refused(
 
 
 def test_the_longest_grace_and_the_shortest_secret_are_accepted() -> None:
-    decision = rotate([key("k1", A)], "k2", "00" * 32, 2**53 - 1, NOW)
+    decision = rotate_key([key("k1", A)], "k2", "00" * 32, 2**53 - 1, NOW)
 
     assert decision.put[0].expires_at == NOW + 2**53 - 1 < 2**63
 
 
 def test_an_empty_keystore_lists_nothing_and_signs_nothing() -> None:
-    assert list_kids([], NOW) == Kids(None, ())
+    assert list_kids([], NOW) == KeyIds(None, ())
     assert keystore.waitpoint_signer([]) == InvalidInput("hmac_secret_not_initialized")
     assert isinstance(keystore.grant_signer([], "claim_for_worker"), Unavailable)
 
@@ -208,7 +208,7 @@ def test_a_spoilt_secret_signs_nothing() -> None:
 
 
 def test_a_secret_is_never_printed() -> None:
-    decision = rotate([key("k1", A)], "k2", B, 0, NOW)
+    decision = rotate_key([key("k1", A)], "k2", B, 0, NOW)
 
     assert A not in repr(decision)
     assert B not in repr(decision)
@@ -302,7 +302,7 @@ def test_ex_030_a_key_is_good_until_its_end_and_not_at_it(now: int, fault: str |
 @pytest.mark.parametrize("grace_ms", [0, 1000])
 def test_ex_030_a_key_signed_before_a_rotation_still_verifies(grace_ms: int) -> None:
     grant_key = signed()
-    keys = after([GRANT_SECRET], rotate([GRANT_SECRET], "k2", A, grace_ms, NOW))
+    keys = after([GRANT_SECRET], rotate_key([GRANT_SECRET], "k2", A, grace_ms, NOW))
 
     assert verify_grant(grant_key, stored(grant_key), keys, NOW + 1) is None
 
@@ -333,7 +333,7 @@ TOKEN_SECRET = key("k1", "00112233445566778899aabbccddeeff" * 2)
 TOKEN = "k1:d4083cf73e78f2f5fe3204b1b54f111dd945829efbaabf951e1fef13edd86ba1"
 
 
-def verify(token: str, keys: Keys = (TOKEN_SECRET,), now: int = NOW, **facts: Any) -> FabricError | None:
+def verify(token: str, keys: SigningKeys = (TOKEN_SECRET,), now: int = NOW, **facts: Any) -> FabricError | None:
     known = {"execution_id": EXECUTION, "waitpoint_id": WAITPOINT, "owner": EXECUTION, "stored": TOKEN} | facts
     return verify_token(token, keys, now=now, **known)
 
@@ -381,12 +381,12 @@ def test_ss_032_boundary_of_grace() -> None:
 
 
 def test_ss_028_a_token_of_a_dropped_key_is_merely_invalid() -> None:
-    keys = after([TOKEN_SECRET], rotate([TOKEN_SECRET], "k2", A, 1000, NOW))
+    keys = after([TOKEN_SECRET], rotate_key([TOKEN_SECRET], "k2", A, 1000, NOW))
     assert verify(TOKEN, keys, NOW + 1001) == InvalidToken("token_expired")
-    assert list_kids(keys, NOW + 1001) == Kids("k2", ())
+    assert list_kids(keys, NOW + 1001) == KeyIds("k2", ())
 
-    again = rotate(keys, "k3", B, 0, NOW + 1001)
-    assert again.answer == Rotated("k2", "k3", 1)
+    again = rotate_key(keys, "k3", B, 0, NOW + 1001)
+    assert again.answer == KeyRotated("k2", "k3", 1)
     assert verify(TOKEN, after(keys, again), NOW + 1001) == InvalidToken("invalid_token")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError, StreamClosed
-from flowfabric.model.change import Change, Delete, Insert, Put
+from flowfabric.model.change import Change, Delete, Insert, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import (
     AttemptState,
@@ -20,11 +20,11 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
-from flowfabric.model.stream import Frame, FrameMode, Stream, Summary
+from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
-from flowfabric.rules.stream.read import Position, first_page
+from flowfabric.rules.stream.read import StreamPosition, first_page
 
 ROW = Execution(
     execution_id="e",
@@ -66,11 +66,11 @@ class Shelf:
 
     def __init__(self) -> None:
         self.stream: Stream | None = None
-        self.summary: Summary | None = None
+        self.summary: StreamSummary | None = None
         self.frames: dict[tuple[int, int], Frame] = {}
 
     def append(self, asks: list[FrameArgs], now: int) -> list[Appended | FabricError]:
-        decision = append_rules.append(ROW, self.stream, self.summary, asks, now)
+        decision = append_rules.append_frames(ROW, self.stream, self.summary, asks, now)
         if decision.change is not None:
             self.write(decision.change)
         return decision.unwrap(now)
@@ -78,9 +78,9 @@ class Shelf:
     def write(self, change: Change) -> None:
         for write in change.writes:
             match write:
-                case Put(row=Stream() as stream):
+                case Upsert(row=Stream() as stream):
                     self.stream = stream
-                case Put(row=Summary() as summary):
+                case Upsert(row=StreamSummary() as summary):
                     self.summary = summary
                 case Insert(row=Frame() as frame):
                     assert (frame.ms, frame.seq) not in self.frames, "two frames with one id"
@@ -136,7 +136,7 @@ def test_the_page_of_a_cursor_lies_at_or_before_what_follows_it(pauses: list[int
     order = sorted(shelf.frames.values(), key=lambda frame: (frame.ms, frame.seq))
     cursor = order[min(place, len(order) - 1)]
 
-    page = first_page(shelf.stream, Position(cursor.ms, cursor.seq))
+    page = first_page(shelf.stream, StreamPosition(cursor.ms, cursor.seq))
 
     after = [frame for frame in order if (frame.ms, frame.seq) > (cursor.ms, cursor.seq)]
     start = (page, cursor.ms, cursor.seq)
@@ -169,13 +169,13 @@ def test_a_corrupt_document_refuses_summaries_and_nothing_else() -> None:
 
 
 def test_settings_that_make_no_sense_are_the_defaults() -> None:
-    sane = BestEffort(ttl_ms=10, maxlen_floor=0, maxlen_ceiling=-5, ema_alpha=1.5).sane
+    sane = BestEffort(ttl_ms=10, maxlen_floor=0, maxlen_ceiling=-5, ema_alpha=1.5).normalized
     assert (sane.maxlen_floor, sane.maxlen_ceiling, sane.ema_alpha) == (64, 16_384, 0.2)
-    assert BestEffort(maxlen_floor=100, maxlen_ceiling=10).sane.maxlen_ceiling == 100
-    assert BestEffort(ema_alpha=1.0).sane.ema_alpha == 1.0
+    assert BestEffort(maxlen_floor=100, maxlen_ceiling=10).normalized.maxlen_ceiling == 100
+    assert BestEffort(ema_alpha=1.0).normalized.ema_alpha == 1.0
 
 
 def test_an_execution_that_is_gone_has_no_stream() -> None:
-    [answer] = append_rules.append(None, None, None, [ask()], 1000).unwrap(1000)
+    [answer] = append_rules.append_frames(None, None, None, [ask()], 1000).unwrap(1000)
 
     assert isinstance(answer, StreamClosed)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowfabric.errors import InvalidInput
 from flowfabric.model.condition import (
-    AllOf,
+    AllConditions,
     ByName,
     Condition,
     Count,
@@ -19,22 +19,22 @@ from flowfabric.model.condition import (
     OperatorOnly,
     Single,
     TimeoutOnly,
-    Unknown,
+    UnknownCondition,
     Wildcard,
 )
 from flowfabric.rules.suspension.conditions import (
-    Arrival,
-    Effect,
+    IncomingSignal,
     Progress,
+    SignalEffect,
+    apply_signal,
     check_structure,
-    is_met,
-    meet,
+    condition_to_builtins,
+    decode_condition,
+    encode_condition,
+    is_satisfied,
     parse_condition,
-    read_condition,
     referenced_keys,
     required_names,
-    to_plain,
-    write_condition,
 )
 from flowfabric.rules.suspension.signals import Accepted
 
@@ -54,17 +54,19 @@ leaves = st.one_of(
     st.builds(TimeoutOnly),
 )
 conditions: st.SearchStrategy[Condition] = st.recursive(
-    leaves, lambda below: st.builds(AllOf, st.lists(below, min_size=1, max_size=3).map(tuple)), max_leaves=6
+    leaves, lambda below: st.builds(AllConditions, st.lists(below, min_size=1, max_size=3).map(tuple)), max_leaves=6
 )
-arrivals = st.builds(Arrival, KEYS, KEYS, st.uuids().map(str), NAMES, st.sampled_from("ub"), st.sampled_from("ab"))
+arrivals = st.builds(
+    IncomingSignal, KEYS, KEYS, st.uuids().map(str), NAMES, st.sampled_from("ub"), st.sampled_from("ab")
+)
 
 
-def at_waitpoint(arrival: Arrival) -> Arrival:
+def at_waitpoint(arrival: IncomingSignal) -> IncomingSignal:
     """Each key has one waitpoint."""
     return msgspec.structs.replace(arrival, waitpoint_id=f"wp-{arrival.waitpoint_key}")
 
 
-def met_by(condition: Condition, arrivals: list[Arrival]) -> bool:
+def met_by(condition: Condition, arrivals: list[IncomingSignal]) -> bool:
     """Whether all these together meet the condition: no state, no order, only sets."""
     match condition:
         case Single(waitpoint_key=key, matcher=matcher):
@@ -72,17 +74,17 @@ def met_by(condition: Condition, arrivals: list[Arrival]) -> bool:
         case Count(n=n, count_kind=kind, waitpoints=keys, matcher=matcher):
             fitting = [one for one in arrivals if one.waitpoint_key in keys and fits(matcher, one)]
             return len({identity(kind, one) for one in fitting}) >= n
-        case AllOf(members=members):
+        case AllConditions(members=members):
             return all(met_by(member, arrivals) for member in members)
         case _:
             return False
 
 
-def fits(matcher: Any, arrival: Arrival) -> bool:
+def fits(matcher: Any, arrival: IncomingSignal) -> bool:
     return not isinstance(matcher, ByName) or matcher.name == arrival.signal_name
 
 
-def identity(kind: CountKind, arrival: Arrival) -> object:
+def identity(kind: CountKind, arrival: IncomingSignal) -> object:
     return {
         CountKind.DISTINCT_WAITPOINTS: arrival.waitpoint_id,
         CountKind.DISTINCT_SIGNALS: arrival.signal_id,
@@ -91,54 +93,60 @@ def identity(kind: CountKind, arrival: Arrival) -> object:
 
 
 @given(conditions, st.lists(arrivals.map(at_waitpoint), max_size=8))
-def test_a_condition_is_met_by_the_very_signal_that_completes_it(condition: Condition, arrived: list[Arrival]) -> None:
+def test_a_condition_is_met_by_the_very_signal_that_completes_it(
+    condition: Condition, arrived: list[IncomingSignal]
+) -> None:
     progress: dict[str, list[str]] = {}
     for number, arrival in enumerate(arrived, start=1):
         before = met_by(condition, arrived[: number - 1])
-        effect, progress = meet(condition, progress, arrival)
+        effect, progress = apply_signal(condition, progress, arrival)
         now = met_by(condition, arrived[:number])
-        assert is_met(condition, progress) == now
-        if effect == Effect.SATISFIED:
+        assert is_satisfied(condition, progress) == now
+        if effect == SignalEffect.SATISFIED:
             assert now
         if now and not before:
-            assert effect == Effect.SATISFIED
+            assert effect == SignalEffect.SATISFIED
 
 
 @given(conditions, st.permutations(range(4)), st.lists(arrivals.map(at_waitpoint), min_size=4, max_size=4))
-def test_the_order_of_signals_does_not_decide(condition: Condition, order: list[int], arrived: list[Arrival]) -> None:
-    def after(signals: list[Arrival]) -> bool:
+def test_the_order_of_signals_does_not_decide(
+    condition: Condition, order: list[int], arrived: list[IncomingSignal]
+) -> None:
+    def after(signals: list[IncomingSignal]) -> bool:
         progress: dict[str, list[str]] = {}
         for signal in signals:
-            _, progress = meet(condition, progress, signal)
-        return is_met(condition, progress)
+            _, progress = apply_signal(condition, progress, signal)
+        return is_satisfied(condition, progress)
 
     assert after(arrived) == after([arrived[place] for place in order])
 
 
 @given(conditions, arrivals.map(at_waitpoint))
-def test_the_same_signal_twice_is_never_news(condition: Condition, arrival: Arrival) -> None:
-    first, progress = meet(condition, {}, arrival)
-    second, after = meet(condition, progress, arrival)
+def test_the_same_signal_twice_is_never_news(condition: Condition, arrival: IncomingSignal) -> None:
+    first, progress = apply_signal(condition, {}, arrival)
+    second, after = apply_signal(condition, progress, arrival)
 
     assert after == progress
-    ignored = {Effect.NO_OP, Effect.MATCHER_FAILED, Effect.NOT_IN_CONDITION}
-    assert second == (first if first in ignored else Effect.DUPLICATE)
+    ignored = {SignalEffect.NO_OP, SignalEffect.MATCHER_FAILED, SignalEffect.NOT_IN_CONDITION}
+    assert second == (first if first in ignored else SignalEffect.DUPLICATE)
 
 
 @given(conditions)
 def test_what_is_written_is_read_again(condition: Condition) -> None:
-    assert read_condition(write_condition(condition)) == condition
-    plain = msgspec.json.decode(write_condition(condition))
-    assert to_plain(condition) == plain
+    assert decode_condition(encode_condition(condition)) == condition
+    plain = msgspec.json.decode(encode_condition(condition))
+    assert condition_to_builtins(condition) == plain
     if check_structure(condition) is None:
         assert parse_condition(plain) == condition == parse_condition(condition)
 
 
 def test_the_written_forms_are_those_of_the_specification() -> None:
     count = Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("approve"))
-    assert to_plain(Single("k", ByName("go"))) == {"Single": {"waitpoint_key": "k", "matcher": {"ByName": "go"}}}
-    assert to_plain(OperatorOnly()) == "OperatorOnly"
-    assert to_plain(count) == {
+    assert condition_to_builtins(Single("k", ByName("go"))) == {
+        "Single": {"waitpoint_key": "k", "matcher": {"ByName": "go"}}
+    }
+    assert condition_to_builtins(OperatorOnly()) == "OperatorOnly"
+    assert condition_to_builtins(count) == {
         "Composite": {
             "kind": "Count",
             "n": 2,
@@ -147,20 +155,20 @@ def test_the_written_forms_are_those_of_the_specification() -> None:
             "waitpoints": ["k"],
         }
     }
-    bare = to_plain(Count(1, CountKind.DISTINCT_SIGNALS, ("k",)))
+    bare = condition_to_builtins(Count(1, CountKind.DISTINCT_SIGNALS, ("k",)))
     assert "matcher" not in bare["Composite"]
-    assert to_plain(Single("k"))["Single"]["matcher"] == "Wildcard"
+    assert condition_to_builtins(Single("k"))["Single"]["matcher"] == "Wildcard"
 
 
 @pytest.mark.parametrize("stored", ['{"AnyOf":[]}', '"Later"', '{"Composite":{"kind":"Count","n":1}}', "7", "null"])
 def test_a_node_of_a_later_release_is_kept_and_never_true(stored: str) -> None:
-    condition = read_condition(stored)
-    arrival = Arrival("w", "k", "s", "go", "u", "a")
+    condition = decode_condition(stored)
+    arrival = IncomingSignal("w", "k", "s", "go", "u", "a")
 
-    assert isinstance(condition, Unknown)
-    assert msgspec.json.decode(write_condition(condition)) == msgspec.json.decode(stored)
-    assert not is_met(condition, {"<root>": ["met"]})
-    assert meet(AllOf((condition, Single("k"))), {}, arrival)[0] == Effect.APPENDED
+    assert isinstance(condition, UnknownCondition)
+    assert msgspec.json.decode(encode_condition(condition)) == msgspec.json.decode(stored)
+    assert not is_satisfied(condition, {"<root>": ["met"]})
+    assert apply_signal(AllConditions((condition, Single("k"))), {}, arrival)[0] == SignalEffect.APPENDED
     with pytest.raises(InvalidInput):
         parse_condition(msgspec.json.decode(stored))
 
@@ -187,20 +195,20 @@ def test_a_count_with_a_part_that_is_none_is_no_condition(changed: dict[str, Any
 
     with pytest.raises(InvalidInput):
         parse_condition(stored)
-    assert read_condition(msgspec.json.encode(stored).decode()) == Unknown(stored)
+    assert decode_condition(msgspec.json.encode(stored).decode()) == UnknownCondition(stored)
 
 
 def test_a_signal_counts_when_it_was_kept_for_a_wait_or_brought_one_nearer_to_its_end() -> None:
-    effects = [value for name, value in vars(Effect).items() if name.isupper()]
+    effects = [value for name, value in vars(SignalEffect).items() if name.isupper()]
 
-    counted = {effect for effect in effects if Accepted("s", effect).counts}
+    counted = {effect for effect in effects if Accepted("s", effect).is_useful}
 
-    assert counted == {Effect.SATISFIED, Effect.APPENDED, Effect.BUFFERED}
+    assert counted == {SignalEffect.SATISFIED, SignalEffect.APPENDED, SignalEffect.BUFFERED}
 
 
 @pytest.mark.parametrize("levels", [5, 17, 18, 400])
 def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> None:
-    plain: Any = to_plain(Single("k"))
+    plain: Any = condition_to_builtins(Single("k"))
     for _ in range(levels):
         plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
 
@@ -211,10 +219,10 @@ def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> Non
 
 
 def test_names_and_keys_are_listed_as_they_are_met() -> None:
-    tree = AllOf(
+    tree = AllConditions(
         (
             Single("k", ByName("b")),
-            AllOf((Single("l", ByName("c")), Count(1, CountKind.DISTINCT_SIGNALS, ("m", "k"), ByName("a")))),
+            AllConditions((Single("l", ByName("c")), Count(1, CountKind.DISTINCT_SIGNALS, ("m", "k"), ByName("a")))),
             Single("k", ByName("b")),
             Single("k", Wildcard()),
             OperatorOnly(),
@@ -232,9 +240,9 @@ def test_sources_with_long_names_are_told_apart_and_cost_little() -> None:
     progress: Progress = {}
     told = []
     for source in (long + "a", long + "b", long + "a", long[:50], long + "c"):
-        effect, progress = meet(condition, progress, Arrival("wp-k", "k", "s", "go", "user", source))
+        effect, progress = apply_signal(condition, progress, IncomingSignal("wp-k", "k", "s", "go", "user", source))
         told.append(effect)
 
-    appended, repeated = Effect.APPENDED, Effect.DUPLICATE
-    assert told == [appended, appended, repeated, Effect.SATISFIED, Effect.SATISFIED]
+    appended, repeated = SignalEffect.APPENDED, SignalEffect.DUPLICATE
+    assert told == [appended, appended, repeated, SignalEffect.SATISFIED, SignalEffect.SATISFIED]
     assert sum(map(len, progress["<root>"])) < 500

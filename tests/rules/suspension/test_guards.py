@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.model.change import Change, Delete, Guard, LeaseCheck, LeaseWant, Put
+from flowfabric.model.change import Change, Delete, Guard, LeaseCheck, LeaseRequirement, Upsert
 from flowfabric.model.execution import Execution
-from flowfabric.model.gate import ChildEnd
+from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptState, LifecyclePhase
-from flowfabric.model.suspension import Remembered, Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.model.suspension import IdempotencyRecord, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.durable import mailbox
@@ -25,12 +25,12 @@ from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import resume, signals
 from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from flowfabric.rules.suspension.arguments import Fresh, UsePending
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint
 from tests.rules.execution.test_guards import EXECUTION, FENCE, HELD, NOW, row
 from tests.rules.suspension.test_totality import GATES, HOLDER, KEY, MAIL, SIGNAL, W, _args
 
-LIVE = LeaseCheck(LeaseWant.LIVE, "lease-1", 3)
-ROOT = Suspension(EXECUTION, 86, gates=wait_encoding.written(GATES), revision=4)
+LIVE = LeaseCheck(LeaseRequirement.LIVE, "lease-1", 3)
+ROOT = Suspension(EXECUTION, 86, gates=wait_encoding.encode_or_none(GATES), revision=4)
 SUSPENDED = row(LifecyclePhase.SUSPENDED, attempt_state=AttemptState.ATTEMPT_INTERRUPTED)
 PENDING = Waitpoint(
     waitpoint_id=W,
@@ -56,7 +56,7 @@ def suspended(behavior: TimeoutBehavior, *, on_gates: bool) -> Suspension:
         waitpoints=None if on_gates else f'[["{W}","k"]]',
         resume_condition=None if on_gates else '{"Single":{"waitpoint_key":"k","matcher":"Wildcard"}}',
         waits_on='["late"]' if on_gates else None,
-        gates=wait_encoding.written(GATES),
+        gates=wait_encoding.encode_or_none(GATES),
         timeout_at=NOW - 2,
         timeout_behavior=behavior,
         due_at=NOW - 2,
@@ -97,19 +97,19 @@ def test_a_worker_parks_on_what_was_seen_while_it_holds_its_lease(names: tuple[s
 
 
 def test_the_ends_of_children_are_taken_in_on_what_was_seen() -> None:
-    ends = [ChildEnd(EXECUTION, "c1", 0, "success", NOW), ChildEnd(EXECUTION, "c2", 0, "success", NOW)]
-    for found in (ends, ends[:1], [ChildEnd(EXECUTION, "c9", 0, "success", NOW)]):
-        stands_on(gate_rules.take_in(SUSPENDED, ROOT, found, NOW), None)
+    ends = [ChildCompletion(EXECUTION, "c1", 0, "success", NOW), ChildCompletion(EXECUTION, "c2", 0, "success", NOW)]
+    for found in (ends, ends[:1], [ChildCompletion(EXECUTION, "c9", 0, "success", NOW)]):
+        stands_on(gate_rules.deliver_child_completions(SUSPENDED, ROOT, found, NOW), None)
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_worker_suspends_on_what_was_seen_and_on_a_pending_waitpoint_only_in_its_time(signalled: int) -> None:
     place = msgspec.structs.replace(PENDING, signal_count=signalled)
-    fresh = suspend_rules.Scene(HELD, None, None, {}, [], [KEY])
-    pending = suspend_rules.Scene(HELD, ROOT, None, {W: place}, [], [KEY])
+    fresh = suspend_rules.SuspendRows(HELD, None, None, {}, [], [KEY])
+    pending = suspend_rules.SuspendRows(HELD, ROOT, None, {W: place}, [], [KEY])
 
-    minted = stands_on(suspend_rules.suspend(fresh, _args(Fresh(W, "k")), FENCE, None, NOW), LIVE, None)
-    activated = stands_on(suspend_rules.suspend(pending, _args(UsePending(W)), FENCE, None, NOW), LIVE)
+    minted = stands_on(suspend_rules.suspend(fresh, _args(FreshWaitpoint(W, "k")), FENCE, None, NOW), LIVE, None)
+    activated = stands_on(suspend_rules.suspend(pending, _args(UsePendingWaitpoint(W)), FENCE, None, NOW), LIVE)
 
     assert (minted.not_after, activated.not_after) == (None, NOW + 4)
 
@@ -124,7 +124,7 @@ def test_a_pending_waitpoint_ends_not_before_its_time() -> None:
 
 
 ROTATED = [SigningKey("k2", "11" * 32, current=True), SigningKey("k1", "00" * 32, current=False, expires_at=NOW + 3)]
-STALE = Remembered(EXECUTION, W, "d", NOW - 6, "first")
+STALE = IdempotencyRecord(EXECUTION, W, "d", NOW - 6, "first")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ STALE = Remembered(EXECUTION, W, "d", NOW - 6, "first")
     ids=["any time", "pending", "pending, and known long ago", "pending, signed with a key that ends sooner"],
 )
 def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
-    keys: list[SigningKey], kept: Remembered | None, place: Waitpoint, bounds: tuple[int | None, int | None]
+    keys: list[SigningKey], kept: IdempotencyRecord | None, place: Waitpoint, bounds: tuple[int | None, int | None]
 ) -> None:
-    decision = signals.deliver(signals.Scene(HELD, ROOT, place, kept, keys), SIGNAL, NOW)
+    decision = signals.deliver_signal(signals.SignalRows(HELD, ROOT, place, kept, keys), SIGNAL, NOW)
 
     change = stands_on(decision, None)
     assert (change.not_before, change.not_after) == bounds
@@ -150,21 +150,25 @@ def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_befor
     place, ask = PENDING, msgspec.structs.replace(SIGNAL, signal_maxlen=2, max_signals_per_execution=0)
     left = []
     for _ in range(5):
-        change = stands_on(signals.deliver(signals.Scene(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
-        [place] = [write.row for write in change.writes if isinstance(write, Put) and isinstance(write.row, Waitpoint)]
+        change = stands_on(signals.deliver_signal(signals.SignalRows(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
+        [place] = [
+            write.row for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, Waitpoint)
+        ]
         left.append([write.key[-1] for write in change.writes if isinstance(write, Delete)])
 
     assert left == [[], [], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("kept", [None, STALE])
-def test_what_has_a_key_that_was_used_long_ago_is_done_again_only_when_that_is_over(kept: Remembered | None) -> None:
+def test_what_has_a_key_that_was_used_long_ago_is_done_again_only_when_that_is_over(
+    kept: IdempotencyRecord | None,
+) -> None:
     over = None if kept is None else NOW - 6
-    scene = suspend_rules.Scene(HELD, ROOT, kept, {W: PENDING}, [], [KEY])
-    args = msgspec.structs.replace(_args(UsePending(W)), idempotency_key="i")
+    scene = suspend_rules.SuspendRows(HELD, ROOT, kept, {W: PENDING}, [], [KEY])
+    args = msgspec.structs.replace(_args(UsePendingWaitpoint(W)), idempotency_key="i")
 
     suspends = stands_on(suspend_rules.suspend(scene, args, FENCE, None, NOW), LIVE)
-    sent = stands_on(mailbox.send(HELD, ROOT, kept, MAIL, NOW), None)
+    sent = stands_on(mailbox.send_message(HELD, ROOT, kept, MAIL, NOW), None)
 
     assert (suspends.not_before, sent.not_before) == (over, over)
 

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import FromNow, Patch, Put, Write
+from flowfabric.model.change import FromNow, Patch, Upsert, Write
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
-from flowfabric.model.gate import ChildEnd, Gate, GateKind
+from flowfabric.model.gate import ChildCompletion, Gate, GateKind
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import public_state
-from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Suspension, TimeoutBehavior, Waitpoint
+from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable import park as park_rules
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.suspension import encoding as wait_encoding
@@ -33,7 +33,7 @@ from flowfabric.rules.suspension import resume, signals
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs, UsePending
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import SignalArgs
 from tests.rules.execution.test_totality import FENCES, INSTANTS, NOW, REACHING, ROWS, shown
 
@@ -71,7 +71,7 @@ def roots(draw: st.DrawFn) -> Suspension:
         closed_at=None if opened else NOW - 1,
         close_reason=None if opened else "resumed",
         waits_on='["g","late"]' if on_gates else None,
-        gates=draw(st.sampled_from([None, wait_encoding.written(GATES)])),
+        gates=draw(st.sampled_from([None, wait_encoding.encode_or_none(GATES)])),
         mail=draw(st.sampled_from([None, '{"m":[1,3]}'])),
         revision=4,
     )
@@ -120,10 +120,10 @@ SIGNAL = SignalArgs(
     idempotency_key="i",
     max_signals_per_execution=3,
 )
-KEPT = Remembered(E, W, "d", NOW + 5, "first")
-STALE = Remembered(E, W, "d", NOW, "first")
-ENDS = [ChildEnd(E, "c1", 0, "success", NOW), ChildEnd(E, "c2", 0, "failed", NOW)]
-MAIL = MailArgs(execution_id=E, mailbox="m", message_id="x", idempotency_key="i")
+KEPT = IdempotencyRecord(E, W, "d", NOW + 5, "first")
+STALE = IdempotencyRecord(E, W, "d", NOW, "first")
+ENDS = [ChildCompletion(E, "c1", 0, "success", NOW), ChildCompletion(E, "c2", 0, "failed", NOW)]
+MAIL = MessageArgs(execution_id=E, mailbox="m", message_id="x", idempotency_key="i")
 
 Row: TypeAlias = Execution | None
 Root: TypeAlias = Suspension | None
@@ -131,10 +131,10 @@ Place: TypeAlias = Waitpoint | None
 Rule: TypeAlias = Callable[[Row, Root, Place, Fence], Decision[Any]]
 
 
-def _suspend(binding: Any, remembered: Remembered | None = None) -> Rule:
+def _suspend(binding: Any, remembered: IdempotencyRecord | None = None) -> Rule:
     def rule(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
         found = {} if place is None else {W: place}
-        scene = suspend_rules.Scene(row, root, remembered, found, [], [KEY])
+        scene = suspend_rules.SuspendRows(row, root, remembered, found, [], [KEY])
         return suspend_rules.suspend(scene, _args(binding), fence, None, NOW)
 
     return rule
@@ -142,7 +142,7 @@ def _suspend(binding: Any, remembered: Remembered | None = None) -> Rule:
 
 def _open(kind: GateKind, **given: Any) -> Rule:
     def rule(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
-        scene = gate_rules.Scene(row, root, ends=ENDS, keys=[KEY])
+        scene = gate_rules.GateRows(row, root, ends=ENDS, keys=[KEY])
         return gate_rules.open_gate(scene, GateArgs(name="new", kind=kind, **given), fence, NOW)
 
     return rule
@@ -155,18 +155,20 @@ def _park(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
 
 
 RULES: dict[str, Rule] = {
-    "suspend": _suspend(Fresh(W, "k")),
-    "suspend on pending": _suspend(UsePending(W)),
-    "suspend after the key's time": _suspend(Fresh(W, "k"), Remembered(E, "suspend", "d", NOW, "{}")),
-    "signal": lambda row, root, place, _: signals.deliver(signals.Scene(row, root, place, None, [KEY]), SIGNAL, NOW),
-    "signal again": lambda row, root, place, _: signals.deliver(
-        signals.Scene(row, root, place, KEPT, [KEY]), SIGNAL, NOW
+    "suspend": _suspend(FreshWaitpoint(W, "k")),
+    "suspend on pending": _suspend(UsePendingWaitpoint(W)),
+    "suspend after the key's time": _suspend(FreshWaitpoint(W, "k"), IdempotencyRecord(E, "suspend", "d", NOW, "{}")),
+    "signal": lambda row, root, place, _: signals.deliver_signal(
+        signals.SignalRows(row, root, place, None, [KEY]), SIGNAL, NOW
     ),
-    "signal much later": lambda row, root, place, _: signals.deliver(
-        signals.Scene(row, root, place, STALE, [KEY]), SIGNAL, NOW
+    "signal again": lambda row, root, place, _: signals.deliver_signal(
+        signals.SignalRows(row, root, place, KEPT, [KEY]), SIGNAL, NOW
     ),
-    "forge": lambda row, root, place, _: signals.deliver(
-        signals.Scene(row, root, place, None, [KEY]),
+    "signal much later": lambda row, root, place, _: signals.deliver_signal(
+        signals.SignalRows(row, root, place, STALE, [KEY]), SIGNAL, NOW
+    ),
+    "forge": lambda row, root, place, _: signals.deliver_signal(
+        signals.SignalRows(row, root, place, None, [KEY]),
         msgspec.structs.replace(SIGNAL, waitpoint_token="k1:" + "0" * 64),
         NOW,
     ),
@@ -183,8 +185,8 @@ RULES: dict[str, Rule] = {
     "wait for children": _open(GateKind.CHILDREN, children=("c1", "c2"), need=1),
     "open an approval": _open(GateKind.SIGNALS, condition=Single("k"), waitpoints=((W, "k"),)),
     "park": _park,
-    "take children in": lambda row, root, place, _: gate_rules.take_in(row, root, ENDS, NOW),
-    "send": lambda row, root, place, _: mailbox.send(row, root, None, MAIL, NOW),
+    "take children in": lambda row, root, place, _: gate_rules.deliver_child_completions(row, root, ENDS, NOW),
+    "send": lambda row, root, place, _: mailbox.send_message(row, root, None, MAIL, NOW),
 }
 
 
@@ -230,15 +232,17 @@ def _assert_sound(rule: Rule, row: Row, root: Root, place: Place, fence: Fence) 
 
 
 def _writes_root(write: Write) -> bool:
-    if isinstance(write, Put):
+    if isinstance(write, Upsert):
         return isinstance(write.row, Suspension)
     return isinstance(write, Patch) and write.row is Suspension
 
 
 @given(root=st.none() | roots(), place=places())
 def test_what_is_said_of_a_waitpoint_agrees_with_itself(root: Suspension | None, place: Waitpoint) -> None:
-    state = wait_state.state_of(place, root, NOW)
+    state = wait_state.waitpoint_state(place, root, NOW)
 
-    assert (waitpoint_rules.view(place, root, NOW) is None) == (state == "closed")
-    assert (wait_state.close_reason_of(place, root, NOW) is None) == (state != "closed" and place.close_reason is None)
-    assert waitpoint_rules.record(place, root, NOW).state is state
+    assert (waitpoint_rules.waitpoint_view(place, root, NOW) is None) == (state == "closed")
+    assert (wait_state.waitpoint_close_reason(place, root, NOW) is None) == (
+        state != "closed" and place.close_reason is None
+    )
+    assert waitpoint_rules.waitpoint_record(place, root, NOW).state is state

@@ -80,7 +80,7 @@ async def test_a_parent_that_is_gone_ends_nothing(play: Play) -> None:
     parent = await play.claimed()
     [child] = await spawned(play, parent, 1)
     await play.engine.complete(parent.handle)
-    play.clock.pass_ms(24 * 60 * 60 * 1000)
+    play.clock.advance_ms(24 * 60 * 60 * 1000)
     assert await play.engine.purge_execution(parent.execution_id)
 
     async with play.refused(errors.NotFound):
@@ -94,7 +94,7 @@ async def test_a_parent_that_loses_its_lease_meanwhile_ends_nothing(play: Play, 
     cancelling = asyncio.create_task(play.engine.cancel_children(parent.handle, [child]))
     await gate.reached()
     await Engine(store).revoke_lease(parent.execution_id)
-    gate.open()
+    gate.release()
 
     with pytest.raises(errors.LeaseRevoked):
         await cancelling
@@ -102,7 +102,7 @@ async def test_a_parent_that_loses_its_lease_meanwhile_ends_nothing(play: Play, 
 
 
 async def test_many_children_end_in_portions(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executions, "PORTION", 3)
+    monkeypatch.setattr(executions, "MAX_CHILDREN_PER_CHANGE", 3)
     parent = await play.claimed()
     children = await spawned(play, parent, 7)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.durable import Parked
-from flowfabric.model.gate import GateEnd
+from flowfabric.engine.operations.durable import ParkResult
+from flowfabric.model.gate import GateOutcome
 from flowfabric.model.states import PublicState
-from flowfabric.rules.durable.park import Ready
-from flowfabric.rules.suspension.resume import Expiry, Resumed
+from flowfabric.rules.durable.park import GatesReady
+from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
 from tests.scenarios.functions import HOUR, WAITS, Function, closed, opened
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, RESUMABLE, Play
 from tests.scenarios.waits import APPENDED, REPEATED, SATISFIED, Waits
@@ -17,7 +17,7 @@ from tests.scenarios.waits import APPENDED, REPEATED, SATISFIED, Waits
 
 async def test_votes_resume_a_parked_function_and_are_remembered(function: Function, play: Play) -> None:
     gate = opened(await function.approval())
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
     assert await play.vector(function.e) == WAITS
 
     assert await function.vote(gate, "ana", payload=b"yes") == APPENDED
@@ -27,7 +27,7 @@ async def test_votes_resume_a_parked_function_and_are_remembered(function: Funct
     assert await play.vector(function.e) == RESUMABLE
     await function.go_on()
     memo = closed(await function.approval())
-    assert memo.ended_as is GateEnd.SATISFIED
+    assert memo.ended_as is GateOutcome.SATISFIED
     votes = await function.engine.read_votes(memo)
     assert [(vote.source_identity, vote.payload) for vote in votes] == [("ana", b"yes"), ("bo", b"no")]
 
@@ -36,7 +36,7 @@ async def test_a_gate_that_closes_closes_the_suspension_on_it(function: Function
     gate = opened(await function.approval())
     await function.timer("nap", HOUR)
     await function.park("approve", "nap")
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     await function.vote(gate, "ana")
     await function.vote(gate, "bo")
 
@@ -45,7 +45,7 @@ async def test_a_gate_that_closes_closes_the_suspension_on_it(function: Function
     assert (record.satisfied_at, record.closed_at, record.close_reason) == (play.now, play.now, "resumed")
     assert (await play.engine.list_suspended(DEFAULT_PARTITION)).entries == []
     await function.go_on()
-    play.clock.pass_ms(HOUR)
+    play.clock.advance_ms(HOUR)
     async with play.untouched():
         assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
     await play.expired(function.held)
@@ -62,7 +62,7 @@ async def test_links_stay_valid_when_the_worker_dies_after_mailing_them(function
 
     assert [link.token.reveal() for link in again.links] == [link.token.reveal() for link in gate.links]
     assert again.gate.expires_at == gate.gate.expires_at
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
     assert await function.vote(gate, "bo") == SATISFIED
 
 
@@ -77,7 +77,7 @@ async def test_votes_survive_the_death_of_the_worker_that_they_resumed(function:
     memo = closed(await function.approval())
 
     assert len(await function.engine.read_votes(memo)) == 2
-    assert await function.park("approve") == Ready(("approve",))
+    assert await function.park("approve") == GatesReady(("approve",))
     assert await play.vector(function.e) == ACTIVE
 
 
@@ -87,7 +87,7 @@ async def test_votes_before_the_wait_count(function: Function, play: Play) -> No
         await function.vote(gate, key)
     assert await play.vector(function.e) == ACTIVE
 
-    assert await function.park("approve") == Ready(("approve",))
+    assert await function.park("approve") == GatesReady(("approve",))
 
 
 async def test_votes_stay_in_a_log_that_is_full_and_what_does_not_count_leaves_it(
@@ -107,23 +107,23 @@ async def test_votes_stay_in_a_log_that_is_full_and_what_does_not_count_leaves_i
 
 async def test_a_gate_that_nobody_passes_in_time_says_so(function: Function, play: Play, waits: Waits) -> None:
     gate = opened(await function.approval(expires_in_ms=1000))
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
     await waits.time_out(play.now + 1000)
 
     assert await play.vector(function.e) == RESUMABLE
-    assert (await function.memo("approve")).ended_as is GateEnd.TIMED_OUT
+    assert (await function.memo("approve")).ended_as is GateOutcome.TIMED_OUT
     with pytest.raises(errors.TargetNotSignalable):
         await function.vote(gate, "ana")
 
 
 async def test_a_vote_after_the_time_is_refused_swept_or_not(function: Function, play: Play) -> None:
     gate = opened(await function.approval(expires_in_ms=1000))
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     async with play.refused(errors.TargetNotSignalable):
         await function.vote(gate, "ana")
-    assert await function.park("approve") == Ready(("approve",))
-    assert (await function.memo("approve")).ended_as is GateEnd.TIMED_OUT
+    assert await function.park("approve") == GatesReady(("approve",))
+    assert (await function.memo("approve")).ended_as is GateOutcome.TIMED_OUT
 
 
 async def test_different_waits_are_awaited_together_and_again(function: Function, play: Play, waits: Waits) -> None:
@@ -131,16 +131,16 @@ async def test_different_waits_are_awaited_together_and_again(function: Function
     await function.timer("nap", 500)
     await function.receive("steer-0")
     names = ("approve", "nap", "steer-0")
-    assert isinstance(await function.park(*names), Parked)
+    assert isinstance(await function.park(*names), ParkResult)
 
     await waits.time_out(play.now + 500)
     await function.go_on()
-    assert (await function.memo("nap")).ended_as is GateEnd.SATISFIED
-    assert isinstance(await function.park("approve", "steer-0"), Parked)
+    assert (await function.memo("nap")).ended_as is GateOutcome.SATISFIED
+    assert isinstance(await function.park("approve", "steer-0"), ParkResult)
     await function.send(b"left")
     await function.go_on("wd")
     assert (await function.memo("steer-0")).payload == b"left"
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
     await function.vote(gate, "ana")
     assert await function.vote(gate, "bo") == SATISFIED
     assert (await function.engine.read_waits(function.e)).open == {}
@@ -154,7 +154,7 @@ async def test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_
     await function.send(b"hello")
     first = await waits.suspend(function.held)
     assert await waits.effect(e, "go", first) == SATISFIED
-    play.clock.pass_ms(7)
+    play.clock.advance_ms(7)
     await function.go_on()
     gate = opened(await function.approval())
     await function.timer("nap", HOUR)
@@ -188,7 +188,7 @@ async def test_an_operator_nudges_a_parked_function_without_closing_its_gates(fu
 
     await function.go_on()
     assert list((await function.engine.read_waits(function.e)).open) == ["approve"]
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
 
 
 async def test_parking_on_what_does_not_exist_is_refused(function: Function, play: Play) -> None:
@@ -214,7 +214,7 @@ async def test_a_worker_that_lost_its_lease_neither_opens_nor_parks(function: Fu
     async with play.refused(errors.StaleLease):
         await function.engine.record_step(stale.handle, "pay", 0, b"late")
     function.held = live
-    assert isinstance(await function.park("approve"), Parked)
+    assert isinstance(await function.park("approve"), ParkResult)
 
 
 async def test_waitpoints_of_a_gate_are_listed_and_their_tokens_read(function: Function, play: Play) -> None:
@@ -235,4 +235,4 @@ async def test_cancelling_a_parked_function_ends_its_waits(function: Function, p
 
     with pytest.raises(errors.TargetNotSignalable):
         await function.vote(gate, "ana")
-    assert await function.engine.expire_suspension(function.e) is Expiry.NOT_SUSPENDED
+    assert await function.engine.expire_suspension(function.e) is SuspensionExpiry.NOT_SUSPENDED

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.durable import OpenedGate, Parked
-from flowfabric.model.gate import GateEnd
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult
+from flowfabric.model.gate import GateOutcome
 from flowfabric.rules.durable import mailbox
-from flowfabric.rules.suspension.signals import Accepted, Duplicate
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from tests.scenarios.functions import Function, closed
 from tests.scenarios.play import Play
 from tests.scenarios.waits import Waits
@@ -23,7 +23,7 @@ async def test_messages_are_kept_before_between_and_after_receives(play: Play, w
 
     got = [closed(await function.receive(f"r{n}")).payload for n in range(2)]
     await function.receive("r2")
-    assert isinstance(await function.park("r2"), Parked)
+    assert isinstance(await function.park("r2"), ParkResult)
     await function.send(b"2")
     await function.send(b"3")
     await function.go_on()
@@ -57,7 +57,7 @@ async def test_a_message_reaches_only_those_who_wait_for_its_name_in_their_time(
     await function.receive("late", "steer", expires_in_ms=10)
     await function.receive("other", "other")
     await function.receive("own", "steer")
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     await function.send(b"go")
 
@@ -110,7 +110,7 @@ async def test_two_receivers_of_one_name_are_served_in_turn(function: Function, 
 async def test_a_message_with_a_key_is_kept_once(function: Function) -> None:
     first = await function.send(b"a", idempotency_key="i")
     assert isinstance(first, Accepted)
-    assert await function.send(b"a", idempotency_key="i") == Duplicate(first.signal_id)
+    assert await function.send(b"a", idempotency_key="i") == DuplicateDelivery(first.signal_id)
     assert isinstance(await function.send(b"a", mailbox="other", idempotency_key="i"), Accepted)
 
     assert closed(await function.receive("r0")).payload == b"a"
@@ -120,10 +120,10 @@ async def test_a_message_with_a_key_is_kept_once(function: Function) -> None:
 async def test_a_key_is_remembered_for_its_time(function: Function, play: Play) -> None:
     first = await function.send(b"a", idempotency_key="i", dedup_ttl_ms=1000)
     assert isinstance(first, Accepted)
-    play.clock.pass_ms(999)
-    assert await function.send(b"a", idempotency_key="i", dedup_ttl_ms=1000) == Duplicate(first.signal_id)
+    play.clock.advance_ms(999)
+    assert await function.send(b"a", idempotency_key="i", dedup_ttl_ms=1000) == DuplicateDelivery(first.signal_id)
     assert isinstance(await function.send(b"a"), Accepted), "without a key nothing is the same"
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     assert isinstance(await function.send(b"a", idempotency_key="i"), Accepted)
 
@@ -142,7 +142,7 @@ async def test_a_message_that_nobody_receives_in_time_stays(function: Function, 
     await function.receive("r0", expires_in_ms=1000)
     await function.park("r0")
     await waits.time_out(play.now + 1000)
-    assert (await function.memo("r0")).ended_as is GateEnd.TIMED_OUT
+    assert (await function.memo("r0")).ended_as is GateOutcome.TIMED_OUT
 
     await function.send(b"late")
     await function.go_on()

@@ -10,7 +10,7 @@ from flowfabric.engine.operations.durable import OpenedGate
 from flowfabric.model.gate import GateKind, GateMemo
 from flowfabric.model.states import PublicState
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.vote_schema import ask_tag
+from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.rules.security.waitpoint_token import mint_token
 from tests.scenarios.functions import Function, all_of, closed, opened
 from tests.scenarios.play import Play
@@ -56,7 +56,7 @@ async def test_a_function_that_is_replayed_asks_anew_at_the_same_places(
 async def test_the_links_of_a_former_life_lead_nowhere(function: Function, play: Play, waits: Waits) -> None:
     old = (waits.id(), "ana")
     await passed(function, play, old)
-    token = mint_token(await function.engine.signing_key("test"), function.e, old[0])
+    token = mint_token(await function.engine.require_signing_key("test"), function.e, old[0])
 
     gate = opened(await asked(function, (waits.id(), "ana")))
 
@@ -96,7 +96,7 @@ async def test_a_place_that_is_in_use_cannot_be_asked_at(function: Function, pla
 async def test_a_vote_that_nobody_could_read_is_refused_and_leaves_no_trace(
     function: Function, play: Play, payload: bytes | None, words: str
 ) -> None:
-    await function.engine.set_tags(function.held.handle, {ask_tag("pay"): YES_OR_NO})
+    await function.engine.set_tags(function.held.handle, {schema_tag("pay"): YES_OR_NO})
     gate = opened(await function.approval("approve", "pay.1"))
 
     async with play.untouched():
@@ -107,7 +107,7 @@ async def test_a_vote_that_nobody_could_read_is_refused_and_leaves_no_trace(
 
 
 async def test_whoever_cannot_vote_hears_nothing_of_what_is_asked(function: Function, play: Play, waits: Waits) -> None:
-    await function.engine.set_tags(function.held.handle, {ask_tag("pay"): YES_OR_NO})
+    await function.engine.set_tags(function.held.handle, {schema_tag("pay"): YES_OR_NO})
     gate = opened(await function.approval("approve", "pay.1"))
     [link] = gate.links
 
@@ -123,7 +123,7 @@ async def test_whoever_cannot_vote_hears_nothing_of_what_is_asked(function: Func
 
 @pytest.mark.parametrize("tag", ["", "{", "5", "[]", '{"type":"moon"}', "[" * 5000], ids=str)
 async def test_what_is_asked_in_no_known_words_is_answered_by_anything(function: Function, tag: str) -> None:
-    await function.engine.set_tags(function.held.handle, {ask_tag("pay"): tag[:200]})
+    await function.engine.set_tags(function.held.handle, {schema_tag("pay"): tag[:200]})
     gate = opened(await function.approval("approve", "pay.1"))
 
     assert await function.vote(gate, "pay.1", payload=msgspec.json.encode({"any": "thing"})) == SATISFIED
@@ -131,7 +131,7 @@ async def test_what_is_asked_in_no_known_words_is_answered_by_anything(function:
 
 async def test_a_waitpoint_of_a_suspension_asks_for_nothing(play: Play, waits: Waits) -> None:
     held = await play.claimed()
-    await play.engine.set_tags(held.handle, {ask_tag("k"): YES_OR_NO})
+    await play.engine.set_tags(held.handle, {schema_tag("k"): YES_OR_NO})
     p = await waits.suspend(held)
 
     assert await waits.effect(held.execution_id, "go", p, payload=b"\xff") == SATISFIED

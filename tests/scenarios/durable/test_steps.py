@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.rules.durable.park import Ready
+from flowfabric.rules.durable.park import GatesReady
 from tests.scenarios.functions import HOUR, Function, opened
 from tests.scenarios.play import LEASE_MS, Play
 from tests.scenarios.waits import Waits
@@ -27,7 +27,7 @@ async def test_steps_survive_everything_but_the_replay_of_a_success(function: Fu
     await function.killed()
     assert await function.engine.read_steps(function.e) == [memo]
     await function.timer("nap", 0)
-    assert await function.park("nap") == Ready(("nap",))
+    assert await function.park("nap") == GatesReady(("nap",))
     await function.engine.fail(function.held.handle, reason="no", category="permanent")
     await function.engine.replay_execution(function.e)
     assert await function.engine.read_steps(function.e) == [memo]
@@ -65,7 +65,7 @@ async def test_a_replay_forgets_nothing_of_others(function: Function, play: Play
 
 
 async def test_a_lapsed_lease_records_nothing(function: Function, play: Play) -> None:
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     with pytest.raises(errors.LeaseExpired):
         await function.engine.record_step(function.held.handle, "pay", 0, b"late")
@@ -82,10 +82,10 @@ async def test_everything_goes_with_the_execution(function: Function, play: Play
     await function.send(b"unread", idempotency_key="i")
     await function.receive("r0")
     await function.engine.complete(child.handle)
-    await function.engine.folds_done()
+    await function.engine.wait_for_child_completions()
     await function.engine.complete(function.held.handle)
 
-    play.clock.pass_ms(25 * HOUR)
+    play.clock.advance_ms(25 * HOUR)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 2
 
     kept = await play.everything()

@@ -58,7 +58,7 @@ NEVER_CLAIMED = [waiting, delayed, blocked, route_blocked, granted]
 @pytest.mark.parametrize("state", NEVER_CLAIMED)
 async def test_ex_053_cancel_a_never_claimed_execution(play: Play, state: Any) -> None:
     e = await state(play)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.engine.cancel_execution(e, reason="no longer needed") == Cancelled(e)
 
@@ -71,7 +71,7 @@ async def test_ex_053_cancel_a_never_claimed_execution(play: Play, state: Any) -
     assert await play.history(e) == []
     assert await play.outcomes() == ["cancelled"]
     assert await play.eligible() == []
-    play.clock.pass_ms(5000)
+    play.clock.advance_ms(5000)
     async with play.untouched():
         assert await play.pull(can={"gpu"}) is None
         assert (await play.engine.sweep_once("delayed_promoter")).processed == 0
@@ -89,7 +89,7 @@ async def test_ex_053_no_fence_is_needed_whatever_the_source(play: Play) -> None
 async def test_ex_054_operator_cancels_an_active_execution(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.engine.cancel_execution(e, reason="stop") == Cancelled(e)
 
@@ -118,7 +118,7 @@ async def test_ex_054_whoever_is_not_the_system_needs_the_fence(play: Play) -> N
     for fence in (Fence(other, 1), Fence(held.lease_id, 2), Fence(held.lease_id, 1, other)):
         async with play.refused(errors.StaleLease):
             await engine.cancel_execution(e, source="lease_holder", fence=fence)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     await engine.mark_lease_expired_if_due(e)
     fence = Fence(held.lease_id, 1)
     assert await engine.cancel_execution(e, source="lease_holder", fence=fence) == Cancelled(e)
@@ -140,7 +140,7 @@ async def test_ex_055_cancel_after_terminal(play: Play) -> None:
     engine = play.engine
     e = await play.create()
     await engine.cancel_execution(e, reason="a")
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     async with play.untouched():
         assert await engine.cancel_execution(e, reason="b") == Cancelled(e)
         assert await engine.cancel_execution(e, reason="b", source="worker") == Cancelled(e)
@@ -164,7 +164,7 @@ async def test_ex_056_cancel_while_waiting_for_retry(play: Play) -> None:
     [attempt] = await play.engine.attempt_history(e)
     assert (attempt.attempt_state, attempt.failure_reason) == (AttemptRecordState.ENDED_FAILURE, "flaky")
     assert await play.told(e) == ["acquired", "released failed_retry_scheduled"]
-    play.clock.pass_ms(500)
+    play.clock.advance_ms(500)
     async with play.untouched():
         assert await play.engine.promote_delayed(e) is Promotion.NOT_RUNNABLE
         assert await play.engine.promote_delayed(MISSING) is Promotion.NOT_FOUND
@@ -175,7 +175,7 @@ async def test_ex_056_an_interrupted_attempt_ends_with_its_execution(play: Play,
     held = await play.claimed()
     e = held.execution_id
     await play.delayed(held)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     if end == "cancel":
         await play.engine.cancel_execution(e, reason="stop")
@@ -227,7 +227,7 @@ async def test_ex_058_expire_an_active_execution(play: Play, lease: str) -> None
     elif lease == "revoked":
         await play.revoked(held)
     before = await play.told(e)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.engine.expire_execution(e) == Expired(e)
 
@@ -342,7 +342,7 @@ async def test_ex_060_a_resumed_attempt_has_the_time_it_had_left(play: Play, roa
     play.clock.now = t + 1000
     assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
     await play.promoted(e)
-    play.clock.pass_ms(77)
+    play.clock.advance_ms(77)
     u = play.now
 
     match road:
@@ -397,7 +397,7 @@ async def test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_pu
 ) -> None:
     held = await timed(play)
     e = held.execution_id
-    play.clock.pass_ms(1000 + late_ms)
+    play.clock.advance_ms(1000 + late_ms)
     await play.delayed(held, 5000)
     await play.promoted(e)
 
@@ -435,7 +435,7 @@ async def test_ex_060_a_takeover_has_the_whole_time_again(play: Play, where: str
 async def test_ex_060_a_timer_that_was_listed_but_is_gone_does_nothing(play: Play, meanwhile: str) -> None:
     held = await timed(play, "policy", **retries(3))
     e = held.execution_id
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     async def finish() -> None:
         if meanwhile == "complete":
@@ -456,14 +456,14 @@ async def test_ex_060_a_timer_that_was_listed_but_is_gone_does_nothing(play: Pla
 async def test_ex_060_no_time_arms_nothing(play: Play) -> None:
     for held in (await timed(play, timeout=0), await timed(play, "policy", timeout=0), await play.claimed()):
         assert "attempt_timeout_at" not in await play.core(held.execution_id)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
 
 
 async def test_an_attempt_in_time_ends_as_its_holder_says(play: Play) -> None:
     held = await timed(play)
     assert await play.vector(held.execution_id) == ACTIVE
-    play.clock.pass_ms(999)
+    play.clock.advance_ms(999)
 
     assert await play.engine.complete(execution_id=held.execution_id, fence=fence_of(held)) == Completed(
         held.execution_id

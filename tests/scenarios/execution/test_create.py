@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.handles import BackendTag, Handle, HandleKind, encode
+from flowfabric.handles import BackendTag, Handle, HandleKind, encode_handle
 from flowfabric.ids import ExecutionId, SeededMinter
 from flowfabric.model.answers.execution import Completed, Created, Duplicate, Promotion
 from flowfabric.model.states import PublicState
@@ -38,7 +38,7 @@ async def test_ex_006_handle_offered_to_another_backend(play: Play, forged: bool
     watched = there.store
     assert isinstance(watched, Watched)
     actual, expected = here.store.tag, there.store.tag
-    opaque = encode(held.handle.fields, actual)
+    opaque = encode_handle(held.handle.fields, actual)
     offered = Handle(expected if forged else actual, HandleKind.FRESH, opaque)
 
     for name, call in lease_bound(there, offered, play.now).items():
@@ -136,7 +136,7 @@ async def test_ex_010_duplicate_execution_id(play: Play, life: str) -> None:
         held = await play.claim(e)
         if life == "terminal":
             await engine.complete(held.handle, result=b"R")
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     async with play.untouched():
         for policy in ({"max_replay_count": 9}, "{not json", "{}\0", '{"x": "\ud800"}'):
@@ -165,9 +165,9 @@ async def test_ex_011_idempotency_key_returns_the_first_execution(play: Play) ->
         e, answer = await again(**other)
         assert answer == Created(e, PublicState.WAITING)
 
-    play.clock.pass_ms(DAY_MS - 1)
+    play.clock.advance_ms(DAY_MS - 1)
     assert (await again())[1] == Duplicate(e1)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     e5, answer = await again()
     assert answer == Created(e5, PublicState.WAITING)
     assert (await again())[1] == Duplicate(e5)
@@ -179,13 +179,13 @@ async def test_ex_011_the_window_is_the_policy_s_and_outlives_the_execution(play
     policy = {"dedup_window_ms": 5000, "stream_policy": {"retention_ttl_ms": 1000}}
     e1 = await play.create(idempotency_key="k", policy=policy)
     await engine.cancel_execution(e1)
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
     assert await engine.describe_execution(e1) is None
 
-    play.clock.pass_ms(3999)
+    play.clock.advance_ms(3999)
     assert await engine.create_execution(execution_id=engine.new_execution_id(), idempotency_key="k") == Duplicate(e1)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await play.create(idempotency_key="k", policy={"dedup_window_ms": 0})
     await play.create(idempotency_key="k")
 
@@ -198,9 +198,9 @@ async def test_ex_011_a_key_is_remembered_to_the_last_millisecond_of_its_window(
         e = play.engine.new_execution_id()
         return await play.engine.create_execution(execution_id=e, idempotency_key="k")
 
-    play.clock.pass_ms(window - 1)
+    play.clock.advance_ms(window - 1)
     assert await again() == Duplicate(first)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert isinstance(await again(), Created)
 
 
@@ -211,7 +211,7 @@ async def test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once(
 ) -> None:
     if before == "over":
         await play.create(idempotency_key="k", policy={"dedup_window_ms": 5})
-        play.clock.pass_ms(5)
+        play.clock.advance_ms(5)
     elsewhere = Engine(play.store.store, minter=SeededMinter(9))
     winner, loser = elsewhere.new_execution_id(), play.engine.new_execution_id()
     policy = None if window is None else {"dedup_window_ms": window}
@@ -220,7 +220,7 @@ async def test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once(
     async with asyncio.timeout(20):
         await gate.reached()
         assert isinstance(await elsewhere.create_execution(execution_id=winner, idempotency_key="k"), Created)
-        gate.open()
+        gate.release()
         assert await asked == Duplicate(winner)
     assert loser not in await play.eligible()
 
@@ -230,7 +230,7 @@ async def test_ex_012_priority_clamp_at_create(play: Play) -> None:
     created = []
     for priority in asked:
         created.append(await play.create(priority=priority))
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
 
     assert [(await play.core(e))["priority"] for e in created] == [9000, 9000, 0, 0]
     assert await play.eligible() == created

@@ -18,7 +18,7 @@ async def test_ex_050_worker_delay_and_resume(play: Play) -> None:
     held = await play.claimed(execution_deadline_at=deadline)
     e = held.execution_id
     before = await play.core(e)
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     t = play.now
 
     assert await play.engine.delay(held.handle, delay_until=t + 1000) == Delayed(e, PublicState.DELAYED)
@@ -100,7 +100,7 @@ async def test_ex_050_a_delay_into_the_past_is_over_at_the_next_pass(play: Play,
 async def test_ex_051_with_no_dependency_the_work_is_claimable_at_once(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.engine.wait_children(held.handle) == Moved(e, PublicState.WAITING)
 

@@ -43,7 +43,7 @@ async def test_ex_040_complete(play: Play) -> None:
     before = await play.core(e)
     assert before["attempt_timeout_at"] == t0 + 20_000
     assert before["execution_deadline_at"] == t0 + 25_000
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     t = play.now
 
     assert await play.engine.complete(held.handle, result=b"R") == Completed(e)
@@ -86,7 +86,7 @@ async def test_ex_040_complete(play: Play) -> None:
     [done] = await play.completions()
     assert (done.execution_id, done.outcome, done.flow_id, done.at) == (e, "success", None, t)
     assert [(news.variant, news.revoked_by) for news in await play.lease_feed()][1:] == [("Revoked", "backend")]
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
     async with play.untouched():
         for sweep in ("attempt_timeout", "execution_deadline", "lease_expiry"):
             assert (await play.engine.sweep_once(sweep)).processed == 0
@@ -96,7 +96,7 @@ async def test_ex_041_complete_replay_by_the_same_holder(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.engine.complete(held.handle, result=b"R1")
-    play.clock.pass_ms(LEASE_MS * 2)
+    play.clock.advance_ms(LEASE_MS * 2)
 
     async with play.untouched():
         assert await play.engine.complete(held.handle, result=b"R2") == Completed(e)
@@ -133,7 +133,7 @@ async def test_ex_042_operator_override_completion(play: Play) -> None:
     async with play.refused(errors.LeaseRevoked):
         await engine.complete(execution_id=revoked.execution_id, source=override)
     lapsed = await play.claimed()
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     with pytest.raises(errors.LeaseExpired):
         await engine.complete(execution_id=lapsed.execution_id, source=override)
     assert await play.vector(lapsed.execution_id) == EXPIRED_LEASE
@@ -167,7 +167,7 @@ async def test_ex_044_fail_without_usable_policy(play: Play, why: str) -> None:
     policy = None if why == "no policy" else retries(0 if why == "no retries" else 3)
     held = await play.claimed(policy=policy)
     e = held.execution_id
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     category = why if why in ("permanent", "cancelled") else "x"
     own = "{not json" if why == "unparsable" else None
 
@@ -198,7 +198,7 @@ async def test_ex_045_fail_with_retry_scheduled(play: Play) -> None:
     deadline = play.now + 90_000
     held = await play.claimed(policy=retries(2), execution_deadline_at=deadline)
     e = held.execution_id
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     t = play.now
 
     answer = await play.engine.fail(held.handle, reason="flaky", category="transient")
@@ -292,7 +292,7 @@ async def test_ex_047_backoff_of_successive_failures(play: Play, backoff: dict[s
 
 @pytest.mark.parametrize(("chance", "pause"), [(0.0, 500), (0.999999, 1000)])
 async def test_ex_047_jitter_spreads_the_first_pause(play: Play, chance: float, pause: int) -> None:
-    play.engine.chance = lambda: chance
+    play.engine.random = lambda: chance
 
     assert await failures(play, retries(1, type="exponential", initial_delay_ms=1000, jitter=True), 1) == [pause]
 

@@ -12,10 +12,10 @@ from flowfabric.engine.operations import reads
 from flowfabric.engine.operations.reads import HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import (
-    AlreadySatisfied,
     Cancelled,
     Claimed,
     MarkedExpired,
+    NothingToDo,
     ProgressNoted,
     Renewed,
     RetryScheduled,
@@ -77,17 +77,17 @@ async def test_ex_032_renew_extends_and_may_shorten(play: Play) -> None:
 
 async def test_ex_032_a_handle_renews_for_its_own_length(play: Play) -> None:
     held = await play.claimed(ttl=7000)
-    play.clock.pass_ms(6999)
+    play.clock.advance_ms(6999)
 
     assert await play.engine.renew(held.handle) == Renewed(play.now + 7000, 1)
-    play.clock.pass_ms(6999)
+    play.clock.advance_ms(6999)
     [renewed] = await play.engine.renew_many([held.handle])
     assert renewed == Renewed(play.now + 7000, 1)
 
 
 async def test_ex_032_a_named_lease_renews_like_a_handle(play: Play) -> None:
     held = await play.claimed()
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     answer = await play.engine.renew(
         execution_id=held.execution_id, attempt_index=0, fence=fence_of(held), lease_ttl_ms=500
@@ -99,7 +99,7 @@ async def test_ex_032_a_named_lease_renews_like_a_handle(play: Play) -> None:
 async def test_however_often_a_lease_is_renewed_its_history_keeps_the_rest(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "HISTORY_KEPT", 2)
+    monkeypatch.setattr(reads, "MAX_HISTORY_EVENTS", 2)
     held = await play.claimed()
     for _ in range(3):
         await play.engine.renew(held.handle)
@@ -113,9 +113,9 @@ async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     before = await play.core(e)
-    play.clock.pass_ms(LEASE_MS - 1)
+    play.clock.advance_ms(LEASE_MS - 1)
     await play.engine.renew(held.handle, lease_ttl_ms=1)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     with pytest.raises(errors.LeaseExpired):
         await play.engine.renew(held.handle, lease_ttl_ms=LEASE_MS)
@@ -129,16 +129,16 @@ async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
     assert core["lease_expires_at"] == play.now
     entries = await play.history(e)
     assert entries[1:] == [HistoryEntry("expired", play.now, identity(held))]
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     async with play.refused(errors.LeaseExpired):
         await play.engine.renew(held.handle, lease_ttl_ms=LEASE_MS)
 
 
 async def test_ex_033_a_clock_that_goes_back_revives_no_lease(play: Play) -> None:
     held = await play.claimed()
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     await play.engine.mark_lease_expired_if_due(held.execution_id)
-    play.clock.pass_ms(-LEASE_MS // 2)
+    play.clock.advance_ms(-LEASE_MS // 2)
 
     for late in (play.engine.renew, play.engine.progress, play.engine.complete):
         async with play.refused(errors.LeaseExpired):
@@ -201,11 +201,11 @@ async def test_ex_035_mark_lease_expired_if_due_answers(play: Play) -> None:
     before = await play.core(e)
 
     async with play.untouched():
-        assert await engine.mark_lease_expired_if_due(MISSING) == AlreadySatisfied("execution_not_found")
-        assert await engine.mark_lease_expired_if_due(waiting) == AlreadySatisfied("not_active")
-        play.clock.pass_ms(LEASE_MS - 1)
-        assert await engine.mark_lease_expired_if_due(e) == AlreadySatisfied("not_yet_expired")
-    play.clock.pass_ms(1)
+        assert await engine.mark_lease_expired_if_due(MISSING) == NothingToDo("execution_not_found")
+        assert await engine.mark_lease_expired_if_due(waiting) == NothingToDo("not_active")
+        play.clock.advance_ms(LEASE_MS - 1)
+        assert await engine.mark_lease_expired_if_due(e) == NothingToDo("not_yet_expired")
+    play.clock.advance_ms(1)
     assert await engine.mark_lease_expired_if_due(e) == MarkedExpired(e)
 
     assert await play.core(e) == before | {
@@ -217,17 +217,17 @@ async def test_ex_035_mark_lease_expired_if_due_answers(play: Play) -> None:
         "last_mutation_at": play.now,
     }
     async with play.untouched():
-        assert await engine.mark_lease_expired_if_due(e) == AlreadySatisfied("already_expired")
-        assert await engine.mark_lease_expired_if_due(revoked.execution_id) == AlreadySatisfied("already_revoked")
+        assert await engine.mark_lease_expired_if_due(e) == NothingToDo("already_expired")
+        assert await engine.mark_lease_expired_if_due(revoked.execution_id) == NothingToDo("already_revoked")
         assert (await engine.sweep_once("lease_expiry")).processed == 0
 
 
 async def test_ex_035_the_sweep_marks_what_lapsed_and_leaves_a_renewed_lease_alone(play: Play) -> None:
     lapsed, renewed = await play.claimed(), await play.claimed()
-    play.clock.pass_ms(LEASE_MS - 1)
+    play.clock.advance_ms(LEASE_MS - 1)
     assert (await play.engine.sweep_once("lease_expiry")).processed == 0
     await play.engine.renew(renewed.handle)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     assert (await play.engine.sweep_once("lease_expiry")).processed == 1
 
@@ -242,7 +242,7 @@ async def test_ex_037_progress_updates(play: Play) -> None:
 
     core: dict[str, Any] = {}
     for pct, message in ((40, "half"), (None, "later"), (90, None), (None, ""), (None, None)):
-        play.clock.pass_ms(10)
+        play.clock.advance_ms(10)
         assert await play.engine.progress(held.handle, pct=pct, message=message) == ProgressNoted(e)
         core = await play.core(e)
         assert core["progress_updated_at"] == core["last_mutation_at"] == play.now
@@ -268,7 +268,7 @@ async def test_ex_037_progress_is_refused_without_a_live_lease_and_marks_nothing
         await play.engine.update_progress(waiting, fence=fence_of(held), pct=1)
     async with play.refused(errors.NotFound, entity="execution"):
         await play.engine.update_progress(MISSING, fence=fence_of(held), pct=1)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     async with play.refused(errors.LeaseExpired):
         await play.engine.progress(held.handle, pct=50)
@@ -281,7 +281,7 @@ async def test_ex_038_revoke(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     before = await play.core(e)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await engine.revoke_lease(e, reason="bad node") == Revoked(held.lease_id, 1)
 
@@ -309,7 +309,7 @@ async def test_ex_038_revoke(play: Play) -> None:
         await engine.cancel_execution(e, source="lease_holder", fence=fence_of(held))
     async with play.refused(errors.ExecutionNotLeaseable):
         await play.claim(e)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     assert (await engine.list_expired_leases(as_of=play.now)).entries == []
     assert (await play.attempt(e, 0)).attempt_state == "started"
 
@@ -343,9 +343,9 @@ async def test_ex_038_revoke_answers(play: Play) -> None:
     async with play.refused(errors.NotFound, entity="execution"):
         await engine.revoke_lease(MISSING)
     async with play.untouched():
-        assert await engine.revoke_lease(waiting) == AlreadySatisfied("no_active_lease")
+        assert await engine.revoke_lease(waiting) == NothingToDo("no_active_lease")
         other = await engine.revoke_lease(e, worker_instance_id="wb-1", expected_lease_id=OTHER)
-        assert other == AlreadySatisfied("different_worker_instance_id")
+        assert other == NothingToDo("different_worker_instance_id")
     async with play.refused(errors.ExecutionNotActive, lifecycle_phase="runnable"):
         await engine.revoke_lease(waiting, worker_instance_id="wa-1")
     async with play.refused(errors.StaleLease):
@@ -353,11 +353,11 @@ async def test_ex_038_revoke_answers(play: Play) -> None:
     answer = await engine.revoke_lease(e, worker_instance_id="wa-1", expected_lease_id=held.lease_id)
     assert answer == Revoked(held.lease_id, 1)
     async with play.untouched():
-        assert await engine.revoke_lease(e) == AlreadySatisfied("already_revoked")
+        assert await engine.revoke_lease(e) == NothingToDo("already_revoked")
     lapsed = await play.claimed()
     await play.expired(lapsed)
     async with play.untouched():
-        assert await engine.revoke_lease(lapsed.execution_id) == AlreadySatisfied("already_expired")
+        assert await engine.revoke_lease(lapsed.execution_id) == NothingToDo("already_expired")
 
 
 async def test_ex_039_epoch_through_a_long_life(play: Play) -> None:
@@ -401,7 +401,7 @@ async def test_ex_039_epoch_through_a_long_life(play: Play) -> None:
 
 async def test_a_lease_of_a_waiting_execution_stays_untouched_by_marking(play: Play) -> None:
     e = await play.create()
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     assert (await play.engine.sweep_once("lease_expiry")).processed == 0
     assert await play.vector(e) == WAITING

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.claiming import namespace_filter, ready_queues
-from flowfabric.engine.claiming.ready_queues import CANDIDATES
+from flowfabric.engine.claiming.ready_queues import LOOKAHEAD_ROWS
 from flowfabric.model.answers.execution import Claimed
 from tests.scenarios.play import LEASE_MS, Play
 
@@ -48,7 +48,7 @@ async def test_a_claim_brings_work_of_its_namespaces_in_claim_order(play: Play) 
 async def test_however_many_kinds_of_work_there_are_the_best_of_a_namespace_comes_first(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_LINES", 3)
+    monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 3)
     mine = {
         n: await play.create(namespace="mine", priority=n, policy={"fairness_key": f"t{n}"}) for n in (4, 1, 3, 0, 2)
     }
@@ -61,12 +61,12 @@ async def test_however_many_kinds_of_work_there_are_the_best_of_a_namespace_come
 
 
 async def test_work_is_found_behind_any_amount_of_others(play: Play) -> None:
-    for _ in range(3 * CANDIDATES):
+    for _ in range(3 * LOOKAHEAD_ROWS):
         await play.create(namespace="theirs", priority=9)
     mine = await play.create(namespace="mine")
 
     assert names(await claims(play, "mine", limit=1)) == [mine]
-    assert len(await play.eligible()) == 3 * CANDIDATES
+    assert len(await play.eligible()) == 3 * LOOKAHEAD_ROWS
 
 
 async def test_retries_delays_and_lost_leases_come_this_way_too(play: Play) -> None:
@@ -77,7 +77,7 @@ async def test_retries_delays_and_lost_leases_come_this_way_too(play: Play) -> N
     lost, revoked = await play.claimed(namespace="mine", ttl=1), await play.claimed(namespace="mine")
     theirs = await play.claimed(namespace="theirs", ttl=1)
     await play.revoked(revoked)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     for one in (failed, delayed):
         await play.engine.promote_delayed(one.execution_id)
 
@@ -142,9 +142,9 @@ async def test_grants_are_given_within_namespaces(play: Play) -> None:
 async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(namespace_filter, "CHEAP_S", 0.0)
+    monkeypatch.setattr(namespace_filter, "CHEAP_SCAN_S", 0.0)
     looks: list[float] = []
-    clock, heads = asyncio.get_running_loop().time, play.engine.heads
+    clock, heads = asyncio.get_running_loop().time, play.engine.queue_heads
 
     async def slow(lines: Any, *given: Any, **named: Any) -> Any:
         if lines:
@@ -157,7 +157,7 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
     for _ in range(2):
         assert await claims(play, "mine") == []
 
-    assert looks[1] - looks[0] > 0.02 * namespace_filter.REST
+    assert looks[1] - looks[0] > 0.02 * namespace_filter.PAUSE_FACTOR
     mine = await play.create(namespace="other")
     assert names(await claims(play, "other")) == [mine], "others need not wait for that"
 
@@ -165,7 +165,7 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
 async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_next(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, heads, looks = await play.create(namespace="mine"), play.engine.heads, list[int]()
+    mine, heads, looks = await play.create(namespace="mine"), play.engine.queue_heads, list[int]()
 
     async def failing(*given: Any, **named: Any) -> Any:
         looks.append(len(looks))

@@ -32,10 +32,10 @@ REPLAYED = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_replay
 async def test_ex_072_change_priority_reorders(play: Play) -> None:
     engine = play.engine
     a = await play.create(priority=1)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     b = await play.create(priority=1)
     assert await play.eligible() == [a, b]
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     before = await play.core(b)
 
     assert await engine.change_priority(b, 50) == Changed(b)
@@ -84,7 +84,7 @@ async def test_ex_074_replay_a_completed_execution(play: Play) -> None:
     e = held.execution_id
     await engine.progress(held.handle, pct=100, message="done")
     await engine.complete(held.handle, result=b"R")
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
 
     assert await engine.replay_execution(e) == Replayed(PublicState.WAITING)
 
@@ -223,7 +223,7 @@ def blocked(eligibility: str, reason: str, public: str) -> str:
 
 async def test_ex_081_block_and_unblock(play: Play) -> None:
     engine, e = play.engine, await play.create()
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     answer = await engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="window is full")
 

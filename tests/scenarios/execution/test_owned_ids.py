@@ -70,7 +70,7 @@ async def test_creating_a_flow_whose_id_exists_in_another_namespace_is_a_conflic
 
     assert refused.value == errors.IdInOtherNamespace(flow_id=flow.id)
     again = await flow.engine.create_flow(flow.id, namespace="theirs")
-    assert again == flow_answers.AlreadySatisfied(flow.id)
+    assert again == flow_answers.FlowExists(flow.id)
 
 
 async def test_a_graph_is_not_satisfied_by_a_flow_of_another_namespace(flow: Flowing) -> None:
@@ -84,7 +84,7 @@ async def test_a_graph_is_not_satisfied_by_a_flow_of_another_namespace(flow: Flo
 
     assert refused.value == errors.IdInOtherNamespace(flow_id=flow.id)
     again = await flow.engine.create_flow_graph(flow.id, nodes, edges, namespace="theirs")
-    assert again == flow_answers.AlreadySatisfied(flow.id)
+    assert again == flow_answers.FlowExists(flow.id)
 
 
 async def test_a_graph_whose_node_exists_in_another_namespace_is_refused_whole(flow: Flowing) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowfabric.model.answers.execution import Duplicate
 from flowfabric.model.stream import FrameMode
-from flowfabric.rules.suspension.arguments import Fresh
+from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from tests.scenarios.limits.test_budgets import B, budget
 from tests.scenarios.limits.test_quotas import Q, policy
 from tests.scenarios.limits.test_slots import take
@@ -33,11 +33,11 @@ async def test_everything_that_an_execution_owned_goes_with_it(play: Play, waits
     await play.promoted(e)
     await play.expired(await take(play))
     await engine.complete((await play.reclaimed(e)).handle, result=b"result")
-    await engine.delivered()
+    await engine.wait_for_deliveries()
     owned = {table for table, rows in (await play.everything()).items() if any(e in repr(row) for row in rows)}
     assert owned > LEFT
 
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
 
     left = {table for table, rows in (await play.everything()).items() if any(e in repr(row) for row in rows)}
@@ -51,11 +51,11 @@ async def test_everything_that_an_execution_owned_goes_with_it(play: Play, waits
 
 async def test_a_waitpoint_of_the_same_name_elsewhere_stays(play: Play, waits: Waits) -> None:
     goes, stays = await play.claimed(policy=SOON), await play.claimed(lane="other")
-    fresh = Fresh(waits.id(), "k")
+    fresh = FreshWaitpoint(waits.id(), "k")
     await waits.suspend(goes, ANY, fresh)
     details = await waits.suspend(stays, ANY, fresh)
     await play.engine.cancel_execution(goes.execution_id)
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     assert (await play.engine.sweep_once("retention_trimmer")).processed == 1
 
     assert await waits.effect(stays.execution_id, "go", details) == SATISFIED
@@ -67,9 +67,9 @@ async def test_the_ends_of_children_that_nobody_waited_for_go_with_their_parent(
     parent = await play.claimed_again(e, "wa")
     child = await play.claimed_again(await play.create(parent_id=e), "wc")
     await engine.complete(child.handle)
-    await engine.folds_done()
+    await engine.wait_for_child_completions()
     await engine.complete(parent.handle)
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
 
     assert (await play.everything())["ff_child_end"] == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.clock import Estimate
+from flowfabric.clock import StoreClockEstimate
 from flowfabric.ids import MissingTag
 from flowfabric.model.answers.execution import Created, RetryScheduled
 from flowfabric.model.states import (
@@ -129,7 +129,7 @@ async def test_ex_080_retention(play: Play) -> None:
         assert e not in {row.execution_id for row in kept[table]}
     assert await engine.create_execution(execution_id=e) == Created(e, PublicState.WAITING)
     assert await engine.lease_history(e) == [], "a new life under an old name begins without history"
-    play.clock.pass_ms(1000 * HOUR_MS)
+    play.clock.advance_ms(1000 * HOUR_MS)
     assert (await engine.sweep_once("retention_trimmer")).processed == 0, "what has not ended is never purged"
 
 
@@ -163,9 +163,9 @@ async def test_ex_080_the_history_is_that_of_one_execution_whatever_the_clock_sa
 async def test_ex_080_the_policy_s_own_retention(play: Play) -> None:
     e = await play.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await play.engine.cancel_execution(e)
-    play.clock.pass_ms(999)
+    play.clock.advance_ms(999)
     assert (await play.engine.sweep_once("retention_trimmer")).processed == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("retention_trimmer")).processed == 1
     assert await play.engine.describe_execution(e) is None
 
@@ -229,10 +229,10 @@ async def test_ex_083_completion_events_are_once_and_complete(play: Play, waits:
 @pytest.mark.parametrize("ahead", [HOUR_MS, -HOUR_MS], ids=["an hour ahead", "an hour behind"])
 async def test_ex_084_server_clock_rules(play: Play, ahead: int) -> None:
     engine, t = play.engine, play.now
-    engine.estimate = Estimate()  # as on a server, whose clock nobody else can read
+    engine.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
 
     def mislead() -> None:
-        engine.estimate.hear(play.now + ahead)
+        engine.estimate.update(play.now + ahead)
 
     mislead()
     e = await play.create(policy=retries(1))
@@ -241,7 +241,7 @@ async def test_ex_084_server_clock_rules(play: Play, ahead: int) -> None:
     mislead()
     held = await play.claim(e)
     assert held.lease_expires_at == t + LEASE_MS
-    play.clock.pass_ms(LEASE_MS - 1)
+    play.clock.advance_ms(LEASE_MS - 1)
     mislead()
     assert (await engine.renew(held.handle)).expires_at == play.now + LEASE_MS
     mislead()
@@ -254,7 +254,7 @@ async def test_ex_084_server_clock_rules(play: Play, ahead: int) -> None:
     assert await engine.read_execution_state(late) == "delayed"
     mislead()
     pulled = await play.claimed()
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     mislead()
     with pytest.raises(errors.LeaseExpired):
         await engine.complete(pulled.handle)

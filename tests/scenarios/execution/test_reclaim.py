@@ -14,10 +14,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.reads import ExpiredLease, HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import (
-    AlreadySatisfied,
     Claimed,
     Completed,
     GrantNotFound,
+    NothingToDo,
     NotReclaimable,
     ReclaimCapExceeded,
     ReclaimGrant,
@@ -45,7 +45,7 @@ async def test_ex_061_reclaim_after_expiry(play: Play) -> None:
     held = await lapsed(play)
     e = held.execution_id
     started = (await play.core(e))["started_at"]
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     t = play.now
     grant = await play.reclaim_grant(e, "wb")
     assert isinstance(grant, ReclaimGrant)
@@ -135,7 +135,7 @@ async def test_ex_063_reclaim_grant_refusals(play: Play, waits: Waits) -> None:
     for worker in ("wb", "wc"):
         async with play.refused(errors.GrantAlreadyExists):
             await play.reclaim_grant(expired, worker)
-    play.clock.pass_ms(5000)
+    play.clock.advance_ms(5000)
     assert isinstance(await play.reclaim_grant(expired, "wc"), ReclaimGrant)
 
 
@@ -156,7 +156,7 @@ async def test_ex_063_a_grant_that_cannot_be_signed_is_refused_after_everything_
 async def test_ex_064_lazy_expiry_at_reclaim(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     grant = await play.reclaim_grant(e, ttl=700)
 
@@ -165,7 +165,7 @@ async def test_ex_064_lazy_expiry_at_reclaim(play: Play) -> None:
     assert await play.vector(e) == EXPIRED_LEASE
     assert await play.told(e) == ["acquired", "expired"]
     async with play.untouched():
-        assert await play.engine.mark_lease_expired_if_due(e) == AlreadySatisfied("already_expired")
+        assert await play.engine.mark_lease_expired_if_due(e) == NothingToDo("already_expired")
 
 
 async def test_ex_065_reclaim_respects_capabilities(play: Play) -> None:
@@ -173,7 +173,7 @@ async def test_ex_065_reclaim_respects_capabilities(play: Play) -> None:
     await play.grant(e, can={"gpu"})
     await play.expired(await play.claim(e))
     before = await play.core(e)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.reclaim_grant(e, can={"cpu"}) == NotReclaimable("capability_mismatch: gpu")
 
@@ -197,11 +197,11 @@ async def test_ex_066_reclaim_without_a_valid_grant(play: Play) -> None:
 
     late = (await lapsed(play)).execution_id
     await play.reclaim_grant(late, "wb", ttl=200)
-    play.clock.pass_ms(200)
+    play.clock.advance_ms(200)
     async with play.untouched():
         assert await play.reclaim(late, "wb") == GrantNotFound(late)
     await play.reclaim_grant(late, "wb", ttl=200)
-    play.clock.pass_ms(199)
+    play.clock.advance_ms(199)
     claimed = await play.reclaim(late, "wb", instance="wb-7")
     assert isinstance(claimed, Claimed)
     assert (await play.core(late))["current_worker_instance_id"] == "wb-7"
@@ -227,7 +227,7 @@ async def test_ex_067_reclaim_cap_boundary(play: Play) -> None:
         await play.expired(claimed)
     await play.reclaim_grant(e)
     told = await play.told(e)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.reclaim(e, max_reclaim_count=4) == ReclaimCapExceeded(4)
 
@@ -365,9 +365,9 @@ async def test_ex_070_double_redemption_of_a_reclaim_grant(play: Play) -> None:
 async def test_an_ordinary_claim_takes_over_what_lapsed_without_any_sweep(play: Play) -> None:
     held = await play.claimed(input_payload=b"in", policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
     e = held.execution_id
-    play.clock.pass_ms(LEASE_MS - 1)
+    play.clock.advance_ms(LEASE_MS - 1)
     assert await play.pull("wb") is None
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     taken = await play.pull("wb")
 
@@ -388,7 +388,7 @@ async def test_a_takeover_respects_a_reclaim_grant_of_somebody_else(play: Play) 
 
     async with play.untouched():
         assert await play.pull("wb") is None
-    play.clock.pass_ms(5000)
+    play.clock.advance_ms(5000)
     taken = await play.pull("wb")
     assert taken is not None
     assert taken.execution_id == e

@@ -44,12 +44,12 @@ class Record:
 
     def later(self) -> dict[str, int]:
         """Let time pass; the two instants that a change of the state moves."""
-        now = self.play.clock.pass_ms(10)
+        now = self.play.clock.advance_ms(10)
         return {"last_transition_at": now, "last_mutation_at": now}
 
     def touched(self) -> dict[str, int]:
         """Let time pass; the instant that any other write moves."""
-        return {"last_mutation_at": self.play.clock.pass_ms(10)}
+        return {"last_mutation_at": self.play.clock.advance_ms(10)}
 
 
 def acquired(play: Play, *, lease: str = L, epoch: int = 1, worker: str = "wa") -> dict[str, Any]:
@@ -206,7 +206,7 @@ async def test_a_lost_lease_is_marked_without_a_transition_and_reclaimed_with_on
         "attempt_state": "attempt_interrupted",
     }
     if lease == "expired":
-        play.clock.pass_ms(LEASE_MS)
+        play.clock.advance_ms(LEASE_MS)
         touched = record.touched()
         await play.engine.mark_lease_expired_if_due(e)
         lost |= {"lease_expired_at": play.now}
@@ -268,7 +268,7 @@ async def test_what_complete_fail_and_their_retries_write(play: Play) -> None:
         "pending_retry_reason": "flaky",
         "pending_previous_attempt_index": 0,
     }
-    play.clock.pass_ms(500)
+    play.clock.advance_ms(500)
     moved = record.later()
     await play.engine.promote_delayed(record.e)
     assert await record.changes() == moved | {
@@ -320,7 +320,7 @@ async def test_what_is_put_away_keeps_its_attempt_and_gets_it_back(play: Play, p
     reason = "worker_delay" if parks == "delay" else "waiting_children"
     assert (parked.attempt_state, parked.suspended_at, parked.suspension_id) == ("suspended", play.now, reason)
     if parks == "delay":
-        play.clock.pass_ms(40)
+        play.clock.advance_ms(40)
         await play.engine.promote_delayed(record.e)
     await play.grant(record.e)
     await record.changes()
@@ -418,10 +418,10 @@ async def test_what_operators_and_schedulers_write(play: Play) -> None:
 
 
 async def test_the_score_is_priority_then_age(play: Play) -> None:
-    assert queue.rank_offset(1, Terms()) == -(10**12)
+    assert queue.position_offset(1, Terms()) == -(10**12)
     e = await play.create(priority=9000)
 
     assert (await play.sheet(e)).rank == -9000 * 10**12 + play.now
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     await play.engine.change_priority(e, 2)
     assert (await play.sheet(e)).rank == -2 * 10**12 + play.now - 10

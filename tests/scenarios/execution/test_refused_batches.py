@@ -113,7 +113,7 @@ async def test_the_best_takeover_is_given_out_however_many_before_it_are_at_thei
         await play.claimed(ttl=1000, priority=9, policy={"max_reclaim_count": 0})
     best = await play.claimed(ttl=1000, priority=5)
     await play.create(priority=1)
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     assert await ask(play, road) == best.execution_id
 
@@ -151,14 +151,14 @@ async def test_a_block_that_fails_holds_nobody_up(play: Play, road: str, monkeyp
     terms, _ = await exhausted_budget(play)
     stuck = await play.create(policy=terms, priority=9)
     free = await play.create()
-    settled = play.engine.settle_execution
+    settled = play.engine.decide_execution
 
     async def settle(execution_id: str, *given: Any) -> Any:
         if execution_id == stuck:
             raise errors.StoreUnavailable("away")
         return await settled(execution_id, *given)
 
-    monkeypatch.setattr(play.engine, "settle_execution", settle)
+    monkeypatch.setattr(play.engine, "decide_execution", settle)
 
     assert await ask(play, road) == free
 

@@ -55,7 +55,7 @@ async def test_the_holder_sets_reserved_tags_while_it_holds_the_lease(play: Play
 
     assert await play.engine.set_tags(held.handle, {"ff.show": "1", "a.b": "2"}) == 2
     assert await tags(play, held.execution_id) == {"a.b": "2", "ff.show": "1"}
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
     with pytest.raises(errors.LeaseExpired):
         await play.engine.set_tags(held.handle, {"ff.show": "late"})
     assert await tags(play, held.execution_id) == {"a.b": "2", "ff.show": "1"}
@@ -63,7 +63,7 @@ async def test_the_holder_sets_reserved_tags_while_it_holds_the_lease(play: Play
 
 async def test_a_holder_whose_work_was_taken_over_sets_nothing(play: Play) -> None:
     held = await play.claimed()
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
     heir = await play.engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
     assert heir is not None
 

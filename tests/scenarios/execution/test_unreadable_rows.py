@@ -13,8 +13,8 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptState, PublicState
-from flowfabric.stores.codec import CODEC, tallied
-from flowfabric.stores.queries import Loaded, Want
+from flowfabric.stores.codec import CODEC, decode_counts
+from flowfabric.stores.queries import Loaded, Read
 from tests.scenarios.play import LEASE_MS, Play
 
 
@@ -66,7 +66,7 @@ async def test_work_that_cannot_be_read_does_not_stand_in_the_way_of_other_work(
     good = [other.new_execution_id() for _ in range(2)]
     for e, policy in zip(good, (limited, None), strict=True):
         await other.create_execution(execution_id=e, policy=policy)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     who: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
     got: list[Any] = []
@@ -117,7 +117,7 @@ def test_a_code_of_no_member_is_corruption_of_its_column(code: int) -> None:
 def test_what_stands_for_nothing_is_counted_among_nothing() -> None:
     found = [("default", 0, 3), ("default", 99, 1), ("default", -1, 2)]
 
-    assert tallied(("lane_id", "public_state"), found) == {("default", next(iter(PublicState))): 3}
+    assert decode_counts(("lane_id", "public_state"), found) == {("default", next(iter(PublicState))): 3}
 
 
 async def test_only_those_hear_of_an_unreadable_row_who_asked_for_it(play: Play) -> None:
@@ -125,7 +125,7 @@ async def test_only_those_hear_of_an_unreadable_row_who_asked_for_it(play: Play)
     load = play.store.store.load
 
     async def loads(wants: Any) -> Loaded:
-        if Want(Execution, (bad,)) in wants:
+        if Read(Execution, (bad,)) in wants:
             raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
         return await load(wants)
 

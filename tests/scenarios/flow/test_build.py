@@ -23,7 +23,7 @@ async def test_s_001_create_flow_is_idempotent(flow: Flowing) -> None:
     first = await flow.engine.create_flow(flow.id, flow_kind="dag", namespace="n1")
     second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n1")
 
-    assert (first, second) == (flow_answers.Created(flow.id), flow_answers.AlreadySatisfied(flow.id))
+    assert (first, second) == (flow_answers.FlowCreated(flow.id), flow_answers.FlowExists(flow.id))
     described = await flow.engine.describe_flow(flow.id)
     assert described is not None
     assert (described.flow_kind, described.namespace, described.public_flow_state) == ("dag", "n1", "open")
@@ -206,7 +206,11 @@ async def test_s_015_policy_restate_and_replace(flow: Flowing) -> None:
 
     answers = [await flow.policy("b", quorum(k, "cancel_remaining")) for k in (2, 2, 3)]
 
-    assert answers == [flow_answers.PolicySet.SET, flow_answers.PolicySet.ALREADY_SET, flow_answers.PolicySet.SET]
+    assert answers == [
+        flow_answers.SetJoinPolicyResult.SET,
+        flow_answers.SetJoinPolicyResult.ALREADY_SET,
+        flow_answers.SetJoinPolicyResult.SET,
+    ]
     await flow.join("12345", "b")
     await flow.succeed("1", "2")
     await flow.cascade("1", "2")
@@ -262,7 +266,7 @@ async def test_a_circle_is_refused_however_long_it_is(flow: Flowing) -> None:
 async def test_the_search_for_a_circle_gives_up_after_so_many_nodes(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.operations.flows.SEARCHED_NODES", 4)
+    monkeypatch.setattr("flowfabric.engine.operations.flows.MAX_SEARCHED_NODES", 4)
     await flow.begin("abcdeu")
     for upstream, downstream in ("ab", "bc", "cd", "de"):
         await flow.stage(upstream, downstream)
@@ -328,7 +332,7 @@ async def test_a_revision_that_no_graph_will_ever_have_is_a_stale_one(flow: Flow
     applied = await flow.engine.apply_dependency_to_child(
         flow.id, edge_id, flow.names["b"], flow.names["a"], graph_revision=2**64 - 1
     )
-    assert applied == flow_answers.Applied(1)
+    assert applied == flow_answers.DependencyApplied(1)
 
 
 async def test_of_two_edges_on_one_revision_one_is_staged(flow: Flowing) -> None:
@@ -361,7 +365,7 @@ async def test_adding_again_changes_no_number_but_registers_with_the_projector(f
     await flow.sweep("flow_projector")
     before = await flow.one(Flow, flow.id)
     assert before.project_at is None
-    flow.clock.pass_ms(1000)
+    flow.clock.advance_ms(1000)
 
     again = await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
 
@@ -378,7 +382,7 @@ async def test_an_edge_is_applied_once(flow: Flowing) -> None:
 
     again = await flow.engine.apply_dependency_to_child(flow.id, edge, flow.names["b"], flow.names["a"])
 
-    assert again == flow_answers.AlreadyApplied()
+    assert again == flow_answers.DependencyAlreadyApplied()
     assert await flow.counts("b") == "0/0/0 of 1 pending"
 
 

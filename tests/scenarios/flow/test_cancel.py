@@ -14,7 +14,7 @@ from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.change import Change, Delete, Insert, Patch
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingCancel
+from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingMemberCancel
 from flowfabric.rules.feed import Filter
 from flowfabric.stores.port import Unstorable
 from tests.scenarios.flowing import Flowing
@@ -39,7 +39,7 @@ async def test_s_039_wait_mode_cancels_everybody(flow: Flowing) -> None:
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
 
-    assert answer == flow_answers.Cancelled(ALL, flow.ids("abc"))
+    assert answer == flow_answers.FlowCancelled(ALL, flow.ids("abc"))
     assert await flow.state(*"abc") == "cancelled cancelled completed"
     for name in "ab":
         row = await flow.row(name)
@@ -83,7 +83,7 @@ async def test_s_040_asynchronous_mode(flow: Flowing) -> None:
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=NoWait())
 
     assert answer == flow_answers.CancellationScheduled(ALL, 40, flow.ids(names))
-    assert await flow.engine.finish_background() == 0
+    assert await flow.engine.finish_background_cancels() == 0
     assert {await flow.state(name) for name in names} == {"cancelled"}
     assert await flow.backlog() == (None, [])
 
@@ -105,7 +105,7 @@ class Refusing:
 
 async def test_s_041_partial_failure_is_reported(flow: Flowing) -> None:
     await flow.begin("gh")
-    flow.engine.commits._store = Refusing(flow, "h")  # type: ignore[assignment]
+    flow.engine.commit_queue._store = Refusing(flow, "h")  # type: ignore[assignment]
 
     answer = await flow.engine.cancel_flow(flow.id, reason="r", wait=WAIT)
 
@@ -123,14 +123,14 @@ async def test_s_042_already_finished_member_is_not_a_failure(flow: Flowing) -> 
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", wait=WAIT)
 
-    assert answer == flow_answers.Cancelled(ALL, flow.ids("cp"))
+    assert answer == flow_answers.FlowCancelled(ALL, flow.ids("cp"))
 
 
 async def test_a_member_that_ends_between_header_and_cancel_is_acknowledged(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     await flow.succeed("a")
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
 
     await flow.sweep("cancel_reconciler")
 
@@ -144,7 +144,7 @@ async def test_s_043_idempotent_replay_keeps_the_original_policy(flow: Flowing) 
 
     again = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="second", wait=WAIT)
 
-    assert again == flow_answers.Cancelled(FLOW_ONLY, flow.ids("a"))
+    assert again == flow_answers.FlowCancelled(FLOW_ONLY, flow.ids("a"))
     assert (await flow.one(Flow, flow.id)).cancel_reason == "first"
     assert await flow.state("a") == "waiting"
     assert len(await requests(flow)) == 1
@@ -173,7 +173,7 @@ async def test_s_045_cancel_pending_spares_running_work(flow: Flowing) -> None:
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
 
-    assert answer == flow_answers.Cancelled(PENDING, flow.ids("qdwmrs"))
+    assert answer == flow_answers.FlowCancelled(PENDING, flow.ids("qdwmrs"))
     assert await flow.state(*"qdwm") == "cancelled cancelled cancelled cancelled"
     assert await flow.state(*"rs") == "active suspended"
     await flow.engine.complete(running.handle)
@@ -213,10 +213,10 @@ async def test_s_047_crash_recovery_through_the_backlog(flow: Flowing) -> None:
     header = await flow.engine.cancel_flow_header(flow.id, reason="r")
     assert isinstance(header, flow_answers.HeaderCancelled)
 
-    flow.clock.pass_ms(29_999)
+    flow.clock.advance_ms(29_999)
     await flow.sweep("cancel_reconciler")
     assert await flow.state(*"ab") == "waiting waiting"
-    flow.clock.pass_ms(1)
+    flow.clock.advance_ms(1)
     await flow.sweep("cancel_reconciler")
 
     assert await flow.state(*"ab") == "cancelled cancelled"
@@ -229,11 +229,11 @@ async def test_s_048_empty_reason(flow: Flowing, crashes: bool) -> None:
     await flow.begin("a")
     if crashes:
         await flow.engine.cancel_flow_header(flow.id, reason="")
-        flow.clock.pass_ms(30_000)
+        flow.clock.advance_ms(30_000)
         await flow.sweep("cancel_reconciler")
     else:
         await flow.engine.cancel_flow(flow.id, policy="cancel_all")
-        await flow.engine.finish_background()
+        await flow.engine.finish_background_cancels()
 
     assert (await flow.row("a")).cancellation_reason == "flow_cancelled"
 
@@ -244,8 +244,8 @@ async def test_s_049_dependents_end_cancelled_not_skipped(flow: Flowing) -> None
     await flow.chain("abc")
 
     await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r")
-    await flow.engine.finish_background()
-    await flow.engine.dispatched()
+    await flow.engine.finish_background_cancels()
+    await flow.engine.wait_for_dispatch()
 
     assert await flow.state(*"abc") == "cancelled cancelled cancelled"
     assert {(await flow.row(name)).cancellation_reason for name in "abc"} == {"r"}
@@ -260,7 +260,7 @@ async def test_an_end_that_comes_before_the_members_cancel_leaves_the_member_to_
 
     assert await flow.state(*"bc") == "waiting_children waiting_children"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
     await flow.sweep("cancel_reconciler")
     assert await flow.state(*"abc") == "failed cancelled cancelled"
 
@@ -287,8 +287,10 @@ async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
     await empty.write(Insert(CancelBacklog(empty.id, flow.clock.now, 1)))
     await flow.begin("v")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    await flow.write(Insert(PendingCancel(flow.id, "no id at all")), Patch(CancelBacklog, (flow.id,), {"remaining": 2}))
-    flow.clock.pass_ms(30_000)
+    await flow.write(
+        Insert(PendingMemberCancel(flow.id, "no id at all")), Patch(CancelBacklog, (flow.id,), {"remaining": 2})
+    )
+    flow.clock.advance_ms(30_000)
 
     done = await flow.engine.sweep_once("cancel_reconciler")
 
@@ -301,25 +303,25 @@ async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
 async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
     await flow.mixed({"a": "n1", "b": "n2"})
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
 
     await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1"))
 
     assert await flow.state(*"ab") == "cancelled waiting"
     backlog, pending = await flow.backlog()
     assert (pending, backlog is not None) == (["b"], True)
-    await flow.engine.read_levels(max_age_s=0)
-    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 1
+    await flow.engine.refresh_gauges(max_age_s=0)
+    assert flow.engine.metrics.gauges["ff_cancel_backlog_depth", ()] == 1
     await flow.sweep("cancel_reconciler")
     assert await flow.state(*"ab") == "cancelled cancelled"
-    await flow.engine.read_levels(max_age_s=0)
-    assert flow.engine.meters.levels["ff_cancel_backlog_depth", ()] == 0
+    await flow.engine.refresh_gauges(max_age_s=0)
+    assert flow.engine.metrics.gauges["ff_cancel_backlog_depth", ()] == 0
 
 
 async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_their_turn(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MEMBERS", 2)
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MAX_MEMBERS_PER_BACKLOG", 2)
     flow.names |= zip("abcdef", sorted(flow.new_id() for _ in range(6)), strict=True)
     await flow.mixed({name: "n1" if name in "def" else "n2" for name in "abcdef"})
     await flow.engine.cancel_flow_header(flow.id, grace_ms=0)
@@ -336,9 +338,9 @@ async def test_ex_085_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
     await flow.engine.cancel_flow_header(flow.id, reason="r")
 
     held = await flow.run("a")
-    flow.clock.pass_ms(20_000)
+    flow.clock.advance_ms(20_000)
     await flow.engine.renew(held.handle)
-    flow.clock.pass_ms(10_000)
+    flow.clock.advance_ms(10_000)
     await flow.sweep("cancel_reconciler")
 
     assert await flow.state("a") == "cancelled"
@@ -410,7 +412,7 @@ class Stuck:
 async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(flow: Flowing) -> None:
     await flow.begin("a")
     stuck = Stuck(flow, "a")
-    flow.engine.commits._store = stuck  # type: ignore[assignment]
+    flow.engine.commit_queue._store = stuck  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20))
@@ -418,17 +420,17 @@ async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(
     assert (caught.value.op, caught.value.elapsed_ms) == ("cancel_flow", 20)
     assert (await flow.backlog())[1] == ["a"]
     stuck.freed.set()
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
     await flow.sweep("cancel_reconciler")
     assert await flow.state("a") == "cancelled"
 
 
 async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flow_cancels.LONGEST_WAIT_MS == 300_000
-    monkeypatch.setattr(flow_cancels, "LONGEST_WAIT_MS", 20)
+    assert flow_cancels.MAX_WAIT_MS == 300_000
+    monkeypatch.setattr(flow_cancels, "MAX_WAIT_MS", 20)
     await flow.begin("a")
     stuck = Stuck(flow, "a")
-    flow.engine.commits._store = stuck  # type: ignore[assignment]
+    flow.engine.commit_queue._store = stuck  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WAIT)

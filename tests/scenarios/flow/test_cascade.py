@@ -75,7 +75,7 @@ async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
     assert await flow.cascade("a") == [CascadeOutcome(0, 0)]
     assert (await outcomes(flow, "a"), await flow.vector("b")) == ([], WAITS)
 
-    flow.clock.pass_ms(10)
+    flow.clock.advance_ms(10)
     assert await flow.engine.promote_delayed(flow.names["a"]) is Promotion.PROMOTED
     await flow.fail("a")
     await flow.cascade("a")
@@ -84,7 +84,7 @@ async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
 
 @pytest.mark.parametrize("few", [128, 0])
 async def test_s_032_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     await flow.begin("ab")
     await flow.edge("a", "b")
     await flow.succeed("a")
@@ -138,7 +138,7 @@ async def test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_othe
 async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.PAGE", 2)
+    monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.PAGE_SIZE", 2)
     await flow.begin("abcuvwxyz")
     for pair in ("ab", "ac", "bu", "bv", "bw", "cx", "cy", "cz"):
         await flow.edge(*pair)
@@ -153,7 +153,7 @@ async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
 async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait_for(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 1)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("abcde")
     for name in "bcd":
         await flow.edge("a", name)
@@ -168,7 +168,7 @@ async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait
 async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.flows.join_resolver.EDGES", 2)
+    monkeypatch.setattr("flowfabric.engine.flows.join_resolver.MAX_EDGES_PER_BATCH", 2)
     await flow.begin("ab")
     for _ in range(5):
         await flow.edge("a", "b")
@@ -360,7 +360,7 @@ async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> No
         await flow.edge(upstream, downstream)
     await flow.run("r")
     await flow.suspend("s")
-    flow.clock.pass_ms(1000)
+    flow.clock.advance_ms(1000)
 
     await flow.sweep("execution_deadline")
     await flow.cascade(*"qwrs")
@@ -379,7 +379,7 @@ async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flo
     names.sort(key=lambda name: flow.names[name])  # of one instant they are taken by their ids
     for name in names[:-1]:
         await flow.edge("running", name)
-        flow.clock.pass_ms(apart_ms)
+        flow.clock.advance_ms(apart_ms)
     await flow.edge("done", names[-1])
     await flow.run("running")
     await flow.succeed("done")
@@ -403,7 +403,7 @@ async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing
 async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_same_end(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 2)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
     whose = {name: "n1" if name in "bc" else "n2" for name in "bcde"}
     await flow.mixed({"a": "default"} | whose, *(f"a{name}" for name in "bcde"))
     await flow.succeed("a")
@@ -433,7 +433,7 @@ async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flo
 async def test_an_end_that_nobody_noted_is_found_behind_any_number_of_edges_that_still_wait(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, looked_at: int, passes: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.flows.LOOKED_AT", looked_at)
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MAX_SCANNED_EDGES", looked_at)
     names = [f"u{number:02}" for number in range(25)]
     await flow.begin([*names, "b"])
     await flow.join(names, "b")

@@ -75,7 +75,7 @@ async def test_creating_a_graph_again_changes_nothing(flow: Flowing) -> None:
 
     again = await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
 
-    assert again == flow_answers.AlreadySatisfied(flow.id)
+    assert again == flow_answers.FlowExists(flow.id)
     assert await flow.engine.describe_flow(flow.id) == before
 
 

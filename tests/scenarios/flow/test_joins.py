@@ -99,7 +99,7 @@ async def test_s_021_redelivered_completion_does_not_double_count(flow: Flowing)
     await flow.succeed("1")
     await flow.cascade("1")
     fired = await flow.group("b")
-    flow.clock.pass_ms(5000)
+    flow.clock.advance_ms(5000)
 
     again = [await flow.resolve("1", "b", "success") for _ in range(2)]
 
@@ -116,7 +116,7 @@ async def test_an_end_that_was_counted_is_the_last_word_on_its_edge(flow: Flowin
     held = await flow.run("1")
     counted = await flow.resolve("1", "b", first)
     before = await flow.dependency("1", "b")
-    flow.clock.pass_ms(5000)
+    flow.clock.advance_ms(5000)
 
     again = [await flow.resolve("1", "b", word) for word in (first, "expired")]
     await flow.engine.complete(held.handle)
@@ -257,7 +257,7 @@ async def test_a_result_that_becomes_an_input_is_read_as_it_was_written(
     await flow.edge("a", "b", data_passing_ref="r")
 
     await flow.engine.complete((await flow.run("a")).handle, result=b"1", encoding=encoding)
-    await (flow.engine.dispatched() if lively else flow.cascade("a"))
+    await (flow.engine.wait_for_dispatch() if lively else flow.cascade("a"))
 
     payload = await flow.one(Payload, flow.names["b"])
     assert (await flow.state("b"), payload.input_payload, payload.payload_encoding) == ("waiting", b"1", found)
@@ -268,7 +268,7 @@ async def test_a_result_that_becomes_an_input_is_read_as_it_was_written(
 async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edge(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, lively: bool, few: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     flow.engine.dispatcher._enabled = lively
     await flow.begin("abcde", input_payload=b"orig")
     for name in "bcde":
@@ -279,7 +279,7 @@ async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edg
         )
 
     await flow.succeed("a", result=b"A")
-    await (flow.engine.dispatched() if lively else flow.sweep("completion_dispatch"))
+    await (flow.engine.wait_for_dispatch() if lively else flow.sweep("completion_dispatch"))
 
     assert await flow.state(*"bcde") == "waiting waiting waiting waiting"
     assert [await flow.payload(name) for name in "bcde"] == [b"A", b"A", b"orig", b"orig"]
@@ -304,7 +304,7 @@ async def test_several_references_folded_together_leave_the_last_end_too(flow: F
     late, soon = sorted("zy", key=lambda one: flow.edges[one, "c"])  # against the order of the edges
     for name in (soon, late):
         await flow.succeed(name, result=name.encode())
-        flow.clock.pass_ms(1)
+        flow.clock.advance_ms(1)
 
     await flow.sweep("completion_dispatch")
 
@@ -360,7 +360,7 @@ async def test_a_result_that_came_before_the_join_became_impossible_is_the_input
         await (flow.fail(name) if result is None else flow.succeed(name, result=result))
         if not together:
             await flow.cascade(name)
-        flow.clock.pass_ms(1)
+        flow.clock.advance_ms(1)
     if together:
         await flow.sweep("completion_dispatch")
     assert (await flow.state("d"), await flow.counts("d")) == ("skipped", "2/1/0 of 3 impossible")

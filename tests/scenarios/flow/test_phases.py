@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.operations.flow_cancels import WaitIndefinite
-from flowfabric.model.answers.flow import Cancelled
+from flowfabric.model.answers.flow import FlowCancelled
 from flowfabric.model.event import Topic
 from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of
 
@@ -37,7 +37,7 @@ async def crowd(flow: Flowing, *more: str) -> None:
     await flow.add("never")
     await flow.edge("never", PARKED)
     await engine.wait_children(held[PARKED].handle)
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
     await flow.sweep("lease_expiry")
     await engine.block_execution_for_admission(flow.names["limited"], reason="waiting_for_budget", detail="b")
     await engine.block_execution_for_admission(flow.names["paused"], reason="paused_by_operator")
@@ -72,7 +72,7 @@ async def test_an_edge_makes_whoever_is_runnable_wait_and_leaves_the_others_at_i
         await flow.engine.claim_execution(
             flow.names["granted"], worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000
         )
-    flow.clock.pass_ms(60_000)
+    flow.clock.advance_ms(60_000)
     assert await flow.sweep("delayed_promoter") == [0]
     await flow.succeed("a", "never")
     await flow.cascade("a", "never")
@@ -114,7 +114,7 @@ async def test_the_cancel_of_a_flow_ends_those_whom_its_policy_selects(
 
     answer = await flow.engine.cancel_flow(flow.id, policy=policy, reason="why", wait=WaitIndefinite())
 
-    assert answer == Cancelled(policy, flow.ids(flow.names))  # type: ignore[arg-type]
+    assert answer == FlowCancelled(policy, flow.ids(flow.names))  # type: ignore[arg-type]
     for name in EVERYBODY:
         if name in selected:
             await assert_cancelled(flow, name, "why")

@@ -12,7 +12,7 @@ from flowfabric.model.change import Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Flow, FlowSummary
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.stores.queries import Loaded, Want
+from flowfabric.stores.queries import Loaded, Read
 from tests.scenarios.flowing import Flowing, any_of, quorum
 
 
@@ -46,7 +46,7 @@ async def test_one_pass_of_the_projector_comes_to_every_flow_that_goes_on(flow: 
 
     assert await flow.sweep("flow_projector", 2) == [120, 120]
 
-    found = (await engine.load([Want(FlowSummary, (one,)) for one in flows])).rows
+    found = (await engine.load([Read(FlowSummary, (one,)) for one in flows])).rows
     assert [len(each) for each in found] == [1] * 120
 
 
@@ -94,7 +94,7 @@ async def test_a_flow_all_of_whose_members_were_skipped_is_completed(flow: Flowi
 async def test_members_that_retention_removed_are_counted_in_the_total_only(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
-    flow.clock.pass_ms(24 * 60 * 60 * 1000)
+    flow.clock.advance_ms(24 * 60 * 60 * 1000)
     assert await flow.engine.purge_execution(flow.names["a"])
 
     await flow.sweep("flow_projector")
@@ -124,7 +124,7 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
     await flow.fail("a")
     load = flow.engine.load
 
-    async def load_then_replay(wants: Sequence[Want]) -> Loaded:
+    async def load_then_replay(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
         if any(want.row is Execution for want in wants):
             monkeypatch.undo()

@@ -239,7 +239,7 @@ async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_
     sweep: str,
     few: int,
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     await flow.begin("abc")
     await flow.edge("c", "b")
     await happened(flow)
@@ -269,7 +269,7 @@ async def test_a_replay_takes_back_what_nobody_has_counted_and_leaves_what_was_c
 
 
 async def test_a_replay_takes_back_its_own_end_and_nobody_elses(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", 0)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 0)
     await flow.begin("abcd")
     await flow.edge("a", "b")
     await flow.edge("c", "d")
@@ -340,7 +340,7 @@ async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again
     await flow.cascade("1")
     before = await flow.counts("b")
     assert await flow.state("b") == "skipped"
-    flow.clock.pass_ms(10)
+    flow.clock.advance_ms(10)
 
     assert await replay(flow, "b") == ["skipped"]
 
@@ -400,14 +400,14 @@ async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_
     await flow.begin("ab"[: 1 + others])
     await flow.engine.cancel_flow_header(flow.id, reason="enough")
     await flow.engine.cancel_execution(flow.names["a"], reason="enough")
-    flow.clock.pass_ms(30_000)
-    cancelling = flow.engine.cancelling
+    flow.clock.advance_ms(30_000)
+    cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
-    async def after_a_replay(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+    async def after_a_replay(names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None) -> Dispositions:
         assert names == flow.ids("ab"[: 1 + others])
         assert await replay(flow, "a") == ["waiting"]
-        return await cancel_many(names, reason, listed_by=listed_by)
+        return await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
 
     cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
     await flow.sweep("cancel_reconciler")
@@ -419,18 +419,18 @@ async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_
 async def test_a_member_that_is_replayed_while_its_flow_is_being_cancelled_runs(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("a")
-    cancelling = flow.engine.cancelling
+    cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
-    async def after_a_replay(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
+    async def after_a_replay(names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None) -> Dispositions:
         await flow.engine.complete(held.handle)
         assert await replay(flow, "a") == ["waiting"]
-        return await cancel_many(names, reason, listed_by=listed_by)
+        return await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
 
     cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
     answer = await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20_000))
 
-    assert isinstance(answer, flow_answers.Cancelled)
+    assert isinstance(answer, flow_answers.FlowCancelled)
     assert await flow.state("a", "b") == "waiting cancelled"
     assert await flow.backlog() == (None, [])
 
@@ -444,7 +444,7 @@ async def test_a_replayed_member_is_not_cancelled_by_what_a_dead_dispatcher_left
     assert await replay(flow, "a") == ["waiting"]
     backlog, listed = await flow.backlog()
     assert (backlog is not None, listed) == (bool(others), ["b"] * others)
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
     await flow.sweep("cancel_reconciler")
 
     assert await flow.state("a", *"b" * others) == " ".join(["waiting", *["cancelled"] * others])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.model.flow import Dispatch
+from flowfabric.model.flow import CompletionDispatch
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.flow import successors
 from tests.scenarios.flowing import Flowing
@@ -22,12 +22,12 @@ async def test_a_result_that_is_read_later_is_kept_until_its_reader_has_succeede
     await flow.cascade("a")
 
     for _ in range(3):
-        flow.clock.pass_ms(DAY_MS)
+        flow.clock.advance_ms(DAY_MS)
         assert await flow.sweep("retention_trimmer") == [0]
     assert await flow.engine.get_execution_result(flow.names["a"]) == b"7"
 
     await flow.succeed("b")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
 
 
@@ -38,14 +38,14 @@ async def test_a_result_is_kept_for_the_replay_of_a_reader_that_failed(flow: Flo
     await flow.edge("a", "b")
     await flow.succeed("a", result=b"7")
     await flow.cascade("a")
-    flow.clock.pass_ms(DAY_MS // 2)
+    flow.clock.advance_ms(DAY_MS // 2)
     await flow.fail("b")
-    flow.clock.pass_ms(DAY_MS - 1)
+    flow.clock.advance_ms(DAY_MS - 1)
 
     assert await flow.sweep("retention_trimmer") == [0]
-    flow.clock.pass_ms(1)
+    flow.clock.advance_ms(1)
     assert await flow.sweep("retention_trimmer") == [1], "the reader"
-    flow.clock.pass_ms(1000)
+    flow.clock.advance_ms(1000)
     assert await flow.sweep("retention_trimmer") == [1]
 
 
@@ -58,13 +58,13 @@ async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
     await flow.edge("f", "b")
     await flow.succeed("a", result=b"7")
     await flow.cancel("f")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [1]
     assert await flow.engine.describe_execution(flow.names["a"]) is None, "nobody said that it is read"
     assert await flow.state("f") == "cancelled", "b may run without its result, and has to see that it left none"
     await flow.cancel("b")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2], "nobody goes on without it any more"
 
 
@@ -73,13 +73,13 @@ async def test_a_chain_that_was_skipped_goes_at_once(flow: Flowing) -> None:
     await flow.chain("abcdef")
     await flow.fail("a")
     await flow.cascade("a")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [6]
 
 
 async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(successors, "FEW", 2)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", 2)
     monkeypatch.setattr("flowfabric.engine.operations.purging.EDGES_PAGE", 2)
     await flow.begin()
     await flow.add("a", policy=READ)
@@ -90,11 +90,11 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
     await flow.succeed("a", result=b"7")
     await flow.cascade("a")
     await flow.succeed(*"vwxy")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer", 2) == [4, 0], "all but the one that z still needs"
     await flow.succeed("z")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
 
 
@@ -102,7 +102,7 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
 async def test_a_child_that_very_many_read_is_kept_for_its_parent_too(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(successors, "FEW", few)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", few)
     await flow.begin()
     parent = await flow.create("p")
     await flow.add("a", policy=READ, parent_id=parent)
@@ -112,11 +112,11 @@ async def test_a_child_that_very_many_read_is_kept_for_its_parent_too(
     await flow.succeed("a", result=b"7")
     await flow.cascade("a")
     await flow.succeed(*"xyz")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [3], "all but the one that its parent will come to again"
     await flow.succeed("p")
-    flow.clock.pass_ms(DAY_MS)
+    flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
 
 
@@ -124,13 +124,13 @@ async def test_a_child_that_very_many_read_is_kept_for_its_parent_too(
 async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_execution(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(successors, "FEW", few)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", few)
     await flow.begin("bc")
     await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
     await flow.edge("a", "b")
     await flow.edge("a", "c", dependency_kind="any_outcome")
     await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
-    flow.clock.pass_ms(1)
+    flow.clock.advance_ms(1)
 
     assert await flow.sweep("retention_trimmer") == [1]
     await flow.sweep("dependency_reconciler")
@@ -141,7 +141,7 @@ async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_
 async def test_a_sibling_that_many_wait_for_does_not_tell_them_again_when_it_goes(
     flow: Flowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(successors, "FEW", 1)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("bc")
     await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
     await flow.edge("a", "b")
@@ -149,8 +149,8 @@ async def test_a_sibling_that_many_wait_for_does_not_tell_them_again_when_it_goe
     await flow.engine.cancel_execution(flow.names["a"], reason=cancel.QUORUM_SATISFIED)
     await flow.sweep("completion_dispatch")
     assert await flow.state("b", "c") == "skipped skipped"
-    flow.clock.pass_ms(1)
+    flow.clock.advance_ms(1)
 
     assert await flow.sweep("retention_trimmer") == [1]
 
-    assert await flow.one(Dispatch, flow.names["a"]) is None
+    assert await flow.one(CompletionDispatch, flow.names["a"]) is None

@@ -9,12 +9,12 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import Dispositions
 from flowfabric.model.answers.flow import SiblingDrain, SiblingReconcile
-from flowfabric.model.change import Change, Delete, Patch, Put
+from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import EdgeGroup, PendingCancelGroup
+from flowfabric.model.flow import EdgeGroup, PendingSiblingCancel
 from flowfabric.rules.flow import cancel as flow_cancel
-from flowfabric.stores.queries import Loaded, Want
+from flowfabric.stores.queries import Loaded, Read
 from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
 
 RECONCILED = "ff_sibling_cancel_reconcile"
@@ -33,7 +33,7 @@ async def fired(flow: Flowing, upstreams: str = "123", policy: object = None) ->
 
 def actions(flow: Flowing) -> dict[str, float]:
     """What the reconciler has said that it did, and how often."""
-    counted = {one.value: flow.engine.meters.counted(RECONCILED, action=one.value) for one in SiblingReconcile}
+    counted = {one.value: flow.engine.metrics.counter_value(RECONCILED, action=one.value) for one in SiblingReconcile}
     return {name: often for name, often in counted.items() if often}
 
 
@@ -74,7 +74,7 @@ class Unlucky:
 async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:
     await fired(flow)
     flagged, entry = await flow.group("b"), await flow.entry("b")
-    flow.engine.commits._store = Unlucky(flow, "3")  # type: ignore[assignment]
+    flow.engine.commit_queue._store = Unlucky(flow, "3")  # type: ignore[assignment]
 
     first = await flow.engine.sweep_once("edge_cancel_dispatcher")
     assert (first.processed, first.errors) == (0, 1)
@@ -88,7 +88,7 @@ async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:
 async def test_s_024_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
     await flow.begin("b12")
     await flow.join("12", "b", any_of("cancel_remaining"))
-    await flow.write(Put(PendingCancelGroup(*flow.child("b"), flow.clock.now)))
+    await flow.write(Upsert(PendingSiblingCancel(*flow.child("b"), flow.clock.now)))
 
     assert await flow.sweep("edge_cancel_reconciler") == [1]
 
@@ -152,7 +152,7 @@ async def test_draining_tells_what_it_found(flow: Flowing) -> None:
 
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.ALREADY_DRAINED
-    await flow.write(Put(PendingCancelGroup(*flow.child("b"), 0)), Delete(EdgeGroup, flow.child("b")))
+    await flow.write(Upsert(PendingSiblingCancel(*flow.child("b"), 0)), Delete(EdgeGroup, flow.child("b")))
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED_SANS_GROUP
     assert await flow.entry("b") is None
     with pytest.raises(errors.InvalidInput):
@@ -174,14 +174,14 @@ async def test_what_becomes_of_siblings_is_counted(flow: Flowing) -> None:
     await fired(flow, "1234")
     await flow.write(Delete(Execution, (flow.names["4"],)))
     await flow.succeed("3")
-    meters = flow.engine.meters
+    meters = flow.engine.metrics
 
     await flow.sweep("edge_cancel_reconciler")
     await flow.sweep("edge_cancel_dispatcher")
 
-    assert meters.counted("ff_edge_group_policy", policy="any_of") == 1
-    assert meters.counted("ff_sibling_cancel_dispatched", reason="sibling_quorum_satisfied") == 3
-    found = {name: meters.counted("ff_sibling_cancel_disposition", disposition=name) for name in DISPOSITIONS}
+    assert meters.counter_value("ff_edge_group_policy", policy="any_of") == 1
+    assert meters.counter_value("ff_sibling_cancel_dispatched", reason="sibling_quorum_satisfied") == 3
+    found = {name: meters.counter_value("ff_sibling_cancel_disposition", disposition=name) for name in DISPOSITIONS}
     assert found == {"cancelled": 1, "already_terminal": 1, "not_found": 1}
     assert actions(flow) == {"no_op": 1}
 
@@ -194,7 +194,7 @@ async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_
     assert await flow.resolve("1", "b", "success") == "satisfied"
 
     group = await flow.group("b")
-    assert flow_cancel.siblings(group) == flow.ids("123")
+    assert flow_cancel.siblings_to_cancel(group) == flow.ids("123")
 
 
 async def test_an_upstream_whose_end_was_noted_nowhere_is_no_sibling_of_itself(flow: Flowing) -> None:
@@ -205,7 +205,7 @@ async def test_an_upstream_whose_end_was_noted_nowhere_is_no_sibling_of_itself(f
     await flow.sweep("dependency_reconciler")
 
     assert await flow.counts("b") == "0/1/0 of 3 impossible"
-    assert flow_cancel.siblings(await flow.group("b")) == flow.ids("23")
+    assert flow_cancel.siblings_to_cancel(await flow.group("b")) == flow.ids("23")
 
 
 async def test_joins_that_fire_together_have_each_their_own_siblings(flow: Flowing) -> None:
@@ -219,7 +219,7 @@ async def test_joins_that_fire_together_have_each_their_own_siblings(flow: Flowi
 
     assert await flow.sweep("completion_dispatch") == [3]
 
-    flagged = {name: flow_cancel.siblings(await flow.group(name)) for name in "bc"}
+    flagged = {name: flow_cancel.siblings_to_cancel(await flow.group(name)) for name in "bc"}
     assert flagged == {"b": flow.ids("1"), "c": flow.ids("5")}
 
 
@@ -229,11 +229,13 @@ async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: 
     await flow.join("123", "b", quorum(2, "cancel_remaining"))
     await flow.fail("1", "2")
     await flow.cascade("1", "2")
-    cancelling = flow.engine.cancelling
+    cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
-    async def and_then_others_act(names: Sequence[str], reason: str, *, listed_by: str | None = None) -> Dispositions:
-        done = await cancel_many(names, reason, listed_by=listed_by)
+    async def and_then_others_act(
+        names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+    ) -> Dispositions:
+        done = await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
         await flow.run("3")
@@ -258,14 +260,14 @@ async def test_a_dispatcher_that_finds_nothing_to_do_leaves_what_is_flagged_mean
     await flow.join("123", "b", quorum(2, "cancel_remaining"))
     await flow.fail("1", "2")
     await flow.cascade("1", "2")
-    cancelling = flow.engine.cancelling
+    cancelling = flow.engine.bulk_canceller
     await cancelling.cancel_siblings(flow.child("b"))
     for name in "123b":
         await flow.engine.replay_execution(flow.names[name])
     await flow.run("3")
     load = flow.engine.load
 
-    async def and_then_the_join_fires(wants: Sequence[Want]) -> Loaded:
+    async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
         flow.engine.load = load  # type: ignore[method-assign]
         await flow.succeed("1", "2")

@@ -10,16 +10,16 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flow_cancels import WaitIndefinite
-from flowfabric.engine.sweeps.sweeper import Pass
+from flowfabric.engine.sweeps.sweeper import SweepResult
 from flowfabric.ids import SeededMinter
-from flowfabric.model.answers.flow import Cancelled, CascadeOutcome, PartiallyCancelled
+from flowfabric.model.answers.flow import CascadeOutcome, FlowCancelled, PartiallyCancelled
 from flowfabric.model.change import Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, FlowSummary
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Want
+from flowfabric.stores.queries import Loaded, Read
 from tests.scenarios.flowing import Flowing, any_of
 
 
@@ -44,12 +44,12 @@ def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     """A row with something in it that stands for nothing."""
     load = flow.engine.store.load
 
-    async def loads(wants: Sequence[Want]) -> Loaded:
-        if Want(Execution, (flow.names[name],)) in wants:
+    async def loads(wants: Sequence[Read]) -> Loaded:
+        if Read(Execution, (flow.names[name],)) in wants:
             raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
         return await load(wants)
 
-    monkeypatch.setattr(flow.engine.store, "peek", lambda _: None)
+    monkeypatch.setattr(flow.engine.store, "try_load_now", lambda _: None)
     monkeypatch.setattr(flow.engine.store, "load", loads)
 
 
@@ -60,7 +60,7 @@ async def join_with_too_many_ends(flow: Flowing) -> None:
         await flow.join("xa", name)
     await flow.edge("a", "d")
     await flow.succeed("x")
-    await (flow.engine.dispatched() if flow.engine.dispatcher._enabled else flow.cascade("x"))
+    await (flow.engine.wait_for_dispatch() if flow.engine.dispatcher._enabled else flow.cascade("x"))
     await flow.write(Patch(EdgeGroup, (flow.id, flow.names["b"]), {"succeeded": 2}))
     await flow.succeed("a")
 
@@ -112,7 +112,7 @@ async def test_a_sweep_goes_on_past_an_execution_that_cannot_be_read(
     await still.cancel("a", "x")
     unreadable(still, monkeypatch, unread)
 
-    assert await still.engine.sweep_once(sweep, chosen) == Pass(2, 1)
+    assert await still.engine.sweep_once(sweep, chosen) == SweepResult(2, 1)
     assert await still.state("c", "d") == "skipped skipped"
 
 
@@ -132,7 +132,7 @@ async def test_the_projector_goes_on_past_a_flow_with_a_member_that_cannot_be_re
 async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
     await join_with_too_many_ends(lively)
 
-    await lively.engine.dispatched()
+    await lively.engine.wait_for_dispatch()
 
     assert await lively.state("b", "c", "d") == "waiting_children waiting waiting"
 
@@ -141,14 +141,14 @@ async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(live
 async def test_an_execution_ends_whatever_became_of_those_who_wait_for_it(
     lively: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.FEW", few)
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     await lively.begin("abc")
     await lively.join("a", "b", any_of("let_run"))
     await lively.join("a", "c", any_of("let_run"))
     await spoil(lively, "b")
 
     await lively.succeed("a")
-    await lively.engine.dispatched()
+    await lively.engine.wait_for_dispatch()
 
     assert await lively.state("a", "b", "c") == "completed waiting_children waiting"
 
@@ -163,7 +163,7 @@ async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flo
     assert answer == PartiallyCancelled("cancel_all", still.ids("abc"), still.ids("b"))  # type: ignore[arg-type]
     assert await still.state("a", "b", "c") == "cancelled waiting cancelled"
     assert (await still.backlog())[1] == ["b"]
-    still.clock.pass_ms(30_000)
+    still.clock.advance_ms(30_000)
     assert (await still.engine.sweep_once("cancel_reconciler")).errors == 1
     assert await still.backlog() == (None, [])
 
@@ -178,7 +178,7 @@ async def test_a_flow_with_a_member_that_cannot_be_read_is_cancelled(
         answer = await still.engine.cancel_flow(still.id, policy=policy, wait=WaitIndefinite())
 
     told = (policy, still.ids("abc"))
-    assert answer == (PartiallyCancelled(*told, still.ids(failed)) if failed else Cancelled(*told))  # type: ignore[arg-type]
+    assert answer == (PartiallyCancelled(*told, still.ids(failed)) if failed else FlowCancelled(*told))  # type: ignore[arg-type]
     ended = "waiting waiting waiting" if policy == "flow_only" else "cancelled waiting cancelled"
     assert await still.state("a", "b", "c") == ended
     assert (await still.backlog())[1] == [*failed]

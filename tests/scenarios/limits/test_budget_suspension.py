@@ -13,8 +13,8 @@ from flowfabric.handles import Handle
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.limits import BudgetCreated, BudgetReleased, HardBreach, Ok, Refunded, Reserved
-from flowfabric.model.gate import GateEnd, GateKind, GateMemo
-from flowfabric.rules.limits.budget import Need, read_need
+from flowfabric.model.gate import GateKind, GateMemo, GateOutcome
+from flowfabric.rules.limits.budget import BudgetNeed, parse_need
 from tests.scenarios.limits.test_budgets import B, report
 from tests.scenarios.limits.test_reservations import R1, R2, TTL
 from tests.scenarios.play import ACTIVE, RESUMABLE, Play
@@ -83,12 +83,12 @@ async def settle_for_less(play: Play) -> None:
 
 
 async def outlast_the_reservation(play: Play) -> None:
-    play.clock.pass_ms(TTL)
+    play.clock.advance_ms(TTL)
     assert (await play.engine.sweep_once("budget_reservations")).processed == 1
 
 
 async def wait_for_the_scheduled_reset(play: Play) -> None:
-    play.clock.pass_ms(RESET_MS)
+    play.clock.advance_ms(RESET_MS)
     assert (await play.engine.sweep_once("budget_reset")).processed == 1
 
 
@@ -144,15 +144,15 @@ async def test_room_made_while_it_falls_asleep_is_not_slept_through(
     await report(play, tokens=95)
     held = await play.claimed()
     other = Engine(play.store.store, minter=SeededMinter(9))
-    sleep = play.engine.sleep_for_budget
+    sleep = play.engine.suspend_for_budget
     falling, proceed = asyncio.Event(), asyncio.Event()
 
-    async def slowly(handle: Handle, need: Need) -> bool:
+    async def slowly(handle: Handle, need: BudgetNeed) -> bool:
         falling.set()
         await proceed.wait()
         return await sleep(handle, need)
 
-    monkeypatch.setattr(play.engine, "sleep_for_budget", slowly)
+    monkeypatch.setattr(play.engine, "suspend_for_budget", slowly)
     reporting = asyncio.create_task(play.engine.report_usage(held.handle, B, {"tokens": 10}))
     await falling.wait()
     await other.reset_budget(B)
@@ -199,7 +199,7 @@ async def test_every_other_action_only_tells_the_reporter(play: Play, action: st
 async def test_a_worker_that_lost_its_lease_is_told_and_puts_nobody_to_sleep(play: Play) -> None:
     await sleepy(play)
     held = await play.claimed()
-    play.clock.pass_ms(30_000)
+    play.clock.advance_ms(30_000)
     again = await play.pull("wb")
     assert again is not None
 
@@ -214,7 +214,7 @@ async def test_a_durable_function_sleeps_on_a_mailbox_of_that_name(play: Play) -
     await sleepy(play)
     await report(play, tokens=95)
     held = await play.claimed()
-    gate = GateArgs(name="budget.1", kind=GateKind.MAILBOX, mailbox=Need(B, "tokens", 10).key)
+    gate = GateArgs(name="budget.1", kind=GateKind.MAILBOX, mailbox=BudgetNeed(B, "tokens", 10).key)
     await play.engine.open_gate(held.handle, gate)
     await play.engine.park(held.handle, ("budget.1",), reason_code="paused_by_budget")
     assert await play.vector(held.execution_id) == ASLEEP
@@ -226,11 +226,11 @@ async def test_a_durable_function_sleeps_on_a_mailbox_of_that_name(play: Play) -
     assert again is not None
     memo = await play.engine.open_gate(again.handle, gate)
     assert isinstance(memo, GateMemo)
-    assert (memo.ended_as, memo.payload) == (GateEnd.SATISFIED, b"null")
+    assert (memo.ended_as, memo.payload) == (GateOutcome.SATISFIED, b"null")
 
 
 def test_a_need_is_read_back_from_its_key() -> None:
-    need = Need(B, "a:strange:name", 7)
-    assert read_need(need.key, "a") == need
+    need = BudgetNeed(B, "a:strange:name", 7)
+    assert parse_need(need.key, "a") == need
     for other in (None, "", "approve", "budget:", f"budget:{B}", f"budget:{B}:x:y"):
-        assert read_need(other, "a") is None
+        assert parse_need(other, "a") is None

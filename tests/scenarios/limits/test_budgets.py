@@ -127,7 +127,7 @@ async def test_s_057_sixty_four_dimensions_are_enough(play: Play) -> None:
 async def test_s_058_a_hard_breach_is_all_or_nothing(play: Play) -> None:
     await budget(play, tokens=100, cost=5)
     assert await report(play, cost=5) == Ok()
-    play.clock.pass_ms(7)
+    play.clock.advance_ms(7)
 
     breach = await report(play, cost=1, tokens=10)
 
@@ -166,11 +166,11 @@ async def test_s_060_the_three_calls_share_their_keys_for_a_day(play: Play) -> N
     held = await play.claimed()
     assert await play.engine.record_spend(B, held.execution_id, {"tokens": 1}, idempotency_key="k") == Ok()
 
-    play.clock.pass_ms(24 * 3_600_000 - 1)
+    play.clock.advance_ms(24 * 3_600_000 - 1)
     assert await report(play, key="k", tokens=1) == AlreadyApplied()
     assert await play.engine.report_usage(held.handle, B, {"tokens": 1}, dedup_key="k") == AlreadyApplied()
 
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert await report(play, key="k", tokens=1) == Ok()
     assert await report(play, key="k", tokens=1) == AlreadyApplied()
     assert await usage(play) == {"tokens": 2}
@@ -246,7 +246,7 @@ async def test_s_064_manual_and_scheduled_reset(play: Play) -> None:
     await budget(play, B2, tokens=50)
     await report(play, tokens=40)
     assert isinstance(await report(play, tokens=11), HardBreach)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     assert await play.engine.reset_budget(B) == BudgetReset(play.now + 60_000)
 
@@ -262,10 +262,10 @@ async def test_s_064_manual_and_scheduled_reset(play: Play) -> None:
 async def test_s_064_the_scheduled_reset_comes_when_it_is_due_and_does_not_catch_up(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
     await report(play, tokens=40)
-    play.clock.pass_ms(59_999)
+    play.clock.advance_ms(59_999)
     assert (await play.engine.sweep_once("budget_reset")).processed == 0
 
-    play.clock.pass_ms(150_001)
+    play.clock.advance_ms(150_001)
     done = await play.engine.sweep_once("budget_reset")
 
     assert (done.processed, done.errors) == (1, 0)
@@ -276,7 +276,7 @@ async def test_s_064_the_scheduled_reset_comes_when_it_is_due_and_does_not_catch
 
 async def test_s_064_a_manual_reset_makes_the_scheduled_one_a_no_op(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
     play.store.after_due = lambda: play.engine.reset_budget(B)
 
     assert (await play.engine.sweep_once("budget_reset")).processed == 0

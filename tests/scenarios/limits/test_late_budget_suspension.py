@@ -14,12 +14,12 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.limits import HardBreach, Ok
 from flowfabric.model.gate import GateKind
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.limits import usage
-from flowfabric.rules.limits.budget import Need
+from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing import FlakyStore
 from flowfabric.testing.faults import Loss
 from tests.scenarios.limits.test_budget_suspension import ASLEEP, asleep, raise_the_limit, reset, sleepy
@@ -34,13 +34,13 @@ B2 = "0b000000-0000-4000-8000-000000000002"
 async def make_room_only(play: Play) -> None:
     """Raise the limit as a process that dies before it wakes anybody."""
     limits = (("tokens", 105, 0),)
-    await play.engine.budget_chains.ask(
-        OwnedId("default", B), lambda sheet, now: usage.change_limits(sheet, limits, now)
+    await play.engine.budget_aggregates.decide_and_commit(
+        NamespacedId("default", B), lambda sheet, now: usage.change_limits(sheet, limits, now)
     )
 
 
 async def suspension(engine: Engine, e: str) -> Suspension:
-    [root] = (await engine.load((Want(Suspension, (e,)),))).rows[0]
+    [root] = (await engine.load((Read(Suspension, (e,)),))).rows[0]
     assert isinstance(root, Suspension)
     return root
 
@@ -63,7 +63,7 @@ async def test_a_breach_whose_words_get_lost_puts_to_sleep_once(
 
     breach = await engine.report_usage(held.handle, B, {"tokens": 101})
 
-    assert flaky.lost == [("commit", loss)]
+    assert flaky.losses == [("commit", loss)]
     assert breach == HardBreach("tokens", 0, 100, action="suspend", parked=True)
     assert await play.vector(held.execution_id) == ASLEEP
     assert await play.told(held.execution_id) == ["acquired", "released suspend"]
@@ -84,7 +84,7 @@ async def test_a_raised_limit_whose_words_get_lost_wakes_once(
 
     await raise_the_limit(play)
 
-    assert flaky.lost == [("commit", loss)]
+    assert flaky.losses == [("commit", loss)]
     assert await play.vector(held.execution_id) == RESUMABLE
     assert (await engine.get_budget_status(B)).hard_limits == {"tokens": 105}
     again = await play.pull("wb")
@@ -121,7 +121,7 @@ async def test_it_sleeps_and_wakes_where_no_key_is_there_to_sign_with(keyless: E
     play = Play(keyless, clock)
     held = await asleep(play)
     [waitpoint] = await keyless.scan(Scan(Waitpoint))
-    assert (waitpoint.waitpoint_key, waitpoint.token_kid) == (Need(B, "tokens", 10).key, "")
+    assert (waitpoint.waitpoint_key, waitpoint.token_kid) == (BudgetNeed(B, "tokens", 10).key, "")
 
     await raise_the_limit(play)
 
@@ -175,11 +175,11 @@ async def test_a_late_word_does_not_wake_it_from_another_wait(play: Play) -> Non
     flaky = FlakyStore(play.store.store)
     slow = Engine(flaky, minter=SeededMinter(9))
     gate = flaky.stop_before("commit")
-    waking = asyncio.create_task(slow.wake_sleepers([row]))
+    waking = asyncio.create_task(slow.resume_budget_suspended([row]))
     await gate.reached()
 
     await moved_on(play, held)
-    gate.open()
+    gate.release()
 
     assert await waking == 0
     assert (await play.sheet(held.execution_id)).blocking_reason == "waiting_for_approval"
@@ -189,7 +189,7 @@ async def test_a_function_that_waits_for_something_else_by_now_gets_no_message(p
     await sleepy(play)
     await report(play, tokens=95)
     held = await play.claimed()
-    need = Need(B, "tokens", 10)
+    need = BudgetNeed(B, "tokens", 10)
     await play.engine.open_gate(held.handle, GateArgs(name="b", kind=GateKind.MAILBOX, mailbox=need.key))
     await play.engine.open_gate(held.handle, GateArgs(name="t", kind=GateKind.TIMER, expires_in_ms=1000))
     await play.engine.park(held.handle, ("t",))
@@ -210,7 +210,7 @@ async def sleepers(play: Play, *amounts: int) -> list[str]:
         held = await play.claimed()
         assert isinstance(await play.engine.report_usage(held.handle, B, {"tokens": amount}), HardBreach)
         found.append(held.execution_id)
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
     return found
 
 
@@ -247,8 +247,8 @@ async def by_the_sweep(play: Play) -> None:
 async def test_many_who_need_too_much_do_not_hide_one_who_does_not(
     play: Play, monkeypatch: pytest.MonkeyPatch, makes_room: Makes
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.limits.unblocker.PAGE", 2)
-    monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE", 2)
+    monkeypatch.setattr("flowfabric.engine.limits.unblocker.PAGE_SIZE", 2)
+    monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE_SIZE", 2)
     await sleepy(play)
     await report(play, tokens=100)
     executions = await sleepers(play, 50, 50, 50, 50, 5)
@@ -265,7 +265,7 @@ async def test_many_who_need_too_much_do_not_hide_one_who_does_not(
 async def test_what_waits_for_two_budgets_does_not_hide_what_waits_for_one(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE", 2)
+    monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE_SIZE", 2)
     await sleepy(play)
     await play.engine.create_budget(B2, dimensions=["tokens"], hard_limits=[1], soft_limits=[0])
     await report(play, tokens=100)

@@ -23,9 +23,9 @@ from flowfabric.model.answers.limits import (
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.condition import Single
-from flowfabric.rules.limits.budget import Need
-from flowfabric.rules.suspension.arguments import Fresh
-from flowfabric.stores.queries import Want
+from flowfabric.rules.limits.budget import BudgetNeed
+from flowfabric.rules.suspension.arguments import FreshWaitpoint
+from flowfabric.stores.queries import Read
 from flowfabric.testing.limit_invariants import check_limit_invariants
 from tests.scenarios.limits.test_budget_suspension import ASLEEP
 from tests.scenarios.limits.test_budgets import B
@@ -156,9 +156,9 @@ async def test_reservations_are_kept_settled_and_refunded_where_the_budget_is(pl
 
     for elsewhere in ("b", "default"):
         assert await play.engine.refund_budget(B, R1, namespace=elsewhere) == Refunded(R1, {})
-        assert await play.engine.reserved_for(B, R1, namespace=elsewhere) is None
+        assert await play.engine.reservation_owner(B, R1, namespace=elsewhere) is None
     assert (await play.engine.get_budget_status(B, namespace="a")).reserved == {"tokens": 6}
-    assert await play.engine.reserved_for(B, R1, namespace="a") == mine
+    assert await play.engine.reservation_owner(B, R1, namespace="a") == mine
     assert await play.engine.settle_budget(B, mine, R1, {"tokens": 5}) == Ok()
 
     status = await play.engine.get_budget_status(B, namespace="a")
@@ -170,7 +170,7 @@ async def test_a_reservation_of_a_namespace_is_over_when_its_time_is(play: Play)
     await budget(play, "a")
     await play.engine.reserve_budget(B, mine, {"tokens": 6}, ttl_ms=TTL, reservation_id=R1)
 
-    play.clock.pass_ms(TTL)
+    play.clock.advance_ms(TTL)
     assert (await play.engine.sweep_once("budget_reservations")).processed == 1
 
     assert (await play.engine.get_budget_status(B, namespace="a")).reserved == {}
@@ -181,7 +181,7 @@ async def test_a_budget_of_a_namespace_begins_anew_by_itself(play: Play) -> None
         await budget(play, name, reset_interval_ms=1000)
         await report(play, name, 5)
 
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert (await play.engine.sweep_once("budget_reset")).processed == 2
 
     assert [await used(play, name) for name in ("a", "default")] == [{"tokens": 0}, {"tokens": 0}]
@@ -252,10 +252,10 @@ async def test_slots_are_those_of_the_policy_of_the_namespace(play: Play) -> Non
     assert await play.vector(more) == QUOTA_BLOCKED
     assert (await play.engine.explain(more)).obstacle == obstacles.QuotaFull(Q, "concurrency", 1, 1)
     await play.engine.cancel_execution(theirs)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     assert await play.vector(more) == QUOTA_BLOCKED, "a slot of others is none"
     await play.engine.cancel_execution(mine)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     assert await play.vector(more) == WAITING
     await check_limit_invariants(play.engine)
 
@@ -267,7 +267,7 @@ async def test_the_end_of_a_life_gives_a_shared_slot_back(play: Play) -> None:
     assert await play.vector(theirs) == QUOTA_BLOCKED
 
     await play.engine.cancel_execution(mine)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
 
     assert await play.vector(theirs) == WAITING
 
@@ -281,7 +281,7 @@ async def test_a_slot_got_in_the_shared_policy_is_given_back_though_its_namespac
     await policy(play, "a")
 
     await play.engine.cancel_execution(mine)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
 
     assert await pull(play) == [theirs]
     await check_limit_invariants(play.engine)
@@ -320,8 +320,8 @@ async def test_no_waitpoint_key_names_the_budget_of_another_namespace(play: Play
     await budget(play, "b")
     await report(play, "b", 10)
     spy = await held(play, "a")
-    key = Need(B, "tokens", 1, "b").key
-    await waits.suspend(spy, Single(key), Fresh(play.engine.minter.uuid(), key))
+    key = BudgetNeed(B, "tokens", 1, "b").key
+    await waits.suspend(spy, Single(key), FreshWaitpoint(play.engine.minter.uuid(), key))
 
     told = (await play.engine.explain(spy.execution_id)).obstacle
 
@@ -335,16 +335,16 @@ async def test_a_waitpoint_key_shows_no_figures_of_a_shared_budget_that_the_poli
     await budget(play, "default")
     await report(play, "default", 7)
     spy = await held(play, "a")
-    key = Need(B, "tokens", 1).key
-    await waits.suspend(spy, Single(key), Fresh(play.engine.minter.uuid(), key))
+    key = BudgetNeed(B, "tokens", 1).key
+    await waits.suspend(spy, Single(key), FreshWaitpoint(play.engine.minter.uuid(), key))
 
-    assert isinstance((await play.engine.explain(spy.execution_id)).obstacle, obstacles.Suspended)
+    assert isinstance((await play.engine.explain(spy.execution_id)).obstacle, obstacles.SuspendedObstacle)
 
 
 async def test_a_shared_budget_that_cannot_be_read_holds_up_nobody_who_has_an_own_one(play: Play) -> None:
     for name in ("a", "default"):
         await budget(play, name)
-    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": -1})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]

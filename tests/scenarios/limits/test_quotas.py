@@ -10,6 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.model.answers.execution import Blocked, Rejected, Unblocked
 from flowfabric.model.answers.limits import (
+    AdmissionReleased,
     Admitted,
     AlreadyAdmitted,
     ConcurrencyExceeded,
@@ -18,11 +19,10 @@ from flowfabric.model.answers.limits import (
     QuotaPolicyExists,
     RateExceeded,
     Reconciled,
-    Released,
 )
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.quota import QuotaPolicy
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.scenarios.play import WAITING, Play
 
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -45,7 +45,7 @@ async def check(play: Play, e: str, policy_id: str = Q, **given: Any) -> Any:
 
 
 async def root(play: Play, policy_id: str = Q) -> QuotaPolicy:
-    loaded = await play.engine.load((Want(QuotaPolicy, ("default", policy_id)),))
+    loaded = await play.engine.load((Read(QuotaPolicy, ("default", policy_id)),))
     row: QuotaPolicy = loaded.rows[0][0]
     return row
 
@@ -80,7 +80,7 @@ async def test_s_067_jitter_spreads_the_retries_evenly_up_to_its_length(play: Pl
     await check(play, e1, rate_limit=1)
     waits = []
     for chance in (0.0, 0.5, 0.999_999):
-        play.engine.chance = lambda chance=chance: chance  # type: ignore[misc]
+        play.engine.random = lambda chance=chance: chance  # type: ignore[misc]
         waits.append((await check(play, e2, rate_limit=1, jitter_ms=100)).retry_after_ms)
 
     assert waits == [60_000, 60_050, 60_100]
@@ -152,7 +152,7 @@ async def test_s_070_work_that_runs_longer_than_the_window_keeps_its_slot(play: 
     held = await play.claimed()
     waiting = await play.create()
     await check(play, held.execution_id, concurrency_cap=1)
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
 
     assert (await play.engine.sweep_once("quota_reconciler")).processed == 1  # the request left the window
 
@@ -167,7 +167,7 @@ async def test_s_070_without_a_cap_nothing_is_recounted_but_a_dead_slot_takes_it
     await policy(play, rate=5)
     e1, e2 = await play.create(), await play.create()
     await check(play, e1, concurrency_cap=1)
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
 
     await play.engine.sweep_once("quota_reconciler")
 
@@ -251,11 +251,11 @@ async def test_releasing_frees_one_slot_once_and_leaves_the_window(play: Play) -
     await check(play, e1, rate_limit=2, concurrency_cap=2)
     await check(play, e2, rate_limit=2, concurrency_cap=2)
 
-    assert await play.engine.release_admission(Q, e1) == Released()
+    assert await play.engine.release_admission(Q, e1) == AdmissionReleased()
     assert (await root(play)).active == 1
     async with play.untouched():
-        assert await play.engine.release_admission(Q, e1) == Released()
-        assert await play.engine.release_admission(Q, e3) == Released()
+        assert await play.engine.release_admission(Q, e1) == AdmissionReleased()
+        assert await play.engine.release_admission(Q, e3) == AdmissionReleased()
     assert await check(play, e3, rate_limit=2, concurrency_cap=2) == RateExceeded(60_000)
 
 
@@ -275,7 +275,7 @@ async def test_a_second_request_of_an_execution_moves_its_entry(play: Play) -> N
 async def test_a_window_of_zero_gives_slots_that_never_lapse(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     await check(play, e1, window_seconds=0, concurrency_cap=1)
-    play.clock.pass_ms(10**12)
+    play.clock.advance_ms(10**12)
     await play.engine.sweep_once("quota_reconciler")
 
     assert await check(play, e2, window_seconds=0, concurrency_cap=1) == ConcurrencyExceeded()

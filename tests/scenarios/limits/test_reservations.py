@@ -108,9 +108,9 @@ async def test_a_reservation_is_over_at_the_end_of_its_time(play: Play) -> None:
     e = await play.create()
     await reserve(play, e, tokens=100)
 
-    play.clock.pass_ms(TTL - 1)
+    play.clock.advance_ms(TTL - 1)
     assert isinstance(await report(play, tokens=1), HardBreach)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert await report(play, tokens=1) == Ok()
     assert await reserved(play) == {}
 
@@ -119,11 +119,11 @@ async def test_asking_again_makes_a_reservation_last_longer_and_not_larger(play:
     await budget(play, tokens=100)
     e = await play.create()
     await reserve(play, e, tokens=60)
-    play.clock.pass_ms(TTL - 1)
+    play.clock.advance_ms(TTL - 1)
 
     assert await reserve(play, e, tokens=60) == Reserved(R1, play.now + TTL)
 
-    play.clock.pass_ms(TTL - 1)
+    play.clock.advance_ms(TTL - 1)
     assert await reserved(play) == {"tokens": 60}
     assert isinstance(await report(play, tokens=41), HardBreach)
 
@@ -136,9 +136,9 @@ async def test_the_sweep_lets_go_of_what_is_over_and_wakes_what_waits_for_it(pla
     assert await pull(play) == []
     assert await play.vector(waiting) == BUDGET_BLOCKED
 
-    play.clock.pass_ms(TTL - 1)
+    play.clock.advance_ms(TTL - 1)
     assert (await play.engine.sweep_once("budget_reservations")).processed == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     done = await play.engine.sweep_once("budget_reservations")
 
     assert (done.processed, await reserved(play)) == (1, {"tokens": 40})
@@ -172,7 +172,7 @@ async def test_a_settlement_that_comes_too_late_needs_room_like_any_report(play:
     await budget(play, tokens=100)
     e = await play.create()
     await reserve(play, e, tokens=60)
-    play.clock.pass_ms(TTL)
+    play.clock.advance_ms(TTL)
     await report(play, tokens=50)
 
     assert await settle(play, e, tokens=60) == HardBreach("tokens", current_usage=50, hard_limit=100)

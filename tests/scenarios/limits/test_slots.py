@@ -14,7 +14,7 @@ from flowfabric.engine.operations.flow_cancels import WaitIndefinite
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, Completed, ReclaimCapExceeded
 from flowfabric.model.answers.limits import Admitted, AlreadyAdmitted, ConcurrencyExceeded, RateExceeded
-from flowfabric.model.outbox import Message
+from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.quota import QuotaSlot
 from flowfabric.stores.queries import Scan
 from flowfabric.testing import FlakyStore, Loss
@@ -40,13 +40,13 @@ async def take(play: Play, worker: str = "wa", **given: Any) -> Claimed:
 async def two(play: Play, terms: Any) -> tuple[str, str]:
     """Two executions, one older than the other."""
     first = await play.create(policy=terms)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     return first, await play.create(policy=terms)
 
 
 async def books(play: Play, policy_id: str = Q) -> tuple[int, int]:
     """The counter, and a recount."""
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     slots: list[QuotaSlot] = await play.engine.scan(Scan(QuotaSlot))
     return (await root(play, policy_id)).active, sum(slot.quota_policy_id == policy_id for slot in slots)
 
@@ -87,7 +87,7 @@ async def cancelled_while_it_is_suspended(play: Play, held: Claimed) -> None:
 
 async def suspended_for_too_long(play: Play, held: Claimed) -> None:
     await Waits(play).suspend(held, timeout_at=play.now + 10)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     assert (await play.engine.sweep_once("suspension_timeout")).processed == 1
 
 
@@ -96,7 +96,7 @@ async def past_its_deadline(play: Play, held: Claimed) -> None:
 
 
 async def past_its_time(play: Play, held: Claimed) -> None:
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert (await play.engine.sweep_once("attempt_timeout")).processed == 1
 
 
@@ -140,7 +140,7 @@ async def test_every_end_gives_the_slots_back_and_the_next_one_runs(
     assert (await books(play), await books(play, Q2)) == ((0, 0), (0, 0))
     assert await play.vector(second) == WAITING, "the release woke it, no sweep did"
     assert (await take(play)).execution_id == second
-    assert await play.engine.scan(Scan(Message)) == []
+    assert await play.engine.scan(Scan(OutboxMessage)) == []
 
 
 @pytest.mark.parametrize("end", ["skipped", "cancelled"])
@@ -155,7 +155,7 @@ async def test_the_end_of_a_flow_s_member_gives_its_slot_back(play: Play, end: s
         await flow.stage("a", "b")
         await flow.apply("a", "b")
         await flow.cancel("a")
-        await play.engine.dispatched()
+        await play.engine.wait_for_dispatch()
     else:
         await play.engine.cancel_flow(flow.id, wait=WaitIndefinite())
 
@@ -176,7 +176,7 @@ async def test_a_slot_is_kept_over_a_retry_a_delay_and_a_lost_lease(play: Play) 
     assert await pull(play) == []
     await play.promoted(e)
     held = await take(play)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     held = await take(play, "wb")
     assert (held.execution_id, held.lease_epoch) == (e, 4)
 
@@ -190,14 +190,14 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
     await policy(play, cap=1)
     e = await play.create(policy=LIMITED)
     engine = play.engine
-    engine.followers.pop(Message)  # the process dies before it delivers
+    engine.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
     await engine.complete((await take(play)).handle)
-    [message] = await engine.scan(Scan(Message))
+    [message] = await engine.scan(Scan(OutboxMessage))
     await engine.replay_execution(e)
     assert (await take(play)).execution_id == e, "its old slot is still there"
 
-    await engine.deliver(message)
-    await engine.deliver(message)
+    await engine.deliver_outbox_message(message)
+    await engine.deliver_outbox_message(message)
 
     assert await books(play) == (1, 1)
     assert await check(play, await play.create(), concurrency_cap=1) == ConcurrencyExceeded()
@@ -206,7 +206,7 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
 async def test_a_replay_needs_a_fresh_admission_though_its_slot_was_not_given_back_yet(play: Play) -> None:
     await policy(play, rate=1, cap=5)
     e = await play.create(policy=LIMITED)
-    play.engine.followers.pop(Message)  # the process dies before it delivers
+    play.engine.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
     await play.engine.complete((await take(play)).handle)
     await play.engine.replay_execution(e)
 
@@ -219,10 +219,10 @@ async def test_a_replay_needs_a_fresh_admission_though_its_slot_was_not_given_ba
 async def test_what_was_admitted_between_the_end_and_the_replay_is_for_the_life_to_come(play: Play) -> None:
     await policy(play, rate=2, cap=1)
     e = await play.create(policy=LIMITED)
-    play.engine.followers.pop(Message)
+    play.engine.write_listeners.pop(OutboxMessage)
     await play.engine.complete((await take(play)).handle)
     assert await check(play, e, rate_limit=2, concurrency_cap=1) == Admitted()
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     assert (await play.engine.sweep_once("outbox_relay")).processed == 1
     await play.engine.replay_execution(e)
 
@@ -233,12 +233,12 @@ async def test_what_was_admitted_between_the_end_and_the_replay_is_for_the_life_
 async def test_the_release_of_an_earlier_life_does_not_take_what_an_application_had_admitted_since(play: Play) -> None:
     await policy(play, cap=1)
     e = await play.create(policy=LIMITED)
-    play.engine.followers.pop(Message)
+    play.engine.write_listeners.pop(OutboxMessage)
     await play.engine.complete((await take(play)).handle)
     await play.engine.replay_execution(e)
     assert await check(play, e, concurrency_cap=1) == Admitted()
 
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     assert (await play.engine.sweep_once("outbox_relay")).processed == 1
 
     assert await books(play) == (1, 1)
@@ -263,18 +263,18 @@ async def test_what_a_dead_process_did_not_deliver_the_relay_delivers(play: Play
     first, second = await two(play, LIMITED)
     held = await take(play)
     assert (held.execution_id, await pull(play)) == (first, [])
-    play.engine.followers.pop(Message)
+    play.engine.write_listeners.pop(OutboxMessage)
     await play.engine.complete(held.handle)
     assert await books(play) == (1, 1)
 
     survivor = Engine(play.engine.store, minter=SeededMinter(9))
     assert (await survivor.sweep_once("outbox_relay")).processed == 0, "the sender gets a head start"
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     assert (await survivor.sweep_once("outbox_relay")).processed == 1
 
     assert await books(play) == (0, 0)
     assert await play.vector(second) == WAITING
-    assert await play.engine.scan(Scan(Message)) == []
+    assert await play.engine.scan(Scan(OutboxMessage)) == []
 
 
 async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,22 +282,22 @@ async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, mo
     await play.create(policy=LIMITED)
     held = await take(play)
 
-    async def refuse(message: Message) -> None:
+    async def refuse(message: OutboxMessage) -> None:
         raise errors.StoreUnavailable("quota", backend="test", in_doubt=False)
 
     monkeypatch.setattr(play.engine, "_receive_release_admission", refuse)
     await play.engine.complete(held.handle)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     waits = []
     for _ in range(4):
-        [message] = await play.engine.scan(Scan(Message))
+        [message] = await play.engine.scan(Scan(OutboxMessage))
         waits.append(message.due_at - play.now)
         play.clock.now = message.due_at
         await play.engine.sweep_once("outbox_relay")
 
     assert waits == [2000, 2000, 4000, 8000]
     monkeypatch.undo()
-    play.clock.pass_ms(60_000)
+    play.clock.advance_ms(60_000)
     assert (await play.engine.sweep_once("outbox_relay")).processed == 1
     assert await books(play) == (0, 0)
 
@@ -311,7 +311,7 @@ async def test_a_claim_that_fails_gives_back_exactly_its_own_admission(play: Pla
     slow = asyncio.create_task(pull(play))
     await gate.reached()  # about to write its admission
     [fast] = await other.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")
-    gate.open()
+    gate.release()
 
     assert (fast.execution_id, await slow) == (e, [])
     assert await books(play) == (1, 1), "the winner keeps its slot"
@@ -353,8 +353,8 @@ async def test_room_that_is_made_while_work_is_being_blocked_is_not_missed(play:
     asking = asyncio.create_task(pull(play))
     await gate.reached()  # refused, and about to be blocked
     await other.complete(held.handle)
-    await other.delivered()
-    gate.open()
+    await other.wait_for_deliveries()
+    gate.release()
 
     assert await asking == [second], "blocked, woken and claimed in one call"
 
@@ -374,16 +374,16 @@ async def test_books_are_right_whichever_answer_is_lost(play: Play, after: int, 
             assert (await root(play)).active == 1
             await engine.complete(claimed.handle)
             done.append(claimed.execution_id)
-        await engine.delivered()
+        await engine.wait_for_deliveries()
         if len(done) == 2:
             break
-        play.clock.pass_ms(LEASE_MS)  # a claim whose answer was lost for good is taken over
+        play.clock.advance_ms(LEASE_MS)  # a claim whose answer was lost for good is taken over
         await engine.sweep_once("outbox_relay")
         await engine.sweep_once("unblock")
 
     assert done == [first, second]
-    assert [loss for _, loss in flaky.lost] == [loss]
-    play.clock.pass_ms(60_000)
+    assert [loss for _, loss in flaky.losses] == [loss]
+    play.clock.advance_ms(60_000)
     await engine.sweep_once("outbox_relay")
     assert await books(play) == (0, 0)
 
@@ -395,7 +395,7 @@ async def test_a_grant_that_outlives_its_slot_gets_it_again_when_it_is_redeemed(
         "default", worker_id="wa", worker_instance_id="wa-1", grant_ttl_ms=60_000
     )
     assert isinstance(granted, ClaimGrant)
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     await play.engine.reconcile_quota_counters((await root(play)).partition)
     assert await books(play) == (0, 0), "the slot lapsed with its window, and nothing runs"
 
@@ -411,7 +411,7 @@ async def test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed(play
     await policy(play, window=1, cap=1)
     first, second = await two(play, LIMITED)
     assert await play.engine.claim_for_worker("default", worker_id="wa", worker_instance_id="wa-1", grant_ttl_ms=60_000)
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     await play.engine.reconcile_quota_counters((await root(play)).partition)
     other = await take(play, "wb")
     assert other.execution_id == second
@@ -421,6 +421,6 @@ async def test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed(play
 
     assert await books(play) == (1, 1)
     await play.engine.complete(other.handle)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     assert (await play.claim(first, "wa")).execution_id == first, "there is room again, and the grant still holds"
     assert await books(play) == (1, 1)

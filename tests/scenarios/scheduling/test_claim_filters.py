@@ -13,7 +13,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings, Sweeps
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import LEASE_MS, Play
 from tests.scenarios.waits import Waits
@@ -87,7 +87,7 @@ FILTERED: tuple[Prepare, ...] = (
 
 async def trace(play: Play, e: str) -> Any:
     """An execution and its waitpoints as they are kept."""
-    loaded = await play.engine.load((Want(Execution, (e,)),))
+    loaded = await play.engine.load((Read(Execution, (e,)),))
     return loaded.rows[0], await play.engine.scan(Scan(Waitpoint, (Where("execution_id", "=", e),)))
 
 
@@ -108,7 +108,7 @@ async def test_s_091_a_filtered_sweep_leaves_the_others_alone(flow: Flowing, pre
     play = Play(flow.engine, flow.clock)  # nothing is dispatched but by the sweeps
     chosen = await prepare(play, {"namespace": "n1", "tags": dict([TAG])})
     others = [await prepare(play, given) for given in ({"namespace": "n2", "tags": dict([TAG])}, {"namespace": "n1"})]
-    play.clock.pass_ms(DAY_MS if prepare is retention_trimmer else LEASE_MS)
+    play.clock.advance_ms(DAY_MS if prepare is retention_trimmer else LEASE_MS)
     before = {e: await trace(play, e) for e in (chosen, *others)}
 
     await road(play, prepare.__name__)

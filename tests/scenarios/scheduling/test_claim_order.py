@@ -59,7 +59,7 @@ RETURNS = [after_a_retry, after_a_delay, after_a_block, after_a_replay, after_a_
 @pytest.mark.parametrize("road", ["scheduler", "pull"])
 async def test_ex_026_returning_executions_keep_their_age(play: Play, returns: Any, road: str) -> None:
     a = await play.create(policy=RETRY_ONCE)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     b = await play.create(policy=RETRY_ONCE)
 
     await returns(play, a)
@@ -116,7 +116,7 @@ async def test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblo
     async with asyncio.timeout(20):
         await gate.reached()
         await elsewhere.block_route(a)
-        gate.open()
+        gate.release()
         grant = await asked
 
     assert (grant.execution_id, await play.vector(a)) == (a, WAITING)
@@ -166,7 +166,7 @@ async def test_a_lease_that_lapses_right_after_a_look_is_taken_over_in_its_place
     held = await play.engine.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=ttl)
     assert held is not None
     await play.create()
-    play.clock.pass_ms(ttl)
+    play.clock.advance_ms(ttl)
 
     answer = await getattr(play.engine, road)("default", worker_id="wb", worker_instance_id="wb-1")
 
@@ -182,7 +182,7 @@ async def test_a_lease_of_another_process_that_lapses_right_after_a_look_is_take
     for _ in range(2):
         await play.create()
     assert await play.pull("wb") is not None  # a look, while the lease holds
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
 
     taken = await play.pull("wb")
 
@@ -196,7 +196,7 @@ async def test_a_lease_that_a_renewal_made_shorter_is_taken_over_in_its_place(pl
     assert held is not None
     await play.create()
     await play.engine.renew(held.handle, lease_ttl_ms=50)
-    play.clock.pass_ms(50)
+    play.clock.advance_ms(50)
 
     taken = await play.pull("wb")
 
@@ -211,7 +211,7 @@ async def test_a_lease_that_was_claimed_with_another_lane_s_name_is_taken_over_i
     await play.grant(urgent, "wa")
     assert await play.pull("wb") is not None  # a look, before the lease is taken
     await play.claim(urgent, "wa", lane_id="elsewhere", ttl=100)
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
 
     taken = await play.pull("wb")
 
@@ -223,7 +223,7 @@ async def test_many_are_claimed_in_one_order_in_one_call(play: Play) -> None:
     low = (await play.claimed(priority=2)).execution_id
     high = (await play.claimed(priority=8)).execution_id
     waiting = {priority: await play.create(priority=priority) for priority in (9, 5, 1)}
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     taken = await play.engine.claim_many(
         "default", 10, worker_id="wb", worker_instance_id="wb-1", lease_ttl_ms=LEASE_MS
@@ -235,7 +235,7 @@ async def test_many_are_claimed_in_one_order_in_one_call(play: Play) -> None:
 async def test_the_scheduler_merges_takeovers_and_waiting_work(play: Play) -> None:
     lapsed = (await play.claimed(priority=5)).execution_id
     first, last = await play.create(priority=9), await play.create(priority=1)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     grants = [await play.next_for("wb") for _ in range(4)]
 
@@ -248,7 +248,7 @@ async def test_the_scheduler_merges_takeovers_and_waiting_work(play: Play) -> No
 async def test_a_takeover_at_the_cap_ends_the_execution_and_goes_on(play: Play, road: str) -> None:
     capped = [await play.claimed(priority=9, policy={"max_reclaim_count": 0}) for _ in range(12)]
     lapsed = (await play.claimed(priority=1)).execution_id
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     taken: Any = await play.next_for("wb") if road == "scheduler" else await play.pull("wb")
 
@@ -265,15 +265,15 @@ async def test_a_takeover_at_the_cap_ends_the_execution_and_goes_on(play: Play, 
 async def test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over(
     play: Play, monkeypatch: pytest.MonkeyPatch, road: str, others: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(ready_queues, "LAPSED_BATCH", 2)
+    monkeypatch.setattr(ready_queues, "EXPIRED_LEASES_BATCH", 2)
     lane, can = others.get("lane", "default"), {"gpu"}
     for _ in range(5):
         e = await play.create(**others)
         await play.grant(e, "wz", can=can, lane=lane)
         await play.claim(e, "wz")
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     best = (await play.claimed("wz", priority=9)).execution_id
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
 
     taken: Any = await play.next_for("wb") if road == "scheduler" else await play.pull("wb")
 
@@ -302,7 +302,7 @@ async def test_a_busy_worker_hears_of_a_new_line_soon(play: Play) -> None:
     first = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
     assert first is not None
     urgent = await play.create(priority=9, policy=requires("gpu"))
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     await other.describe_execution(urgent)  # whatever it does, an engine hears what time it is
 
     taken = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
@@ -316,7 +316,7 @@ async def test_a_busy_worker_hears_of_a_new_line_soon(play: Play) -> None:
 async def test_however_many_kinds_of_work_a_lane_has_the_best_comes_first(
     play: Play, monkeypatch: pytest.MonkeyPatch, road: str, each: str
 ) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_LINES", 3)
+    monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 3)
     kind = {n: requires(f"c{n}") if each == "capability" else {"fairness_key": f"t{n}"} for n in range(10)}
     created = {n: await play.create(priority=n, policy=kind[n]) for n in (4, 9, 1, 7, 3, 8, 2, 6, 5, 0)}
     claim, can = getattr(play.engine, road), {f"c{n}" for n in range(10)}
@@ -328,7 +328,7 @@ async def test_however_many_kinds_of_work_a_lane_has_the_best_comes_first(
 
 
 async def test_of_many_kinds_of_work_many_are_claimed_in_one_order(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_LINES", 3)
+    monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 3)
     deep = [await play.create(priority=9, policy={"fairness_key": "t0"}) for _ in range(2)]
     kinds = {n: await play.create(priority=n, policy={"fairness_key": f"t{n}"}) for n in (1, 5, 2, 4, 3)}
     await play.create(priority=0, policy={"fairness_key": "t0"})
@@ -355,7 +355,7 @@ async def test_granted_heads_hide_neither_queue_nor_takeovers(play: Play) -> Non
     grants = [await play.next_for("wb"), await play.next_for("wb"), await play.next_for("wb")]
     assert [grant.execution_id for grant in grants if grant] == [late.execution_id, last]
 
-    play.clock.pass_ms(5000)
+    play.clock.advance_ms(5000)
     grant = await play.next_for("wb")
     assert grant.execution_id == heads[0], "a grant that lapsed hides nothing, and no maintenance is needed"
 
@@ -434,11 +434,11 @@ async def test_ex_030_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play
     await engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)
 
     assert await engine.verify_grant(e, grant.grant_key) is None
-    play.clock.pass_ms(4999)
+    play.clock.advance_ms(4999)
     assert await engine.verify_grant(e, grant.grant_key) is None
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert await engine.verify_grant(e, grant.grant_key) is GrantFault.EXPIRED
-    play.clock.pass_ms(-5000)
+    play.clock.advance_ms(-5000)
     await play.create()
     assert ":k2:" in (await play.next_for("wb")).grant_key
     assert isinstance(await play.claim(e, "wa"), Claimed)

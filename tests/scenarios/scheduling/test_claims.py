@@ -9,13 +9,13 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.load_queue import Loads
+from flowfabric.engine.runtime.load_queue import LoadQueue
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import ClaimGrant
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.quota import QuotaRequest, QuotaSlot
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.limits.test_budgets import B2, B, budget, report
 from tests.scenarios.limits.test_quotas import Q2, Q, check, policy, root
@@ -48,7 +48,7 @@ async def ask(play: Play, road: str, worker: str = "wa", can: tuple[str, ...] = 
 
 async def test_s_072_priority_then_age(play: Play) -> None:
     by_priority = {priority: await play.create(priority=priority) for priority in (1, 10, 5)}
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     younger = await play.create(priority=5)
 
     got = []
@@ -67,7 +67,7 @@ async def test_s_073_a_granted_head_does_not_hide_the_queue(play: Play) -> None:
     assert (await play.next_for("w1")).execution_id == x
     assert (await play.next_for("w2")).execution_id == y
     assert await play.next_for("w3") is None
-    play.clock.pass_ms(GRANT_MS)
+    play.clock.advance_ms(GRANT_MS)
     assert (await play.next_for("w3")).execution_id == x
 
 
@@ -118,13 +118,13 @@ async def test_s_077_a_budget_is_exhausted_at_equality(play: Play, road: str) ->
     await budget(play, tokens=10)
     await report(play, tokens=10)
     e = await play.create(policy={"budget_ids": [B]})
-    hits = play.engine.meters.counted("ff_budget_hit", dimension="tokens")
+    hits = play.engine.metrics.counter_value("ff_budget_hit", dimension="tokens")
 
     assert await ask(play, road) is None
 
     assert await play.vector(e) == BUDGET_BLOCKED
     assert (await play.sheet(e)).blocking_text == f"budget {B}: tokens 10/10"
-    assert play.engine.meters.counted("ff_budget_hit", dimension="tokens") == hits + 1
+    assert play.engine.metrics.counter_value("ff_budget_hit", dimension="tokens") == hits + 1
     await play.engine.reset_budget(B)
     await play.engine.sweep_once("unblock")
     assert await ask(play, road) == e
@@ -185,7 +185,7 @@ async def test_s_078_fail_closed_on_an_unreadable_budget(play: Play, road: str) 
 
 async def write_limit(play: Play, hard: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": hard})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=1)
     assert await play.engine.store.commit([change]) != [None]
@@ -199,7 +199,7 @@ async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, m
     await play.pull(lane="other")  # lines are known: only admission has to be read
     flaky = FlakyStore(play.engine.store)
     play.engine.store = flaky
-    play.engine.loads = Loads(flaky)
+    play.engine.load_queue = LoadQueue(flaky)
     flaky.lose("load", Loss.REQUEST, times=50)
 
     with pytest.raises(errors.StoreUnavailable):
@@ -207,7 +207,7 @@ async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, m
 
     flaky.heal()
     play.engine.store = flaky.inner
-    play.engine.loads = Loads(flaky.inner)
+    play.engine.load_queue = LoadQueue(flaky.inner)
     assert await play.vector(e) == WAITING
     assert await play.live_grant(e) is None
     assert await ask(play, road) == e
@@ -219,13 +219,13 @@ async def test_s_079_a_quota_refusal_blocks_until_the_window_opens(play: Play, r
     await check(play, play.engine.new_execution_id(), rate_limit=1)
     start = play.now
     e = await play.create(policy={"quota_policy_ids": [Q]})
-    hits = play.engine.meters.counted("ff_quota_hit", reason="rate")
+    hits = play.engine.metrics.counter_value("ff_quota_hit", reason="rate")
 
     assert await ask(play, road) is None
 
     assert await play.vector(e) == QUOTA_BLOCKED
     assert (await play.sheet(e)).blocking_text == f"quota {Q}: rate, again in 60000 ms"
-    assert play.engine.meters.counted("ff_quota_hit", reason="rate") == hits + 1
+    assert play.engine.metrics.counter_value("ff_quota_hit", reason="rate") == hits + 1
     for later in (1, 30_000, 59_999):
         play.clock.now = start + later
         assert (await play.engine.sweep_once("unblock")).processed == 0
@@ -280,7 +280,7 @@ async def test_s_082_full_partition_coverage(play: Play) -> None:
         e = await play.create(execution_id=f"{{fp:{partition}}}:0e000000-0000-4000-8000-000000000{partition:03}")
         polls = []
         for _ in range(8):
-            play.clock.pass_ms(250)
+            play.clock.advance_ms(250)
             polls.append(await play.next_for())
         assert [grant.execution_id for grant in polls if grant] == [e]
         await play.claim(e)
@@ -322,7 +322,7 @@ async def test_what_another_policy_refuses_is_no_request_in_the_window_of_the_fi
     await policy(play, Q2, cap=1)
     await play.create(policy={"quota_policy_ids": [Q2]})
     assert await ask(play, road) is not None
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     refused = await play.create(policy={"quota_policy_ids": [Q, Q2]})
     assert await ask(play, road) is None
     assert (await play.sheet(refused)).blocked_on == f"quota:{Q2}"
@@ -365,7 +365,7 @@ async def test_work_that_two_processes_are_refused_at_once_keeps_no_slot(play: P
             await gate.reached()  # the first policy has admitted it, the second was not asked yet
 
     for gate, answer in zip(gates, asked, strict=True):
-        gate.open()
+        gate.release()
         assert await answer == []
 
     assert (await play.sheet(refused)).blocked_on == f"quota:{Q2}"
@@ -381,10 +381,10 @@ async def test_a_request_of_an_earlier_life_stays_where_it_was_when_another_poli
     [held] = await play.engine.claim_admitted("default", 1, worker_id="wa", worker_instance_id="wa-1")
     began = play.now
     await play.engine.complete(held.handle)
-    await play.engine.delivered()
+    await play.engine.wait_for_deliveries()
     await play.engine.replay_execution(e)
     await play.create(priority=1, policy={"quota_policy_ids": [Q2]})
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     assert e not in await pull(play, 5)
 
@@ -400,7 +400,7 @@ async def test_budgets_come_before_quotas_also_for_what_stands_behind_a_refusal(
     await play.create(policy={"quota_policy_ids": [Q]})
     assert await ask(play, road) is not None
     first = await play.create(policy={"quota_policy_ids": [Q]})
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     second = await play.create(policy={"quota_policy_ids": [Q], "budget_ids": [B]})
 
     assert await ask(play, road) is None
@@ -437,13 +437,13 @@ async def test_undefined_and_unlimited_policies_admit_everything_and_keep_no_boo
 async def test_a_window_of_zero_counts_as_a_minute(play: Play) -> None:
     await policy(play, window=0, rate=1)
     first = await play.create(policy={"quota_policy_ids": [Q]})
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     second = await play.create(policy={"quota_policy_ids": [Q]})
     assert await pull(play, 5) == [first]
 
-    play.clock.pass_ms(59_999)
+    play.clock.advance_ms(59_999)
     assert (await play.engine.sweep_once("unblock")).processed == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("unblock")).processed == 1
     assert second in await pull(play, 5)
 
@@ -462,7 +462,7 @@ async def test_a_takeover_needs_no_second_admission(play: Play) -> None:
     await policy(play, cap=1)
     e = await play.create(policy={"quota_policy_ids": [Q]})
     assert await pull(play) == [e]
-    play.clock.pass_ms(60_001)
+    play.clock.advance_ms(60_001)
 
     [again] = await play.engine.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.types import Fresh, GateArgs, Single, SuspendArgs
+from flowfabric.engine.types import FreshWaitpoint, GateArgs, Single, SuspendArgs
 from flowfabric.model import obstacles
 from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.model.text import instant
+from flowfabric.model.text import format_instant
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.functions import Function
 from tests.scenarios.limits.test_budget_suspension import RESET_MS, asleep
@@ -51,8 +51,8 @@ async def test_it_ended(play: Play) -> None:
     await play.engine.fail(held.handle, reason="no luck", category="permanent")
 
     told = await why(play, held.execution_id)
-    assert told == obstacles.Ended(TerminalOutcome.FAILED, play.now, "no luck")
-    assert told.sentence() == f"It failed at {instant(play.now)}: no luck."
+    assert told == obstacles.EndedObstacle(TerminalOutcome.FAILED, play.now, "no luck")
+    assert told.sentence() == f"It failed at {format_instant(play.now)}: no luck."
 
 
 async def test_of_a_failure_a_sentence_has_the_first_line(play: Play) -> None:
@@ -63,10 +63,12 @@ async def test_of_a_failure_a_sentence_has_the_first_line(play: Play) -> None:
 
     told = [await why(play, held.execution_id) for held in (ended, waits)]
     assert [one.sentence() for one in told] == [
-        f"It failed at {instant(play.now)}: ValueError: no luck.",
-        f"It failed and is tried again at {instant(play.now + 500)}: ValueError: no luck.",
+        f"It failed at {format_instant(play.now)}: ValueError: no luck.",
+        f"It failed and is tried again at {format_instant(play.now + 500)}: ValueError: no luck.",
     ]
-    assert obstacles.Delayed(play.now + 500, "waiting_for_retry_backoff", traceback) in told  # the facts have all of it
+    assert (
+        obstacles.DelayedObstacle(play.now + 500, "waiting_for_retry_backoff", traceback) in told
+    )  # the facts have all of it
 
 
 async def test_it_is_running(play: Play) -> None:
@@ -79,7 +81,7 @@ async def test_its_worker_is_gone(play: Play) -> None:
     lapsed, revoked = await play.claimed(), await play.claimed()
     await play.revoked(revoked, "drained")
     at = play.now
-    play.clock.pass_ms(LEASE_MS + 5)
+    play.clock.advance_ms(LEASE_MS + 5)
 
     assert await why(play, lapsed.execution_id) == obstacles.LeaseLost("wa-1", "expired", at + LEASE_MS)
     assert await why(play, revoked.execution_id) == obstacles.LeaseLost("wa-1", "revoked", at, "drained")
@@ -90,8 +92,8 @@ async def test_it_is_delayed(play: Play) -> None:
     held = await play.claimed(policy=RETRY)
     await play.engine.fail(held.handle, reason="flaky")
 
-    assert await why(play, later) == obstacles.Delayed(play.now + 70, "waiting_for_delay")
-    again = obstacles.Delayed(play.now + 500, "waiting_for_retry_backoff", "flaky")
+    assert await why(play, later) == obstacles.DelayedObstacle(play.now + 70, "waiting_for_delay")
+    again = obstacles.DelayedObstacle(play.now + 500, "waiting_for_retry_backoff", "flaky")
     assert await why(play, held.execution_id) == again
 
 
@@ -100,9 +102,9 @@ async def test_it_was_put_away_with_a_reason(play: Play) -> None:
     await play.engine.delay_for(held.handle, 70, reason="the oven is hot")
 
     told = await why(play, held.execution_id)
-    assert told == obstacles.Delayed(play.now + 70, "waiting_for_delay", None, "the oven is hot")
-    assert told.sentence() == f"It is delayed until {instant(play.now + 70)}: the oven is hot."
-    play.clock.pass_ms(70)
+    assert told == obstacles.DelayedObstacle(play.now + 70, "waiting_for_delay", None, "the oven is hot")
+    assert told.sentence() == f"It is delayed until {format_instant(play.now + 70)}: the oven is hot."
+    play.clock.advance_ms(70)
     await play.engine.promote_delayed(held.execution_id)
     assert "oven" not in (await why(play, held.execution_id)).sentence()
 
@@ -120,7 +122,7 @@ async def test_it_is_offered_to_somebody(play: Play) -> None:
     await play.grant(e, "wa")
     assert await why(play, e) == obstacles.Offered("wa", play.now + GRANT_MS)
 
-    play.clock.pass_ms(GRANT_MS)
+    play.clock.advance_ms(GRANT_MS)
     assert await why(play, e) == obstacles.NoWorker("default", "default")
 
 
@@ -140,7 +142,7 @@ async def test_nobody_has_what_it_requires(play: Play, blocked: bool) -> None:
     await serving(play, "i1", capabilities=["gpu"])
     await serving(play, "i2", capabilities=["cpu"])
 
-    lacking = (obstacles.Lacking("i1", "cuda"), obstacles.Lacking("i2", "cuda,gpu"))
+    lacking = (obstacles.IncapableWorker("i1", "cuda"), obstacles.IncapableWorker("i2", "cuda,gpu"))
     assert await why(play, e) == obstacles.NoCapableWorker("cuda,gpu", "default", lacking)
 
 
@@ -162,7 +164,7 @@ async def test_its_quota_is_used_up(play: Play, blocked: bool) -> None:
     await serving(play)
     await policy(play, rate=1)
     await check(play, play.engine.new_execution_id(), rate_limit=1)
-    play.clock.pass_ms(20_000)
+    play.clock.advance_ms(20_000)
     e = await play.create(policy={"quota_policy_ids": [Q]})
     if blocked:
         assert await pull(play) == []
@@ -175,7 +177,7 @@ async def test_all_its_slots_are_taken(play: Play) -> None:
     await policy(play, cap=1)
     for _ in range(2):
         await play.create(policy={"quota_policy_ids": [Q]})
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
     e = await play.create(policy={"quota_policy_ids": [Q]})
     assert len(await pull(play, 3)) == 1
 
@@ -188,7 +190,7 @@ async def test_it_waits_for_a_free_slot_behind_others(play: Play) -> None:
     await play.claimed("wa")
     await play.create(priority=5, policy=requires("gpu"))
     await play.create(priority=1)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     e = await play.create(priority=1)
     await play.create(priority=0)
 
@@ -211,7 +213,7 @@ async def test_it_is_suspended(play: Play) -> None:
         held.handle,
         SuspendArgs(
             suspension_id=R1,
-            waitpoints=(Fresh(R2, "ok"),),
+            waitpoints=(FreshWaitpoint(R2, "ok"),),
             resume_condition=Single("ok"),
             reason_code="waiting_for_approval",
             now=play.now,
@@ -219,7 +221,9 @@ async def test_it_is_suspended(play: Play) -> None:
         ),
     )
 
-    assert await why(play, held.execution_id) == obstacles.Suspended("waiting_for_approval", ("ok",), play.now + 500)
+    assert await why(play, held.execution_id) == obstacles.SuspendedObstacle(
+        "waiting_for_approval", ("ok",), play.now + 500
+    )
 
 
 async def test_it_is_parked_on_gates(play: Play) -> None:
@@ -229,18 +233,20 @@ async def test_it_is_parked_on_gates(play: Play) -> None:
     await play.engine.park(held.handle, ("nap", "word"))
 
     what = ("time to pass", "a message to steer")
-    waits = obstacles.Suspended("waiting_for_signal", ("nap", "word"), play.now + 700, what)
+    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap", "word"), play.now + 700, what)
     assert await why(play, held.execution_id) == waits
-    assert waits.sentence() == f"It waits until {instant(play.now + 700)} for time to pass or a message to steer."
+    assert (
+        waits.sentence() == f"It waits until {format_instant(play.now + 700)} for time to pass or a message to steer."
+    )
 
 
 async def test_it_sleeps(function: Function, play: Play) -> None:
     await function.timer("nap", 700)
     await function.park("nap")
 
-    waits = obstacles.Suspended("waiting_for_signal", ("nap",), play.now + 700, (obstacles.PASSING,))
+    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap",), play.now + 700, (obstacles.TIMER_WAIT,))
     assert await why(play, function.e) == waits
-    assert waits.sentence() == f"It sleeps until {instant(play.now + 700)}."
+    assert waits.sentence() == f"It sleeps until {format_instant(play.now + 700)}."
 
 
 async def test_it_waits_for_children_or_an_answer(function: Function, play: Play) -> None:
@@ -250,10 +256,10 @@ async def test_it_waits_for_children_or_an_answer(function: Function, play: Play
     await function.approval("approval:ship#0")
     await function.park("all", "approval:ship#0")
     await function.engine.complete(children[0].handle)
-    await function.engine.folds_done()
+    await function.engine.wait_for_child_completions()
 
     what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to ship")
-    waits = obstacles.Suspended("waiting_for_signal", ("all", "approval:ship#0"), None, what)
+    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("all", "approval:ship#0"), None, what)
     assert await why(play, function.e) == waits
     assert waits.sentence() == f"It waits for {what[0]} or {what[1]}."
 

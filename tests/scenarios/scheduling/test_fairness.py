@@ -35,7 +35,7 @@ async def following(play: Play, road: str) -> str | None:
 async def test_a_flood_of_one_tenant_does_not_hold_up_another(play: Play, road: str) -> None:
     for _ in range(30):
         await play.create(policy=tenant("flood"))
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     late = {await play.create(policy=tenant("late")) for _ in range(5)}
 
     got = [await following(play, road) for _ in range(10)]
@@ -62,7 +62,7 @@ async def test_turns_span_lines_of_other_capabilities_and_limited_work(play: Pla
         terms = tenant("a", routing_requirements={"required_capabilities": ["gpu"]} if n % 2 else None)
         names[await play.create(policy=terms)] = "a"
         names[await play.create(policy=tenant("b", quota_policy_ids=[Q]))] = "b"
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     for _ in range(10):
         names[await play.create()] = "none"
 
@@ -105,7 +105,7 @@ async def test_with_ageing_low_priority_never_starves_under_a_flood(play: Play, 
     for _ in range(12):  # two urgent ones come for each one that is done
         for _ in range(2):
             await play.create(priority=5, policy=terms)
-        play.clock.pass_ms(1000)
+        play.clock.advance_ms(1000)
         got += await pull(play)
 
     assert (patient in got) is ageing
@@ -118,7 +118,7 @@ async def test_a_lane_gives_its_ageing_to_work_whose_policy_names_none(play: Pla
     play = Play(ageing, play.clock)
     patient = await play.create(priority=0)
     elsewhere = await play.create(priority=0, lane="other")
-    play.clock.pass_ms(6000)
+    play.clock.advance_ms(6000)
     urgent = await play.create(priority=5)
     own = await play.create(priority=5, policy={"ageing": 1300})
     urgent_elsewhere = await play.create(priority=5, lane="other")
@@ -133,11 +133,11 @@ async def test_a_lane_gives_its_ageing_to_work_whose_policy_names_none(play: Pla
 async def test_however_many_tenants_there_are_a_newcomer_soon_has_its_turn(
     play: Play, monkeypatch: pytest.MonkeyPatch, road: str, lines_at_once: int
 ) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_LINES", lines_at_once)
+    monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", lines_at_once)
     for _ in range(4):
         for n in range(12):
             await play.create(policy=tenant(f"t{n:02}"))
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
     for _ in range(3):
         await following(play, road)
     late = await play.create(policy=tenant("newcomer"))
@@ -157,7 +157,7 @@ async def test_weights_count_however_many_tenants_there_are(play: Play, at_once:
         for n in range(12):
             limits = {"quota_policy_ids": [Q]} if n < limited else {}
             names[await play.create(policy=tenant(f"t{n:02}", 4 if n == 0 else 1, **limits))] = f"t{n:02}"
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
 
     got: Counter[str] = Counter()
     while got.total() < 30:
@@ -171,7 +171,7 @@ async def test_weights_count_however_many_tenants_there_are(play: Play, at_once:
 async def test_very_many_lines_are_all_reached(
     play: Play, monkeypatch: pytest.MonkeyPatch, compared: int, each: str
 ) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_COMPARED", compared)
+    monkeypatch.setattr(ready_queues, "MAX_COMPARED_QUEUES", compared)
     names = [f"t{n:03}" for n in range(150)]
     terms = {name: tenant(name) if each == "tenant" else requires(name) for name in names}
     waiting = {await play.create(policy=terms[name]) for name in names}
@@ -188,13 +188,13 @@ async def test_very_many_lines_are_all_reached(
 async def test_one_claim_serves_as_many_tenants_as_there_is_room_for(
     play: Play, monkeypatch: pytest.MonkeyPatch, road: str, compared: int
 ) -> None:
-    monkeypatch.setattr(ready_queues, "MOST_LINES", 10)
-    monkeypatch.setattr(ready_queues, "MOST_COMPARED", compared)
+    monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 10)
+    monkeypatch.setattr(ready_queues, "MAX_COMPARED_QUEUES", compared)
     names: dict[str, str] = {}
     for _ in range(3):
         for n in range(30):
             names[await play.create(policy=tenant(f"t{n:02}"))] = f"t{n:02}"
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
     urgent = {await play.create(priority=1, policy=tenant("urgent")) for _ in range(5)}
 
     async def claimed(count: int) -> list[str]:

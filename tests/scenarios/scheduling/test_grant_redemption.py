@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.redeeming import Redeemer
+from flowfabric.engine.operations.redeeming import GrantRedeemer
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, GrantNotFound, NotReclaimable, ReclaimGrant
 from tests.scenarios.play import GRANT_MS, LEASE_MS, Play, terminal
@@ -15,7 +15,7 @@ from tests.scenarios.play import GRANT_MS, LEASE_MS, Play, terminal
 KINDS = {"claim": HandleKind.FRESH, "resume": HandleKind.RESUMED, "reclaim": HandleKind.RECLAIMED}
 
 
-def worker(play: Play, **given: Any) -> Redeemer:
+def worker(play: Play, **given: Any) -> GrantRedeemer:
     return play.engine.redeemer(worker_id="wa", worker_instance_id="wa-1", **given)
 
 
@@ -42,7 +42,7 @@ async def test_ex_031_at_capacity_worker_keeps_the_grant(play: Play, kind: str) 
 
     async with play.refused(errors.WorkerAtCapacity, pool="tasks", max=1, retryable=True):
         await busy.claim_from_grant(grant)
-    play.clock.pass_ms(GRANT_MS - 1)
+    play.clock.advance_ms(GRANT_MS - 1)
     await play.engine.complete(first.handle)
     busy.finished(first.handle)
 
@@ -56,7 +56,7 @@ async def test_ex_031_at_capacity_worker_keeps_the_grant(play: Play, kind: str) 
 async def test_a_grant_that_could_not_be_redeemed_takes_no_place(play: Play) -> None:
     one = worker(play)
     gone, late = await granted(play, "reclaim"), await granted(play)
-    play.clock.pass_ms(GRANT_MS)
+    play.clock.advance_ms(GRANT_MS)
     async with play.refused(errors.ClaimGrantExpired):
         await one.claim_from_grant(late)
     async with play.untouched():
@@ -104,7 +104,7 @@ async def test_a_reclaim_grant_is_good_for_its_own_execution_and_in_time_only(pl
     for execution, lane in ((play.engine.new_execution_id(), "default"), (e, "other")):
         async with play.refused(errors.InvalidInput, "grant: for another execution or lane"):
             await one.claim_from_reclaim_grant(grant, execution_id=execution, lane_id=lane)
-    play.clock.pass_ms(GRANT_MS)
+    play.clock.advance_ms(GRANT_MS)
     async with play.refused(errors.InvalidInput, "grant: its time is over"):
         await one.claim_from_reclaim_grant(grant, execution_id=e, lane_id="default")
 

@@ -45,11 +45,11 @@ async def test_ex_017_grant_life_cycle_basics(play: Play) -> None:
     assert grant is not None
     assert (grant.worker_id, grant.worker_instance_id, grant.lane_id) == ("wa", "wa-1", "default")
     assert (grant.created_at, grant.expires_at) == (play.now, play.now + 5000)
-    play.clock.pass_ms(4999)
+    play.clock.advance_ms(4999)
     for worker in ("wa", "wb"):
         async with play.refused(errors.GrantAlreadyExists):
             await play.grant(e, worker)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await play.grant(e, "wb")
 
 
@@ -99,7 +99,7 @@ async def test_ex_018_capability_matching_at_grant(play: Play) -> None:
 
     e = await play.create(policy=requires("gpu", "cuda"))
     for offer, missing in (({"GPU", "cuda"}, "gpu"), (set(), "cuda,gpu")):
-        play.clock.pass_ms(10)
+        play.clock.advance_ms(10)
         before = await play.core(e)
         with pytest.raises(errors.CapabilityMismatch) as caught:
             await play.grant(e, can=offer)
@@ -150,7 +150,7 @@ async def test_ex_018_the_longest_lists_are_accepted(play: Play) -> None:
 async def test_ex_019_fresh_claim(play: Play) -> None:
     e = await play.create()
     await play.grant(e)
-    play.clock.pass_ms(100)
+    play.clock.advance_ms(100)
     t = play.now
 
     claimed = await play.claim(e, lease_id=L, attempt_id=A)
@@ -222,7 +222,7 @@ async def test_ex_020_grant_ownership_on_claim(play: Play) -> None:
 async def test_ex_021_expired_claim_grant(play: Play) -> None:
     e = await play.create()
     await play.grant(e, "wa", ttl=200)
-    play.clock.pass_ms(200)
+    play.clock.advance_ms(200)
 
     async with play.refused(errors.ClaimGrantExpired):
         await play.claim(e, "wa")
@@ -237,7 +237,7 @@ async def test_ex_021_expired_claim_grant(play: Play) -> None:
 async def test_ex_021_a_grant_is_good_to_its_last_millisecond(play: Play) -> None:
     e = await play.create()
     await play.grant(e, "wa", ttl=200)
-    play.clock.pass_ms(199)
+    play.clock.advance_ms(199)
 
     assert (await play.claim(e, "wa")).lease_epoch == 1
 
@@ -274,7 +274,7 @@ async def test_ex_022_state_changes_between_grant_and_claim(play: Play) -> None:
     async with play.refused(errors.ExecutionNotLeaseable):
         await play.claim(blocked)
     assert await play.live_grant(blocked) == grant
-    play.clock.pass_ms(4999)
+    play.clock.advance_ms(4999)
     await engine.unblock_execution(blocked, expected_reason="waiting_for_budget")
     assert (await play.claim(blocked)).lease_epoch == 1
 
@@ -322,7 +322,7 @@ async def test_ex_025_resume_grant_misuse(play: Play) -> None:
     await play.grant(e, "wa", ttl=200)
     async with play.refused(errors.InvalidClaimGrant):
         await play.resume(e, "wb")
-    play.clock.pass_ms(200)
+    play.clock.advance_ms(200)
     before = await play.core(e)
     with pytest.raises(errors.ClaimGrantExpired):
         await play.resume(e, "wa")

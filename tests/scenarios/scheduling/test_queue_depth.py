@@ -10,8 +10,8 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.metrics import queue_depth
-from flowfabric.engine.metrics.registry import Meters
-from flowfabric.rules.scheduling.queue_depth import Place
+from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.rules.scheduling.queue_depth import CountedIndex
 from tests.scenarios.flowing import Flowing
 from tests.scenarios.play import Play
 from tests.scenarios.waits import Waits
@@ -21,14 +21,14 @@ RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_
 
 async def shown(engine: Engine, name: str) -> dict[tuple[str, ...], float]:
     """A level by its labels, as it is now; zeros left out."""
-    await engine.read_levels(max_age_s=0)
-    found = {labels: level for (known, labels), level in engine.meters.levels.items() if known == name}
+    await engine.refresh_gauges(max_age_s=0)
+    found = {labels: level for (known, labels), level in engine.metrics.gauges.items() if known == name}
     return {tuple(value for _, value in labels): level for labels, level in found.items() if level}
 
 
 def counted(engine: Engine, name: str) -> dict[tuple[str, ...], int]:
     """A counter by its labels."""
-    found = {labels: count for (known, labels), count in engine.meters.counts.items() if known == name}
+    found = {labels: count for (known, labels), count in engine.metrics.counters.items() if known == name}
     return {tuple(value for _, value in labels): count for labels, count in found.items()}
 
 
@@ -75,31 +75,31 @@ async def test_workers_are_counted_in_each_of_their_lanes_while_they_live(play: 
     await register("w2", "mail", ttl=1_000)
     assert await shown(play.engine, "ff_workers") == {("mail",): 2, ("sms",): 1}
 
-    play.clock.pass_ms(1_000)
+    play.clock.advance_ms(1_000)
     assert await shown(play.engine, "ff_workers") == {("mail",): 1, ("sms",): 1}
 
 
 async def test_a_lane_that_is_empty_stands_at_zero(play: Play) -> None:
     await play.engine.complete((await play.claimed(lane="mail")).handle)
-    await play.engine.read_levels()
+    await play.engine.refresh_gauges()
 
-    mail = {name: level for (name, labels), level in play.engine.meters.levels.items() if ("lane", "mail") in labels}
+    mail = {name: level for (name, labels), level in play.engine.metrics.gauges.items() if ("lane", "mail") in labels}
     assert mail == dict.fromkeys(("ff_queue_depth", "ff_active_executions", "ff_suspended_executions", "ff_workers"), 0)
 
 
 async def test_levels_are_read_seldom_and_together(play: Play) -> None:
     await play.create()
-    await asyncio.gather(*(play.engine.read_levels() for _ in range(5)))
-    await play.engine.read_levels()
+    await asyncio.gather(*(play.engine.refresh_gauges() for _ in range(5)))
+    await play.engine.refresh_gauges()
 
-    assert play.store.calls["tally"] == len(Place)
+    assert play.store.calls["tally"] == len(CountedIndex)
 
 
 async def test_deep_lines_stand_at_their_bound_and_hide_no_other_lane(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_depth, "MOST_COUNTED", 6)
-    monkeypatch.setattr(queue_depth, "LEAST_OF_A_LINE", 2)
+    monkeypatch.setattr(queue_depth, "MAX_COUNTED", 6)
+    monkeypatch.setattr(queue_depth, "MIN_COUNTED_PER_QUEUE", 2)
     for lane in ("mail", "mail", "mail", "mail", "sms", "sms"):
         await play.create(lane=lane)
 
@@ -108,15 +108,15 @@ async def test_deep_lines_stand_at_their_bound_and_hide_no_other_lane(
 
 async def test_no_levels_are_shown_while_the_store_is_away(play: Play) -> None:
     await play.create()
-    await play.engine.read_levels()
+    await play.engine.refresh_gauges()
 
     async def away(*given: Any) -> Any:
         raise errors.StoreUnavailable("gone", source="transport")
 
     play.store.tally = away  # type: ignore[attr-defined]
     with pytest.raises(errors.StoreUnavailable):
-        await play.engine.read_levels(max_age_s=0)
-    assert play.engine.meters.levels == {}
+        await play.engine.refresh_gauges(max_age_s=0)
+    assert play.engine.metrics.gauges == {}
 
 
 async def test_what_became_of_attempts_and_executions_is_counted_by_lane(play: Play) -> None:
@@ -168,7 +168,7 @@ async def test_cancelled_members_are_counted_with_their_attempts(flow: Flowing) 
     await flow.begin("ab")
     await flow.run("a")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    flow.clock.pass_ms(30_000)
+    flow.clock.advance_ms(30_000)
     await flow.sweep("cancel_reconciler")
 
     assert counted(flow.engine, "ff_completions") == {("default", "cancelled"): 2}
@@ -177,13 +177,13 @@ async def test_cancelled_members_are_counted_with_their_attempts(flow: Flowing) 
 
 async def test_how_long_executions_took_is_measured_from_their_submit(play: Play) -> None:
     held = await play.claimed()
-    play.clock.pass_ms(2_000)
+    play.clock.advance_ms(2_000)
     await play.engine.complete(held.handle)
     many = [await play.claimed(lane="mail") for _ in range(2)]
-    play.clock.pass_ms(300)
+    play.clock.advance_ms(300)
     await play.engine.complete_many([(one.handle, b"") for one in many])
 
-    timings = play.engine.meters.timings
+    timings = play.engine.metrics.histograms
     one, two = (timings["ff_execution_e2e_duration", (("lane", lane),)] for lane in ("default", "mail"))
     assert (one.count, round(one.total_s, 3)) == (1, 2.0)
     assert (two.count, round(two.total_s, 3)) == (2, 0.6)
@@ -199,9 +199,9 @@ async def test_renewals_are_counted_where_they_are_made(play: Play) -> None:
 
 
 def test_lanes_beyond_a_hundred_have_no_name_of_their_own() -> None:
-    meters = Meters()
-    names = [meters.lane(f"l{number}") for number in range(150)]
+    meters = Metrics()
+    names = [meters.lane_label(f"l{number}") for number in range(150)]
 
     assert names[:100] == [f"l{number}" for number in range(100)]
     assert set(names[100:]) == {"other"}
-    assert meters.lane("l7") == "l7"
+    assert meters.lane_label("l7") == "l7"

@@ -15,11 +15,11 @@ from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason
-from flowfabric.model.worker import Worker
+from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from tests.scenarios.limits.test_budgets import B, budget, report
 from tests.scenarios.limits.test_quotas import Q, policy
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, WAITING, Play, terminal
@@ -47,10 +47,10 @@ async def test_s_088_delayed_promotion(play: Play) -> None:
     assert isinstance(await play.engine.fail(held.handle, reason="flaky"), RetryScheduled)
     await play.engine.cancel_execution(cancelled)
 
-    play.clock.pass_ms(499)
+    play.clock.advance_ms(499)
     async with play.untouched():
         assert (await play.engine.sweep_once("delayed_promoter")).processed == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("delayed_promoter")).processed == 1
 
     vector = await play.vector(held.execution_id)
@@ -68,9 +68,9 @@ async def test_s_089_the_deadline_fires_in_every_phase(play: Play) -> None:
     asleep = await play.claimed(execution_deadline_at=deadline)
     await Waits(play).suspend(asleep)
 
-    play.clock.pass_ms(999)
+    play.clock.advance_ms(999)
     assert (await play.engine.sweep_once("execution_deadline")).processed == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("execution_deadline")).processed == 5
 
     for e in (queued, held.execution_id, blocked, delayed, asleep.execution_id):
@@ -82,9 +82,9 @@ async def test_s_089_the_deadline_fires_in_every_phase(play: Play) -> None:
 
 async def test_s_090_lease_expiry_marks_and_does_not_requeue(play: Play) -> None:
     held, renewed = await play.claimed(), await play.claimed()
-    play.clock.pass_ms(29_000)
+    play.clock.advance_ms(29_000)
     await play.engine.renew(renewed.handle, lease_ttl_ms=9000)
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     assert (await play.engine.sweep_once("lease_expiry")).processed == 1
 
@@ -101,14 +101,14 @@ async def test_s_090_lease_expiry_marks_and_does_not_requeue(play: Play) -> None
 async def test_s_090_a_lease_renewed_between_selection_and_action_is_left_alone(play: Play) -> None:
     held = await play.claimed()
     other = Engine(play.store.store, minter=SeededMinter(9))
-    play.clock.pass_ms(29_999)
+    play.clock.advance_ms(29_999)
     await other.renew(held.handle, lease_ttl_ms=1)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     async def too_late() -> None:
-        play.clock.pass_ms(-1)
+        play.clock.advance_ms(-1)
         await other.renew(held.handle, lease_ttl_ms=30_000)
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
 
     play.store.after_due = too_late
     assert (await play.engine.sweep_once("lease_expiry")).processed == 0
@@ -121,7 +121,7 @@ async def test_s_091_namespace_and_tag_filters(play: Play) -> None:
     n1 = await play.create(namespace="n1", delay_until=due)
     tagged = await play.create(namespace="n1", delay_until=due, tags=tag)
     n2 = await play.create(namespace="n2", delay_until=due, tags=tag)
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
 
     only_tagged = Filter("n1", ("app.instance_id", "i1"))
     assert (await play.engine.sweep_once("delayed_promoter", only_tagged)).processed == 1
@@ -134,7 +134,7 @@ async def test_s_091_the_settings_filter_too_and_what_is_passed_over_hides_nothi
     for _ in range(7):
         await play.create(namespace="n1", delay_until=play.now + 1)
     mine = await play.create(namespace="n1", delay_until=play.now + 2, tags={"app.instance_id": "i1"})
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     sweeps = Settings().sweeps
     settings = Settings(sweeps=type(sweeps)(batch=2, namespace="n1", instance_tag=("app.instance_id", "i1")))
     engine = Engine(play.engine.store, minter=SeededMinter(9), settings=settings)
@@ -148,7 +148,7 @@ async def test_s_091_however_many_are_passed_over_the_passes_come_to_those_behin
     for _ in range(30):
         await play.create(delay_until=play.now + 1)
     mine = await play.create(delay_until=play.now + 2, tags={"app.instance_id": "i1"})
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     chosen = Filter(instance_tag=("app.instance_id", "i1"))
 
     passes = [(await play.engine.sweep_once("delayed_promoter", chosen, batch=1)).processed for _ in range(2)]
@@ -169,7 +169,7 @@ async def test_s_091_an_execution_whose_tags_cannot_be_read_is_passed_over_until
             await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
     else:
         unreadable, other = [await play.create(delay_until=play.now + 10, tags=tag) for _ in range(2)]
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     tags = (await play.sheet(unreadable)).tags
     await write(play, unreadable, tags="{torn")
     chosen = Filter(instance_tag=("app.instance_id", "i1"))
@@ -219,10 +219,10 @@ async def test_unblock_only_peeks_so_everything_that_could_be_admitted_is_set_fr
     assert len(await pull(play, lease_ttl_ms=90_000)) == 1
     blocked = [await play.create(policy=LIMITED | needs) for needs in (requires("gpu"), {}, {})]
     assert await pull(play, 5, capabilities=["gpu"]) == []
-    play.clock.pass_ms(59_999)
+    play.clock.advance_ms(59_999)
     assert (await play.engine.sweep_once("unblock")).processed == 0
 
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("unblock")).processed == 3
 
     assert [await play.vector(e) for e in blocked] == [WAITING] * 3
@@ -243,7 +243,7 @@ async def test_work_that_has_its_slot_needs_no_other_room(play: Play) -> None:
 
 async def forget_usage(play: Play, *, limit: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Want(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": limit, "usage": 0})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]
@@ -257,10 +257,10 @@ async def test_s_093_a_route_is_opened_when_the_registry_cannot_be_read(
     assert (await play.engine.sweep_once("unblock")).processed == 0
     assert await play.vector(e) == ROUTE_BLOCKED
 
-    async def away(namespace: str) -> list[Worker]:
+    async def away(namespace: str) -> list[RegisteredWorker]:
         raise errors.StoreUnavailable("registry", backend="test", in_doubt=False)
 
-    monkeypatch.setattr(play.engine, "workers_of", away)
+    monkeypatch.setattr(play.engine, "list_live_workers", away)
     assert (await play.engine.sweep_once("unblock")).processed == 1
     assert await play.vector(e) == WAITING
 
@@ -268,7 +268,7 @@ async def test_s_093_a_route_is_opened_when_the_registry_cannot_be_read(
 async def test_s_094_every_lane_is_covered(play: Play) -> None:
     due = play.now + 10
     delayed = [await play.create(lane=lane, delay_until=due) for lane in ("default", "nobody-named-this", "mail")]
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     engine = Engine(play.engine.store, minter=SeededMinter(9))  # knows no lane
 
     assert (await engine.sweep_once("delayed_promoter")).processed == 3
@@ -285,7 +285,7 @@ async def ended(play: Play, count: int, **given: Any) -> list[str]:
 
 async def test_s_095_batch_bound(play: Play) -> None:
     await ended(play, 45)
-    play.clock.pass_ms(DAY_MS)
+    play.clock.advance_ms(DAY_MS)
 
     passes = [(await play.engine.sweep_once("retention_trimmer", batch=20)).processed for _ in range(4)]
 
@@ -297,7 +297,7 @@ async def test_s_095_one_that_cannot_be_purged_does_not_keep_the_others(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executions = await ended(play, 5)
-    play.clock.pass_ms(DAY_MS)
+    play.clock.advance_ms(DAY_MS)
     purge = play.engine.purge_execution
 
     async def faulty(e: str) -> bool:
@@ -319,7 +319,7 @@ async def test_s_095_the_operation_trims_one_lane_of_one_partition(play: Play) -
     long = await ended(play, 1, policy={"stream_policy": {"retention_ttl_ms": 2 * DAY_MS}})
     short = await ended(play, 1, policy={"stream_policy": {"retention_ttl_ms": 5}})
     assert len(mine) == 45
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     trim = play.engine.trim_retention
 
     assert await trim(DEFAULT_PARTITION, "default") == 1, "only the one with a shorter life of its own"
@@ -341,12 +341,12 @@ async def test_the_default_retention_can_be_set(play: Play) -> None:
     for one in (e, own):
         await engine.cancel_execution(one)
 
-    play.clock.pass_ms(999)
+    play.clock.advance_ms(999)
     assert await engine.trim_retention(partition_of(e), "default") == 0
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
     assert await engine.describe_execution(own) is not None
-    play.clock.pass_ms(2000)
+    play.clock.advance_ms(2000)
     assert await engine.trim_retention(partition_of(own), "default", default_retention_ms=DAY_MS) == 1
 
 
@@ -356,9 +356,9 @@ async def test_a_default_that_is_longer_than_a_day_holds_for_an_operator_who_nam
     await engine.create_execution(execution_id=e)
     await engine.cancel_execution(e)
 
-    play.clock.pass_ms(2 * DAY_MS)
+    play.clock.advance_ms(2 * DAY_MS)
     assert await engine.trim_retention(partition_of(e), "default") == 0
-    play.clock.pass_ms(DAY_MS)
+    play.clock.advance_ms(DAY_MS)
     assert await engine.trim_retention(partition_of(e), "default") == 1
 
 
@@ -392,7 +392,7 @@ async def test_the_default_retention_holds_for_members_of_a_graph_too(play: Play
     await engine.create_flow_graph(flow_id, [node])
     await engine.cancel_execution(member)
 
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
 
 
@@ -400,13 +400,13 @@ async def test_keys_that_are_over_are_swept_and_live_ones_stay(play: Play) -> No
     await budget(play, tokens=100)
     await play.create(idempotency_key="a")
     await report(play, key="a", tokens=1)
-    play.clock.pass_ms(DAY_MS - 1)
+    play.clock.advance_ms(DAY_MS - 1)
     for sweep in ("idempotency_keys", "usage_keys"):
         await play.engine.sweep_once(sweep)
     kept = await play.everything()
     assert (len(kept["ff_idempotency"]), len(kept["ff_budget_usage_dedup"])) == (1, 1)
 
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await report(play, key="a", tokens=1)  # the same key, in use again when the sweep comes by
     for sweep in ("idempotency_keys", "usage_keys"):
         await play.engine.sweep_once(sweep)
@@ -419,7 +419,7 @@ async def test_keys_that_are_over_are_swept_and_live_ones_stay(play: Play) -> No
 
 async def test_an_idempotency_key_in_use_again_is_not_swept(play: Play) -> None:
     await play.create(idempotency_key="a")
-    play.clock.pass_ms(DAY_MS)
+    play.clock.advance_ms(DAY_MS)
 
     async def used_again() -> None:
         await Engine(play.store.store, minter=SeededMinter(9)).create_execution(

@@ -59,7 +59,7 @@ async def test_s_083_a_live_instance_cannot_change_its_worker(play: Play) -> Non
 async def test_s_083_registering_again_refreshes_and_keeps_the_first_time(play: Play) -> None:
     t0 = play.now
     await register(play, capabilities=["a"])
-    play.clock.pass_ms(500)
+    play.clock.advance_ms(500)
 
     assert await register(play, lanes=["x", "y"], capabilities=["b", "c"]) == WorkerRefreshed("i1", t0 + 1500)
 
@@ -117,10 +117,10 @@ async def test_s_085_ttl_sweep_and_events(play: Play) -> None:
     await beat(play)
     assert await events(play) == [("heartbeat", t0, None), ("registered", t0, None)]
 
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert await listed(play) == []
     assert (await play.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0  # it lapsed just now
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     assert (await play.engine.sweep_once("worker_registry_ttl_sweep")).processed == 1
     assert (await events(play))[-1] == ("ttl_swept", play.now, None)
     async with play.untouched():
@@ -129,7 +129,7 @@ async def test_s_085_ttl_sweep_and_events(play: Play) -> None:
 
 async def test_s_085_a_worker_that_returns_between_look_and_sweep_stays(play: Play) -> None:
     await register(play)
-    play.clock.pass_ms(1001)
+    play.clock.advance_ms(1001)
     play.store.after_due = lambda: register(play)
 
     assert (await play.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0
@@ -242,7 +242,7 @@ async def test_ex_027_a_worker_that_registers_while_work_is_being_blocked_is_not
     await other.register_worker(
         worker_instance_id="wg-1", worker_id="wg", lanes=["default"], capabilities=["gpu"], liveness_ttl_ms=9000
     )
-    gate.open()
+    gate.release()
 
     assert await asking is None
     assert await play.vector(a) == WAITING

@@ -16,10 +16,10 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.connector import connect
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.secret_box import SEALED, Vault
+from flowfabric.engine.runtime.secret_box import SEALED_PREFIX, SecretBox
 from flowfabric.model.condition import Single
-from flowfabric.rules.security.keystore import Rotated
-from flowfabric.sdk.approvals import Link
+from flowfabric.rules.security.keystore import KeyRotated
+from flowfabric.sdk.approvals import ApprovalLink
 from flowfabric.settings import Secret, Settings
 from flowfabric.stores.port import Store
 from tests.scenarios.play import Play
@@ -102,7 +102,7 @@ def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
 
 
 def test_a_link_is_mailed_in_full_and_logged_without_its_token() -> None:
-    link = Link.to("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
+    link = ApprovalLink.for_waitpoint("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
 
     assert f"{link} {link!s}".count("a" * 64) == 2
     assert "a" * 64 not in f"{link!r} {[link]}"
@@ -119,7 +119,7 @@ async def test_a_configured_key_seals_what_is_written(store: Store, clock: Manua
 
     [row] = (await dump(store))["ff_waitpoint_hmac"]
 
-    assert row.secret_hex.startswith(SEALED)
+    assert row.secret_hex.startswith(SEALED_PREFIX)
     assert A not in repr(await dump(store))
     play = Play(engine, clock)
     waits = Waits(play)
@@ -157,7 +157,7 @@ async def test_rotating_without_the_key_keeps_what_is_sealed(store: Store, clock
 
     [entry] = await blind.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
 
-    assert entry.result == Rotated("k1", "k2", 0)
+    assert entry.result == KeyRotated("k1", "k2", 0)
     assert await Waits(play).effect(held.execution_id, "go", pending) == BUFFERED
 
 
@@ -172,19 +172,19 @@ async def test_plain_secrets_of_before_are_read_and_sealed_when_written_next(sto
     await engine.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
 
     rows = (await dump(store))["ff_waitpoint_hmac"]
-    assert all(row.secret_hex.startswith(SEALED) for row in rows)
+    assert all(row.secret_hex.startswith(SEALED_PREFIX) for row in rows)
     assert await Waits(Play(engine, clock)).effect(held.execution_id, "go", p) == SATISFIED
 
 
 def test_a_sealed_secret_belongs_to_its_kid() -> None:
-    vault = Vault(Secret(KEY))
+    vault = SecretBox(Secret(KEY))
     kept = vault.seal(A, "k1")
 
     assert vault.open(kept, "k1") == A
-    assert vault.open(kept, "k2") == vault.open(kept[:-4] + "AAAA", "k1") == vault.open(SEALED + "!", "k1")
+    assert vault.open(kept, "k2") == vault.open(kept[:-4] + "AAAA", "k1") == vault.open(SEALED_PREFIX + "!", "k1")
     assert vault.open(kept, "k2") != A
     assert vault.seal(A, "k1") != kept
-    assert Vault(None).seal(A, "k1") == A
+    assert SecretBox(None).seal(A, "k1") == A
 
 
 def test_a_secret_shows_itself_to_nobody() -> None:
@@ -201,4 +201,4 @@ async def test_the_environment_may_hold_the_key(monkeypatch: pytest.MonkeyPatch)
         await engine.seed_waitpoint_hmac_secret("k1", A)
         [row] = (await dump(engine.store))["ff_waitpoint_hmac"]
 
-    assert row.secret_hex.startswith(SEALED)
+    assert row.secret_hex.startswith(SEALED_PREFIX)

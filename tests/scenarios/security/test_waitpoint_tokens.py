@@ -9,7 +9,14 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.signing_keys import PartitionRotation
 from flowfabric.model.condition import Single
 from flowfabric.model.signing_key import SigningKey
-from flowfabric.rules.security.keystore import AlreadySeeded, Kids, Noop, Rotated, Seeded, VerifyingKid
+from flowfabric.rules.security.keystore import (
+    KeyAlreadySeeded,
+    KeyIds,
+    KeyRotated,
+    KeySeeded,
+    KeyUnchanged,
+    VerifyingKid,
+)
 from flowfabric.rules.security.waitpoint_token import mint_token
 from tests.scenarios.play import DEFAULT_PARTITION, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, SUSPENDED, Waits
@@ -34,7 +41,7 @@ async def test_ss_026_bad_tokens(play: Play, waits: Waits) -> None:
     bad |= {flipped: "invalid_token", "zz:" + good[3:]: "invalid_token"}
 
     for token, detail in bad.items():
-        play.clock.pass_ms(10)
+        play.clock.advance_ms(10)
         with pytest.raises(errors.InvalidToken) as refusal:
             await play.engine.deliver_signal(waits.signal(e, "go", p.waitpoint_id, token))
         assert refusal.value.detail == detail
@@ -52,7 +59,7 @@ async def test_ss_027_no_existence_oracle(play: Play, waits: Waits) -> None:
     other = await play.claimed()
     foreign = await play.engine.create_waitpoint(other.handle, "k", 60_000)
     await rotated(play, "k2", B, 0)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     elsewhere = await play.engine.create_waitpoint(other.handle, "k", 60_000)
     targets = {"random": waits.id(), "real": real.waitpoint_id, "foreign": foreign.waitpoint_id}
     forged, late = "k2:" + "0" * 64, real.token.reveal()
@@ -78,14 +85,14 @@ async def test_ss_027_no_existence_oracle(play: Play, waits: Waits) -> None:
 async def test_ss_028_grace_end_and_collection(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     await rotated(play, "k2", B, 1000)
-    assert await play.engine.list_waitpoint_hmac_kids() == Kids("k2", (VerifyingKid("k1", play.now + 1000),))
-    play.clock.pass_ms(1001)
+    assert await play.engine.list_waitpoint_hmac_kids() == KeyIds("k2", (VerifyingKid("k1", play.now + 1000),))
+    play.clock.advance_ms(1001)
 
     with pytest.raises(errors.InvalidToken, match="token_expired"):
         await waits.send(held.execution_id, "go", p)
-    assert await play.engine.list_waitpoint_hmac_kids() == Kids("k2", ())
+    assert await play.engine.list_waitpoint_hmac_kids() == KeyIds("k2", ())
 
-    assert (await rotated(play, "k3", C, 1000)).result == Rotated("k2", "k3", 1)
+    assert (await rotated(play, "k3", C, 1000)).result == KeyRotated("k2", "k3", 1)
     with pytest.raises(errors.InvalidToken) as refusal:
         await waits.send(held.execution_id, "go", p)
     assert refusal.value.detail == "invalid_token"
@@ -97,9 +104,9 @@ async def test_a_kid_that_is_used_anew_with_another_secret_does_not_revive_old_w
     held, p = await waits.suspended()
     e = held.execution_id
     await rotated(play, "k2", B, 0)
-    play.clock.pass_ms(1)
-    assert (await rotated(play, "k3", C, 60_000)).result == Rotated("k2", "k3", 1)
-    assert (await rotated(play, "k1", B, 60_000)).result == Rotated("k3", "k1", 0)
+    play.clock.advance_ms(1)
+    assert (await rotated(play, "k3", C, 60_000)).result == KeyRotated("k2", "k3", 1)
+    assert (await rotated(play, "k1", B, 60_000)).result == KeyRotated("k3", "k1", 0)
     made_now = mint_token(SigningKey("k1", B, current=True), e, p.waitpoint_id)
 
     for token in (p.waitpoint_token.reveal(), made_now):
@@ -111,12 +118,12 @@ async def test_a_kid_that_is_used_anew_with_another_secret_does_not_revive_old_w
 
 
 async def test_ss_029_rotation_idempotency(play: Play) -> None:
-    assert (await rotated(play, "k2", B, 60_000)).result == Rotated("k1", "k2", 0)
+    assert (await rotated(play, "k2", B, 60_000)).result == KeyRotated("k1", "k2", 0)
 
     for kid, secret, result in (
-        ("k2", B, Noop("k2")),
+        ("k2", B, KeyUnchanged("k2")),
         ("k2", C, errors.RotationConflict(kid="k2")),
-        ("k1", A, Noop("k1")),
+        ("k1", A, KeyUnchanged("k1")),
         ("k1", C, errors.RotationConflict(kid="k1")),
     ):
         async with play.untouched():
@@ -125,12 +132,12 @@ async def test_ss_029_rotation_idempotency(play: Play) -> None:
 
 
 async def test_ss_030_seed(keyless: Engine) -> None:
-    assert await keyless.list_waitpoint_hmac_kids() == Kids(None, ())
+    assert await keyless.list_waitpoint_hmac_kids() == KeyIds(None, ())
 
-    assert await keyless.seed_waitpoint_hmac_secret("k", A) == Seeded("k")
-    assert await keyless.seed_waitpoint_hmac_secret("k", A) == AlreadySeeded("k", same_secret=True)
-    assert await keyless.seed_waitpoint_hmac_secret("k", B) == AlreadySeeded("k", same_secret=False)
-    assert await keyless.seed_waitpoint_hmac_secret("k", A) == AlreadySeeded("k", same_secret=True)
+    assert await keyless.seed_waitpoint_hmac_secret("k", A) == KeySeeded("k")
+    assert await keyless.seed_waitpoint_hmac_secret("k", A) == KeyAlreadySeeded("k", same_secret=True)
+    assert await keyless.seed_waitpoint_hmac_secret("k", B) == KeyAlreadySeeded("k", same_secret=False)
+    assert await keyless.seed_waitpoint_hmac_secret("k", A) == KeyAlreadySeeded("k", same_secret=True)
     for kid, secret in (("other", A), ("k", A[:62]), ("", A), ("a:b", A)):
         with pytest.raises(errors.InvalidInput):
             await keyless.seed_waitpoint_hmac_secret(kid, secret)

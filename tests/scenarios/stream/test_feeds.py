@@ -11,7 +11,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START, decode_cursor
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.subscriptions import PAGE, Subscription
+from flowfabric.engine.operations.subscriptions import PAGE_SIZE, Subscription
 from flowfabric.model.change import Change
 from flowfabric.model.event import Event, Topic
 from flowfabric.rules.feed import Filter
@@ -141,7 +141,7 @@ async def tell(store: Store, number: int, outcome: str = "success") -> None:
 async def cut(subscription: Subscription[Any], wire: FlakyStore) -> errors.StreamDisconnected:
     """The connection is lost for good; what the subscription ends with."""
     wire.lose("feed", Loss.REQUEST, times=10_000)
-    subscription.patience_s = 0.0
+    subscription.retry_for_s = 0.0
     with pytest.raises(errors.StreamDisconnected) as ending:
         await subscription.next(timeout_s=0)
     assert await subscription.next(timeout_s=0) is None
@@ -182,7 +182,7 @@ async def test_ss_067_a_store_that_comes_back_is_not_noticed(wire: FlakyStore) -
     await tell(wire, 2)
 
     assert len(await everything(feed)) == 2
-    assert len(wire.lost) == 3
+    assert len(wire.losses) == 3
 
 
 async def test_ss_068_no_committer_is_too_late_for_a_reader(store: Store, clock: Any) -> None:
@@ -205,7 +205,7 @@ async def test_ss_068_no_committer_is_too_late_for_a_reader(store: Store, clock:
 
 
 async def trimmed(engine: Engine, clock: Any) -> None:
-    clock.pass_ms(Settings().feed_retention_ms + 1)
+    clock.advance_ms(Settings().feed_retention_ms + 1)
     await tell(engine.store, 1, outcome="failed")
     while await engine.trim_feed():
         pass
@@ -235,16 +235,16 @@ async def test_ss_069_what_other_feeds_lost_is_no_gap(store: Store, clock: Any) 
 
     assert await everything(await engine.subscribe_operator_event(feed.cursor)) == []
     page = await store.feed(Topic.OPERATOR, 0, 10)
-    assert not page.lost
+    assert not page.has_gap
 
 
 async def test_events_are_kept_for_seven_days(store: Store, clock: Any) -> None:
     engine = Engine(store)
     await tell(store, 2)
 
-    clock.pass_ms(7 * 24 * 3600 * 1000)
+    clock.advance_ms(7 * 24 * 3600 * 1000)
     assert await engine.trim_feed() == 0
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     assert await engine.trim_feed() == 2
     assert await engine.trim_feed() == 0
 
@@ -252,14 +252,14 @@ async def test_events_are_kept_for_seven_days(store: Store, clock: Any) -> None:
 async def test_a_slow_reader_holds_one_page_and_loses_nothing(store: Store) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_completion(FROM_THE_START)
-    await tell(store, 5 * PAGE + 7)
+    await tell(store, 5 * PAGE_SIZE + 7)
 
     seen = []
     while (news := await feed.next(timeout_s=0)) is not None:
         seen.append(news.position)
-        assert len(feed._page) < PAGE
+        assert len(feed._page) < PAGE_SIZE
 
-    assert len(seen) == 5 * PAGE + 7
+    assert len(seen) == 5 * PAGE_SIZE + 7
     assert seen == sorted(set(seen))
 
 
@@ -296,7 +296,7 @@ async def test_the_older_completion_stream_goes_on_through_everything(wire: Flak
     await tell(wire, 1)
     stream = await engine.subscribe_completions()
     await tell(wire, 1, outcome="cancelled")
-    stream._subscription.patience_s = 0.0
+    stream._subscription.retry_for_s = 0.0
     wire.lose("feed", Loss.REQUEST)
 
     done = await asyncio.wait_for(anext(stream), 20)

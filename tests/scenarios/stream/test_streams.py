@@ -36,7 +36,7 @@ async def test_ss_047_append_and_read(play: Play) -> None:
     e = held.execution_id
 
     first = await play.engine.append_frame(held.handle, b"hello", frame_type="log")
-    play.clock.pass_ms(3)
+    play.clock.advance_ms(3)
     second = await play.engine.append_frame(held.handle, b"done", frame_type="output", correlation_id="c")
 
     assert (first.frame_count, second.frame_count) == (1, 2)
@@ -75,7 +75,7 @@ async def test_ss_048_stale_appenders(play: Play) -> None:
         handle = Handle.mint(held.handle.backend, HandleKind.FRESH, type(fields)(**values))
         async with play.refused(errors.StaleOwnerCannotAppend):
             await play.engine.append_frame(handle, b"late")
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     async with play.refused(errors.StaleOwnerCannotAppend):
         await play.engine.append_frame(held.handle, b"late")
     assert (await play.vector(e)).startswith("active/leased/")
@@ -171,7 +171,7 @@ async def test_ex_036_expiry_closes_the_output_stream_once(play: Play) -> None:
     page = await play.engine.read_stream(written.execution_id, 0)
     assert (page.closed_at, page.closed_reason) == (play.now, "lease_expired")
     assert await play.engine.read_stream_info(silent.execution_id, 0) is None
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     await play.engine.mark_lease_expired_if_due(written.execution_id)
     await play.engine.cancel_execution(written.execution_id)
     assert await play.engine.read_stream(written.execution_id, 0) == page
@@ -204,7 +204,7 @@ async def test_ss_050_both_ends_of_a_read_are_included(play: Play) -> None:
     e, t = held.execution_id, play.now
     for text in (b"a", b"b"):
         await play.engine.append_frame(held.handle, text)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await play.engine.append_frame(held.handle, b"c")
 
     async def between(first: str, last: str, count: int = 100) -> list[str]:
@@ -227,9 +227,9 @@ async def tailing(play: Play, e: str, **given: object) -> asyncio.Task[tuple[Str
         page = await play.engine.tail_stream(e, 0, **given)  # type: ignore[arg-type]
         return page, time.monotonic() - begun
 
-    waiting = play.engine.wakes.waiting(stream_topic(e))
+    waiting = play.engine.wakeups.subscriber_count(stream_topic(e))
     task = asyncio.create_task(timed())
-    await until(lambda: play.engine.wakes.waiting(stream_topic(e)) > waiting)
+    await until(lambda: play.engine.wakeups.subscriber_count(stream_topic(e)) > waiting)
     return task
 
 
@@ -283,16 +283,16 @@ async def test_ss_054_best_effort_ttl(play: Play) -> None:
     e = held.execution_id
     for number in (1, 2):
         assert await best_effort(play, held, ttl_ms=5000) == number
-    play.clock.pass_ms(9_999)
+    play.clock.advance_ms(9_999)
     assert len((await play.engine.read_stream(e, 0)).frames) == 2
-    play.clock.pass_ms(2)
+    play.clock.advance_ms(2)
     assert (await play.engine.read_stream(e, 0)).frames == []
 
     assert await best_effort(play, held, b"new", ttl_ms=5000) == 3
     assert texts(await play.engine.read_stream(e, 0)) == ["new"]
     await play.engine.append_frame(held.handle, b"durable")
     await best_effort(play, held, b"later", ttl_ms=5000)
-    play.clock.pass_ms(100_000)
+    play.clock.advance_ms(100_000)
     assert texts(await play.engine.read_stream(e, 0)) == ["new", "durable", "later"]
 
 
@@ -357,7 +357,7 @@ async def test_best_effort_keeps_as_many_as_its_rate_asks_for(play: Play) -> Non
         info = await play.engine.read_stream_info(e, 0)
         assert info is not None
         seen.append((round(info.ema_rate_hz or 0, 4), info.maxlen_applied_last))
-        play.clock.pass_ms(10)
+        play.clock.advance_ms(10)
 
     assert seen == [(3.2, 64), (22.56, 452), (38.048, 761), (50.4384, 1009)]
 

@@ -30,7 +30,7 @@ async def test_ss_057_empty_object_patch_value(play: Play) -> None:
     assert await play.engine.read_summary(held.execution_id, 0) is None
 
     assert (await patch(play, held, b'{"a":{"k":1}}')).summary_version == 1
-    play.clock.pass_ms(7)
+    play.clock.advance_ms(7)
     assert (await patch(play, held, b'{"a":{}}')).summary_version == 2
     found = await play.engine.read_summary(held.execution_id, 0)
     assert found is not None
@@ -129,7 +129,7 @@ async def test_ss_061_fencing(play: Play, waits: Waits) -> None:
     waiting, _ = await waits.suspended()
     async with play.refused(errors.ExecutionNotActive):
         await play.engine.progress(waiting.handle, pct=1)
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     async with play.refused(errors.LeaseExpired):
         await play.engine.progress(held.handle, pct=1)
     assert (await play.vector(held.execution_id)).startswith("active/leased/")

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, Wildcard
+from flowfabric.model.condition import (
+    AllConditions,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    Wildcard,
+)
 from flowfabric.model.states import PublicState
-from flowfabric.rules.suspension.arguments import Fresh
+from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from flowfabric.rules.suspension.resume import Resumed
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import ANY, APPENDED, NO_OP, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
@@ -27,8 +36,8 @@ async def test_ss_012_all_of_two_names(play: Play, waits: Waits) -> None:
 
 
 async def test_ss_013_all_of_three_waitpoints(play: Play, waits: Waits) -> None:
-    fresh = [Fresh(waits.id(), key) for key in "xyz"]
-    held, details = await waits.suspended(AllOf(tuple(Single(key) for key in "xyz")), *fresh)
+    fresh = [FreshWaitpoint(waits.id(), key) for key in "xyz"]
+    held, details = await waits.suspended(AllConditions(tuple(Single(key) for key in "xyz")), *fresh)
     e = held.execution_id
     x, (y, z) = details, details.additional_waitpoints
 
@@ -65,7 +74,7 @@ async def test_ss_014_a_source_is_a_pair(play: Play, waits: Waits) -> None:
 
 
 async def test_ss_015_one_signal_two_leaves(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllOf((Single("k", ByName("go")), Single("k", Wildcard()))))
+    held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), Single("k", Wildcard()))))
 
     assert await waits.effect(held.execution_id, "go", p) == SATISFIED
 
@@ -73,7 +82,7 @@ async def test_ss_015_one_signal_two_leaves(play: Play, waits: Waits) -> None:
 def nested(depth: int) -> Condition:
     condition: Condition = ANY
     for _ in range(depth):
-        condition = AllOf((condition,))
+        condition = AllConditions((condition,))
     return condition
 
 
@@ -81,7 +90,7 @@ def nested(depth: int) -> Condition:
     ("condition", "detail"),
     [
         (nested(5), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
-        (AllOf(()), "allof_empty_members"),
+        (AllConditions(()), "allof_empty_members"),
         (count(0), "count_n_zero"),
         (Count(1, CountKind.DISTINCT_SIGNALS, ()), "count_waitpoints_empty"),
         (count(3, CountKind.DISTINCT_WAITPOINTS, "k", "l"), "count_exceeds_waitpoint_set"),
@@ -92,7 +101,9 @@ async def test_ss_016_structural_limits(play: Play, waits: Waits, condition: Con
     keys = ("k", "l") if condition == count(3, CountKind.DISTINCT_WAITPOINTS, "k", "l") else ("k",)
 
     with pytest.raises(errors.InvalidInput) as refusal:
-        await play.engine.suspend(held.handle, waits.args(condition, *(Fresh(waits.id(), key) for key in keys)))
+        await play.engine.suspend(
+            held.handle, waits.args(condition, *(FreshWaitpoint(waits.id(), key) for key in keys))
+        )
 
     assert detail in refusal.value.detail
 
@@ -100,7 +111,7 @@ async def test_ss_016_structural_limits(play: Play, waits: Waits, condition: Con
 async def test_ss_016_what_is_within_the_limits(play: Play, waits: Waits) -> None:
     await waits.suspended(nested(4))
     held, p = await waits.suspended(
-        count(3, CountKind.DISTINCT_SIGNALS, "k", "l"), Fresh(waits.id(), "k"), Fresh(waits.id(), "l")
+        count(3, CountKind.DISTINCT_SIGNALS, "k", "l"), FreshWaitpoint(waits.id(), "k"), FreshWaitpoint(waits.id(), "l")
     )
 
     effects = [await waits.effect(held.execution_id, "x", p) for _ in range(3)]
@@ -132,7 +143,7 @@ async def test_ss_018_single_mismatch_is_no_op(play: Play, waits: Waits) -> None
 
 
 async def test_ss_019_never_by_signal_member(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllOf((Single("k", ByName("go")), OperatorOnly())))
+    held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), OperatorOnly())))
     e = held.execution_id
 
     effects = [await waits.effect(e, name, p) for name in ("go", "go", "stop")]
@@ -143,7 +154,7 @@ async def test_ss_019_never_by_signal_member(play: Play, waits: Waits) -> None:
 
 
 async def test_a_signal_to_a_waitpoint_the_condition_does_not_name_is_ignored(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllOf((Single("other"),)))
+    held, p = await waits.suspended(AllConditions((Single("other"),)))
 
     assert await waits.effect(held.execution_id, "go", p) == "signal_ignored_not_in_condition"
 
@@ -151,7 +162,7 @@ async def test_a_signal_to_a_waitpoint_the_condition_does_not_name_is_ignored(pl
 async def test_counts_beside_each_other_do_not_share_satisfiers(play: Play, waits: Waits) -> None:
     ayes = Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("aye"))
     oks = Count(1, CountKind.DISTINCT_SOURCES, ("k",), ByName("ok"))
-    held, p = await waits.suspended(AllOf((ayes, oks)))
+    held, p = await waits.suspended(AllConditions((ayes, oks)))
     e = held.execution_id
 
     effects = [await waits.effect(e, name, p, source=who) for name, who in (("aye", "a"), ("ok", "b"), ("aye", "b"))]

@@ -6,10 +6,10 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.operations.signals import TokenMismatch, UnknownWaitpoint
-from flowfabric.engine.operations.suspensions import AlreadySatisfied
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied
 from flowfabric.model.answers.execution import Completed, Renewed
 from flowfabric.model.condition import Single
-from flowfabric.rules.suspension.arguments import UsePending
+from flowfabric.rules.suspension.arguments import UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import Accepted
 from tests.scenarios.play import Play
 from tests.scenarios.waits import SATISFIED, Waits, partition
@@ -23,12 +23,14 @@ async def test_ss_070_strict_vs_try(play: Play, waits: Waits) -> None:
     other = await play.engine.create_waitpoint(strict.handle, "kp", 60_000)
     await waits.send(strict.execution_id, "go", other)
 
-    assert isinstance(await waits.on_pending(held, pending, Single("kp")), AlreadySatisfied)
+    assert isinstance(await waits.on_pending(held, pending, Single("kp")), ConditionAlreadySatisfied)
     assert isinstance(await play.engine.renew(held.handle), Renewed)
     assert await play.engine.complete(held.handle) == Completed(held.execution_id)
 
     with pytest.raises(errors.AlreadySatisfied):
-        await play.engine.suspend_strict(strict.handle, waits.args(Single("kp"), UsePending(other.waitpoint_id)))
+        await play.engine.suspend_strict(
+            strict.handle, waits.args(Single("kp"), UsePendingWaitpoint(other.waitpoint_id))
+        )
     assert isinstance(await play.engine.renew(strict.handle), Renewed)
 
     third, _ = await waits.suspended()

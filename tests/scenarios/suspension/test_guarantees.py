@@ -8,12 +8,21 @@ import msgspec
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.handles import Handle
-from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, TimeoutOnly
+from flowfabric.model.condition import (
+    AllConditions,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+)
 from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import Accepted
 from tests.scenarios.play import ACTIVE, Play, fence_of
 from tests.scenarios.waits import ANY, APPENDED, BUFFERED, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
@@ -56,7 +65,7 @@ async def test_a_reason_says_what_blocks(play: Play, waits: Waits, reason: str, 
 
 
 async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Play, waits: Waits) -> None:
-    condition = AllOf((Single("a", ByName("go")), Single("b")))
+    condition = AllConditions((Single("a", ByName("go")), Single("b")))
     policy = ResumePolicy(resume_delay_ms=7, consume_matched_signals=False)
     held = await play.claimed()
     e, t = held.execution_id, play.now
@@ -65,8 +74,8 @@ async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Pl
     assert await play.engine.describe_suspension(e) is None
     args = waits.args(
         condition,
-        Fresh(UUID, "a"),
-        Fresh(OTHER, "b"),
+        FreshWaitpoint(UUID, "a"),
+        FreshWaitpoint(OTHER, "b"),
         resume_policy=policy,
         requested_by=Requester.OPERATOR,
         timeout_at=t + DAY,
@@ -87,13 +96,13 @@ async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Pl
     assert (await waits.record(e, UUID)).required_signal_names == ["go"]
     assert (await waits.record(e, OTHER)).required_signal_names == []
 
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     other = await waits.send(e, "x", outcome.details.additional_waitpoints[0])
     await waits.send(e, "noise", outcome.details)
     half = await play.engine.describe_suspension(e)
     assert half is not None
     assert (half.last_signal_at, half.closer_signal_id, half.all_satisfier_signals) == (t + 5, None, [])
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     last = await waits.send(e, "go", outcome.details)
     assert isinstance(other, Accepted)
     assert isinstance(last, Accepted)
@@ -109,7 +118,7 @@ async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Pl
 def nested(levels: int, leaf: Condition = ANY) -> Condition:
     condition = leaf
     for _ in range(levels):
-        condition = AllOf((condition,))
+        condition = AllConditions((condition,))
     return condition
 
 
@@ -118,14 +127,14 @@ def nested(levels: int, leaf: Condition = ANY) -> Condition:
     [
         (nested(5), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
         (nested(4, count(0)), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
-        (AllOf(()), "allof_empty_members at path <root>"),
-        (AllOf((ANY, AllOf(()))), "allof_empty_members at path members[1]"),
-        (AllOf((AllOf((count(0),)), AllOf(()))), "count_n_zero at path members[0].members[0]"),
+        (AllConditions(()), "allof_empty_members at path <root>"),
+        (AllConditions((ANY, AllConditions(()))), "allof_empty_members at path members[1]"),
+        (AllConditions((AllConditions((count(0),)), AllConditions(()))), "count_n_zero at path members[0].members[0]"),
         (Count(0, CountKind.DISTINCT_SIGNALS, (), ByName("")), "count_n_zero at path <root>"),
         (Count(1, CountKind.DISTINCT_WAITPOINTS, (), ByName("")), "count_waitpoints_empty at path <root>"),
         (Count(2, CountKind.DISTINCT_WAITPOINTS, ("k",), ByName("")), "count_exceeds_waitpoint_set at path <root>"),
         (Count(1, CountKind.DISTINCT_SIGNALS, ("k",), ByName("")), EMPTY_NAME),
-        (AllOf((Single("k", ByName("")),)), EMPTY_NAME),
+        (AllConditions((Single("k", ByName("")),)), EMPTY_NAME),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -142,46 +151,67 @@ async def test_the_first_fault_of_a_tree_is_told_with_its_place(
 # Each of them is wrong in its own way and, after the first, all right in the way of the one before.
 ORDER: list[tuple[str, dict[str, Any]]] = [
     ("waitpoints_empty", {"waitpoints": ()}),
-    ("waitpoint_key_mismatch", {"waitpoints": (Fresh(UUID, "a"), UsePending(OTHER)), "resume_condition": Single("b")}),
+    (
+        "waitpoint_key_mismatch",
+        {"waitpoints": (FreshWaitpoint(UUID, "a"), UsePendingWaitpoint(OTHER)), "resume_condition": Single("b")},
+    ),
     (
         "additional_waitpoint_binding_must_be_fresh at waitpoints[1]",
-        {"waitpoints": (Fresh(UUID, "k"), UsePending(OTHER), Fresh(OTHER, "")), "resume_condition": TimeoutOnly()},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), UsePendingWaitpoint(OTHER), FreshWaitpoint(OTHER, "")),
+            "resume_condition": TimeoutOnly(),
+        },
     ),
     (
         "use_pending_with_extras_unsupported",
-        {"waitpoints": (UsePending(OTHER), Fresh(UUID, "")), "resume_condition": TimeoutOnly()},
+        {"waitpoints": (UsePendingWaitpoint(OTHER), FreshWaitpoint(UUID, "")), "resume_condition": TimeoutOnly()},
     ),
     (
         "additional_waitpoint_binding_empty_key at waitpoints[1]",
-        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "")), "resume_condition": AllOf((Single("k"), Single("z")))},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(OTHER, "")),
+            "resume_condition": AllConditions((Single("k"), Single("z"))),
+        },
     ),
     (
         "referenced_waitpoint_key_missing_binding: z",
-        {"waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")), "resume_condition": AllOf((Single("k"), Single("z")))},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(UUID, "b")),
+            "resume_condition": AllConditions((Single("k"), Single("z"))),
+        },
     ),
     (
         "extra_binding_not_referenced_by_condition: b",
-        {"waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")), "resume_condition": Single("k", ByName(""))},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(UUID, "b")),
+            "resume_condition": Single("k", ByName("")),
+        },
     ),
     (
         "duplicate_waitpoint_binding: b",
         {
-            "waitpoints": (Fresh(UUID, "k"), Fresh(UUID, "b")),
-            "resume_condition": AllOf((Single("k"), Single("b", ByName("")))),
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(UUID, "b")),
+            "resume_condition": AllConditions((Single("k"), Single("b", ByName("")))),
         },
     ),
     (
         "duplicate_waitpoint_binding: k",
-        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "k")), "resume_condition": Single("k", ByName(""))},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(OTHER, "k")),
+            "resume_condition": Single("k", ByName("")),
+        },
     ),
     (
         "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]",
-        {"waitpoints": (Fresh(UUID, "k"), Fresh(OTHER, "b")), "resume_condition": nested(5, AllOf((ANY, Single("b"))))},
+        {
+            "waitpoints": (FreshWaitpoint(UUID, "k"), FreshWaitpoint(OTHER, "b")),
+            "resume_condition": nested(5, AllConditions((ANY, Single("b")))),
+        },
     ),
     ("timeout_only_without_deadline", {"resume_condition": TimeoutOnly()}),
     (EMPTY_NAME, {"resume_condition": Single("k", ByName("")), "timeout_at": 0}),
-    ("timeout_at_in_past", {"resume_condition": AllOf(()), "timeout_at": 0}),
-    ("allof_empty_members at path <root>", {"resume_condition": AllOf(())}),
+    ("timeout_at_in_past", {"resume_condition": AllConditions(()), "timeout_at": 0}),
+    ("allof_empty_members at path <root>", {"resume_condition": AllConditions(())}),
 ]
 
 
@@ -205,14 +235,18 @@ async def test_arguments_are_looked_at_in_their_order_before_the_handle_and_the_
 
 
 async def test_one_binding_alone_need_not_be_named_by_the_condition(play: Play, waits: Waits) -> None:
-    for condition in (count(1, CountKind.DISTINCT_SIGNALS, "elsewhere"), AllOf((Single("elsewhere"),)), OperatorOnly()):
+    for condition in (
+        count(1, CountKind.DISTINCT_SIGNALS, "elsewhere"),
+        AllConditions((Single("elsewhere"),)),
+        OperatorOnly(),
+    ):
         held, p = await waits.suspended(condition)
         effect = await waits.effect(held.execution_id, "go", p)
         assert effect == ("no_op" if condition == OperatorOnly() else "signal_ignored_not_in_condition")
 
 
 async def test_a_time_limit_of_a_member_is_the_suspension_s_own_affair(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllOf((Single("k", ByName("go")), TimeoutOnly())))
+    held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), TimeoutOnly())))
 
     [listed] = (await play.engine.list_pending_waitpoints(held.execution_id)).entries
     assert listed.required_signal_names == ["go", "__timeout_only__"]
@@ -251,11 +285,11 @@ async def test_a_fence_is_looked_at_after_the_key_and_the_execution(play: Play, 
 async def test_expiry_outranks_staleness_and_revocation_outranks_expiry(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     await play.revoked(held)
-    play.clock.pass_ms(DAY)
+    play.clock.advance_ms(DAY)
     async with play.refused(errors.LeaseRevoked):
         await play.engine.suspend(held.handle, waits.args())
     other = await play.claimed()
-    play.clock.pass_ms(DAY)
+    play.clock.advance_ms(DAY)
     with pytest.raises(errors.LeaseExpired):
         await play.engine.suspend_by_triple(other.execution_id, Fence(UUID, 9, UUID), waits.args())
     async with play.untouched():
@@ -266,21 +300,21 @@ async def test_expiry_outranks_staleness_and_revocation_outranks_expiry(play: Pl
 async def test_both_outcomes_are_remembered_and_failures_are_not(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", DAY)
-    lost = waits.args(Single("kp"), UsePending(waits.id()), idempotency_key="once")
+    lost = waits.args(Single("kp"), UsePendingWaitpoint(waits.id()), idempotency_key="once")
     async with play.refused(errors.WaitpointNotFound):
         await play.engine.suspend(held.handle, lost)
     await waits.effect(held.execution_id, "go", pending)
 
-    args = waits.args(Single("kp"), UsePending(pending.waitpoint_id), idempotency_key="once")
+    args = waits.args(Single("kp"), UsePendingWaitpoint(pending.waitpoint_id), idempotency_key="once")
     first = await play.engine.suspend(held.handle, args)
-    assert isinstance(first, AlreadySatisfied)
+    assert isinstance(first, ConditionAlreadySatisfied)
     assert await play.vector(held.execution_id) == ACTIVE
     async with play.untouched():
         assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
     await play.engine.complete(held.handle)
     async with play.untouched():
         assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
-    play.clock.pass_ms(7 * DAY)
+    play.clock.advance_ms(7 * DAY)
     async with play.refused(errors.ExecutionNotActive):
         await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
 
@@ -301,9 +335,9 @@ async def test_a_key_is_remembered_as_long_as_its_timeout_asks_for(
     first = await play.engine.suspend(held.handle, waits.args(**given))
     assert isinstance(first, Suspended)
 
-    play.clock.pass_ms(remembered - 1)
+    play.clock.advance_ms(remembered - 1)
     assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     async with play.refused(errors.ExecutionNotActive):
         await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
 
@@ -326,14 +360,14 @@ async def test_what_is_wrong_with_a_pending_waitpoint_is_told_in_order(play: Pla
 
     async def refused(waitpoint_id: str, kind: type[errors.FabricError], condition: Condition = ANY) -> None:
         async with play.refused(kind):
-            await play.engine.suspend(held.handle, waits.args(condition, UsePending(waitpoint_id)))
+            await play.engine.suspend(held.handle, waits.args(condition, UsePendingWaitpoint(waitpoint_id)))
 
     await refused(waits.id(), errors.WaitpointNotFound)
     await refused(closed.waitpoint_id, errors.WaitpointNotPending)
     await refused(closed_theirs.waitpoint_id, errors.WaitpointNotPending)
     await refused(theirs.waitpoint_id, errors.InvalidWaitpointForExecution, Single("other"))
     await refused(mine.waitpoint_id, errors.InvalidInput, Single("other"))
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     await refused(theirs.waitpoint_id, errors.PendingWaitpointExpired)
     await refused(mine.waitpoint_id, errors.PendingWaitpointExpired, Single("other"))
 
@@ -343,9 +377,9 @@ async def test_an_id_whose_waitpoint_was_never_activated_in_time_begins_anew(pla
     pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
     for name in ("a", "b"):
         assert await waits.effect(held.execution_id, name, pending, idempotency_key=name) == BUFFERED
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
-    p = await waits.suspend(held, count(2, CountKind.DISTINCT_SIGNALS), Fresh(pending.waitpoint_id, "k"))
+    p = await waits.suspend(held, count(2, CountKind.DISTINCT_SIGNALS), FreshWaitpoint(pending.waitpoint_id, "k"))
 
     assert (await waits.record(held.execution_id, p.waitpoint_id)).signal_count == 0
     assert await waits.effect(held.execution_id, "a", p, idempotency_key="a") == APPENDED
@@ -359,7 +393,7 @@ async def test_signals_of_the_buffer_are_replayed_as_if_they_came_now(play: Play
     pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
     for name, source in (("noise", "ana"), ("go", "ana"), ("go", "ana")):
         await waits.effect(held.execution_id, name, pending, source)
-    condition = AllOf((Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("go")), Single("k", ByName("ok"))))
+    condition = AllConditions((Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("go")), Single("k", ByName("ok"))))
 
     p = (await waits.on_pending(held, pending, condition)).details
 

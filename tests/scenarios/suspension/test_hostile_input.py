@@ -13,10 +13,10 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.handles import Handle
-from flowfabric.model.condition import AllOf, ByName, Count, CountKind, Single
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.model.condition import AllConditions, ByName, Count, CountKind, Single
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
-from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy, SuspendArgs
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs
 from flowfabric.rules.suspension.conditions import parse_condition
 from flowfabric.rules.suspension.signals import SignalArgs
 from tests.scenarios.play import Play
@@ -150,7 +150,7 @@ def deep(levels: int) -> Any:
 def deep_records(levels: int) -> Any:
     condition: Any = ANY
     for _ in range(levels):
-        condition = AllOf((condition,))
+        condition = AllConditions((condition,))
     return condition
 
 
@@ -166,12 +166,12 @@ BAD_SUSPENDS: list[dict[str, Any]] = [
     {"resume_condition": Count("2", CountKind.DISTINCT_SIGNALS, ("k",))},  # type: ignore[arg-type]
     {"resume_condition": Count(True, CountKind.DISTINCT_SIGNALS, ("k",))},
     {"resume_condition": Count(1, "DistinctMoons", ("k",))},  # type: ignore[arg-type]
-    {"resume_condition": AllOf(tuple(Single("k", ByName(f"n{n}")) for n in range(20_000)))},
+    {"resume_condition": AllConditions(tuple(Single("k", ByName(f"n{n}")) for n in range(20_000)))},
     {"resume_condition": None},
     {"waitpoints": None},
     {"waitpoints": ("k",)},
-    {"waitpoints": (Fresh("nonsense", "k"),)},
-    {"waitpoints": (Fresh("11111111-1111-4111-8111-111111111111", "k\x00"),)},
+    {"waitpoints": (FreshWaitpoint("nonsense", "k"),)},
+    {"waitpoints": (FreshWaitpoint("11111111-1111-4111-8111-111111111111", "k\x00"),)},
     {"suspension_id": "nonsense"},
     {"reason_code": None},
     {"timeout_at": "soon"},
@@ -226,7 +226,7 @@ async def test_twisted_frames_and_messages_are_refused_and_leave_no_trace(play: 
         {"sender": None},
         {"dedup_ttl_ms": -1},
     ]
-    good = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=play.engine.minter.uuid())
+    good = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=play.engine.minter.uuid())
     async with play.untouched():
         for bad in frames:
             with pytest.raises(errors.ValidationError):

@@ -11,8 +11,8 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.durable import OpenedGate, Parked
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.condition import OperatorOnly
@@ -20,10 +20,10 @@ from flowfabric.model.gate import GateKind
 from flowfabric.model.states import PublicState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.stream.append import Appended
-from flowfabric.rules.suspension.resume import Expiry, Resumed
-from flowfabric.rules.suspension.signals import Accepted, Duplicate
+from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss, check_invariants
 from tests.scenarios.play import Play
@@ -120,7 +120,7 @@ async def expire_suspension(stage: Stage, held: Claimed) -> Callable[[], Awaitab
     await stage.waits.suspend(held, timeout_at=stage.play.now)
 
     async def call() -> None:
-        assert await stage.engine.expire_suspension(held.execution_id) is Expiry.FAILED
+        assert await stage.engine.expire_suspension(held.execution_id) is SuspensionExpiry.FAILED
         assert await stage.play.outcomes() == ["failed"]
 
     return call
@@ -140,7 +140,7 @@ async def append_frame(stage: Stage, held: Claimed) -> Callable[[], Awaitable[No
 
 
 async def send_message(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
-    args = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+    args = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
 
     async def call() -> None:
         assert isinstance(await stage.engine.send_message(args), Accepted)
@@ -162,7 +162,7 @@ async def park(stage: Stage, held: Claimed) -> Callable[[], Awaitable[None]]:
     await (await open_gate(stage, held))()
 
     async def call() -> None:
-        assert isinstance(await stage.engine.park(held.handle, ("nap",)), Parked)
+        assert isinstance(await stage.engine.park(held.handle, ("nap",)), ParkResult)
 
     return call
 
@@ -199,7 +199,7 @@ async def test_a_call_is_done_once_whatever_is_lost(stage: Stage, verb: Verb, lo
 
     await call()
 
-    assert len(stage.wire.lost) == 1
+    assert len(stage.wire.losses) == 1
     await check_invariants(stage.other)
 
 
@@ -210,9 +210,9 @@ async def overtaken(stage: Stage, call: Callable[[], Awaitable[None]], meanwhile
     running = asyncio.ensure_future(call())
     await done.reached()
     await meanwhile()
-    done.open()
+    done.release()
     await running
-    assert len(stage.wire.lost) == 1
+    assert len(stage.wire.losses) == 1
 
 
 async def test_a_signal_that_others_followed_before_its_answer_was_lost_counts_once(stage: Stage) -> None:
@@ -245,10 +245,10 @@ async def test_the_same_signal_sent_twice_is_told_twice_though_one_got_lost_on_t
     late = asyncio.ensure_future(stage.engine.deliver_signal(signal))
     await stopped.reached()
     first = await stage.other.deliver_signal(signal)
-    stopped.open()
+    stopped.release()
 
     assert isinstance(first, Accepted)
-    assert await late == (first if key is None else Duplicate(signal.signal_id))
+    assert await late == (first if key is None else DuplicateDelivery(signal.signal_id))
 
     kept = 2 if key is None else 1
     assert (await stage.waits.record(e, p.waitpoint_id)).signal_count == kept == len(await stage.rows("ff_signal"))
@@ -263,10 +263,10 @@ async def test_each_repetition_is_told_though_one_got_lost_on_the_way(stage: Sta
     e = held.execution_id
     signal = stage.waits.signal(e, "go", p.waitpoint_id, p.waitpoint_token, idempotency_key="i1")
     await stage.engine.deliver_signal(signal)
-    assert await stage.engine.deliver_signal(signal) == Duplicate(signal.signal_id)
+    assert await stage.engine.deliver_signal(signal) == DuplicateDelivery(signal.signal_id)
     stage.wire.lose("commit", Loss.UNSURE)
 
-    assert await stage.engine.deliver_signal(signal) == Duplicate(signal.signal_id)
+    assert await stage.engine.deliver_signal(signal) == DuplicateDelivery(signal.signal_id)
 
     assert [news.effect for news in await stage.waits.signals_told(e)] == ["Other(no_op)", "Deduped", "Deduped"]
 
@@ -291,7 +291,7 @@ async def test_a_message_that_was_received_before_its_answer_was_lost_is_not_sen
     receive = GateArgs(name="r0", kind=GateKind.MAILBOX, mailbox="m")
 
     async def call() -> None:
-        args = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"mine")
+        args = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"mine")
         assert isinstance(await stage.engine.send_message(args), Accepted)
 
     await overtaken(stage, call, lambda: stage.other.open_gate(held.handle, receive))
@@ -350,9 +350,9 @@ async def test_a_wait_that_was_over_at_once_is_still_known_when_its_answer_was_l
     await stage.waits.send(held.execution_id, "go", p)
 
     async def call() -> None:
-        assert isinstance(await stage.waits.on_pending(held, p, ANY), AlreadySatisfied)
+        assert isinstance(await stage.waits.on_pending(held, p, ANY), ConditionAlreadySatisfied)
 
-    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+    message = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
     await overtaken(stage, call, lambda: stage.other.send_message(message))
 
     assert [one.signal_name for one in await stage.engine.observe_signals(held.handle)] == ["go"]
@@ -378,7 +378,7 @@ async def test_a_resume_whose_answer_was_lost_does_not_end_the_next_wait(stage: 
 async def test_a_resume_whose_answer_was_lost_is_known_after_the_work_went_on(stage: Stage) -> None:
     held = await stage.play.claimed()
     await stage.waits.suspend(held)
-    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+    message = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
 
     async def call() -> None:
         assert await stage.engine.resume_execution(held.execution_id) == Resumed(PublicState.WAITING)
@@ -393,10 +393,10 @@ async def test_a_resume_whose_answer_was_lost_is_known_after_the_work_went_on(st
 async def test_a_timeout_whose_answer_was_lost_is_known_after_the_work_went_on(stage: Stage) -> None:
     held = await stage.play.claimed()
     await stage.waits.suspend(held, timeout_at=stage.play.now, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
-    message = MailArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
+    message = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=stage.waits.id(), payload=b"hi")
 
     async def call() -> None:
-        assert await stage.engine.expire_suspension(held.execution_id) is Expiry.RESUMED
+        assert await stage.engine.expire_suspension(held.execution_id) is SuspensionExpiry.RESUMED
 
     async def meanwhile() -> None:
         assert await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1") is not None
@@ -414,7 +414,7 @@ async def test_a_resume_that_never_arrived_is_not_taken_for_another_s(stage: Sta
     late = asyncio.ensure_future(stage.engine.resume_execution(held.execution_id))
     await stopped.reached()
     await stage.other.resume_execution(held.execution_id)
-    stopped.open()
+    stopped.release()
 
     with pytest.raises(errors.ExecutionNotSuspended):
         await late
@@ -441,7 +441,7 @@ async def test_a_stale_owner_s_frame_loses_against_a_reclaim_that_came_between(s
     stage.play.clock.now = (await stage.play.core(held.execution_id))["lease_expires_at"]
     taken = await stage.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
     assert taken is not None
-    stopped.open()
+    stopped.release()
 
     with pytest.raises(Exception, match="stale_owner_cannot_append"):
         await late

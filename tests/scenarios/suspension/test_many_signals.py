@@ -10,15 +10,15 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.pending_rows import Ledger
-from flowfabric.model.change import Change, FromNow, Guard, Patch, Put
+from flowfabric.engine.runtime.pending_rows import PendingRows
+from flowfabric.model.change import Change, FromNow, Guard, Patch, Upsert
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Suspension
-from flowfabric.rules.durable.mailbox import MailArgs
-from flowfabric.rules.suspension.signals import Accepted, Duplicate
+from flowfabric.rules.durable.mailbox import MessageArgs
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.testing import FlakyStore, Loss, check_invariants
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import APPENDED, NO_OP, SATISFIED, Waits
@@ -74,7 +74,7 @@ async def test_a_crowd_with_one_key_is_one_signal(crowded: Waits) -> None:
     heard = await answers([crowded.send(held.execution_id, "go", p, idempotency_key="i") for _ in range(30)])
 
     [first] = [one for one in heard if isinstance(one, Accepted)]
-    assert [one for one in heard if one != first] == [Duplicate(first.signal_id)] * 29
+    assert [one for one in heard if one != first] == [DuplicateDelivery(first.signal_id)] * 29
     assert (await crowded.record(held.execution_id, p.waitpoint_id)).signal_count == 1
 
 
@@ -109,7 +109,7 @@ async def test_a_crowd_whose_answer_is_lost_counts_once(crowded: Waits, wire: Fl
     heard = await answers([crowded.effect(held.execution_id, "go", p) for _ in range(20)])
 
     assert heard == [NO_OP] * 20
-    assert len(wire.lost) == 1
+    assert len(wire.losses) == 1
     assert (await crowded.record(held.execution_id, p.waitpoint_id)).signal_count == 20
 
 
@@ -133,7 +133,7 @@ async def test_messages_of_a_crowd_are_all_kept(crowded: Waits) -> None:
     await answers(
         [
             crowded.engine.send_message(
-                MailArgs(execution_id=e, mailbox="m", message_id=crowded.id(), payload=b"%d" % n)
+                MessageArgs(execution_id=e, mailbox="m", message_id=crowded.id(), payload=b"%d" % n)
             )
             for n in range(50)
         ]
@@ -147,25 +147,25 @@ async def test_messages_of_a_crowd_are_all_kept(crowded: Waits) -> None:
 
 def test_a_ledger_keeps_the_first_guard_and_the_last_word() -> None:
     root = Suspension("e", 1, revision=9)
-    want = Want(Suspension, ("e",))
-    ledger = Ledger([want], [[root]], now=1000)
+    want = Read(Suspension, ("e",))
+    ledger = PendingRows([want], [[root]], now=1000)
     guard = Guard(Suspension, ("e",), 9)
 
     ledger.apply(Change((guard,), (Patch(Suspension, ("e",), {"signal_count": 1}),), not_before=5))
     ledger.apply(Change((guard,), (Patch(Suspension, ("e",), {"last_signal_at": FromNow(7)}),), not_before=3))
     [seen] = ledger.find(want)
-    change = ledger.change()
+    change = ledger.to_change()
 
     assert (seen.signal_count, seen.last_signal_at) == (1, 1007)
     assert change is not None
     assert (change.guards, change.not_before) == ((guard,), 5)
     [put] = change.writes
-    assert isinstance(put, Put)
+    assert isinstance(put, Upsert)
     assert (put.row.signal_count, put.row.last_signal_at) == (1, FromNow(7))  # type: ignore[attr-defined]
 
 
 def test_a_ledger_refuses_to_patch_what_it_has_not_seen() -> None:
-    ledger = Ledger([], [], now=0)
+    ledger = PendingRows([], [], now=0)
 
     with pytest.raises(errors.BugError):
         ledger.apply(Change((), (Patch(Execution, ("e",), {"priority": 1}),)))

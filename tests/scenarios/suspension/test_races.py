@@ -10,15 +10,15 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.ids import SeededMinter
 from flowfabric.model.condition import ByName, Count, CountKind
 from flowfabric.model.gate import GateKind
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
-from flowfabric.rules.durable.park import Ready
-from flowfabric.rules.suspension.resume import Expiry
+from flowfabric.rules.durable.mailbox import MessageArgs
+from flowfabric.rules.durable.park import GatesReady
+from flowfabric.rules.suspension.resume import SuspensionExpiry
 from flowfabric.rules.suspension.signals import Accepted
 from flowfabric.rules.suspension.waitpoints import PendingWaitpoint
 from flowfabric.stores.port import Store
@@ -34,7 +34,7 @@ async def rival(store: Store, engine: Engine) -> AsyncIterator[Engine]:
     """Another process on the same store."""
     rival = Engine(store, minter=SeededMinter(2))
     yield rival
-    await rival.finish_background()
+    await rival.finish_background_cancels()
 
 
 async def overtaken(play: Play, slow: Awaitable[Any], fast: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ async def overtaken(play: Play, slow: Awaitable[Any], fast: Callable[[], Awaitab
     async with asyncio.timeout(20):
         await gate.reached()
         second = await _outcome(fast())
-        gate.open()
+        gate.release()
         return await _outcome(first), second
 
 
@@ -70,7 +70,7 @@ async def test_a_signal_that_comes_while_its_waitpoint_is_activated_counts(
     outcome, sent = await overtaken(play, waits.on_pending(held, pending, ANY), lambda: rival.deliver_signal(signal))
 
     assert sent == Accepted(signal.signal_id, BUFFERED)
-    assert isinstance(outcome, AlreadySatisfied)
+    assert isinstance(outcome, ConditionAlreadySatisfied)
 
 
 async def test_a_waitpoint_that_is_closed_while_it_is_activated_is_closed(
@@ -119,7 +119,7 @@ async def test_of_a_timeout_and_a_signal_the_first_wins(play: Play, waits: Waits
     expiry, sent = await overtaken(
         play, play.engine.expire_suspension(e), lambda: rival.deliver_signal(to(waits, e, p))
     )
-    assert (expiry, sent.effect) == (Expiry.NOT_SUSPENDED, SATISFIED)
+    assert (expiry, sent.effect) == (SuspensionExpiry.NOT_SUSPENDED, SATISFIED)
     assert await play.vector(e) == RESUMABLE
 
     held, p = await waits.suspended(timeout_at=play.now)
@@ -128,7 +128,7 @@ async def test_of_a_timeout_and_a_signal_the_first_wins(play: Play, waits: Waits
         play, play.engine.deliver_signal(to(waits, e, p)), lambda: rival.expire_suspension(e)
     )
     assert isinstance(sent, errors.TargetNotSignalable)
-    assert (expiry, await play.vector(e)) == (Expiry.FAILED, terminal("failed"))
+    assert (expiry, await play.vector(e)) == (SuspensionExpiry.FAILED, terminal("failed"))
     assert len(await play.completions(e)) == 1
 
 
@@ -140,7 +140,7 @@ async def test_a_signal_is_not_lost_to_an_escalation(play: Play, waits: Waits, r
         play, play.engine.deliver_signal(to(waits, e, p)), lambda: rival.expire_suspension(e)
     )
 
-    assert (sent.effect, expiry) == (SATISFIED, Expiry.ESCALATED)
+    assert (sent.effect, expiry) == (SATISFIED, SuspensionExpiry.ESCALATED)
     assert await play.vector(e) == RESUMABLE
 
 
@@ -180,13 +180,13 @@ async def test_a_vote_that_comes_while_its_function_parks_is_seen(
 
     parked, sent = await overtaken(play, function.park("approve"), lambda: rival.deliver_signal(signal))
 
-    assert (parked, sent.effect) == (Ready(("approve",)), SATISFIED)
+    assert (parked, sent.effect) == (GatesReady(("approve",)), SATISFIED)
 
 
 async def test_a_message_that_comes_while_its_function_asks_for_it_is_received(
     function: Function, play: Play, waits: Waits, rival: Engine
 ) -> None:
-    message = MailArgs(execution_id=function.e, mailbox="steer", message_id=waits.id(), payload=b"left")
+    message = MessageArgs(execution_id=function.e, mailbox="steer", message_id=waits.id(), payload=b"left")
 
     memo, _ = await overtaken(play, function.receive("r"), lambda: rival.send_message(message))
 
@@ -195,7 +195,7 @@ async def test_a_message_that_comes_while_its_function_asks_for_it_is_received(
 
 async def test_a_key_that_lapsed_long_ago_disturbs_no_other(play: Play, waits: Waits) -> None:
     await play.engine.rotate_waitpoint_hmac_secret_all("k2", "bb" * 32, 0)
-    play.clock.pass_ms(DAY)
+    play.clock.advance_ms(DAY)
     held, p = await waits.suspended()
 
     async with asyncio.timeout(20):

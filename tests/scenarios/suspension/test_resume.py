@@ -9,11 +9,11 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.operations.suspensions import SuspendedEntry
 from flowfabric.handles import HandleKind
-from flowfabric.model.condition import AllOf, Single, TimeoutOnly
+from flowfabric.model.condition import AllConditions, Single, TimeoutOnly
 from flowfabric.model.states import AttemptRecordState, PublicState
 from flowfabric.model.suspension import TimeoutBehavior
-from flowfabric.rules.suspension.arguments import Fresh
-from flowfabric.rules.suspension.resume import Expiry, Resumed
+from flowfabric.rules.suspension.arguments import FreshWaitpoint
+from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, RESUMABLE, Play, terminal
 from tests.scenarios.waits import NO_TIMEOUT, SATISFIED, SUSPENDED, Waits, named
 
@@ -21,8 +21,8 @@ RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "dela
 
 
 async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
-    both = AllOf((Single("a"), Single("b")))
-    held, a = await waits.suspended(both, Fresh(waits.id(), "a"), Fresh(waits.id(), "b"))
+    both = AllConditions((Single("a"), Single("b")))
+    held, a = await waits.suspended(both, FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b"))
     e, [b] = held.execution_id, a.additional_waitpoints
 
     assert await play.engine.resume_execution(e, trigger_type="operator") == Resumed(PublicState.WAITING)
@@ -64,8 +64,8 @@ async def test_ss_042_timeout_fail_cancel_expire(
     await play.engine.append_frame(held.handle, b"frame")
     p = await waits.suspend(held, timeout_at=play.now + 100, timeout_behavior=behavior)
 
-    play.clock.pass_ms(99)
-    assert await play.engine.expire_suspension(e) is Expiry.NOT_DUE
+    play.clock.advance_ms(99)
+    assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
     assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
     await waits.time_out(play.now + 1)
 
@@ -132,7 +132,7 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
         None,
         None,
     )
-    play.clock.pass_ms(10**9)
+    play.clock.advance_ms(10**9)
     async with play.untouched():
         assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
     assert await waits.effect(e, "go", p) == SATISFIED
@@ -141,12 +141,12 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
 async def test_ss_045_signal_beats_timeout(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(timeout_at=play.now + 100)
     e = held.execution_id
-    play.clock.pass_ms(101)
+    play.clock.advance_ms(101)
 
     assert await waits.effect(e, "go", p) == SATISFIED
 
     assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
-    assert await play.engine.expire_suspension(e) is Expiry.NOT_SUSPENDED
+    assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_SUSPENDED
     assert await play.vector(e) == RESUMABLE
     assert await play.completions(e) == []
 
@@ -203,7 +203,7 @@ async def test_what_closed_a_waitpoint_is_still_told_when_the_execution_waits_fo
     assert closed.close_reason == "timed_out_auto_resume"
 
     for _ in range(2):
-        play.clock.pass_ms(1000)
+        play.clock.advance_ms(1000)
         later = await waits.suspend(await play.resumed(e))
         await waits.send(e, "go", later)
         assert await waits.record(e, first.waitpoint_id) == closed
@@ -223,10 +223,10 @@ async def test_a_worker_that_pulls_gets_what_was_resumed(play: Play, waits: Wait
 async def test_the_attempt_keeps_the_time_it_had_left(play: Play, waits: Waits) -> None:
     held = await play.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
     e = held.execution_id
-    play.clock.pass_ms(400)
+    play.clock.advance_ms(400)
     p = await waits.suspend(held)
     assert "attempt_timeout_at" not in await play.core(e)
-    play.clock.pass_ms(10_000)
+    play.clock.advance_ms(10_000)
     await waits.send(e, "go", p)
 
     await play.resumed(e)
@@ -246,7 +246,7 @@ async def test_cancel_and_deadline_close_what_was_waited_on(play: Play, waits: W
         if way == "cancel":
             await play.engine.cancel_execution(e, reason="enough")
         else:
-            play.clock.pass_ms(1000)
+            play.clock.advance_ms(1000)
             await play.engine.sweep_once("execution_deadline")
 
         assert await play.vector(e) == terminal(outcome)

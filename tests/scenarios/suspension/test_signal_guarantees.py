@@ -9,14 +9,14 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.change import Change, Guard, Put
-from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly
+from flowfabric.model.change import Change, Guard, Upsert
+from flowfabric.model.condition import AllConditions, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly
 from flowfabric.model.signing_key import Keystore, SigningKey
 from flowfabric.model.suspension import TimeoutBehavior, WaitpointState
-from flowfabric.rules.suspension.arguments import Fresh
-from flowfabric.rules.suspension.resume import Expiry
-from flowfabric.rules.suspension.signals import Accepted, Duplicate, SignalArgs
-from flowfabric.stores.queries import Want
+from flowfabric.rules.suspension.arguments import FreshWaitpoint
+from flowfabric.rules.suspension.resume import SuspensionExpiry
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
+from flowfabric.stores.queries import Read
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import APPENDED, BUFFERED, NO_OP, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
 
@@ -51,13 +51,13 @@ async def test_a_delivery_is_looked_at_in_its_order(play: Play, waits: Waits) ->
     await refused(errors.PayloadTooLarge, payload=b"x" * 65_537, execution_id=missing, waitpoint_token="")
     await refused(errors.NotFound, execution_id=missing, waitpoint_token="")
     await refused(errors.InvalidToken, waitpoint_token="", idempotency_key="first", stamped=True)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await refused(errors.SignalLimitExceeded)
     again = await waits.send(e, "go", p, idempotency_key="first", max_signals_per_execution=1)
-    assert isinstance(again, Duplicate)
+    assert isinstance(again, DuplicateDelivery)
     await play.engine.cancel_execution(e, reason="over")
     await refused(errors.TargetNotSignalable)
-    assert isinstance(await waits.send(e, "go", p, idempotency_key="first"), Duplicate)
+    assert isinstance(await waits.send(e, "go", p, idempotency_key="first"), DuplicateDelivery)
     await refused(errors.InvalidToken, waitpoint_token="k1:" + "0" * 64, stamped=True)
 
 
@@ -87,7 +87,7 @@ async def test_a_waitpoint_that_was_closed_by_hand_stays_so_when_its_time_is_ove
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
     await play.engine.close_waitpoint(pending.waitpoint_id, "changed my mind")
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     async with play.untouched():
         assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 0
@@ -96,8 +96,10 @@ async def test_a_waitpoint_that_was_closed_by_hand_stays_so_when_its_time_is_ove
 
 
 async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
-    condition = AllOf((Single("a", ByName("go")), Count(2, CountKind.DISTINCT_WAITPOINTS, ("a", "b"), ByName("ok"))))
-    held, a = await waits.suspended(condition, Fresh(waits.id(), "a"), Fresh(waits.id(), "b"))
+    condition = AllConditions(
+        (Single("a", ByName("go")), Count(2, CountKind.DISTINCT_WAITPOINTS, ("a", "b"), ByName("ok")))
+    )
+    held, a = await waits.suspended(condition, FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b"))
     e, [b] = held.execution_id, a.additional_waitpoints
     played = (
         (a, "noise", "signal_ignored_matcher_failed", (1, 0)),
@@ -108,7 +110,7 @@ async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
         (b, "ok", SATISFIED, (2, 1)),
     )
     for place, name, effect, counted in played:
-        play.clock.pass_ms(1)
+        play.clock.advance_ms(1)
         assert await waits.effect(e, name, place) == effect
         record = await waits.record(e, place.waitpoint_id)
         assert (record.signal_count, record.matched_signal_count, record.last_signal_at) == (*counted, play.now)
@@ -120,14 +122,17 @@ async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
 
 
 async def test_a_condition_that_names_other_places_ignores_the_signal(play: Play, waits: Waits) -> None:
-    for condition in (count(1, CountKind.DISTINCT_SIGNALS, "x"), AllOf((OperatorOnly(), Single("x"), TimeoutOnly()))):
+    for condition in (
+        count(1, CountKind.DISTINCT_SIGNALS, "x"),
+        AllConditions((OperatorOnly(), Single("x"), TimeoutOnly())),
+    ):
         held, p = await waits.suspended(condition, timeout_at=play.now + DAY)
         assert await waits.effect(held.execution_id, "go", p) == "signal_ignored_not_in_condition"
         assert (await waits.record(held.execution_id, p.waitpoint_id)).matched_signal_count == 0
 
 
 async def test_a_true_count_goes_on_counting(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllOf((count(1), Single("k", ByName("go")))))
+    held, p = await waits.suspended(AllConditions((count(1), Single("k", ByName("go")))))
     e = held.execution_id
 
     assert [await waits.effect(e, "x", p, source) for source in ("ana", "bo", "bo")] == [APPENDED, APPENDED, REPEATED]
@@ -155,7 +160,7 @@ async def test_distinct_signals_are_told_apart_by_their_ids(play: Play, waits: W
 async def test_repeated_approvals_are_one_source(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(count(2))
 
-    async def approve(suffix: str, ttl: int = DAY) -> Accepted | Duplicate:
+    async def approve(suffix: str, ttl: int = DAY) -> Accepted | DuplicateDelivery:
         return await play.engine.deliver_approval_signal(
             held.execution_id,
             lane_id="default",
@@ -168,7 +173,7 @@ async def test_repeated_approvals_are_one_source(play: Play, waits: Waits) -> No
     first = await approve("a")
     assert isinstance(first, Accepted)
     assert first.effect == APPENDED
-    assert await approve("a") == Duplicate(first.signal_id)
+    assert await approve("a") == DuplicateDelivery(first.signal_id)
     for suffix, ttl in (("b", DAY), ("a", 0)):
         again = await approve(suffix, ttl)
         assert isinstance(again, Accepted)
@@ -200,10 +205,10 @@ async def test_a_signal_is_kept_as_it_was_sent(play: Play, waits: Waits) -> None
 
 async def spoil(engine: Engine, keys: list[SigningKey]) -> None:
     """The keystore's rows, written past every rule."""
-    [[root]] = (await engine.store.load([Want(Keystore, (0,))])).rows
+    [[root]] = (await engine.store.load([Read(Keystore, (0,))])).rows
     change = Change(
         guards=(Guard(Keystore, (0,), root.revision),),
-        writes=(Put(Keystore(0, root.current_kid)), *(Put(key) for key in keys)),
+        writes=(Upsert(Keystore(0, root.current_kid)), *(Upsert(key) for key in keys)),
         id=engine.minter.change_id(),
     )
     assert await engine.store.commit([change]) != [None]
@@ -233,7 +238,7 @@ async def test_a_keystore_that_cannot_be_used_refuses_and_stamps(
 ) -> None:
     held, p = await waits.suspended()
     await spoil(play.engine, keys)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
     for token in (p.waitpoint_token.reveal(), "k1:" + "0" * 64):
         with pytest.raises(kind) as refusal:
@@ -248,17 +253,17 @@ async def test_a_keystore_that_cannot_be_used_refuses_and_stamps(
 
 
 async def test_nothing_happens_to_a_suspension_before_its_time_and_at_it_everything(play: Play, waits: Waits) -> None:
-    a, b = Fresh(waits.id(), "a"), Fresh(waits.id(), "b")
-    held, p = await waits.suspended(AllOf((Single("a"), Single("b"))), a, b, timeout_at=play.now + 100)
+    a, b = FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b")
+    held, p = await waits.suspended(AllConditions((Single("a"), Single("b"))), a, b, timeout_at=play.now + 100)
     e = held.execution_id
-    play.clock.pass_ms(99)
+    play.clock.advance_ms(99)
     async with play.untouched():
-        assert await play.engine.expire_suspension(e) is Expiry.NOT_DUE
+        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
         assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
     assert await waits.effect(e, "go", p) == APPENDED
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
 
-    assert await play.engine.expire_suspension(e) is Expiry.FAILED
+    assert await play.engine.expire_suspension(e) is SuspensionExpiry.FAILED
 
     for one in (a, b):
         record = await waits.record(e, one.waitpoint_id)
@@ -268,17 +273,17 @@ async def test_nothing_happens_to_a_suspension_before_its_time_and_at_it_everyth
     row = await play.sheet(e)
     assert (row.current_suspension_id, row.current_waitpoint_id) == (None, None)
     async with play.untouched():
-        assert await play.engine.expire_suspension(e) is Expiry.NOT_SUSPENDED
-        assert await play.engine.expire_suspension(play.engine.new_execution_id()) is Expiry.NOT_SUSPENDED
+        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_SUSPENDED
+        assert await play.engine.expire_suspension(play.engine.new_execution_id()) is SuspensionExpiry.NOT_SUSPENDED
     assert await waits.engine.observe_signals(held.handle) == []
 
 
 async def test_an_escalated_suspension_times_out_no_more_and_is_resumed_as_ever(play: Play, waits: Waits) -> None:
     held, _ = await waits.suspended(timeout_at=play.now, timeout_behavior=TimeoutBehavior.ESCALATE)
     e = held.execution_id
-    assert await play.engine.expire_suspension(e) is Expiry.ESCALATED
+    assert await play.engine.expire_suspension(e) is SuspensionExpiry.ESCALATED
     async with play.untouched():
-        assert await play.engine.expire_suspension(e) is Expiry.NOT_DUE
+        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
     root = await play.engine.describe_suspension(e)
     assert root is not None
     assert (root.timeout_at, root.timeout_behavior, root.closed_at) == (None, None, None)
@@ -297,7 +302,7 @@ async def test_only_the_pair_of_execution_and_partition_finds_a_token(play: Play
     assert await read(here, waits.id()) is None
     pending = await play.engine.create_waitpoint((await play.claimed()).handle, "k", 10)
     assert await read(here, pending.waitpoint_id) == pending.token
-    play.clock.pass_ms(10)
+    play.clock.advance_ms(10)
     assert await read(here, pending.waitpoint_id) is None
     for bad in ("{b:1}", "nonsense", -1, 70_000, None):
         with pytest.raises(errors.InvalidInput):
@@ -316,7 +321,7 @@ async def test_waitpoints_are_made_pending_and_unlike_each_other(play: Play, wai
         assert (entry.waitpoint_key, entry.created_at, entry.expires_at) == ("same", play.now, play.now + 1000)
     assert await waits.effect(held.execution_id, "go", one, idempotency_key="i") == BUFFERED
     assert await waits.effect(held.execution_id, "go", two, idempotency_key="i") == BUFFERED
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     assert (await play.engine.list_pending_waitpoints(held.execution_id)).entries == []
     assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 2
     record = await waits.record(held.execution_id, one.waitpoint_id)

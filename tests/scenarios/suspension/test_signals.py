@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.model.condition import AllOf, OperatorOnly, Single
-from flowfabric.rules.suspension.arguments import Fresh, ResumePolicy
-from flowfabric.rules.suspension.signals import Accepted, Duplicate
+from flowfabric.model.condition import AllConditions, OperatorOnly, Single
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from tests.scenarios.play import RESUMABLE, Play
 from tests.scenarios.waits import ANY, APPENDED, BUFFERED, NO_OP, SATISFIED, Waits, count, named
 
@@ -20,15 +20,15 @@ async def test_ss_033_retry_of_the_resuming_signal(play: Play, waits: Waits) -> 
     first = await waits.send(e, "go", p, idempotency_key="i1")
     assert isinstance(first, Accepted)
 
-    assert await waits.send(e, "go", p, idempotency_key="i1") == Duplicate(first.signal_id)
+    assert await waits.send(e, "go", p, idempotency_key="i1") == DuplicateDelivery(first.signal_id)
     assert await play.vector(e) == RESUMABLE
     async with play.refused(errors.TargetNotSignalable):
         await waits.send(e, "go", p)
 
 
 async def test_ss_034_dedup_scope_and_ttl(play: Play, waits: Waits) -> None:
-    never = AllOf((Single("x"), Single("y"), OperatorOnly()))
-    held, x = await waits.suspended(never, Fresh(waits.id(), "x"), Fresh(waits.id(), "y"))
+    never = AllConditions((Single("x"), Single("y"), OperatorOnly()))
+    held, x = await waits.suspended(never, FreshWaitpoint(waits.id(), "x"), FreshWaitpoint(waits.id(), "y"))
     e, [y] = held.execution_id, x.additional_waitpoints
 
     assert await waits.effect(e, "go", x, idempotency_key="i") == APPENDED
@@ -37,9 +37,9 @@ async def test_ss_034_dedup_scope_and_ttl(play: Play, waits: Waits) -> None:
     assert await waits.effect(e, "go", x, idempotency_key="i", dedup_ttl_ms=0) == repeated
 
     assert await waits.effect(e, "go", x, idempotency_key="j", dedup_ttl_ms=1000) == repeated
-    play.clock.pass_ms(999)
-    assert isinstance(await waits.send(e, "go", x, idempotency_key="j"), Duplicate)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(999)
+    assert isinstance(await waits.send(e, "go", x, idempotency_key="j"), DuplicateDelivery)
+    play.clock.advance_ms(1)
     assert await waits.effect(e, "go", x, idempotency_key="j") == repeated
 
 
@@ -47,7 +47,7 @@ async def test_ss_035_signal_cap(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(OperatorOnly())
     e = held.execution_id
     assert await waits.effect(e, "a", p, max_signals_per_execution=2, idempotency_key="i") == NO_OP
-    assert isinstance(await waits.send(e, "a", p, max_signals_per_execution=2, idempotency_key="i"), Duplicate)
+    assert isinstance(await waits.send(e, "a", p, max_signals_per_execution=2, idempotency_key="i"), DuplicateDelivery)
     assert await waits.effect(e, "b", p, max_signals_per_execution=2) == NO_OP
 
     async with play.refused(errors.SignalLimitExceeded):
@@ -93,13 +93,13 @@ async def test_ss_037_resume_delay(play: Play, waits: Waits) -> None:
     )
     async with play.refused(errors.ExecutionNotLeaseable):
         await play.resume(e)
-    play.clock.pass_ms(4999)
+    play.clock.advance_ms(4999)
     assert await play.pull() is None
     async with play.refused(errors.ExecutionNotEligible):
         await play.grant(e)
     async with play.refused(errors.ExecutionNotLeaseable):
         await play.resume(e)
-    play.clock.pass_ms(1)
+    play.clock.advance_ms(1)
     await play.promoted(e)
     assert await play.vector(e) == RESUMABLE
     assert (await play.resumed(e)).attempt_id == held.attempt_id
@@ -115,7 +115,7 @@ async def test_ss_038_approval_signal(play: Play, waits: Waits) -> None:
 
     async def approve(
         execution: str = e, lane: str = "default", waitpoint: str = p.waitpoint_id
-    ) -> Accepted | Duplicate:
+    ) -> Accepted | DuplicateDelivery:
         return await play.engine.deliver_approval_signal(
             execution,
             lane_id=lane,
@@ -134,7 +134,7 @@ async def test_ss_038_approval_signal(play: Play, waits: Waits) -> None:
     first = await approve()
     assert isinstance(first, Accepted)
     assert first.effect == SATISFIED
-    assert await approve() == Duplicate(first.signal_id)
+    assert await approve() == DuplicateDelivery(first.signal_id)
     again = await play.resumed(e)
     [seen] = await play.engine.observe_signals(again.handle)
     assert (seen.signal_category, seen.source_type, seen.source_identity) == ("approval", "operator", "")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.handles import Handle, HandleKind
-from flowfabric.model.condition import AllOf, ByName, Condition, Single, TimeoutOnly
+from flowfabric.model.condition import AllConditions, ByName, Condition, Single, TimeoutOnly
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.suspension.arguments import Binding, Fresh, UsePending
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint, WaitpointBinding
 from tests.scenarios.functions import Function, closed, opened
 from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Play, fence_of
 from tests.scenarios.waits import ANY, APPENDED, SATISFIED, SUSPENDED, Waits, named
@@ -25,7 +25,9 @@ EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 async def test_ss_001_fresh_suspend_happy_path(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e, p = held.execution_id, waits.id()
-    args = waits.args(named("approve", key=f"wpk:{p}"), Fresh(p, f"wpk:{p}"), reason_code="waiting_for_approval")
+    args = waits.args(
+        named("approve", key=f"wpk:{p}"), FreshWaitpoint(p, f"wpk:{p}"), reason_code="waiting_for_approval"
+    )
 
     outcome = await play.engine.suspend(held.handle, args)
 
@@ -80,14 +82,14 @@ async def test_ss_002_suspended_kind_handle_is_refused_first(play: Play, waits: 
         (Single("wpk:B"), ("wpk:A",), "waitpoint_key_mismatch"),
         (TimeoutOnly(), ("k",), "timeout_only_without_deadline"),
         (Single("k", ByName("")), ("k",), EMPTY_NAME),
-        (AllOf((Single("k", ByName("")),)), ("k",), EMPTY_NAME),
+        (AllConditions((Single("k", ByName("")),)), ("k",), EMPTY_NAME),
     ],
 )
 async def test_ss_003_argument_validation(
     play: Play, waits: Waits, condition: Condition, bindings: tuple[str, ...], detail: str
 ) -> None:
     held = await play.claimed()
-    fresh = tuple(Fresh(waits.id(), key) for key in bindings)
+    fresh = tuple(FreshWaitpoint(waits.id(), key) for key in bindings)
 
     async with play.refused(errors.InvalidInput, detail):
         await play.engine.suspend(held.handle, waits.args(condition, waitpoints=fresh))
@@ -107,19 +109,21 @@ async def test_ss_004_past_deadline_tolerance(play: Play, waits: Waits) -> None:
 @pytest.mark.parametrize(
     ("keys", "condition", "detail"),
     [
-        (("a", "b"), AllOf((Single("a"), Single("c"))), "referenced_waitpoint_key_missing_binding: c"),
-        (("a", "b"), AllOf((Single("a"),)), "extra_binding_not_referenced_by_condition: b"),
-        (("a", ""), AllOf((Single("a"),)), "additional_waitpoint_binding_empty_key at waitpoints[1]"),
-        (("a", None), AllOf((Single("a"),)), "additional_waitpoint_binding_must_be_fresh at waitpoints[1]"),
-        ((None, "b"), AllOf((Single("b"),)), "use_pending_with_extras_unsupported"),
-        (("a", "a"), AllOf((Single("a"),)), "duplicate_waitpoint_binding: a"),
+        (("a", "b"), AllConditions((Single("a"), Single("c"))), "referenced_waitpoint_key_missing_binding: c"),
+        (("a", "b"), AllConditions((Single("a"),)), "extra_binding_not_referenced_by_condition: b"),
+        (("a", ""), AllConditions((Single("a"),)), "additional_waitpoint_binding_empty_key at waitpoints[1]"),
+        (("a", None), AllConditions((Single("a"),)), "additional_waitpoint_binding_must_be_fresh at waitpoints[1]"),
+        ((None, "b"), AllConditions((Single("b"),)), "use_pending_with_extras_unsupported"),
+        (("a", "a"), AllConditions((Single("a"),)), "duplicate_waitpoint_binding: a"),
     ],
 )
 async def test_ss_005_multi_binding_cross_checks(
     play: Play, waits: Waits, keys: tuple[str | None, ...], condition: Condition, detail: str
 ) -> None:
     held = await play.claimed()
-    bindings: list[Binding] = [UsePending(waits.id()) if key is None else Fresh(waits.id(), key) for key in keys]
+    bindings: list[WaitpointBinding] = [
+        UsePendingWaitpoint(waits.id()) if key is None else FreshWaitpoint(waits.id(), key) for key in keys
+    ]
 
     async with play.refused(errors.InvalidInput, detail):
         await play.engine.suspend(held.handle, waits.args(condition, *bindings))
@@ -129,8 +133,8 @@ async def test_ss_005_two_bindings_never_share_an_id(play: Play, waits: Waits) -
     held, p = await play.claimed(), waits.id()
 
     async with play.refused(errors.InvalidInput, "duplicate_waitpoint_binding: b"):
-        both = AllOf((Single("a"), Single("b")))
-        await play.engine.suspend(held.handle, waits.args(both, Fresh(p, "a"), Fresh(p, "b")))
+        both = AllConditions((Single("a"), Single("b")))
+        await play.engine.suspend(held.handle, waits.args(both, FreshWaitpoint(p, "a"), FreshWaitpoint(p, "b")))
 
 
 async def test_ss_006_second_suspend_without_key(play: Play, waits: Waits) -> None:
@@ -147,7 +151,7 @@ async def test_ss_007_dedup_replay(play: Play, waits: Waits) -> None:
     first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
 
     async with play.untouched():
-        other = waits.args(named("else", key="z"), Fresh(waits.id(), "z"), idempotency_key="K")
+        other = waits.args(named("else", key="z"), FreshWaitpoint(waits.id(), "z"), idempotency_key="K")
         again = await play.engine.suspend(held.handle, other)
 
     assert again == first
@@ -197,7 +201,7 @@ async def test_ss_009_dedup_ttl(play: Play, waits: Waits) -> None:
 
     lasting = await play.claimed()
     kept = await play.engine.suspend(lasting.handle, waits.args(idempotency_key="K"))
-    play.clock.pass_ms(6 * 24 * 3600 * 1000)
+    play.clock.advance_ms(6 * 24 * 3600 * 1000)
     assert await play.engine.suspend(lasting.handle, waits.args(idempotency_key="K")) == kept
 
 
@@ -205,7 +209,7 @@ async def test_ss_010_expired_lease_is_marked(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.engine.append_frame(held.handle, b"one")
-    play.clock.pass_ms(LEASE_MS + 1)
+    play.clock.advance_ms(LEASE_MS + 1)
 
     with pytest.raises(errors.LeaseExpired):
         await play.engine.suspend(held.handle, waits.args())
@@ -240,10 +244,10 @@ async def test_a_suspension_takes_the_place_of_the_one_before_and_leaves_what_is
     gate = opened(await function.approval())
     first = await waits.suspend(function.held, reason_code="waiting_for_approval", timeout_at=t + 60_000)
     assert await waits.effect(e, "go", first) == SATISFIED
-    play.clock.pass_ms(7)
+    play.clock.advance_ms(7)
     await function.go_on()
 
-    second = await waits.suspend(function.held, Single("j"), Fresh(waits.id(), "j"))
+    second = await waits.suspend(function.held, Single("j"), FreshWaitpoint(waits.id(), "j"))
 
     record = await play.engine.describe_suspension(e)
     assert record is not None
@@ -263,7 +267,7 @@ async def test_a_wait_on_a_waitpoint_that_was_signalled_before_knows_when(play: 
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     await waits.effect(held.execution_id, "early", pending)
     signalled = play.now
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
 
     await waits.on_pending(held, pending, named("go", key="kp"))
 
@@ -293,7 +297,7 @@ async def test_suspend_by_triple_is_fenced_like_a_handle(play: Play, waits: Wait
 async def test_a_waitpoint_id_that_is_open_cannot_be_used_again(play: Play, waits: Waits) -> None:
     held, details = await waits.suspended()
     other = await play.claimed()
-    taken = Fresh(details.waitpoint_id, "k")
+    taken = FreshWaitpoint(details.waitpoint_id, "k")
 
     async with play.refused(errors.WaitpointAlreadyExists):
         await play.engine.suspend(other.handle, waits.args(ANY, taken))
@@ -320,9 +324,11 @@ async def test_a_suspend_that_was_satisfied_before_it_began_leaves_no_wait_behin
     await waits.effect(e, "go", pending)
     timed: dict[str, Any] = {"timeout_at": t + 1000, "timeout_behavior": TimeoutBehavior.FAIL}
 
-    answer = await play.engine.suspend(held.handle, waits.args(Single("kp"), UsePending(pending.waitpoint_id), **timed))
+    answer = await play.engine.suspend(
+        held.handle, waits.args(Single("kp"), UsePendingWaitpoint(pending.waitpoint_id), **timed)
+    )
 
-    assert isinstance(answer, AlreadySatisfied)
+    assert isinstance(answer, ConditionAlreadySatisfied)
     record = await play.engine.describe_suspension(e)
     assert record is not None
     assert (record.satisfied_at, record.closed_at, record.close_reason) == (t, t, "resumed")

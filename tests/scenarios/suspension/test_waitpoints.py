@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flowfabric import errors
-from flowfabric.engine.operations.suspensions import AlreadySatisfied, Suspended
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.model.answers.execution import Completed
-from flowfabric.model.condition import AllOf, CountKind, Single
-from flowfabric.rules.suspension.arguments import Fresh, UsePending
+from flowfabric.model.condition import AllConditions, CountKind, Single
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint
 from tests.scenarios.play import ACTIVE, LEASE_MS, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, partition, plain
 
@@ -17,7 +17,7 @@ async def test_ss_020_pending_then_activate(play: Play, waits: Waits) -> None:
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     assert (await waits.record(e, pending.waitpoint_id)).state == "pending"
 
-    play.clock.pass_ms(5)
+    play.clock.advance_ms(5)
     outcome = await waits.on_pending(held, pending, Single("kp"), timeout_at=play.now + 90_000)
 
     assert isinstance(outcome, Suspended)
@@ -26,7 +26,7 @@ async def test_ss_020_pending_then_activate(play: Play, waits: Waits) -> None:
     assert details.waitpoint_token == pending.token
     record = await waits.record(e, pending.waitpoint_id)
     assert (record.state, record.activated_at, record.expires_at) == ("active", play.now, play.now + 90_000)
-    play.clock.pass_ms(60_000)  # its own deadline as a pending one means nothing any more
+    play.clock.advance_ms(60_000)  # its own deadline as a pending one means nothing any more
     assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 0
     assert await waits.effect(e, "go", pending) == SATISFIED
 
@@ -40,7 +40,7 @@ async def test_ss_021_buffered_signal_satisfies(play: Play, waits: Waits) -> Non
 
     outcome = await waits.on_pending(held, pending, named("callback", key="kp"))
 
-    assert isinstance(outcome, AlreadySatisfied)
+    assert isinstance(outcome, ConditionAlreadySatisfied)
     details = outcome.details
     assert (details.waitpoint_id, details.waitpoint_key) == (pending.waitpoint_id, "kp")
     assert (details.waitpoint_token, details.additional_waitpoints) == (pending.token, [])
@@ -62,7 +62,7 @@ async def test_ss_021_a_composite_is_satisfied_from_the_buffer_too(play: Play, w
 
     outcome = await waits.on_pending(held, pending, named("a", "b", key="kp"))
 
-    assert isinstance(outcome, AlreadySatisfied)
+    assert isinstance(outcome, ConditionAlreadySatisfied)
     observed = await play.engine.observe_signals(held.handle)
     assert [signal.signal_name for signal in observed] == ["a", "b"]
 
@@ -86,7 +86,7 @@ async def test_ss_023_pending_expiry(play: Play, waits: Waits) -> None:
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
     assert await waits.effect(e, "go", pending) == BUFFERED
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     for swept in (False, True):
         async with play.refused(errors.WaitpointClosed):
@@ -110,7 +110,7 @@ async def test_ss_023_one_that_was_closed_by_hand_is_too_late_too_once_its_time_
     await play.engine.close_waitpoint(pending.waitpoint_id)
     async with play.refused(errors.WaitpointNotPending):
         await waits.on_pending(held, pending, Single("kp"))
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
 
     async with play.refused(errors.PendingWaitpointExpired):
         await waits.on_pending(held, pending, Single("kp"))
@@ -121,7 +121,7 @@ async def test_ss_023_one_that_was_closed_by_hand_is_too_late_too_once_its_time_
 async def test_ss_023_one_millisecond_earlier_it_is_open(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
-    play.clock.pass_ms(999)
+    play.clock.advance_ms(999)
 
     assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 0
     assert await waits.effect(held.execution_id, "go", pending) == BUFFERED
@@ -163,7 +163,7 @@ async def test_ss_025_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, 
     held = await play.claimed()
     e = held.execution_id
     extra = await play.engine.create_waitpoint(held.handle, "extra", 60_000)
-    fresh = [Fresh(waits.id(), f"k{n}") for n in range(1000)]
+    fresh = [FreshWaitpoint(waits.id(), f"k{n}") for n in range(1000)]
     keys = [one.waitpoint_key for one in fresh]
     await waits.suspend(held, count(1, CountKind.DISTINCT_SIGNALS, *keys), *fresh)
     order = sorted([extra.waitpoint_id, *(one.waitpoint_id for one in fresh)])
@@ -191,8 +191,8 @@ async def test_ss_025_waitpoints_that_closed_with_their_suspension_are_passed_ov
 
 
 async def test_closing_an_active_waitpoint_wakes_nobody_and_refuses_signals(play: Play, waits: Waits) -> None:
-    both = AllOf((Single("a"), Single("b")))
-    held, a = await waits.suspended(both, Fresh(waits.id(), "a"), Fresh(waits.id(), "b"))
+    both = AllConditions((Single("a"), Single("b")))
+    held, a = await waits.suspended(both, FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b"))
     e, [b] = held.execution_id, a.additional_waitpoints
     before = await play.vector(e)
 
@@ -229,17 +229,17 @@ async def test_a_pending_waitpoint_of_another_partition_is_another_execution_s(p
 
     async with play.refused(errors.InvalidWaitpointForExecution):
         await waits.on_pending(other, pending, Single("kp"))
-    play.clock.pass_ms(1000)
+    play.clock.advance_ms(1000)
     async with play.refused(errors.PendingWaitpointExpired):
         await waits.on_pending(other, pending, Single("kp"))
     async with play.refused(errors.WaitpointNotFound):
-        await play.engine.suspend(other.handle, waits.args(Single("kp"), UsePending(waits.id())))
+        await play.engine.suspend(other.handle, waits.args(Single("kp"), UsePendingWaitpoint(waits.id())))
 
 
 async def test_a_waitpoint_is_made_only_under_a_live_lease(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
-    play.clock.pass_ms(LEASE_MS)
+    play.clock.advance_ms(LEASE_MS)
     async with play.refused(errors.LeaseExpired):
         await play.engine.create_waitpoint(held.handle, "k", 1000)
     await play.engine.mark_lease_expired_if_due(e)

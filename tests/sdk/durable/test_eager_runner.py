@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from flowfabric.sdk.worker.eager_runner import Turns
+from flowfabric.sdk.worker.eager_runner import EagerRunner
 from tests.sdk.conftest import until_so
 
 Handler = Callable[[], Awaitable[None]]
@@ -24,7 +24,7 @@ class Stage:
         self.handlers = handlers
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.over: list[int] = []
-        self.turns = Turns(self._call)
+        self.turns = EagerRunner(self._call)
 
     def begin(self) -> None:
         self.turns.add(range(len(self.handlers)))
@@ -185,7 +185,7 @@ async def test_the_others_go_on_when_one_is_torn_down() -> None:
 async def test_one_that_is_dropped_before_its_turn_never_begins() -> None:
     stage = Stage(passes, passes, passes)
     stage.begin()
-    stage.turns.drop(1)
+    stage.turns.discard(1)
     await until_so(lambda: len(stage.over) == 2)
     await asyncio.sleep(0)
     assert stage.over == [0, 2]

@@ -9,13 +9,13 @@ import pytest
 from flowfabric import Context, Fabric, Reset, Retry, RetryAfter, Run, current
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.durable import output
-from flowfabric.sdk.run import Frame
+from flowfabric.sdk.run import OutputFrame
 from flowfabric.testing import World
 from tests.sdk.conftest import until, working
 
 
 async def texts(run: Run[Any]) -> list[str]:
-    return [frame.text async for frame in run.stream("answer") if isinstance(frame, Frame)]
+    return [frame.text async for frame in run.stream("answer") if isinstance(frame, OutputFrame)]
 
 
 async def until_it_waits(run: Run[Any]) -> None:
@@ -65,7 +65,7 @@ async def test_a_plain_function_does_not_either(app: Fabric) -> None:
 
 
 async def test_each_branch_and_each_output_is_counted_on_its_own(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PAGE", 2)  # so that there is more than one
+    monkeypatch.setattr(output, "PAGE_SIZE", 2)  # so that there is more than one
 
     @app.task
     async def talk(ctx: Context) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric import Context, Fabric, RetryAfter
 from flowfabric.model.change import Change
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.conftest import STORES
 from tests.sdk.conftest import until_so, working
 
@@ -25,13 +25,13 @@ class Trips:
         self._commit, self._load = store.commit, store.load
         monkeypatch.setattr(store, "commit", self._committing)
         monkeypatch.setattr(store, "load", self._loading)
-        monkeypatch.setattr(store, "peek", lambda _: None)
+        monkeypatch.setattr(store, "try_load_now", lambda _: None)
 
     async def _committing(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> Any:
         self.commits += {str(guard.key[0]) for change in changes for guard in change.guards}
         return await self._commit(changes, hint)
 
-    async def _loading(self, wants: Sequence[Want]) -> Any:
+    async def _loading(self, wants: Sequence[Read]) -> Any:
         self.loads += {str(want.key[0]) for want in wants}
         return await self._load(wants)
 

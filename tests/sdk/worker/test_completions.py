@@ -16,7 +16,7 @@ from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.rules import validation
 from flowfabric.sdk.worker.outcome import Outcome
-from flowfabric.sdk.worker.runner import Attempts
+from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
 from tests.conftest import STORES
 from tests.sdk.conftest import until, until_so, working
@@ -31,7 +31,7 @@ def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[in
     commit = store.commit
 
     async def committing(changes: Sequence[Change], *hint: Any) -> list[int | None]:
-        if ends := sum(change.form is not None for change in changes):
+        if ends := sum(change.template is not None for change in changes):
             await before(ends)
         result: list[int | None] = await commit(changes, *hint)
         return result
@@ -148,7 +148,7 @@ async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
     watch_ends(engine.store, monkeypatch, hold)
     async with working(app, slots=2):
         await until_so(lambda: len(started) == 6)
-        await until_so(lambda: engine.meters.counted("ff_worker_at_capacity") > 0)
+        await until_so(lambda: engine.metrics.counter_value("ff_worker_at_capacity") > 0)
         for _ in range(10):  # as often as this, it could have taken more
             assert await engine.claim("another", worker_id="w", worker_instance_id="w-1") is None
         assert len(started) == 6, "two rounds are not told, and the third one was begun when there was one less"
@@ -243,11 +243,17 @@ async def test_an_attempt_that_is_cancelled_ends_once_whether_or_not_it_had_begu
 
     ended: list[tuple[Claimed, Outcome | None]] = []
     engine = await file_app.engine()
-    attempts = Attempts(file_app, engine, until=lambda _: 0, ended=lambda *told: ended.append(told), freed=lambda: None)
+    attempts = AttemptRunner(
+        file_app,
+        engine,
+        lease_expires_at=lambda _: 0,
+        on_outcome=lambda *told: ended.append(told),
+        on_slot_freed=lambda: None,
+    )
     await endless.submit()
     claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
     assert claimed is not None
-    [own] = attempts.begin([claimed])
+    [own] = attempts.start([claimed])
     if begun:
         await until_so(lambda: bool(ran))
     attempts.cancel(own, "lease lost")

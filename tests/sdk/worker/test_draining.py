@@ -9,7 +9,7 @@ from typing import Any
 
 from flowfabric import Fabric, Run
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.worker.worker import FAREWELL_S, Worker
+from flowfabric.sdk.worker.worker import SHUTDOWN_TIMEOUT_S, Worker
 from flowfabric.testing import World
 from tests.sdk import service
 from tests.sdk.conftest import until, until_so, working
@@ -106,7 +106,7 @@ async def test_a_store_that_is_away_does_not_keep_a_worker_from_ending() -> None
         worker.stop()
         told_at = world.now_ms()
         await working
-        assert world.now_ms() - told_at <= 1000 + 2 * 1000 * FAREWELL_S, "to take leave, and to close"
+        assert world.now_ms() - told_at <= 1000 + 2 * 1000 * SHUTDOWN_TIMEOUT_S, "to take leave, and to close"
 
 
 async def _is_claimable_as_the_same_attempt(app: Fabric, run: Run[Any]) -> None:

@@ -13,8 +13,8 @@ from flowfabric import Context, Fabric, errors
 from flowfabric.engine.types import GateArgs
 from flowfabric.model.gate import GateKind
 from flowfabric.sdk.worker import worker as worker_page
-from flowfabric.sdk.worker.heartbeat import Leases
-from flowfabric.sdk.worker.registration import Presence
+from flowfabric.sdk.worker.heartbeat import HeldLeases
+from flowfabric.sdk.worker.registration import WorkerRegistrar
 from flowfabric.sdk.worker.worker import Worker
 from tests.client.serving import Serving
 from tests.sdk.conftest import until_so, working
@@ -31,7 +31,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
         self.parked, self.renewed = asyncio.Event(), asyncio.Event()
-        loop, park, renew = asyncio.get_running_loop(), kind.park, Leases.renew
+        loop, park, renew = asyncio.get_running_loop(), kind.park, HeldLeases.renew_all
 
         async def slow(engine: Any, *given: Any, **ways: Any) -> Any:
             answer = await park(engine, *given, **ways)
@@ -41,7 +41,7 @@ class Slow:
                 await asyncio.sleep(0)  # what the renewal found out comes first
             return answer
 
-        async def noted(leases: Leases, *given: Any) -> Any:
+        async def noted(leases: HeldLeases, *given: Any) -> Any:
             is_after = self.parked.is_set()
             lost = await renew(leases, *given)
             if is_after:
@@ -49,7 +49,7 @@ class Slow:
             return lost
 
         monkeypatch.setattr(kind, "park", slow)
-        monkeypatch.setattr(Leases, "renew", noted)
+        monkeypatch.setattr(HeldLeases, "renew", noted)
 
 
 async def test_a_renewal_that_races_a_park_is_no_loss(
@@ -74,7 +74,7 @@ async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
     app: Fabric, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """A budget may suspend a run while its handler goes on: the handler is cancelled, a moment later."""
-    monkeypatch.setattr(worker_page, "OWN_PARK_S", 0.1)
+    monkeypatch.setattr(worker_page, "PARK_ANSWER_S", 0.1)
     begun, cancelled = asyncio.Event(), asyncio.Event()
     handles: list[Any] = []
 
@@ -168,15 +168,15 @@ async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log
 async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
     database: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    announce, calls = Presence.announce, list[int]()
+    announce, calls = WorkerRegistrar.register, list[int]()
 
-    async def broken(presence: Presence, engine: Any) -> None:
+    async def broken(presence: WorkerRegistrar, engine: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
             raise errors.StoreUnavailable("connection was closed in the middle of operation", source="transport")
         await announce(presence, engine)
 
-    monkeypatch.setattr(Presence, "announce", broken)
+    monkeypatch.setattr(WorkerRegistrar, "announce", broken)
     app = Fabric(database)
 
     @app.task
@@ -191,7 +191,7 @@ async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
 async def test_a_worker_that_is_told_to_stop_before_its_store_is_there_stops(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flowfabric.client.engine.FIRST_PATIENCE_S", 0.05)
+    monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.05)
     app = Fabric(Serving("sqlite:///nowhere.db").url)
 
     @app.task

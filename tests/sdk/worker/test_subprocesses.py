@@ -108,7 +108,7 @@ async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
     may_begin = threading.Event()
     begin = subprocesses._Cell.begin
 
-    def slow(cell: subprocesses._Cell, order: subprocesses.Order) -> bool:
+    def slow(cell: subprocesses._Cell, order: subprocesses.SubprocessCall) -> bool:
         return may_begin.wait(30) and begin(cell, order)
 
     monkeypatch.setattr(subprocesses._Cell, "begin", slow)
@@ -132,7 +132,7 @@ async def test_a_process_that_never_begins_is_killed(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr(subprocesses, "START_S", 0.2)
+    monkeypatch.setattr(subprocesses, "START_TIMEOUT_S", 0.2)
     monkeypatch.setattr(subprocesses._Cell, "begin", lambda *_: over.wait(30) and False)
     async with working(local):
         run = await service.stubborn.submit(str(tmp_path / "pid"))

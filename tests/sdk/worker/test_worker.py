@@ -53,7 +53,7 @@ async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
     commit, may_land = store.commit, asyncio.Event()
 
     async def slow(changes: Sequence[Change], *hint: Any) -> list[int | None]:
-        if any(change.form is not None for change in changes):
+        if any(change.template is not None for change in changes):
             await may_land.wait()
         return await commit(changes, *hint)
 
@@ -80,7 +80,7 @@ async def test_a_worker_without_a_free_slot_says_so_to_whoever_counts(app: Fabri
     run = await work.submit()
 
     async def is_full() -> bool:
-        return engine.meters.counted("ff_worker_at_capacity") > 0
+        return engine.metrics.counter_value("ff_worker_at_capacity") > 0
 
     async with working(app, slots=1):
         await until(is_full)

@@ -14,8 +14,8 @@ from flowfabric import Context, Fabric, InvalidInput, Run
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.rules.durable import schema_limits
-from flowfabric.rules.durable.vote_schema import ask_tag
-from flowfabric.rules.execution.tags import write_tags
+from flowfabric.rules.durable.vote_schema import schema_tag
+from flowfabric.rules.execution.tags import encode_tags
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.server.routing import SIGNAL_LIMIT
 from tests.rules.durable.test_schema_limits import BAD, CIRCLES, ODD, choosing
@@ -167,7 +167,7 @@ async def test_a_question_of_yes_or_no_has_two_buttons_and_nothing_is_chosen(app
 
 async def store_tags(ask: Asking, execution_id: str, tags: dict[str, str]) -> None:
     """Store tags as an older release took them, without a check."""
-    patch = Patch(Execution, (execution_id,), {"tags": write_tags(tags)})
+    patch = Patch(Execution, (execution_id,), {"tags": encode_tags(tags)})
     change = Change(guards=(), writes=(patch,), id=ask.engine.minter.change_id())
     assert await ask.engine.store.commit([change]) != [None]
 
@@ -190,7 +190,7 @@ SHOWN = ["[" * 20_000, '{"a":' + "[" * 900 + "]" * 900 + "}", '{"a":' + "9" * 43
 @pytest.mark.parametrize("schema", STORED.values(), ids=STORED)
 async def test_no_stored_schema_makes_a_page_or_a_vote_fail(app: Fabric, ask: Asking, schema: str) -> None:
     async for asked in waiting(app, bool):
-        await store_tags(ask, asked.run.id, {ask_tag("paid"): schema})
+        await store_tags(ask, asked.run.id, {schema_tag("paid"): schema})
         place, _, token = asked.links[0].partition("?token=")
         page = await ask.get(asked.links[0])
         assert (page.status_code, len(page.text) < 128 * 1024) == (200, True)
@@ -237,7 +237,7 @@ async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_anybody_is
 
 
 async def test_a_schema_out_of_bounds_is_refused_on_every_way_in(ask: Asking) -> None:
-    bad = {ask_tag("paid"): msgspec.json.encode(BAD["references"]).decode()}
+    bad = {schema_tag("paid"): msgspec.json.encode(BAD["references"]).decode()}
     execution_id = await ask.created()
     ways = [
         await ask.post("/v1/executions", ask.creation(tags=bad)),
@@ -247,7 +247,7 @@ async def test_a_schema_out_of_bounds_is_refused_on_every_way_in(ask: Asking) ->
     bulk = await ask.post("/v1/executions/bulk", {"executions": [ask.creation(tags=bad)]})
     assert "reserved" in bulk.text
     held = await ask.claimed()
-    handle = await ask.app.handles.sign(held.handle)
+    handle = await ask.app.handle_signer.sign(held.handle)
     answer = await ask.post("/v1/leases/tags", {"handle": handle, "tags": bad})
     assert (answer.status_code, "schema: " in answer.text) == (400, True)
     with pytest.raises(InvalidInput, match="schema: "):

@@ -295,7 +295,7 @@ async def test_ex_063_reclaim_grant_refusals(ask: Asking, clock: ManualClock) ->
     for ttl in (0, 60_001):
         assert (await ask.post(where, reclaim(grant_ttl_ms=ttl))).status_code == 400
 
-    clock.pass_ms(60_000)
+    clock.advance_ms(60_000)
     granted = await ask.post(where, reclaim())
     assert (granted.status_code, granted.json()["status"], granted.json()["lane_id"]) == (200, "granted", "L")
     again = await ask.post(where, reclaim())

@@ -9,8 +9,8 @@ import pytest
 
 from flowfabric.ids import ExecutionId, FlowId, flow_partition, partition_of
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, PendingCancel
-from flowfabric.stores.queries import Want
+from flowfabric.model.flow import CancelBacklog, PendingMemberCancel
+from flowfabric.stores.queries import Read
 from tests.server.asking import NOW, Asking, fresh, path
 
 STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
@@ -56,7 +56,7 @@ async def test_r49_dependent_runs_after_success(ask: Asking) -> None:
     assert held is not None
     assert held.execution_id == a
     await ask.engine.complete(held.handle)
-    await ask.engine.dispatched()
+    await ask.engine.wait_for_dispatch()
 
     assert await ask.state(b) == "waiting"
 
@@ -89,9 +89,12 @@ async def test_s_039_wait_mode_cancels_everybody(ask: Asking) -> None:
     states = {member: await ask.state(member) for member in members}
     assert states.pop(held[0].execution_id) == "completed"
     assert set(states.values()) == {"cancelled"}
-    rows = [rows[0] for rows in (await ask.engine.load([Want(Execution, (name,)) for name in states])).rows]
+    rows = [rows[0] for rows in (await ask.engine.load([Read(Execution, (name,)) for name in states])).rows]
     assert {(row.cancellation_reason, row.cancelled_by) for row in rows} == {("r", "operator_override")}
-    assert (await ask.engine.load((Want(PendingCancel, (flow_id,)), Want(CancelBacklog, (flow_id,))))).rows == [[], []]
+    assert (await ask.engine.load((Read(PendingMemberCancel, (flow_id,)), Read(CancelBacklog, (flow_id,))))).rows == [
+        [],
+        [],
+    ]
 
 
 async def test_a_wait_for_a_cancel_ends_when_the_caller_says_so(ask: Asking) -> None:

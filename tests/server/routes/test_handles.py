@@ -12,17 +12,17 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.handles import Handle, decode
-from flowfabric.model.api_token import Scope
+from flowfabric.handles import Handle, decode_handle
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ServerSettings
-from flowfabric.server.routes import PAGES
-from flowfabric.server.routing import Operation, Subject
+from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.routing import Route, Subject
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
 from tests.server.asking import Asking, path
 from tests.server.routes.test_leases import CLAIMS, claimed, said, wish
 
-HOLDER_ROUTES = [route for page in PAGES for route in page.operations if route.subject is Subject.HANDLE]
+HOLDER_ROUTES = [route for page in ROUTE_GROUPS for route in page.entries if route.subject is Subject.HANDLE]
 UUID = "11111111-1111-4111-8111-111111111111"
 READS = {"observe_signals"}  # it changes nothing, and a suspended holder may ask
 
@@ -40,7 +40,7 @@ def flipped(text: str, place: int) -> str:
     return f"{kind}.{base64.urlsafe_b64encode(bytes(raw)).decode()}"
 
 
-def body_of(route: Operation, handle: str, execution_id: str = "{fp:7}:" + UUID) -> dict[str, Any]:
+def body_of(route: Route, handle: str, execution_id: str = "{fp:7}:" + UUID) -> dict[str, Any]:
     """A body that each holder route reads without complaint."""
     given: dict[str, Any] = {
         "execution_ids": [execution_id],
@@ -99,11 +99,11 @@ async def test_a_handle_is_its_bytes_followed_by_32_bytes(ask: Asking) -> None:
     work = await claimed(ask)
     raw = base64.urlsafe_b64decode(work["handle"].partition(".")[2])
 
-    assert decode(raw[:-32])[1].lease_id == work["lease_id"]
+    assert decode_handle(raw[:-32])[1].lease_id == work["lease_id"]
 
 
 @pytest.mark.parametrize("route", HOLDER_ROUTES, ids=lambda route: route.name)
-async def test_every_holder_route_refuses_an_unsigned_handle(ask: Asking, route: Operation) -> None:
+async def test_every_holder_route_refuses_an_unsigned_handle(ask: Asking, route: Route) -> None:
     held = await ask.claimed()
     before = await ask.engine.describe_execution(held.execution_id)
     answer = await ask.post(route.path, body_of(route, unsigned(held.handle)))
@@ -115,7 +115,7 @@ async def test_every_holder_route_refuses_an_unsigned_handle(ask: Asking, route:
 @pytest.mark.parametrize(
     "route", [route for route in HOLDER_ROUTES if route.name not in READS], ids=lambda route: route.name
 )
-async def test_every_holder_route_refuses_the_handle_of_an_earlier_lease(ask: Asking, route: Operation) -> None:
+async def test_every_holder_route_refuses_the_handle_of_an_earlier_lease(ask: Asking, route: Route) -> None:
     """The execution waits for a worker again after a second lease: only that one was the last."""
     work = await claimed(ask)
     await said(ask, "delay", work, delay_ms=0)
@@ -136,8 +136,8 @@ def test_every_field_that_takes_or_gives_a_handle_is_known() -> None:
     """A new route with a handle has to go through the server's signer, so it has to be named here."""
     found = {
         (route.name, name)
-        for page in PAGES
-        for route in page.operations
+        for page in ROUTE_GROUPS
+        for route in page.entries
         for name in getattr(route.body, "__struct_fields__", ())
         if "handle" in name and route.subject is not Subject.HANDLE
     }
@@ -178,7 +178,7 @@ async def test_handles_of_a_retired_key_are_good_for_its_grace_and_no_longer(
     work = await claimed(ask)
     await ask.post("/v1/admin/rotate-waitpoint-secret", {"new_kid": "k2", "new_secret_hex": "ab" * 32})
     assert (await said(ask, "progress", work, pct=1)).status_code == 200
-    clock.pass_ms(10_001)
+    clock.advance_ms(10_001)
 
     assert (await said(ask, "progress", work, pct=2)).status_code == 400
 
@@ -243,7 +243,7 @@ async def test_the_holder_cancels_what_it_suspended_with_the_last_lease(ask: Ask
 
 async def test_the_last_holder_cancels_after_its_lease_lapsed(ask: Asking, clock: ManualClock) -> None:
     work = await claimed(ask)
-    clock.pass_ms(60_000)
+    clock.advance_ms(60_000)
 
     assert (await said(ask, "cancel", work)).status_code == 200
 
@@ -295,7 +295,7 @@ async def test_a_holders_cancel_is_audited_with_its_execution(engine: Engine, ca
 async def test_budgets_are_closed_to_a_lease_that_lapsed(ask: Asking, clock: ManualClock, verb: str) -> None:
     where = await ask.budgeted()
     work = await claimed(ask)
-    clock.pass_ms(60_000)
+    clock.advance_ms(60_000)
     [route] = [one for one in HOLDER_ROUTES if one.path == f"/v1/leases/{verb}"]
     body = body_of(route, work["handle"]) | {"budget_id": where.rpartition("/")[2]}
     answer = await ask.post(route.path, body)
@@ -336,7 +336,7 @@ async def test_a_grant_is_redeemed_only_with_the_key_that_was_issued(
     other = (await ask.post("/v1/workers/w/claim", wanted)).json()["grant_key"]
     if kind == "reclaim":
         await claimed(ask)
-        clock.pass_ms(20_000)
+        clock.advance_ms(20_000)
     else:
         await ask.created()
     grant = (await ask.post("/v1/workers/w/claim", wanted)).json()
@@ -359,7 +359,7 @@ async def test_a_scope_that_reads_cannot_build_a_handle(engine: Engine, made_up:
     """All parts of a handle can be read; without the key that is no handle."""
     ask = Asking(engine, ServerSettings(api_token=Secret("s3cret")), Authorization="Bearer s3cret")
     held = await ask.claimed()
-    token = (await engine.make_api_token("t", [Scope.WORK])).token
+    token = (await engine.make_api_token("t", [ApiScope.WORK])).token
     headers = {"Authorization": f"Bearer {token}"}
     answer = await ask.post("/v1/leases/cancel", {"handle": unsigned(held.handle, made_up)}, headers=headers)
 

@@ -103,7 +103,7 @@ async def test_a_claim_whose_caller_is_gone_is_handed_back(ask: Asking) -> None:
 async def test_leases_are_renewed_in_batches_and_each_answer_stands_for_itself(ask: Asking, clock: ManualClock) -> None:
     works = [await claimed(ask) for _ in range(2)]
     await said(ask, "complete", works[1])
-    clock.pass_ms(5000)
+    clock.advance_ms(5000)
     handles = [works[0]["handle"], works[1]["handle"], "nonsense"]
     answer = await ask.post("/v1/leases/renew", {"handles": handles, "lease_ttl_ms": 30_000})
 
@@ -146,7 +146,7 @@ async def test_a_failure_is_retried_by_policy(ask: Asking) -> None:
 
 async def test_a_zombie_is_fenced_off(ask: Asking, clock: ManualClock) -> None:
     zombie = await claimed(ask)
-    clock.pass_ms(60_000)
+    clock.advance_ms(60_000)
     [heir] = (await ask.post(CLAIMS, wish(worker_instance_id="w-2"))).json()["claimed"]
     assert (heir["attempt_type"], heir["lease_epoch"]) == ("reclaim", 2)
 
@@ -169,7 +169,7 @@ async def test_work_is_put_away_and_comes_back(ask: Asking, clock: ManualClock) 
     delayed = await said(ask, "delay", work, delay_ms=1000, reason="not before noon")
     assert delayed.json()["Delayed"]["public_state"] == "delayed"
     assert "not before noon" in (await ask.engine.explain(work["execution_id"])).sentence
-    clock.pass_ms(1000)
+    clock.advance_ms(1000)
     await ask.engine.sweep_once("delayed_promoter")
     [again] = (await ask.post(CLAIMS, wish())).json()["claimed"]
 
@@ -273,12 +273,12 @@ async def test_ex_031_a_grant_stays_good_until_it_is_redeemed(ask: Asking, clock
         await said(ask, "delay", work, delay_ms=0)
         await ask.engine.sweep_once("delayed_promoter")
     else:
-        clock.pass_ms(60_000)
+        clock.advance_ms(60_000)
     grant = (
         await ask.post("/v1/workers/w/claim", {"lane_id": "L", "worker_instance_id": "w-9", "grant_ttl_ms": 5000})
     ).json()
     assert (grant["execution_id"], grant["grant_kind"]) == (execution_id, kind)
-    clock.pass_ms(4000)
+    clock.advance_ms(4000)
     redeem = {"grant_kind": kind, "grant_key": grant["grant_key"], "worker_id": "w", "worker_instance_id": "w-9"}
     stranger = await ask.post(path(execution_id, "redeem"), redeem | {"worker_id": "v"})
     assert stranger.status_code == 409 or "GrantNotFound" in stranger.json()

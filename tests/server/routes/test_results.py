@@ -21,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let answers hold few bytes, so that results of a few hundred are many."""
     monkeypatch.setattr(queries, "MAX_RESULT_BYTES", LIMIT)
     monkeypatch.setattr(client, "MAX_RESULT_BYTES", LIMIT)
-    monkeypatch.setattr(queries, "RESULTS_AT_ONCE", 4)
+    monkeypatch.setattr(queries, "RESULTS_BATCH", 4)
 
 
 async def ended(ask: Asking, *sizes: int) -> list[str]:

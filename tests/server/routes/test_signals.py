@@ -10,11 +10,11 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
-from flowfabric.engine.types import ByName, Count, CountKind, Fresh, Single, SuspendArgs
-from flowfabric.model.change import Change, Guard, Put
+from flowfabric.engine.types import ByName, Count, CountKind, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.model.change import Change, Guard, Upsert
 from flowfabric.model.signing_key import Keystore, SigningKey
-from flowfabric.rules.security.keystore import Noop
-from flowfabric.server.lifecycle import seed
+from flowfabric.rules.security.keystore import KeyUnchanged
+from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
@@ -31,7 +31,7 @@ async def suspended(ask: Asking, condition: Any = GO) -> tuple[str, SuspendDetai
         held.handle,
         SuspendArgs(
             suspension_id=str(uuid.uuid4()),
-            waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
             resume_condition=condition,
             reason_code="waiting_for_signal",
             now=await ask.engine.ping(),
@@ -250,7 +250,7 @@ async def test_a_secret_below_32_bytes_is_refused(ask: Asking, secret: str) -> N
 
 
 async def test_one_rotation_at_a_time(ask: Asking) -> None:
-    async with ask.app.rotating:
+    async with ask.app.rotation_lock:
         answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": "ab"})
 
     assert (answer.status_code, answer.json()) == (
@@ -266,23 +266,23 @@ async def test_a_server_installs_its_secret_once_and_warns_of_another(
     engine = Engine(store)
     settings = ServerSettings(waitpoint_secret=Secret(secret))
     for _ in range(2):
-        await seed(engine, settings)
+        await seed_signing_key(engine, settings)
     assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
     assert caplog.records == []
 
-    await seed(engine, ServerSettings(waitpoint_secret=Secret("77" * 32)))
-    await seed(engine, ServerSettings())
+    await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret("77" * 32)))
+    await seed_signing_key(engine, ServerSettings())
     [warning] = caplog.records
     assert "the stored one holds" in warning.getMessage()
     [entry] = await engine.rotate_waitpoint_hmac_secret_all("k1", secret.lower(), 0)
-    assert entry.result == Noop("k1")
+    assert entry.result == KeyUnchanged("k1")
     assert "7777" not in caplog.text
 
 
 async def test_a_server_does_not_install_a_secret_below_32_bytes(store: Store) -> None:
     engine = Engine(store)
     with pytest.raises(errors.InvalidSecretHex, match="16 bytes"):
-        await seed(engine, ServerSettings(waitpoint_secret=Secret("ab" * 16)))
+        await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret("ab" * 16)))
 
     assert (await engine.list_waitpoint_hmac_kids()).current_kid is None
 
@@ -290,9 +290,9 @@ async def test_a_server_does_not_install_a_secret_below_32_bytes(store: Store) -
 async def test_a_shorter_key_that_is_stored_keeps_signing_and_lets_its_server_start(store: Store) -> None:
     """A deployment from before the bound: its configured secret is the stored one."""
     engine, short = Engine(store), "ab" * 16
-    rows = (Put(Keystore(0, "k1")), Put(SigningKey("k1", short, current=True)))
+    rows = (Upsert(Keystore(0, "k1")), Upsert(SigningKey("k1", short, current=True)))
     await store.commit([Change(guards=(Guard(Keystore, (0,), None),), writes=rows, id=1)])
-    await seed(engine, ServerSettings(waitpoint_secret=Secret(short)))
+    await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret(short)))
     ask = Asking(engine)
     execution_id, details = await suspended(ask)
 

@@ -94,7 +94,7 @@ async def test_r43_tail_symbolic_cursor(ask: Asking, cursor: str) -> None:
 async def waiting_tail(ask: Asking, execution_id: str, engine: Engine) -> asyncio.Task[Any]:
     """A tail that has begun to wait."""
     tail = asyncio.create_task(ask.get(stream(execution_id, "/tail?block_ms=20000")))
-    await until(lambda: engine.stream_ops.running > 0)
+    await until(lambda: engine.stream_reads.running > 0)
     return tail
 
 
@@ -113,7 +113,7 @@ async def test_a_tail_wakes_when_the_stream_closes(ask: Asking) -> None:
     [frame] = (await ask.get(stream(held.execution_id))).json()["frames"]
     where = stream(held.execution_id, f"/tail?block_ms=20000&after={frame['id']}")
     tail = asyncio.create_task(ask.get(where))
-    await until(lambda: ask.engine.stream_ops.running > 0)
+    await until(lambda: ask.engine.stream_reads.running > 0)
     async with asyncio.timeout(5):
         await ask.engine.complete(held.handle)
         page = (await tail).json()
@@ -123,7 +123,7 @@ async def test_a_tail_wakes_when_the_stream_closes(ask: Asking) -> None:
 
 async def test_r45_pool_limit(ask: Asking) -> None:
     execution_id = await ask.created()
-    ask.engine.stream_ops.most = 1
+    ask.engine.stream_reads.limit = 1
     tail = await waiting_tail(ask, execution_id, ask.engine)
     answer = await ask.get(stream(execution_id))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.types import Fresh, OperatorOnly, SuspendArgs
+from flowfabric.engine.types import FreshWaitpoint, OperatorOnly, SuspendArgs
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.ids import FlowId, flow_partition
 from tests.server.asking import Asking, fresh, path
@@ -154,7 +154,7 @@ async def test_operators_resume_and_list_what_is_suspended(ask: Asking) -> None:
 def _forever(now: int) -> Any:
     return SuspendArgs(
         suspension_id=str(uuid.uuid4()),
-        waitpoints=(Fresh(str(uuid.uuid4()), "k"),),
+        waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
         resume_condition=OperatorOnly(),
         reason_code="waiting_for_operator_review",
         now=now,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Copies, Delete, FromNow, Insert, Patch, absent, at
-from flowfabric.model.execution import Attempt, Execution, LineKey, Payload
+from flowfabric.model.change import BulkInsert, Delete, FromNow, Insert, Patch, absent, from_now
+from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
 from tests.stores.samples import a_take, change, execution, one, payload, waiting, write
@@ -17,29 +17,29 @@ from tests.stores.samples import a_take, change, execution, one, payload, waitin
 NAMES = [f"{{fp:7}}:{number}" for number in range(300)]
 
 
-def rows_of(names: list[str], **fields: Any) -> Copies:
-    return Copies(waiting("model", **fields), {"execution_id": names})
+def rows_of(names: list[str], **fields: Any) -> BulkInsert:
+    return BulkInsert(waiting("model", **fields), {"execution_id": names})
 
 
-def payloads_of(names: list[str], contents: list[bytes | None]) -> Copies:
-    return Copies(payload("model"), {"execution_id": names, "input_payload": contents})
+def payloads_of(names: list[str], contents: list[bytes | None]) -> BulkInsert:
+    return BulkInsert(payload("model"), {"execution_id": names, "input_payload": contents})
 
 
 async def test_they_are_what_the_same_rows_would_be_one_by_one(store: Store, clock: ManualClock) -> None:
     model = waiting(
         "model",
-        line=LineKey("mail", "gpu", "tenant-1", 3),
-        rank=at(-7),
-        deadline_at=at(50),
+        line=QueueKey("mail", "gpu", "tenant-1", 3),
+        rank=from_now(-7),
+        deadline_at=from_now(50),
         tags='{"k":"π"}',
         public_state=PublicState.SKIPPED,
     )
     contents = [b"", b"\0", None, *(f"{number}".encode() for number in range(297))]
-    copies = (Copies(model, {"execution_id": NAMES}), payloads_of(NAMES, contents))
+    copies = (BulkInsert(model, {"execution_id": NAMES}), payloads_of(NAMES, contents))
 
     revision = await write(store, *copies)
 
-    clock.pass_ms(5)
+    clock.advance_ms(5)
     for name, content in list(zip(NAMES, contents, strict=True))[::50]:
         found = await one(store, Execution, name)
         other = change(Insert(msgspec.structs.replace(model, execution_id="other")))
@@ -56,7 +56,7 @@ async def test_they_can_be_taken_in_their_order(store: Store) -> None:
     names = sorted(NAMES[:20])
     await write(store, rows_of(names), payloads_of(names, [name.encode() for name in names]))
 
-    taken = await store.take(a_take(30))
+    taken = await store.claim_rows(a_take(30))
 
     assert [row.execution_id for row, _ in taken.rows] == names
     assert [given.input_payload for _, given in taken.rows] == [name.encode() for name in names]
@@ -106,7 +106,7 @@ async def test_they_stand_beside_other_writes(store: Store) -> None:
         Delete(Attempt, ("there",)),
         Patch(Execution, ("there",), {"priority": 4}),
         rows_of(["a", "b"]),
-        Copies(attempt("there"), {"attempt_index": [5, 6]}),
+        BulkInsert(attempt("there"), {"attempt_index": [5, 6]}),
         Insert(execution("c")),
     )
 
@@ -120,7 +120,7 @@ async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Sto
     await write(store, rows_of(["a", "b"], delay_until=FromNow(9)))
     await write(store, rows_of(["c", "d"], delay_until=5))
     await write(store, rows_of(["e", "f"], delay_until=None))
-    await write(store, Copies(execution("model"), {"execution_id": ["g", "h"], "delay_until": [at(1), 2]}))
+    await write(store, BulkInsert(execution("model"), {"execution_id": ["g", "h"], "delay_until": [from_now(1), 2]}))
 
     found = [(await one(store, Execution, name)).delay_until for name in "abcdefgh"]
     assert found == [clock.now + 9] * 2 + [5] * 2 + [None] * 2 + [clock.now + 1, 2]
@@ -137,7 +137,7 @@ async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Sto
 )
 async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str, Any]) -> None:
     with pytest.raises((Unstorable, TypeError)):
-        await store.commit([change(Copies(execution("model"), own))])
+        await store.commit([change(BulkInsert(execution("model"), own))])
 
     assert await one(store, Execution, "a") is None
 
@@ -145,8 +145,8 @@ async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str,
 @pytest.mark.parametrize("own", [{}, {"execution_id": ["a", "b"], "priority": [1]}])
 def test_columns_of_unequal_length_are_a_mistake(own: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="copies list as many values"):
-        Copies(execution("model"), own)
+        BulkInsert(execution("model"), own)
 
 
 def attempt(name: str) -> Attempt:
-    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, at(0), "lease", 1, "w", "i")
+    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, from_now(0), "lease", 1, "w", "i")

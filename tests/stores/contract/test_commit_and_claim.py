@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, Patch, Put
+from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.states import AttemptType
-from flowfabric.stores.claims import Handed, Take
+from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store
 from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
 
-OTHER = LineKey("mail", "gpu")
+OTHER = QueueKey("mail", "gpu")
 NO_HINT: frozenset[str] = frozenset()
 
 
@@ -30,7 +30,7 @@ async def blocked(store: Store, *names: str, **fields: Any) -> dict[str, int]:
     return dict.fromkeys(names, revision)
 
 
-def freed(name: str, revision: int, line: LineKey = MAIL, **fields: Any) -> Change:
+def freed(name: str, revision: int, line: QueueKey = MAIL, **fields: Any) -> Change:
     """Puts a row into a line, if it is as it was."""
     patch = Patch(Execution, (name,), {"line": line, "last_mutation_at": NOW} | fields)
     return change(patch, guards=[Guard(Execution, (name,), revision)])
@@ -40,17 +40,17 @@ def names(rows: list[Any]) -> list[str]:
     return [row.execution_id for row, _ in rows]
 
 
-async def claimed(store: Store, handed: Handed, take: Take) -> list[str]:
+async def claimed(store: Store, handed: CommitAndClaimResult, take: ClaimRequest) -> list[str]:
     """What was handed over, and then what is still there to take, in the order in which they came."""
-    left = msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").stamps)
-    return names(handed.rows) + names((await store.take(left)).rows)
+    left = msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").lease_ids)
+    return names(handed.rows) + names((await store.claim_rows(left)).rows)
 
 
 async def test_what_is_put_into_a_line_is_claimed_once_by_rank(store: Store, clock: ManualClock) -> None:
     revisions = await blocked(store, "b", rank=5) | await blocked(store, "a", rank=7) | await blocked(store, "c")
     take = a_take(10)
 
-    handed = await store.hand_over([freed(*item) for item in revisions.items()], NO_HINT, take)
+    handed = await store.commit_and_claim([freed(*item) for item in revisions.items()], NO_HINT, take)
 
     assert handed.verdicts == [clock.now] * 3
     assert await claimed(store, handed, take) == ["c", "b", "a"]
@@ -67,12 +67,12 @@ async def test_a_handed_row_is_what_a_take_makes_of_it(store: Store, clock: Manu
     clock.now += 5
     take = a_take(2)
 
-    handed = await store.hand_over(changes, NO_HINT, take)
+    handed = await store.commit_and_claim(changes, NO_HINT, take)
 
-    stamps = {stamp.lease_id: stamp for stamp in take.stamps}
+    stamps = {stamp.lease_id: stamp for stamp in take.lease_ids}
     for row, content in handed.rows:
         assert row.lease_id is not None
-        fields = take.fields(before[row.execution_id], stamps[row.lease_id], clock.now)
+        fields = take.fields_for(before[row.execution_id], stamps[row.lease_id], clock.now)
         assert row == msgspec.structs.replace(before[row.execution_id], **fields)
         assert row == await one(store, Execution, row.execution_id)
         assert content == payload(row.execution_id)
@@ -95,7 +95,7 @@ async def test_whoever_stands_in_line_with_a_better_rank_goes_first(store: Store
     await line_up(store, waiting("better", 1), waiting("worse", 9))
     take = a_take(1)
 
-    handed = await store.hand_over([freed("late", revisions["late"])], NO_HINT, take)
+    handed = await store.commit_and_claim([freed("late", revisions["late"])], NO_HINT, take)
 
     assert await claimed(store, handed, take) == ["better", "late", "worse"]
 
@@ -105,7 +105,7 @@ async def test_whoever_stands_in_another_line_of_the_take_goes_first(store: Stor
     await line_up(store, waiting("better", 1, line=OTHER))
     take = a_take(1, MAIL, OTHER)
 
-    handed = await store.hand_over([freed("late", revisions["late"])], NO_HINT, take)
+    handed = await store.commit_and_claim([freed("late", revisions["late"])], NO_HINT, take)
 
     assert await claimed(store, handed, take) == ["better", "late"]
 
@@ -115,7 +115,7 @@ async def test_whoever_the_same_changes_create_goes_first_with_a_better_rank(sto
     new = change(Insert(waiting("new", 1)), Insert(payload("new")))
     take = a_take(1)
 
-    handed = await store.hand_over([freed("late", revisions["late"]), new], NO_HINT, take)
+    handed = await store.commit_and_claim([freed("late", revisions["late"]), new], NO_HINT, take)
 
     assert await claimed(store, handed, take) == ["new", "late"]
 
@@ -126,7 +126,7 @@ async def test_of_more_than_are_wanted_the_best_are_claimed(store: Store) -> Non
         revisions |= await blocked(store, name, rank=rank)
     take = a_take(2)
 
-    handed = await store.hand_over([freed(*item) for item in revisions.items()], NO_HINT, take)
+    handed = await store.commit_and_claim([freed(*item) for item in revisions.items()], NO_HINT, take)
 
     assert names(handed.rows) in ([], ["e", "d"])
     assert await claimed(store, handed, take) == list("edcba")
@@ -140,9 +140,9 @@ async def test_a_line_is_said_to_be_empty_only_when_it_is(store: Store, wanted: 
     revisions = await blocked(store, "a", "b")
     await line_up(store, *stands)
 
-    handed = await store.hand_over([freed(*item) for item in revisions.items()], NO_HINT, take := a_take(wanted))
+    handed = await store.commit_and_claim([freed(*item) for item in revisions.items()], NO_HINT, take := a_take(wanted))
 
-    if handed.emptied:
+    if handed.drained:
         assert await claimed(store, handed, take) == names(handed.rows)
 
 
@@ -151,7 +151,7 @@ async def test_a_change_that_is_refused_hands_nothing_over(store: Store, clock: 
     before = await one(store, Execution, "b")
     take = a_take(3)
 
-    handed = await store.hand_over(
+    handed = await store.commit_and_claim(
         [freed("a", revisions["a"]), freed("b", revisions["b"] + 1000), freed("c", revisions["c"])], NO_HINT, take
     )
 
@@ -164,7 +164,9 @@ async def test_what_stands_in_a_line_that_is_not_asked_for_is_left(store: Store)
     revisions = await blocked(store, "a", "b")
     take = a_take(5)
 
-    handed = await store.hand_over([freed("a", revisions["a"]), freed("b", revisions["b"], OTHER)], NO_HINT, take)
+    handed = await store.commit_and_claim(
+        [freed("a", revisions["a"]), freed("b", revisions["b"], OTHER)], NO_HINT, take
+    )
 
     assert await claimed(store, handed, take) == ["a"]
     assert (await one(store, Execution, "b")).line == OTHER
@@ -175,7 +177,7 @@ async def test_what_else_a_change_writes_to_the_row_is_kept(store: Store) -> Non
     take = a_take(5)
     changes = [freed(name, revisions[name], priority=4, tags='{"kept":"yes"}') for name in ("a", "b")]
 
-    handed = await store.hand_over(changes, NO_HINT, take)
+    handed = await store.commit_and_claim(changes, NO_HINT, take)
 
     assert await claimed(store, handed, take) == ["a", "b"]
     for name in ("a", "b"):
@@ -187,12 +189,12 @@ async def test_an_input_that_the_same_change_replaces_is_the_one_that_is_handed_
     revisions = await blocked(store, "a", "b")
     news = msgspec.structs.replace(payload("a"), input_payload=b"news")
     setting_free = freed("a", revisions["a"])
-    carrying = msgspec.structs.replace(setting_free, writes=(*setting_free.writes, Put(news)))
+    carrying = msgspec.structs.replace(setting_free, writes=(*setting_free.writes, Upsert(news)))
     take = a_take(5)
 
-    handed = await store.hand_over([carrying, freed("b", revisions["b"])], NO_HINT, take)
+    handed = await store.commit_and_claim([carrying, freed("b", revisions["b"])], NO_HINT, take)
 
-    left = await store.take(msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").stamps))
+    left = await store.claim_rows(msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").lease_ids))
     assert [content for _, content in handed.rows + left.rows] == [news, payload("b")]
 
 
@@ -207,7 +209,7 @@ async def test_changes_beside_it_are_written_and_told_before_it(store: Store) ->
     )
     take = a_take(1)
 
-    handed = await store.hand_over([end], NO_HINT, take)
+    handed = await store.commit_and_claim([end], NO_HINT, take)
 
     assert await claimed(store, handed, take) == ["child"]
     assert (await one(store, Execution, "parent")).revision == end.id
@@ -221,7 +223,7 @@ async def test_changes_beside_it_are_written_and_told_before_it(store: Store) ->
 async def test_a_line_that_nobody_ever_wrote_to_has_nothing_to_hand_over(store: Store, clock: ManualClock) -> None:
     revisions = await blocked(store, "a")
 
-    handed = await store.hand_over([freed("a", revisions["a"])], NO_HINT, a_take(1, LineKey("never written")))
+    handed = await store.commit_and_claim([freed("a", revisions["a"])], NO_HINT, a_take(1, QueueKey("never written")))
 
     assert (handed.verdicts, handed.rows) == ([clock.now], [])
     assert (await one(store, Execution, "a")).line == MAIL
@@ -231,7 +233,7 @@ async def test_no_changes_at_all_leave_everything_where_it_is(store: Store) -> N
     await line_up(store, waiting("a"))
     take = a_take(1)
 
-    handed = await store.hand_over([], NO_HINT, take)
+    handed = await store.commit_and_claim([], NO_HINT, take)
 
     assert handed.verdicts == []
     assert await claimed(store, handed, take) == ["a"]
@@ -244,7 +246,7 @@ async def test_changes_that_put_nothing_into_lines_are_just_written(
     await line_up(store, waiting("a"))
     take = a_take(wanted)
 
-    handed = await store.hand_over([change(Insert(execution("b")))], NO_HINT, take)
+    handed = await store.commit_and_claim([change(Insert(execution("b")))], NO_HINT, take)
 
     assert handed.verdicts == [clock.now]
     assert await claimed(store, handed, take) == ["a"]

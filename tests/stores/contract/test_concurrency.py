@@ -7,20 +7,20 @@ import random
 from itertools import chain
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Delete, Guard, Insert, Patch, Put
+from flowfabric.model.change import Delete, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import Execution, LineKey, Payload, Result
+from flowfabric.model.execution import Execution, Payload, QueueKey, Result
 from flowfabric.stores.port import Collision, Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
 
 
 async def test_no_row_is_taken_twice(store: Store) -> None:
-    lines = [MAIL, LineKey("mail", "gpu"), LineKey("mail", "", "tenant")]
+    lines = [MAIL, QueueKey("mail", "gpu"), QueueKey("mail", "", "tenant")]
     rows = [waiting(f"n{number:03}", number % 17, line=lines[number % 3]) for number in range(100)]
     await line_up(store, *rows)
 
-    takes = await asyncio.gather(*(store.take(a_take(7, *lines, prefix=f"{n}-")) for n in range(50)))
+    takes = await asyncio.gather(*(store.claim_rows(a_take(7, *lines, prefix=f"{n}-")) for n in range(50)))
     taken = [row for row, _ in chain.from_iterable(take.rows for take in takes)]
     assert sorted(row.execution_id for row in taken) == [row.execution_id for row in rows]
     assert len({row.lease_id for row in taken}) == 100
@@ -52,7 +52,7 @@ async def test_a_cancel_and_a_take_of_one_row_do_not_both_succeed(store: Store) 
         )
         return name if await store.commit([gone]) != [None] else None
 
-    answers = await asyncio.gather(*(cancel(name) for name in names), *(store.take(a_take(3)) for _ in range(5)))
+    answers = await asyncio.gather(*(cancel(name) for name in names), *(store.claim_rows(a_take(3)) for _ in range(5)))
     cancelled = {answer for answer in answers if isinstance(answer, str)}
     taken = {row.execution_id for answer in answers if not isinstance(answer, str | None) for row, _ in answer.rows}
     assert not cancelled & taken
@@ -70,7 +70,7 @@ async def test_changes_about_two_rows_never_tear(store: Store) -> None:
     async def transfer() -> None:
         while True:
             first, second = chance.sample(names, 2)
-            ((giver,), (taker,)) = (await store.load([Want(Execution, (first,)), Want(Execution, (second,))])).rows
+            ((giver,), (taker,)) = (await store.load([Read(Execution, (first,)), Read(Execution, (second,))])).rows
             move = change(
                 Patch(Execution, (first,), {"priority": giver.priority - 1}),
                 Patch(Execution, (second,), {"priority": taker.priority + 1}),
@@ -88,19 +88,19 @@ async def test_changes_about_two_rows_never_tear(store: Store) -> None:
 
 
 async def test_a_load_sees_a_change_whole_or_not_at_all(store: Store) -> None:
-    await write(store, Insert(execution("a")), Put(Result("a", b"0")))
+    await write(store, Insert(execution("a")), Upsert(Result("a", b"0")))
     ended = False
 
     async def write_on() -> None:
         nonlocal ended
         for number in range(1, 60):
-            step = change(Patch(Execution, ("a",), {"priority": number}), Put(Result("a", str(number).encode())))
+            step = change(Patch(Execution, ("a",), {"priority": number}), Upsert(Result("a", str(number).encode())))
             await store.commit([step])
         ended = True
 
     async def look() -> None:
         while not ended:
-            ((row,), (result,)) = (await store.load([Want(Execution, ("a",)), Want(Result, ("a",))])).rows
+            ((row,), (result,)) = (await store.load([Read(Execution, ("a",)), Read(Result, ("a",))])).rows
             assert str(row.priority).encode() == result.payload
             await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, 
     await write(store, Insert(execution("taken")))
 
     def commit(number: int) -> asyncio.Future[list[int | None]]:
-        line = LineKey(f"lane-{number // 3}")  # first seen by one that fails, then written to by others
+        line = QueueKey(f"lane-{number // 3}")  # first seen by one that fails, then written to by others
         made = [change(Insert(execution(f"n{number}", line=line)), events=[event(lease="x")])]
         if number % 3 == 0:
             made.append(change(Insert(payload(f"n{number}")), Insert(execution("taken"))))
@@ -125,13 +125,13 @@ async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, 
             assert row is None
         else:
             assert answer == [clock.now]
-            assert row.line == LineKey(f"lane-{number // 3}")
+            assert row.line == QueueKey(f"lane-{number // 3}")
     told: list[FeedEvent] = []
     async with asyncio.timeout(20):  # what is told waits for transactions that began before, whoever's they are
         while len(told) < 20:
             told = (await store.feed(Topic.LEASE, 0, 100)).events
     assert len(told) == 20
-    assert len(await store.lines()) == 10
+    assert len(await store.queues()) == 10
 
 
 async def test_a_reader_of_the_feed_misses_nothing_while_others_write(store: Store) -> None:

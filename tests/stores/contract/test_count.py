@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.model.change import Change, Insert
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import EdgeGroup
 from flowfabric.model.states import PublicState
 from flowfabric.model.suspension import Suspension
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Tally
+from flowfabric.stores.queries import GroupedCount
 from tests.stores.samples import execution, payload, waiting
 
-MAIL, GPU, SMS = LineKey("mail"), LineKey("mail", "gpu"), LineKey("sms")
+MAIL, GPU, SMS = QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms")
 BY = ("lane_id", "public_state")
 WAITING, ACTIVE, SUSPENDED = PublicState.WAITING, PublicState.ACTIVE, PublicState.SUSPENDED
 
@@ -34,22 +34,25 @@ async def filled(store: Store) -> Store:
 
 
 async def test_rows_that_are_set_in_a_column_are_counted(filled: Store) -> None:
-    assert await filled.tally(Tally(Execution, "line", BY, 100)) == {("mail", WAITING): 6, ("sms", WAITING): 1}
-    assert await filled.tally(Tally(Execution, "lease_expires_at", BY, 100)) == {("mail", ACTIVE): 3}
-    assert await filled.tally(Tally(Execution, "lease_expires_at", ("lane_id",), 2)) == {("mail",): 2}
-    assert await filled.tally(Tally(Execution, "deadline_at", BY, 100)) == {}
+    assert await filled.count_grouped(GroupedCount(Execution, "line", BY, 100)) == {
+        ("mail", WAITING): 6,
+        ("sms", WAITING): 1,
+    }
+    assert await filled.count_grouped(GroupedCount(Execution, "lease_expires_at", BY, 100)) == {("mail", ACTIVE): 3}
+    assert await filled.count_grouped(GroupedCount(Execution, "lease_expires_at", ("lane_id",), 2)) == {("mail",): 2}
+    assert await filled.count_grouped(GroupedCount(Execution, "deadline_at", BY, 100)) == {}
 
 
 async def test_the_limit_holds_for_each_value(filled: Store) -> None:
-    def of(*lines: LineKey, limit: int) -> Tally:
-        return Tally(Execution, "line", BY, limit, each=lines)
+    def of(*lines: QueueKey, limit: int) -> GroupedCount:
+        return GroupedCount(Execution, "line", BY, limit, values=lines)
 
-    assert await filled.tally(of(MAIL, GPU, SMS, limit=3)) == {("mail", WAITING): 5, ("sms", WAITING): 1}
-    assert await filled.tally(of(SMS, SMS, LineKey("nobody"), limit=3)) == {("sms", WAITING): 1}
-    assert await filled.tally(of(limit=3)) == {}
+    assert await filled.count_grouped(of(MAIL, GPU, SMS, limit=3)) == {("mail", WAITING): 5, ("sms", WAITING): 1}
+    assert await filled.count_grouped(of(SMS, SMS, QueueKey("nobody"), limit=3)) == {("sms", WAITING): 1}
+    assert await filled.count_grouped(of(limit=3)) == {}
 
 
 async def test_rows_that_belong_to_an_execution_are_counted_by_its_columns(filled: Store) -> None:
-    assert await filled.tally(Tally(Suspension, "due_at", BY, 100)) == {("sms", SUSPENDED): 2}
-    groups = Tally(EdgeGroup, "waiting_since", BY, 100, "downstream_execution_id")
-    assert await filled.tally(groups) == {}
+    assert await filled.count_grouped(GroupedCount(Suspension, "due_at", BY, 100)) == {("sms", SUSPENDED): 2}
+    groups = GroupedCount(EdgeGroup, "waiting_since", BY, 100, "downstream_execution_id")
+    assert await filled.count_grouped(groups) == {}

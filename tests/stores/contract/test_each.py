@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.model.change import Change, Guard, Insert, Patch
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
 from tests.stores.samples import payload, waiting
 
-A, B, UNKNOWN = LineKey("mail", "a"), LineKey("mail", "b"), LineKey("mail", "nobody stands here")
+A, B, UNKNOWN = QueueKey("mail", "a"), QueueKey("mail", "b"), QueueKey("mail", "nobody stands here")
 BY_RANK = ("rank", "execution_id")
 
 
@@ -27,8 +27,8 @@ async def filled(store: Store) -> Store:
     return store
 
 
-async def names(store: Store, *lines: LineKey, limit: int, where: tuple[Where, ...] = ()) -> list[str]:
-    scan = Scan(Execution, (Where("line", "in", lines), *where), BY_RANK, limit=limit, each="line")
+async def names(store: Store, *lines: QueueKey, limit: int, where: tuple[Where, ...] = ()) -> list[str]:
+    scan = Scan(Execution, (Where("line", "in", lines), *where), BY_RANK, limit=limit, limit_by="line")
     return [row.execution_id for row in await store.scan(scan)]
 
 
@@ -50,7 +50,7 @@ async def test_other_conditions_hold_too(filled: Store) -> None:
 async def test_the_limit_holds_for_each_prefix(filled: Store) -> None:
     async def begin(*prefixes: str, limit: int) -> list[str]:
         where = (Where("execution_id", "starts", prefixes),)
-        rows = await filled.scan(Scan(Execution, where, ("execution_id",), limit=limit, each="execution_id"))
+        rows = await filled.scan(Scan(Execution, where, ("execution_id",), limit=limit, limit_by="execution_id"))
         return [row.execution_id for row in rows]
 
     assert await begin("b", "a", limit=2) == ["a0", "a1", "b0", "b1"]
@@ -62,7 +62,7 @@ async def test_the_limit_holds_for_each_value_that_begins_with_a_prefix(filled: 
     async def begin(prefix: str, *, limit: int, values: int = 9, after: str | None = None) -> list[str]:
         where: tuple[Where, ...] = (Where("blocked_on", "starts", prefix), Where("namespace", "=", "default"))
         where += () if after is None else (Where("blocked_on", ">", after),)
-        scan = Scan(Execution, where, BY_RANK, limit=limit, each="blocked_on", values=values)
+        scan = Scan(Execution, where, BY_RANK, limit=limit, limit_by="blocked_on", max_values=values)
         return [row.execution_id for row in await filled.scan(scan)]
 
     lists = {"a": "q:1#x", "b": "q:1#y", "c": "q:2#x"}

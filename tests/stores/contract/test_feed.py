@@ -7,7 +7,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.model.change import Delete, Insert, Patch, absent
 from flowfabric.model.event import Event, Topic
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import FeedPage
 from tests.stores.samples import change, event, execution, waiting, write
@@ -23,7 +23,7 @@ def lease(text: str, name: str = "a") -> Event:
 
 async def test_events_come_in_the_order_in_which_they_were_committed(store: Store, clock: ManualClock) -> None:
     await store.commit([change(events=[lease("1"), lease("2")]), change(events=[lease("3")])])
-    clock.pass_ms(5)
+    clock.advance_ms(5)
     await store.commit([change(events=[lease("4")])])
 
     page = await store.feed(Topic.LEASE, 0, 100)
@@ -172,25 +172,25 @@ async def test_events_outlive_what_they_tell_of(store: Store) -> None:
 
 
 LINES = [
-    LineKey("mail"),
-    LineKey("mail", "", "tenant", 1),
-    LineKey("mail", "", "tenant", 2),
-    LineKey("mail", "gpu"),
-    LineKey("mail", "gpu", decided=True),
-    LineKey("sms"),
+    QueueKey("mail"),
+    QueueKey("mail", "", "tenant", 1),
+    QueueKey("mail", "", "tenant", 2),
+    QueueKey("mail", "gpu"),
+    QueueKey("mail", "gpu", guarded=True),
+    QueueKey("sms"),
 ]
 
 
 async def test_every_line_that_was_written_to_is_remembered(store: Store) -> None:
-    assert await store.lines() == []
+    assert await store.queues() == []
     for number, line in enumerate(reversed(LINES)):
         await write(store, Insert(waiting(f"n{number}", line=line)))
     await write(store, Insert(waiting("again", line=LINES[0])), Insert(execution("none")))
 
-    assert sorted(await store.lines()) == LINES
-    assert sorted(await store.lines("mail")) == LINES[:5]
-    assert await store.lines("sms") == [LINES[5]]
-    assert await store.lines("none") == []
+    assert sorted(await store.queues()) == LINES
+    assert sorted(await store.queues("mail")) == LINES[:5]
+    assert await store.queues("sms") == [LINES[5]]
+    assert await store.queues("none") == []
 
 
 async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: Store) -> None:
@@ -198,7 +198,7 @@ async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: St
     await write(store, Patch(Execution, ("a",), {"line": LINES[0]}))
     await write(store, Delete(Execution, ("a",)))
 
-    assert await store.lines() == [LINES[0]]
+    assert await store.queues() == [LINES[0]]
 
 
 async def test_the_lines_in_which_something_stands_are_told_apart(store: Store) -> None:
@@ -208,22 +208,22 @@ async def test_the_lines_in_which_something_stands_are_told_apart(store: Store) 
     await write(store, Delete(Execution, ("n3",)))
     await write(store, Patch(Execution, ("n4",), {"line": LINES[1]}), Patch(Execution, ("m4",), {"line": LINES[1]}))
 
-    assert await store.standing("mail") == LINES[1:4]
-    assert await store.standing("sms") == [LINES[5]]
-    assert await store.standing("none") == []
+    assert await store.nonempty_queues("mail") == LINES[1:4]
+    assert await store.nonempty_queues("sms") == [LINES[5]]
+    assert await store.nonempty_queues("none") == []
 
 
 async def test_nothing_stands_in_an_empty_store(store: Store) -> None:
     await write(store, Insert(execution("none")))
 
-    assert await store.standing("mail") == []
+    assert await store.nonempty_queues("mail") == []
 
 
 async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
     known, refused = change(lines=(LINES[3], LINES[5])), change(lines=(LINES[0],), not_before=2**62)
     assert (await store.commit([known, refused]))[1] is None
 
-    assert set(await store.lines()) >= {LINES[3], LINES[5]}
+    assert set(await store.queues()) >= {LINES[3], LINES[5]}
     assert await store.lanes("mail", 10) == ["sms"]
 
 
@@ -233,7 +233,7 @@ async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: 
 async def test_lanes_are_listed_in_order(store: Store, after: str | None, limit: int, expected: str) -> None:
     for lane in "cabd":
         for capability in ("", "gpu"):
-            await write(store, Insert(waiting(f"{lane}{capability}", line=LineKey(lane, capability))))
+            await write(store, Insert(waiting(f"{lane}{capability}", line=QueueKey(lane, capability))))
 
     assert await store.lanes(after, limit) == list(expected)
 
@@ -255,7 +255,7 @@ async def test_every_place_that_was_handed_out_can_be_gone_on_from(store: Store,
         await write(store, events=[lease(str(number)), event(operator="x")])
         page = await store.feed(Topic.LEASE, places[-1], 10)
         places += [told.position for told in page.events] + [page.position, await store.feed_end()]
-    clock.pass_ms(1000)
+    clock.advance_ms(1000)
     await write(store, events=[lease("last")])
     await store.trim_feed(clock.now, 3)
 

@@ -10,21 +10,21 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.change import (
     NOW,
     Delete,
+    Expected,
     FromNow,
     Guard,
     Insert,
     LeaseCheck,
-    LeaseWant,
-    Like,
+    LeaseRequirement,
     Patch,
     absent,
-    supposed,
+    expect,
 )
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType, BlockingReason
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.stores.samples import change, event, execution, one, payload, write
 
 HELD: dict[str, Any] = {"lease_id": "lease", "lease_epoch": 3}
@@ -97,28 +97,30 @@ async def test_a_change_without_guards_is_written(store: Store, clock: ManualClo
     assert await store.commit([change(Insert(execution()))]) == [clock.now]
 
 
-@pytest.mark.parametrize(("want", "early", "on_time"), [(LeaseWant.LIVE, True, False), (LeaseWant.LAPSED, False, True)])
+@pytest.mark.parametrize(
+    ("want", "early", "on_time"), [(LeaseRequirement.LIVE, True, False), (LeaseRequirement.EXPIRED, False, True)]
+)
 async def test_a_lease_is_live_until_its_end_and_lapsed_from_then_on(
-    store: Store, clock: ManualClock, want: LeaseWant, early: bool, on_time: bool
+    store: Store, clock: ManualClock, want: LeaseRequirement, early: bool, on_time: bool
 ) -> None:
     revision = await write(store, Insert(execution(**HELD, lease_expires_at=FromNow(100))))
     guard = seen(revision, lease=LeaseCheck(want, "lease", 3))
 
-    clock.pass_ms(99)
+    clock.advance_ms(99)
     assert (await store.commit([change(guards=[guard])]) != [None]) is early
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     assert (await store.commit([change(guards=[guard])]) != [None]) is on_time
 
 
-@pytest.mark.parametrize("want", LeaseWant)
+@pytest.mark.parametrize("want", LeaseRequirement)
 @pytest.mark.parametrize(
     ("fields", "revision_off"),
     [({"lease_id": "other"}, 0), ({"lease_epoch": 4}, 0), ({"lease_expires_at": None}, 0), ({}, 1)],
 )
 async def test_a_lease_counts_only_when_all_of_it_matches(
-    store: Store, clock: ManualClock, want: LeaseWant, fields: dict[str, Any], revision_off: int
+    store: Store, clock: ManualClock, want: LeaseRequirement, fields: dict[str, Any], revision_off: int
 ) -> None:
-    ends = FromNow(100) if want is LeaseWant.LIVE else FromNow(0)
+    ends = FromNow(100) if want is LeaseRequirement.LIVE else FromNow(0)
     revision = await write(store, Insert(execution(**(HELD | {"lease_expires_at": ends} | fields))))
 
     guard = seen(revision + revision_off, lease=LeaseCheck(want, "lease", 3))
@@ -166,7 +168,7 @@ async def test_a_refused_change_leaves_no_write_and_no_event(store: Store) -> No
         events=[event(outcome="success", lease="released")],
     )
     assert await store.commit([refused]) == [None]
-    loaded = await store.load([Want(Execution, ("a",)), Want(Result, ("a",)), Want(Payload, ("a",))])
+    loaded = await store.load([Read(Execution, ("a",)), Read(Result, ("a",)), Read(Payload, ("a",))])
     assert [len(rows) for rows in loaded.rows] == [1, 0, 1]
     assert not await is_marked(store)
     assert (await store.feed(Topic.LEASE, end, 10)).events == []
@@ -214,7 +216,7 @@ async def test_one_guard_may_want_presence_and_another_absence(store: Store) -> 
 
 async def test_a_stale_owner_cannot_add_to_a_root_that_it_does_not_write(store: Store, clock: ManualClock) -> None:
     revision = await write(store, Insert(execution(**HELD, lease_expires_at=FromNow(100))))
-    guard = seen(revision, lease=LeaseCheck(LeaseWant.LIVE, "lease", 3))
+    guard = seen(revision, lease=LeaseCheck(LeaseRequirement.LIVE, "lease", 3))
     await write(
         store, Patch(Execution, ("a",), {"lease_epoch": 4, "lease_id": "newer", "lease_expires_at": FromNow(100)})
     )
@@ -247,13 +249,13 @@ async def test_an_empty_batch_is_answered(store: Store) -> None:
     assert await store.commit([]) == []
 
 
-SLEEPS = Like({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50, "tags": None})
+SLEEPS = Expected({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50, "tags": None})
 AS_IT_SLEEPS: dict[str, Any] = {"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50}
 
 
 async def test_a_row_that_nobody_saw_is_guarded_by_its_looks(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))
-    as_supposed = change(mark(), guards=[supposed(Execution, SLEEPS, "a")])
+    as_supposed = change(mark(), guards=[expect(Execution, SLEEPS, "a")])
 
     assert await store.commit([as_supposed, change(mark("b"), guards=[seen(0, "b")])]) == [clock.now, None]
 
@@ -269,7 +271,7 @@ async def test_a_row_that_nobody_saw_is_guarded_by_its_looks(store: Store, clock
 async def test_a_row_that_looks_otherwise_is_left_alone(store: Store, otherwise: dict[str, Any]) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS | otherwise)), Insert(execution("b", **AS_IT_SLEEPS)))
     other = await one(store, Execution, "a")
-    guards = [supposed(Execution, SLEEPS, name) for name in "ab"]
+    guards = [expect(Execution, SLEEPS, name) for name in "ab"]
 
     assert await store.commit([change(mark(), mark("b"), guards=guards)]) == [None]
 
@@ -277,20 +279,20 @@ async def test_a_row_that_looks_otherwise_is_left_alone(store: Store, otherwise:
     assert not await is_marked(store, "b")
 
 
-@pytest.mark.parametrize("like", [SLEEPS, Like({"tags": None})], ids=["values", "nothing but gaps"])
-async def test_a_row_that_is_gone_looks_like_nothing(store: Store, like: Like) -> None:
-    assert await store.commit([change(Insert(payload("a")), guards=[supposed(Execution, like, "a")])]) == [None]
+@pytest.mark.parametrize("like", [SLEEPS, Expected({"tags": None})], ids=["values", "nothing but gaps"])
+async def test_a_row_that_is_gone_looks_like_nothing(store: Store, like: Expected) -> None:
+    assert await store.commit([change(Insert(payload("a")), guards=[expect(Execution, like, "a")])]) == [None]
     assert await one(store, Payload, "a") is None
 
 
 async def test_looks_are_asked_of_rows_that_a_change_does_not_write(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)))
 
-    assert await store.commit([change(Insert(payload("a")), guards=[supposed(Execution, SLEEPS, "a")])]) == [clock.now]
+    assert await store.commit([change(Insert(payload("a")), guards=[expect(Execution, SLEEPS, "a")])]) == [clock.now]
     assert await one(store, Payload, "a") == payload("a")
 
 
-EACH = Like({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET}, own=("delay_until", "tags", "deadline_at"))
+EACH = Expected({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET}, per_row=("delay_until", "tags", "deadline_at"))
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "each its own"])
@@ -299,7 +301,8 @@ async def test_looks_may_be_each_root_s_own(store: Store, clock: ManualClock, al
     for name, (delay, tags) in holds.items():
         await write(store, Insert(execution(name, **AS_IT_SLEEPS | {"delay_until": delay, "tags": tags})))
     changes = [
-        change(mark(name), guards=[supposed(Execution, EACH, name, own=(*own, None))]) for name, own in holds.items()
+        change(mark(name), guards=[expect(Execution, EACH, name, expected_values=(*own, None))])
+        for name, own in holds.items()
     ]
 
     assert await store.commit(changes) == [clock.now] * 3
@@ -311,7 +314,10 @@ async def test_a_root_that_holds_something_else_is_left_alone(
     store: Store, clock: ManualClock, own: tuple[Any, ...]
 ) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))
-    guards = [supposed(Execution, EACH, "a", own=(*own, None)), supposed(Execution, EACH, "b", own=(50, None, None))]
+    guards = [
+        expect(Execution, EACH, "a", expected_values=(*own, None)),
+        expect(Execution, EACH, "b", expected_values=(50, None, None)),
+    ]
 
     assert await store.commit([change(mark(name), guards=[one]) for name, one in zip("ab", guards, strict=True)]) == [
         None,

@@ -8,20 +8,22 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Delete, Guard, LeaseCheck, LeaseWant, Patch
+from flowfabric.model.change import Delete, Guard, LeaseCheck, LeaseRequirement, Patch
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store
 from tests.stores.samples import a_take, change, line_up, one, waiting, write
 
 
-async def held(store: Store, *names: str, ttl: int = 100) -> list[Held]:
+async def held(store: Store, *names: str, ttl: int = 100) -> list[LeaseRef]:
     """Leases on fresh rows of these names."""
     await line_up(store, *(waiting(name, rank, tags="{}", flow_id="f") for rank, name in enumerate(names)))
-    taken = await store.take(a_take(len(names), ttl=ttl))
+    taken = await store.claim_rows(a_take(len(names), ttl=ttl))
     return [
-        Held(row.execution_id, row.attempt_index or 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, ttl)
+        LeaseRef(
+            row.execution_id, row.attempt_index or 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, ttl
+        )
         for row, _ in taken.rows
     ]
 
@@ -29,7 +31,7 @@ async def held(store: Store, *names: str, ttl: int = 100) -> list[Held]:
 async def test_a_lease_in_force_gets_a_new_end(store: Store, clock: ManualClock) -> None:
     (lease,) = await held(store, "a")
     before = await one(store, Execution, "a")
-    clock.pass_ms(60)
+    clock.advance_ms(60)
 
     assert await store.renew([lease]) == [clock.now + 100]
     after = await one(store, Execution, "a")
@@ -40,9 +42,9 @@ async def test_a_lease_in_force_gets_a_new_end(store: Store, clock: ManualClock)
 async def test_a_lease_can_be_renewed_until_the_last_millisecond(store: Store, clock: ManualClock) -> None:
     early, late = await held(store, "a", "b")
 
-    clock.pass_ms(99)
+    clock.advance_ms(99)
     assert await store.renew([early]) == [clock.now + 100]
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     assert await store.renew([late]) == [None]
     assert (await one(store, Execution, "b")).lease_expires_at == clock.now
 
@@ -64,7 +66,7 @@ async def test_a_lease_that_differs_in_anything_is_not_renewed(
     (lease,) = await held(store, "a")
     before = await one(store, Execution, "a")
     end = await store.feed_end()
-    clock.pass_ms(5)
+    clock.advance_ms(5)
 
     assert await store.renew([msgspec.structs.replace(lease, **difference)]) == [None]
     assert await one(store, Execution, "a") == before
@@ -83,9 +85,9 @@ async def test_a_lease_that_was_marked_as_expired_is_not_renewed_even_if_the_clo
     store: Store, clock: ManualClock
 ) -> None:
     (lease,) = await held(store, "a")
-    clock.pass_ms(100)
+    clock.advance_ms(100)
     await write(store, Patch(Execution, ("a",), {"lease_expired_at": clock.now}))
-    clock.pass_ms(-50)
+    clock.advance_ms(-50)
 
     assert await store.renew([lease]) == [None]
 
@@ -103,7 +105,7 @@ async def test_each_lease_of_a_batch_is_judged_by_itself(store: Store, clock: Ma
         msgspec.structs.replace(lease, lease_ttl_ms=number + 1, lease_epoch=1 + number % 3 // 2)
         for number, lease in enumerate(leases)
     ]
-    clock.pass_ms(7)
+    clock.advance_ms(7)
 
     answers = await store.renew(asked)
     assert answers == [None if number % 3 == 2 else clock.now + number + 1 for number in range(150)]
@@ -115,7 +117,7 @@ async def test_each_lease_of_a_batch_is_judged_by_itself(store: Store, clock: Ma
 async def test_each_renewal_is_told_of(store: Store, clock: ManualClock) -> None:
     first, second = await held(store, "a", "b")
     end = await store.feed_end()
-    clock.pass_ms(5)
+    clock.advance_ms(5)
     await store.renew([second, first])
 
     told = (await store.feed(Topic.LEASE, end, 10)).events
@@ -139,9 +141,9 @@ async def test_each_renewal_is_told_of(store: Store, clock: ManualClock) -> None
 async def test_a_change_decided_before_a_renewal_is_still_good_after_it(store: Store, clock: ManualClock) -> None:
     (lease,) = await held(store, "a")
     row = await one(store, Execution, "a")
-    clock.pass_ms(90)
+    clock.advance_ms(90)
     await store.renew([lease])
-    clock.pass_ms(90)
+    clock.advance_ms(90)
 
-    guard = Guard(Execution, ("a",), row.revision, LeaseCheck(LeaseWant.LIVE, lease.lease_id, 1))
+    guard = Guard(Execution, ("a",), row.revision, LeaseCheck(LeaseRequirement.LIVE, lease.lease_id, 1))
     assert await store.commit([change(Patch(Execution, ("a",), {"tags": "x"}), guards=[guard])]) == [clock.now]

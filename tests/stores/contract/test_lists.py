@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.change import Delete, FromNow, Insert, Patch
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, QueueKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Due, Scan, Where
@@ -27,9 +27,9 @@ async def test_a_row_is_due_from_its_instant_on(store: Store, clock: ManualClock
     await write(store, Insert(execution("a", delay_until=FromNow(50))), Insert(execution("never")))
     instant = clock.now + 50
 
-    clock.pass_ms(49)
+    clock.advance_ms(49)
     assert await due(store) == Due(clock.now, [], instant)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     found = await due(store)
     assert (found.now, names(found.rows), found.next_at) == (instant, ["a"], None)
 
@@ -37,7 +37,7 @@ async def test_a_row_is_due_from_its_instant_on(store: Store, clock: ManualClock
 async def test_due_rows_come_earliest_first_and_then_by_key(store: Store, clock: ManualClock) -> None:
     rows = [("d", 5), ("b", 1), ("c", 3), ("a", 3), ("later", 90), ("latest", 95)]
     await write(store, *(Insert(execution(name, delay_until=FromNow(offset))) for name, offset in rows))
-    clock.pass_ms(10)
+    clock.advance_ms(10)
 
     found = await due(store)
     assert names(found.rows) == ["b", "a", "c", "d"]
@@ -46,7 +46,7 @@ async def test_due_rows_come_earliest_first_and_then_by_key(store: Store, clock:
 
 async def test_no_more_due_rows_come_than_were_asked_for(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(execution(f"n{number}", delay_until=FromNow(number))) for number in range(5)))
-    clock.pass_ms(3)
+    clock.advance_ms(3)
 
     assert names((await due(store, 2)).rows) == ["n0", "n1"]
     assert (await due(store, 2)).next_at == clock.now + 1
@@ -57,7 +57,7 @@ async def test_due_rows_may_have_to_meet_conditions(store: Store, clock: ManualC
     lanes = ["x", "y"]
     rows = [execution(f"n{number}", delay_until=FromNow(number), lane_id=lanes[number % 2]) for number in range(8)]
     await write(store, *(Insert(row) for row in rows))
-    clock.pass_ms(3)
+    clock.advance_ms(3)
 
     found = await due(store, where=(Where("lane_id", "=", "y"), Where("priority", "<=", 0)))
     assert names(found.rows) == ["n1", "n3"]
@@ -78,7 +78,7 @@ async def test_a_row_that_moved_on_is_no_longer_due(store: Store, clock: ManualC
 
 async def test_rows_of_any_kind_can_be_due(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(IdempotencyKey(p, d, "a", clock.now + p)) for p in (2, 1) for d in ("y", "x")))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
 
     found = await store.due(IdempotencyKey, "expires_at", limit=10)
     assert [(row.partition, row.digest) for row in found.rows] == [(1, "x"), (1, "y")]
@@ -91,7 +91,7 @@ async def fill(store: Store) -> None:
         Insert(execution("a", priority=1, tags="red", lifecycle_phase=LifecyclePhase.ACTIVE)),
         Insert(execution("b", priority=2, tags="red-ish", lifecycle_phase=LifecyclePhase.TERMINAL)),
         Insert(waiting("c", priority=3, tags="Red")),
-        Insert(waiting("d", priority=4, line=LineKey("other"))),
+        Insert(waiting("d", priority=4, line=QueueKey("other"))),
     )
 
 
@@ -111,9 +111,9 @@ CONDITIONS: list[tuple[Where, list[str]]] = [
     (Where("lifecycle_phase", "=", LifecyclePhase.TERMINAL), ["b"]),
     (Where("lifecycle_phase", "in", (LifecyclePhase.ACTIVE, LifecyclePhase.TERMINAL)), ["a", "b"]),
     (Where("line", "=", MAIL), ["c"]),
-    (Where("line", "in", (MAIL, LineKey("other"), LineKey("never written"))), ["c", "d"]),
+    (Where("line", "in", (MAIL, QueueKey("other"), QueueKey("never written"))), ["c", "d"]),
     (Where("line", "in", (MAIL, MAIL)), ["c"]),
-    (Where("line", "=", LineKey("never written")), []),
+    (Where("line", "=", QueueKey("never written")), []),
     (Where("line", "unset"), ["a", "b"]),
 ]
 

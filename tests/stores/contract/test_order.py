@@ -11,38 +11,38 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.change import Insert
-from flowfabric.model.execution import Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.execution import Execution, IdempotencyKey, Payload, QueueKey
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.port import Collision, Store
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from tests.scenarios.waits import until
 from tests.stores.samples import a_take, change, execution, payload, waiting, write
 
 WANTS = (
-    Want(Execution, ("a",)),
-    Want(Execution, ("nobody",)),
-    Want(IdempotencyKey, (1,)),
-    Want(IdempotencyKey, (1, "y")),
-    Want(IdempotencyKey, (2,)),
+    Read(Execution, ("a",)),
+    Read(Execution, ("nobody",)),
+    Read(IdempotencyKey, (1,)),
+    Read(IdempotencyKey, (1, "y")),
+    Read(IdempotencyKey, (2,)),
 )
 
 
 @pytest.fixture
 async def filled(store: Store) -> Store:
-    row = execution("a", line=LineKey("mail", '["gpu"]'), has_waits=True, lifecycle_phase=LifecyclePhase.ACTIVE)
+    row = execution("a", line=QueueKey("mail", '["gpu"]'), has_waits=True, lifecycle_phase=LifecyclePhase.ACTIVE)
     keys = [Insert(IdempotencyKey(1, digest, "a", 2**62)) for digest in "zxy"]
     await write(store, Insert(row), Insert(payload("a", b"\0\xff")), *keys)
     return store
 
 
-@pytest.mark.parametrize("also", [(), (Want(Payload, ("a",)),)], ids=["texts", "bytes"])
-async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tuple[Want, ...]) -> None:
+@pytest.mark.parametrize("also", [(), (Read(Payload, ("a",)),)], ids=["texts", "bytes"])
+async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tuple[Read, ...]) -> None:
     loaded = await filled.load([*WANTS, *also])
     few = [WANTS[0], WANTS[1], WANTS[3], *also]
-    peeked = filled.peek(few)
+    peeked = filled.try_load_now(few)
 
     assert [len(found) for found in loaded.rows[:5]] == [1, 0, 3, 1, 0]
     assert [key.digest for key in loaded.rows[2]] == ["x", "y", "z"]
@@ -51,12 +51,12 @@ async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tu
 
 
 async def test_many_rows_of_one_kind_are_loaded_like_few(filled: Store) -> None:
-    wants = [Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,)), *[Want(IdempotencyKey, (1, "y"))] * 70]
+    wants = [Read(IdempotencyKey, (1,)), Read(IdempotencyKey, (2,)), *[Read(IdempotencyKey, (1, "y"))] * 70]
     one_by_one = [(await filled.load([want])).rows[0] for want in wants[:3]]
 
     loaded = await filled.load(wants)
-    others = await filled.load([Want(IdempotencyKey, (1,)), Want(IdempotencyKey, (2,))] * 40)
-    nobody = await filled.load([Want(Execution, (f"nobody {number}",)) for number in range(80)])
+    others = await filled.load([Read(IdempotencyKey, (1,)), Read(IdempotencyKey, (2,))] * 40)
+    nobody = await filled.load([Read(Execution, (f"nobody {number}",)) for number in range(80)])
 
     assert loaded.rows == [*one_by_one, *[one_by_one[2]] * 69]
     assert others.rows == one_by_one[:2] * 40
@@ -65,9 +65,9 @@ async def test_many_rows_of_one_kind_are_loaded_like_few(filled: Store) -> None:
 
 
 async def test_many_rows_of_several_kinds_are_loaded_like_few(filled: Store) -> None:
-    few = [Want(IdempotencyKey, (1,)), Want(Execution, ("nobody",)), *WANTS]
+    few = [Read(IdempotencyKey, (1,)), Read(Execution, ("nobody",)), *WANTS]
     one_by_one = [(await filled.load([want])).rows[0] for want in few]
-    nobody = [Want(Payload, (f"nobody {number}",)) for number in range(80)]
+    nobody = [Read(Payload, (f"nobody {number}",)) for number in range(80)]
 
     loaded = await filled.load([*few * 60, *nobody])
 
@@ -80,19 +80,19 @@ async def test_every_kind_of_row_is_loaded_by_itself_and_by_the_hundred(store: S
         kinds = get_type_hints(row)
         key = tuple("nobody" if kinds[name] is str else 1 for name in table.key)
         for width in range(1, len(key) + 1):
-            assert (await store.load([Want(row, key[:width])])).rows == [[]]
-        assert (await store.load([Want(row, key)] * 80)).rows == [[]] * 80
+            assert (await store.load([Read(row, key[:width])])).rows == [[]]
+        assert (await store.load([Read(row, key)] * 80)).rows == [[]] * 80
 
 
 async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:
     await write(store, Insert(waiting("first", 1)), Insert(payload("first")))
     steps = change(Insert(waiting("second", 2)), Insert(payload("second")))
 
-    verdicts, taken = await asyncio.gather(store.commit([steps]), store.take(a_take(2)))
+    verdicts, taken = await asyncio.gather(store.commit([steps]), store.claim_rows(a_take(2)))
 
     found = [row.execution_id for row, _ in taken.rows]
-    assert verdicts == [taken.now] or not store.in_order
-    assert found == ["first", "second"] or (not store.in_order and found == ["first"])
+    assert verdicts == [taken.now] or not store.executes_in_order
+    assert found == ["first", "second"] or (not store.executes_in_order and found == ["first"])
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ async def commits(tmp_path: Path) -> tuple[SQLiteStore, list[None]]:
 
     await store.open(migrate=True)
     await write(store, Insert(execution("there")))
-    await store._writer.do(lambda db: db.set_commit_hook(hook))
+    await store._writer.run(lambda db: db.set_commit_hook(hook))
     commits.clear()
     return store, commits
 
@@ -114,15 +114,15 @@ async def test_what_a_turn_of_the_loop_brings_is_one_transaction(
     commits: tuple[SQLiteStore, list[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, committed = commits
-    monkeypatch.setattr(connection_thread, "TOGETHER_S", 60)  # however slow the machine is
+    monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_S", 60)  # however slow the machine is
     steps = [change(Insert(waiting(name)), Insert(payload(name))) for name in "abc"]
     brought = threading.Event()
 
     def wait(_: object) -> None:
         assert brought.wait(60)
 
-    committing = asyncio.gather(store._writer.do(wait), *(store.commit([step]) for step in steps))
-    taking = asyncio.ensure_future(store.take(a_take(3)))
+    committing = asyncio.gather(store._writer.run(wait), *(store.commit([step]) for step in steps))
+    taking = asyncio.ensure_future(store.claim_rows(a_take(3)))
     await until(lambda: store._writer._queue.qsize() == len(steps) + 1)
     brought.set()
     _, taken = await asyncio.gather(committing, taking)
@@ -142,7 +142,7 @@ async def test_a_piece_that_fails_takes_back_itself_and_nothing_else(
     steps[at_fault] = change(Insert(execution("new")), Insert(execution("there")))
 
     answers = await asyncio.gather(*(store.commit([step]) for step in steps), return_exceptions=True)
-    kept = (await store.load([Want(Execution, (name,)) for name in ("new", *names)])).rows
+    kept = (await store.load([Read(Execution, (name,)) for name in ("new", *names)])).rows
     await store.close()
 
     assert [isinstance(answer, Collision) for answer in answers] == [place == at_fault for place in range(3)]
@@ -161,16 +161,16 @@ async def test_work_that_is_handed_over_just_before_the_end_is_done(tmp_path: Pa
 
 async def test_what_cannot_be_seen_at_once_is_left_to_a_load(tmp_path: Path, clock: ManualClock) -> None:
     store = SQLiteStore(tmp_path / "ff.db", clock)
-    wants = [Want(Execution, ("a",))]
-    assert store.peek(wants) is None, "it is not open"
+    wants = [Read(Execution, ("a",))]
+    assert store.try_load_now(wants) is None, "it is not open"
     await store.open(migrate=True)
     await write(store, Insert(execution("a")))
 
-    assert store.peek(wants) == await store.load(wants)
-    assert store.peek(wants * 50) is None, "that would take long"
-    assert store.peek([Want(IdempotencyKey, (1,))]) is None, "there may be many"
-    assert store.peek([*wants, Want(SigningKey, (0,))]) is not None, "of these there are few"
-    with store._glance._lock:
-        assert store.peek(wants) is None, "another thread looks"
+    assert store.try_load_now(wants) == await store.load(wants)
+    assert store.try_load_now(wants * 50) is None, "that would take long"
+    assert store.try_load_now([Read(IdempotencyKey, (1,))]) is None, "there may be many"
+    assert store.try_load_now([*wants, Read(SigningKey, (0,))]) is not None, "of these there are few"
+    with store._inline_reader._lock:
+        assert store.try_load_now(wants) is None, "another thread looks"
     await store.close()
-    assert store.peek(wants) is None, "it is closed"
+    assert store.try_load_now(wants) is None, "it is closed"

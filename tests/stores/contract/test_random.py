@@ -20,23 +20,23 @@ from flowfabric.model.change import (
     Guard,
     Insert,
     LeaseCheck,
-    LeaseWant,
+    LeaseRequirement,
     Patch,
-    Put,
+    Upsert,
     Write,
-    at,
+    from_now,
 )
 from flowfabric.model.event import Event, Topic
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
-from flowfabric.stores.claims import Held, Stamp, Take
+from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Collision, Store, Unstorable
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 from tests.stores.samples import BECOMES, execution, payload
 
 NAMES = ["a", "b", "c", "d"]
-LINES = [LineKey("mail"), LineKey("mail", "gpu"), LineKey("sms", "", "t", 2, True)]
+LINES = [QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms", "", "t", 2, True)]
 TABLES: list[type[msgspec.Struct]] = [Execution, Payload, Result, Attempt, IdempotencyKey]
 
 names = st.sampled_from(NAMES)
@@ -73,7 +73,7 @@ def writes_about(name: str) -> st.SearchStrategy[Write]:
     indexes = st.integers(0, 2)
     attempts = st.builds(
         lambda index, kind, state, offset, text: Attempt(
-            name, index, "id", kind, state, at(offset), "l", 1, "w", "i", lineage=text
+            name, index, "id", kind, state, from_now(offset), "l", 1, "w", "i", lineage=text
         ),
         indexes,
         st.sampled_from(AttemptType),
@@ -86,7 +86,7 @@ def writes_about(name: str) -> st.SearchStrategy[Write]:
         st.builds(lambda given: execution(name, **given), fields),
         st.builds(lambda content: payload(name, content), st.none() | st.binary(max_size=5)),
         st.builds(lambda content, text: Result(name, content, text), st.binary(max_size=5), texts),
-        st.builds(lambda part, offset: IdempotencyKey(part, name, "x", at(offset)), st.integers(0, 1), offsets),
+        st.builds(lambda part, offset: IdempotencyKey(part, name, "x", from_now(offset)), st.integers(0, 1), offsets),
         attempts,
     )
     unless = st.none() | st.sampled_from(["lease_id", "started_at", "line"])
@@ -100,7 +100,7 @@ def writes_about(name: str) -> st.SearchStrategy[Write]:
         st.sampled_from(TABLES[:4]).map(lambda row: Delete(row, (name,))),
         indexes.map(lambda index: Delete(Attempt, (name, index))),
     )
-    return st.one_of(rows.map(Insert), rows.map(Put), rows.map(Put), patches, patches, deletes)
+    return st.one_of(rows.map(Insert), rows.map(Upsert), rows.map(Upsert), patches, patches, deletes)
 
 
 events = st.builds(
@@ -133,7 +133,7 @@ class Play:
 
     async def see(self) -> None:
         """Everything that can be read."""
-        self.answers.append((await self.store.load([Want(row, ()) for row in TABLES])).rows)
+        self.answers.append((await self.store.load([Read(row, ()) for row in TABLES])).rows)
         for topic in Topic:
             page = await self.store.feed(topic, self.begin, 1000)
             self.answers.append([(told.at, told.event) for told in page.events])
@@ -158,7 +158,7 @@ def commits(draw: st.DrawFn) -> Act:
     async def act(play: Play) -> None:
         changes = []
         for number, (name, guard, owned, told, bounds) in enumerate(made):
-            ((*found,),) = (await play.store.load([Want(Execution, (name,))])).rows
+            ((*found,),) = (await play.store.load([Read(Execution, (name,))])).rows
             at: dict[str, Any] = {bound: play.clock.now + offset for bound, offset in bounds.items()}
             guards = _guards(name, guard, found[0] if found else None)
             changes.append(Change(guards, tuple(owned), tuple(told), **at, id=play.step * 100 + number))
@@ -174,7 +174,7 @@ def _guards(name: str, kind: str, row: Execution | None) -> tuple[Guard, ...]:
         return (Guard(Execution, (name,), None if kind == "absent" else 5),)
     revision = row.revision + (kind == "stale")
     if kind in ("live", "lapsed"):
-        want = LeaseWant.LIVE if kind == "live" else LeaseWant.LAPSED
+        want = LeaseRequirement.LIVE if kind == "live" else LeaseRequirement.EXPIRED
         return (Guard(Execution, (name,), revision, LeaseCheck(want, row.lease_id or "", row.lease_epoch)),)
     return (Guard(Execution, (name,), revision),)
 
@@ -185,11 +185,11 @@ def takes(draw: st.DrawFn) -> Act:
     number, ttl = draw(st.integers(0, 3)), draw(st.integers(1, 40))
 
     async def act(play: Play) -> None:
-        there = {row.execution_id for row in (await play.store.load([Want(Payload, ())])).rows[0]}
-        missing = [Put(payload(name, name.encode())) for name in NAMES if name not in there]
+        there = {row.execution_id for row in (await play.store.load([Read(Payload, ())])).rows[0]}
+        missing = [Upsert(payload(name, name.encode())) for name in NAMES if name not in there]
         await play.store.commit([Change((), tuple(missing))])  # every execution has a payload
-        stamps = tuple(Stamp(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
-        await play.note(play.store.take(Take(asked, stamps, "w", "i", ttl, BECOMES)))
+        stamps = tuple(LeaseIds(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
+        await play.note(play.store.claim_rows(ClaimRequest(asked, stamps, "w", "i", ttl, BECOMES)))
 
     return act
 
@@ -202,10 +202,12 @@ def renewals(draw: st.DrawFn) -> Act:
         leases = []
         for name in sorted({name for name, _, _ in asked}):
             _, wrong, ttl = next(one for one in asked if one[0] == name)
-            ((*found,),) = (await play.store.load([Want(Execution, (name,))])).rows
+            ((*found,),) = (await play.store.load([Read(Execution, (name,))])).rows
             for row in found:
                 index = row.attempt_index or 0
-                leases.append(Held(name, index, row.attempt_id or "", row.lease_id or "", row.lease_epoch + wrong, ttl))
+                leases.append(
+                    LeaseRef(name, index, row.attempt_id or "", row.lease_id or "", row.lease_epoch + wrong, ttl)
+                )
         await play.note(play.store.renew(leases))
 
     return act
@@ -216,7 +218,7 @@ def passings(draw: st.DrawFn) -> Act:
     length = draw(st.integers(0, 40))
 
     async def act(play: Play) -> None:
-        play.clock.pass_ms(length)
+        play.clock.advance_ms(length)
 
     return act
 

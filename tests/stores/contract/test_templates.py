@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Change, Guard, Insert, LeaseCheck, LeaseWant, Put
+from flowfabric.model.change import Change, Guard, Insert, LeaseCheck, LeaseRequirement, Upsert
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Result
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED, cancel
-from flowfabric.rules.execution.lease import CLAIMED, Fence
-from flowfabric.rules.execution.transitions import success_form
+from flowfabric.rules.execution.lease import CLAIMED_FIELDS, Fence
+from flowfabric.rules.execution.transitions import success_template
 from flowfabric.stores.port import Store
 from tests.stores.samples import a_take, change, event, line_up, one, waiting
 
@@ -22,14 +22,14 @@ TAGS = '{"it\'s":"a \\"tag\\""}'
 
 async def claimed(store: Store, *names: str, **fields: Any) -> list[Execution]:
     await line_up(store, *(waiting(name, rank, **fields) for rank, name in enumerate(names)))
-    return [row for row, _ in (await store.take(a_take(len(names), prefix=names[0], **CLAIMED))).rows]
+    return [row for row, _ in (await store.claim_rows(a_take(len(names), prefix=names[0], **CLAIMED_FIELDS))).rows]
 
 
 def finished(row: Execution, revision: int | None = None) -> Change:
-    held = LeaseCheck(LeaseWant.LIVE, row.lease_id or "", row.lease_epoch)
+    held = LeaseCheck(LeaseRequirement.LIVE, row.lease_id or "", row.lease_epoch)
     seen = Guard(Execution, (row.execution_id,), revision or row.revision, held)
-    result = Put(Result(row.execution_id, b"R"))
-    return msgspec.structs.replace(change(result, guards=[seen]), form=success_form(row))
+    result = Upsert(Result(row.execution_id, b"R"))
+    return msgspec.structs.replace(change(result, guards=[seen]), form=success_template(row))
 
 
 async def told(store: Store, after: int) -> list[FeedEvent]:
@@ -38,9 +38,9 @@ async def told(store: Store, after: int) -> list[FeedEvent]:
 
 async def test_a_form_ends_its_root_and_tells_of_it(store: Store, clock: ManualClock) -> None:
     (row,) = await claimed(store, "a", tags=TAGS, lineage='{"retry_reason":"it\'s"}', next_timeout_ms=50)
-    clock.pass_ms(5)
+    clock.advance_ms(5)
     made = finished(row)
-    assert made.form is not None
+    assert made.template is not None
 
     assert await store.commit([made]) == [clock.now]
 
@@ -58,7 +58,7 @@ async def test_a_form_ends_a_root_that_was_never_taken(store: Store, clock: Manu
     row = await one(store, Execution, "a")
     cancelled = cancel(row, Fence(), "operator_override", QUORUM_SATISFIED).change
     assert cancelled is not None
-    assert cancelled.form is not None
+    assert cancelled.template is not None
 
     assert await store.commit([msgspec.structs.replace(cancelled, id=77)]) == [clock.now]
 
@@ -71,7 +71,7 @@ async def test_a_form_ends_a_root_that_was_never_taken(store: Store, clock: Manu
         None,
         '{"revoked_by":"operator"}',
     )
-    assert [row.execution_id for row, _ in (await store.take(a_take(2, **CLAIMED))).rows] == ["b"]
+    assert [row.execution_id for row, _ in (await store.claim_rows(a_take(2, **CLAIMED_FIELDS))).rows] == ["b"]
 
 
 async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(store: Store) -> None:
@@ -79,7 +79,7 @@ async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(s
     (timed,) = await claimed(store, "d", next_timeout_ms=50)
     other = change(Insert(waiting("x")), events=[event("x", outcome="failed"), event("x", outcome="skipped")])
     batch = [finished(first), finished(stale, revision=1), other, finished(timed), finished(second)]
-    assert len({made.form for made in batch if made.form is not None}) == 2
+    assert len({made.template for made in batch if made.template is not None}) == 2
 
     verdicts = await store.commit(batch)
 
@@ -93,7 +93,7 @@ async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(s
 
 async def test_a_form_about_a_lapsed_lease_is_refused(store: Store, clock: ManualClock) -> None:
     (row,) = await claimed(store, "a")
-    clock.pass_ms(row.lease_expires_at - clock.now)  # type: ignore[operator]
+    clock.advance_ms(row.lease_expires_at - clock.now)  # type: ignore[operator]
     assert await store.commit([finished(row)]) == [None]
     assert await one(store, Execution, "a") == row
     assert await told(store, 0) == []

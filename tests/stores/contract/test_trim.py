@@ -28,7 +28,7 @@ async def told(store: Store, topic: Topic, after: int = 0) -> list[str]:
 
 async def test_only_events_from_before_the_instant_go(store: Store, clock: ManualClock) -> None:
     await tell(store, lease("old"))
-    clock.pass_ms(10)
+    clock.advance_ms(10)
     await tell(store, lease("new"))
 
     assert await store.trim_feed(clock.now - 10, MANY) == 0
@@ -53,13 +53,13 @@ async def test_an_event_that_must_stay_keeps_those_after_it(store: Store, clock:
 async def test_positions_are_never_given_again(store: Store, clock: ManualClock) -> None:
     await tell(store, lease("a"))
     end = await store.feed_end()
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
 
     assert await store.feed_end() == end
     await tell(store, lease("b"))
     assert await told(store, Topic.LEASE, end) == ["b"]
-    assert not (await store.feed(Topic.LEASE, end, MANY)).lost
+    assert not (await store.feed(Topic.LEASE, end, MANY)).has_gap
 
 
 async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: ManualClock) -> None:
@@ -67,12 +67,12 @@ async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: Man
     await tell(store, completion("a"))
     between = await store.feed_end()
     await tell(store, lease("b"))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
     await tell(store, completion("c"), lease("d"))
 
     lost = {
-        (topic, after): (await store.feed(topic, after, MANY)).lost
+        (topic, after): (await store.feed(topic, after, MANY)).has_gap
         for topic in (Topic.COMPLETION, Topic.LEASE, Topic.SIGNAL)
         for after in (start, between)
     }
@@ -87,7 +87,7 @@ async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: Man
 
 async def test_the_history_of_an_execution_forgets_what_was_trimmed(store: Store, clock: ManualClock) -> None:
     await tell(store, lease("a"))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
     await tell(store, lease("a"))
 
@@ -99,7 +99,7 @@ async def test_the_history_of_an_execution_forgets_what_was_trimmed(store: Store
 async def test_a_small_limit_takes_the_oldest_first(store: Store, clock: ManualClock) -> None:
     for name in "abc":
         await tell(store, lease(name))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
 
     assert await store.trim_feed(clock.now, 1) == 1
     assert await told(store, Topic.LEASE) == ["b", "c"]
@@ -109,11 +109,11 @@ async def test_a_reader_far_behind_comes_to_what_is_left(store: Store, clock: Ma
     start = await store.feed_end()
     for n in range(40):
         await tell(store, *(lease(f"{n}-{m}") for m in range(60)))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     while await store.trim_feed(clock.now, 500):
         pass
     await tell(store, lease("last"))
 
     page = await store.feed(Topic.LEASE, start, MANY)
 
-    assert ([one.event.execution_id for one in page.events], page.lost) == (["last"], True)
+    assert ([one.event.execution_id for one in page.events], page.has_gap) == (["last"], True)

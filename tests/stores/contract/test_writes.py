@@ -8,31 +8,31 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Delete, FromNow, Insert, Patch, Put, absent, at
+from flowfabric.model.change import NOW, Delete, FromNow, Insert, Patch, Upsert, absent, from_now
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload, Result
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.stores.samples import change, event, execution, one, payload, waiting, write
 
 
 def attempt(name: str, index: int, **fields: Any) -> Attempt:
-    row = Attempt(name, index, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, at(0), "lease", 1, "w", "i")
+    row = Attempt(name, index, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, from_now(0), "lease", 1, "w", "i")
     return msgspec.structs.replace(row, **fields)
 
 
 async def attempts_of(store: Store, name: str) -> list[Attempt]:
-    return (await store.load([Want(Attempt, (name,))])).rows[0]
+    return (await store.load([Read(Attempt, (name,))])).rows[0]
 
 
 async def test_a_row_comes_back_as_it_was_written(store: Store, clock: ManualClock) -> None:
     row = waiting(
         "{fp:7}:é",
         rank=-(2**62),
-        line=LineKey("mail", "gpu,ram", "tenant-1", 3, True),
+        line=QueueKey("mail", "gpu,ram", "tenant-1", 3, True),
         tags='{"k":"π \U0001f600"}',
         public_state=PublicState.SKIPPED,
         attempt_type=AttemptType.FALLBACK,
@@ -52,7 +52,7 @@ async def test_a_row_comes_back_as_it_was_written(store: Store, clock: ManualClo
 async def test_yes_and_no_come_back_as_such(store: Store) -> None:
     await write(store, Insert(SigningKey("k1", "00", True)), Insert(SigningKey("k2", "00", False)))
 
-    found = (await store.load([Want(SigningKey, ())])).rows[0]
+    found = (await store.load([Read(SigningKey, ())])).rows[0]
     assert [key.current for key in found] == [True, False]
     assert {type(key.current) for key in found} == {bool}
 
@@ -68,7 +68,7 @@ async def test_instants_are_filled_in_with_one_reading_of_the_stores_clock(store
     committed = await store.commit(
         [
             change(Insert(execution("a", delay_until=FromNow(50), rank=FromNow(-7))), Insert(attempt("a", 0))),
-            change(Put(attempt("b", 0, ended_at=NOW))),
+            change(Upsert(attempt("b", 0, ended_at=NOW))),
         ]
     )
     assert committed == [clock.now, clock.now]
@@ -77,7 +77,7 @@ async def test_instants_are_filled_in_with_one_reading_of_the_stores_clock(store
     assert (await one(store, Attempt, "a", 0)).started_at == clock.now
     assert (await one(store, Attempt, "b", 0)).ended_at == clock.now
 
-    clock.pass_ms(10)
+    clock.advance_ms(10)
     await write(store, Patch(Execution, ("a",), {"completed_at": FromNow(-3), "last_mutation_at": NOW}))
     row = await one(store, Execution, "a")
     assert (row.completed_at, row.last_mutation_at) == (clock.now - 3, clock.now)
@@ -100,8 +100,8 @@ async def test_a_clock_that_runs_is_read_once_a_commit(store: Store, clock: Manu
 
 
 async def test_a_put_makes_a_row_or_replaces_it_whole(store: Store) -> None:
-    await write(store, Put(attempt("a", 0, lineage="{}", ended_at=5)))
-    await write(store, Put(attempt("a", 0, suspension_id="s")))
+    await write(store, Upsert(attempt("a", 0, lineage="{}", ended_at=5)))
+    await write(store, Upsert(attempt("a", 0, suspension_id="s")))
 
     found = await one(store, Attempt, "a", 0)
     assert (found.lineage, found.ended_at, found.suspension_id) == (None, None, "s")
@@ -125,9 +125,9 @@ async def test_a_patch_of_a_row_that_does_not_exist_is_passed_over(store: Store,
 
 async def test_a_patch_may_be_passed_over_when_a_field_is_already_set(store: Store) -> None:
     first = await write(store, Insert(execution("a")))
-    closing = await write(store, Patch(Execution, ("a",), {"completed_at": 1}, unless="completed_at"))
+    closing = await write(store, Patch(Execution, ("a",), {"completed_at": 1}, unless_set="completed_at"))
     assert closing != first
-    await write(store, Patch(Execution, ("a",), {"completed_at": 2}, unless="completed_at"))
+    await write(store, Patch(Execution, ("a",), {"completed_at": 2}, unless_set="completed_at"))
 
     row = await one(store, Execution, "a")
     assert (row.completed_at, row.revision) == (1, closing)
@@ -138,11 +138,11 @@ async def test_a_delete_takes_all_rows_whose_key_begins_alike(store: Store) -> N
     await write(store, *(Insert(row) for row in rows))
 
     await write(store, Delete(Attempt, ("a",)), Delete(Attempt, ("b", 1)), Delete(Attempt, ("none",)))
-    left = [(row.execution_id, row.attempt_index) for row in (await store.load([Want(Attempt, ())])).rows[0]]
+    left = [(row.execution_id, row.attempt_index) for row in (await store.load([Read(Attempt, ())])).rows[0]]
     assert left == [("ab", 0), ("ab", 1), ("ab", 2), ("b", 0), ("b", 2)]
 
     await write(store, Delete(Attempt, ()))
-    assert (await store.load([Want(Attempt, ())])).rows == [[]]
+    assert (await store.load([Read(Attempt, ())])).rows == [[]]
 
 
 @pytest.mark.parametrize("beside", ["before", "after"])
@@ -158,7 +158,7 @@ async def test_a_delete_takes_a_root_that_its_neighbour_in_the_batch_patches(
 
     assert await store.commit([told, gone] if beside == "before" else [gone, told]) == [clock.now] * 2
 
-    assert (await store.load([Want(Dependency, ("child",))])).rows == [[]]
+    assert (await store.load([Read(Dependency, ("child",))])).rows == [[]]
     assert (await one(store, Execution, "above")).priority == 5
 
 
@@ -169,7 +169,7 @@ async def test_the_writes_of_a_change_happen_in_their_order(store: Store) -> Non
         Delete(Attempt, ("a",)),
         Insert(attempt("a", 1, lineage="new")),
         Patch(Attempt, ("a", 1), {"ended_at": 9}),
-        Put(attempt("a", 2)),
+        Upsert(attempt("a", 2)),
         Delete(Attempt, ("a", 2)),
     )
     found = await attempts_of(store, "a")
@@ -183,7 +183,7 @@ async def test_changes_of_many_shapes_are_written_in_one_batch(store: Store, clo
     batch = [
         change(Patch(Execution, (f"n{number}",), fields[number % 3]), *extra)
         for number in range(100)
-        for extra in [[Insert(Result(f"n{number}", b"r"))] if number % 2 else [Put(payload(f"n{number}"))]]
+        for extra in [[Insert(Result(f"n{number}", b"r"))] if number % 2 else [Upsert(payload(f"n{number}"))]]
     ]
     assert await store.commit(batch) == [clock.now] * 100
     for number in range(100):
@@ -208,13 +208,13 @@ POISON: list[tuple[str, Any]] = [
 async def test_what_cannot_be_kept_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
     await write(store, Insert(execution("c")))
     end = await store.feed_end()
-    good = change(Insert(execution("a", line=LineKey("new"))), events=[event(lease="x")])
+    good = change(Insert(execution("a", line=QueueKey("new"))), events=[event(lease="x")])
 
     for poison in (Insert(execution("b", **fields)), Patch(Execution, ("c",), fields)):
         with pytest.raises(Unstorable) as refusal:
             await store.commit([good, change(poison, events=[event(lease="x")])])
         assert not isinstance(refusal.value, Collision)
-    assert [row.execution_id for row in (await store.load([Want(Execution, ())])).rows[0]] == ["c"]
+    assert [row.execution_id for row in (await store.load([Read(Execution, ())])).rows[0]] == ["c"]
     assert (await store.feed(Topic.LEASE, end, 10)).events == []
     assert await store.commit([good]) != [None]
 
@@ -243,11 +243,11 @@ async def test_a_refused_insert_is_no_collision(store: Store) -> None:
     assert await store.commit([change(Insert(execution("a")), guards=[absent(Execution, "a")])]) == [None]
 
 
-@pytest.mark.parametrize("first", [Put, Insert])
+@pytest.mark.parametrize("first", [Upsert, Insert])
 async def test_a_row_that_has_to_be_absent_can_be_written_and_replaced(
-    store: Store, clock: ManualClock, first: type[Put | Insert]
+    store: Store, clock: ManualClock, first: type[Upsert | Insert]
 ) -> None:
-    twice = (first(execution("a")), Put(execution("a", priority=7)))
+    twice = (first(execution("a")), Upsert(execution("a", priority=7)))
 
     assert await store.commit([change(*twice, guards=[absent(Execution, "a")])]) == [clock.now]
     assert (await one(store, Execution, "a")).priority == 7
@@ -265,7 +265,7 @@ async def test_loading_gives_the_rows_of_each_want_in_key_order_and_the_time(sto
     await write(store, *(Insert(attempt("a", index)) for index in (10, 2, 1)), Insert(execution("a")))
     await write(store, Insert(IdempotencyKey(1, "x", "a", 5)), Insert(IdempotencyKey(2, "x", "a", 5)))
 
-    wants = [Want(Attempt, ("a",)), Want(Attempt, ("a", 2)), Want(Execution, ("b",)), Want(IdempotencyKey, (2,))]
+    wants = [Read(Attempt, ("a",)), Read(Attempt, ("a", 2)), Read(Execution, ("b",)), Read(IdempotencyKey, (2,))]
     loaded = await store.load(wants)
     assert loaded.now == clock.now
     assert [[msgspec.structs.astuple(row)[:2] for row in rows] for rows in loaded.rows] == [
@@ -279,5 +279,5 @@ async def test_loading_gives_the_rows_of_each_want_in_key_order_and_the_time(sto
 
 async def test_the_time_can_be_asked_for(store: Store, clock: ManualClock) -> None:
     assert await store.ping() == clock.now
-    clock.pass_ms(5)
+    clock.advance_ms(5)
     assert await store.ping() == clock.now

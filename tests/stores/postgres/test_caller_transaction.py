@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncpg
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.stores.samples import line_up, waiting
 
 
 async def test_a_row_in_a_line_that_another_process_made_can_be_read(
     pg: PostgresStore, database: str, clock: ManualClock
 ) -> None:
-    await line_up(pg, waiting("a", line=LineKey("made by another")))
+    await line_up(pg, waiting("a", line=QueueKey("made by another")))
     fresh = PostgresStore(database, clock)
     connection = await asyncpg.connect(database)
     try:
         async with connection.transaction():
-            loaded = await (await fresh.within(connection)).load([Want(Execution, ("a",))])
+            loaded = await (await fresh.join_transaction(connection)).load([Read(Execution, ("a",))])
     finally:
         await connection.close()
         await fresh.close()
 
-    assert [row.line for row in loaded.rows[0]] == [LineKey("made by another")]
+    assert [row.line for row in loaded.rows[0]] == [QueueKey("made by another")]

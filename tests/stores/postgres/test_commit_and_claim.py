@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Change, Guard, Insert, Like, Patch
+from flowfabric.model.change import NOW, Change, Expected, Guard, Insert, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import EligibilityState
-from flowfabric.stores.claims import Handed
+from flowfabric.stores.claims import CommitAndClaimResult
 from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival
 from tests.stores.contract.test_commit_and_claim import NO_HINT, OTHER, blocked, freed, names
@@ -21,17 +21,17 @@ from tests.stores.samples import MAIL, a_take, change, execution, line_up, one, 
 async def test_it_hands_over_what_it_can_in_one_trip(pg: PostgresStore, clock: ManualClock) -> None:
     revisions = await blocked(pg, "a", "b")
 
-    handed = await pg.hand_over([freed(*item) for item in revisions.items()], NO_HINT, a_take(2))
+    handed = await pg.commit_and_claim([freed(*item) for item in revisions.items()], NO_HINT, a_take(2))
 
     assert handed.verdicts == [clock.now, clock.now]
     assert names(handed.rows) == ["a", "b"]
-    assert handed.emptied
+    assert handed.drained
 
 
 async def test_one_change_alone_is_handed_over_too(pg: PostgresStore) -> None:
     revisions = await blocked(pg, "a")
 
-    handed = await pg.hand_over([freed("a", revisions["a"])], NO_HINT, a_take(5, MAIL, OTHER))
+    handed = await pg.commit_and_claim([freed("a", revisions["a"])], NO_HINT, a_take(5, MAIL, OTHER))
 
     assert names(handed.rows) == ["a"]
 
@@ -40,7 +40,7 @@ async def test_a_row_that_nobody_waits_behind_is_handed_over_beside_other_lines(
     await line_up(pg, waiting("elsewhere", line=OTHER))
     revisions = await blocked(pg, "a")
 
-    handed = await pg.hand_over([freed("a", revisions["a"])], NO_HINT, a_take(1))
+    handed = await pg.commit_and_claim([freed("a", revisions["a"])], NO_HINT, a_take(1))
 
     assert names(handed.rows) == ["a"]
 
@@ -66,9 +66,9 @@ async def test_else_it_leaves_it_to_a_take(
         await line_up(pg, stands)
     revisions = await blocked(pg, "a")
 
-    handed = await pg.hand_over([freed("a", revisions["a"]), *changes], NO_HINT, a_take(wanted))
+    handed = await pg.commit_and_claim([freed("a", revisions["a"]), *changes], NO_HINT, a_take(wanted))
 
-    assert handed == Handed([clock.now] * (1 + len(changes)), [])
+    assert handed == CommitAndClaimResult([clock.now] * (1 + len(changes)), [])
     assert (await one(pg, Execution, "a")).line == MAIL
 
 
@@ -78,7 +78,7 @@ async def test_else_it_leaves_it_to_a_take(
 async def test_a_change_of_which_more_would_be_left_is_left_to_a_take(pg: PostgresStore, fields: Any) -> None:
     revisions = await blocked(pg, "a")
 
-    handed = await pg.hand_over([freed("a", revisions["a"], **fields)], NO_HINT, a_take(5))
+    handed = await pg.commit_and_claim([freed("a", revisions["a"], **fields)], NO_HINT, a_take(5))
 
     assert handed.rows == []
 
@@ -87,7 +87,7 @@ async def test_rows_of_different_shapes_are_left_to_a_take(pg: PostgresStore) ->
     revisions = await blocked(pg, "a", "b")
     changes = [freed("a", revisions["a"]), freed("b", revisions["b"], next_type=None)]
 
-    assert (await pg.hand_over(changes, NO_HINT, a_take(5))).rows == []
+    assert (await pg.commit_and_claim(changes, NO_HINT, a_take(5))).rows == []
 
 
 async def test_a_batch_that_is_written_in_steps_is_left_to_a_take(pg: PostgresStore, clock: ManualClock) -> None:
@@ -97,9 +97,9 @@ async def test_a_batch_that_is_written_in_steps_is_left_to_a_take(pg: PostgresSt
     )  # one row, two writes: the second one goes into a further statement
     await line_up(pg, execution("x"))
 
-    handed = await pg.hand_over([freed("a", revisions["a"]), twice], NO_HINT, a_take(5))
+    handed = await pg.commit_and_claim([freed("a", revisions["a"]), twice], NO_HINT, a_take(5))
 
-    assert handed == Handed([clock.now, clock.now], [])
+    assert handed == CommitAndClaimResult([clock.now, clock.now], [])
     assert (await one(pg, Execution, "x")).priority == 2
     assert (await one(pg, Execution, "a")).line == MAIL
 
@@ -108,19 +108,19 @@ class TestARowThatOthersAreJustWriting:
     """The change asks only what the row looks like; the statement has its snapshot, and waits for the row."""
 
     @pytest.fixture
-    async def handing(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[Handed]:
+    async def handing(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[CommitAndClaimResult]:
         await blocked(pg, "a", eligibility_state=EligibilityState.BLOCKED_BY_DEPENDENCIES)
-        like = Like({"eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES, "line": None})
+        like = Expected({"eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES, "line": None})
         put = Patch(Execution, ("a",), {"line": MAIL, "eligibility_state": EligibilityState.ELIGIBLE_NOW})
-        setting_free = change(put, guards=[Guard(Execution, ("a",), None, like=like)])
+        setting_free = change(put, guards=[Guard(Execution, ("a",), None, expected=like)])
         take = a_take(1, eligibility_state=EligibilityState.NOT_APPLICABLE)
         await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-        handing = asyncio.create_task(pg.hand_over([setting_free], NO_HINT, take))
+        handing = asyncio.create_task(pg.commit_and_claim([setting_free], NO_HINT, take))
         await rival.blocks()
         return handing
 
     async def test_is_handed_over_with_what_they_wrote(
-        self, pg: PostgresStore, rival: Rival, handing: asyncio.Task[Handed]
+        self, pg: PostgresStore, rival: Rival, handing: asyncio.Task[CommitAndClaimResult]
     ) -> None:
         await rival.connection.execute("update ff_exec_core set tags = '{\"theirs\":\"1\"}' where execution_id = 'a'")
         await rival.end()
@@ -130,11 +130,11 @@ class TestARowThatOthersAreJustWriting:
         assert row == await one(pg, Execution, "a")
 
     async def test_is_not_handed_over_when_it_looks_different_now(
-        self, pg: PostgresStore, rival: Rival, handing: asyncio.Task[Handed]
+        self, pg: PostgresStore, rival: Rival, handing: asyncio.Task[CommitAndClaimResult]
     ) -> None:
         await rival.connection.execute("update ff_exec_core set eligibility_state = 8 where execution_id = 'a'")
         await rival.end()
 
-        assert await handing == Handed([None], [])
+        assert await handing == CommitAndClaimResult([None], [])
         row = await one(pg, Execution, "a")
         assert (row.lease_id, row.line) == (None, None)

@@ -13,8 +13,16 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
 from flowfabric.stores.postgres import PostgresStore, dead_entries
-from flowfabric.stores.postgres.dead_entries import BLOATED, HIGHEST, LOWEST, RATE, SLICE, DeadEntries, Queue
-from flowfabric.stores.postgres.queue_ids import number_of
+from flowfabric.stores.postgres.dead_entries import (
+    BLOAT_THRESHOLD,
+    ENTRIES_PER_S,
+    HIGHEST,
+    LOWEST,
+    SLICE_ENTRIES,
+    BloatedQueue,
+    DeadEntries,
+)
+from flowfabric.stores.postgres.queue_ids import queue_id
 from tests.stores.samples import MAIL, a_take, execution, line_up, one, payload, waiting, write
 
 TASKS = 3000
@@ -28,9 +36,9 @@ class Counting(DeadEntries):
         super().__init__()
         self.entries: list[int] = []
 
-    def note(self, lines: Any, part: Any, entries: int, found: int, floor: Any) -> None:
+    def record_scan(self, lines: Any, part: Any, entries: int, found: int, floor: Any) -> None:
         self.entries.append(entries)
-        super().note(lines, part, entries, found, floor)
+        super().record_scan(lines, part, entries, found, floor)
 
 
 @pytest.fixture
@@ -58,10 +66,10 @@ async def enqueue(store: PostgresStore, clock: ManualClock, start: int, count: i
 async def drain(store: PostgresStore, clock: ManualClock, tasks: int, start: int = 0) -> None:
     """Enqueue and claim so many, and look once more after each batch, as a worker does."""
     for first in range(start, start + tasks, BATCH):
-        clock.pass_ms(50)
+        clock.advance_ms(50)
         await enqueue(store, clock, first)
-        assert len((await store.take(a_take(BATCH, MAIL))).rows) == BATCH
-        await store.take(a_take(1, MAIL))
+        assert len((await store.claim_rows(a_take(BATCH, MAIL))).rows) == BATCH
+        await store.claim_rows(a_take(1, MAIL))
 
 
 @pytest.mark.slow
@@ -70,7 +78,7 @@ async def test_a_claim_steps_over_a_bounded_number_of_entries(
 ) -> None:
     await drain(pg, clock, TASKS)
 
-    assert max(counted.entries) <= BLOATED + 2 * SLICE + 5 * BATCH
+    assert max(counted.entries) <= BLOAT_THRESHOLD + 2 * SLICE_ENTRIES + 5 * BATCH
     half = len(counted.entries) // 2
     assert sum(counted.entries[half:]) < 2 * sum(counted.entries[:half])  # it would be three times as many, and grow
 
@@ -81,14 +89,14 @@ async def test_a_row_that_is_enqueued_before_the_floor_is_claimed_within_one_rou
     pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting, rank: int
 ) -> None:
     await drain(pg, clock, TASKS)
-    assert counted.hide([number_of(MAIL)])
+    assert counted.may_hide_rows([queue_id(MAIL)])
     await line_up(pg, waiting("returned", rank))
 
-    round_of = len(counted._queues[number_of(MAIL)].slices)
+    round_of = len(counted._queues[queue_id(MAIL)].slices)
     found = list[str]()
     for _ in range(round_of + 1):
-        counted._allowance = RATE  # as time passes
-        found = [row.execution_id for row, _ in (await pg.take(a_take(1, MAIL))).rows]
+        counted._allowance = ENTRIES_PER_S  # as time passes
+        found = [row.execution_id for row, _ in (await pg.claim_rows(a_take(1, MAIL))).rows]
         if found:
             break
     assert found == ["returned"]
@@ -102,11 +110,11 @@ async def test_claims_read_from_the_head_again_when_the_transaction_has_ended(
     await holder.execute("rollback")
 
     for _ in range(100):
-        counted._allowance = RATE
-        await pg.take(a_take(1, MAIL))
-        if not counted.hide([number_of(MAIL)]):
+        counted._allowance = ENTRIES_PER_S
+        await pg.claim_rows(a_take(1, MAIL))
+        if not counted.may_hide_rows([queue_id(MAIL)]):
             break
-    assert not counted.hide([number_of(MAIL)])
+    assert not counted.may_hide_rows([queue_id(MAIL)])
 
 
 @pytest.mark.slow
@@ -114,24 +122,24 @@ async def test_a_lease_that_ends_beside_dead_entries_is_found(
     pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting
 ) -> None:
     """Every claim looks for such leases, in an index of its own."""
-    rows = [execution(f"{number:06}", lease_expires_at=clock.now + number) for number in range(2 * BLOATED)]
+    rows = [execution(f"{number:06}", lease_expires_at=clock.now + number) for number in range(2 * BLOAT_THRESHOLD)]
     for row in rows:
         await write(pg, Insert(row), Insert(payload(row.execution_id)))
-    clock.pass_ms(3 * BLOATED)
-    connection: Any = await asyncpg.connect(pg._links.dsn)
+    clock.advance_ms(3 * BLOAT_THRESHOLD)
+    connection: Any = await asyncpg.connect(pg._pool.dsn)
     await connection.execute("update ff_exec_core set lease_expires_at = null")
     await connection.close()
     for _ in range(5):
         assert (await pg.due(Execution, "lease_expires_at", limit=10)).rows == []
-    assert counted.entries[0] > BLOATED
-    assert counted.entries[-1] < BLOATED
+    assert counted.entries[0] > BLOAT_THRESHOLD
+    assert counted.entries[-1] < BLOAT_THRESHOLD
     late = execution("late", lease_expires_at=clock.now + 5)
     await write(pg, Insert(late), Insert(execution("old", lease_expires_at=1)))
-    clock.pass_ms(10)
+    clock.advance_ms(10)
 
     found = set[str]()
     for _ in range(50):
-        counted._allowance = RATE
+        counted._allowance = ENTRIES_PER_S
         found |= {row.execution_id for row in (await pg.due(Execution, "lease_expires_at", limit=10)).rows}
     assert found == {"late", "old"}
     assert (await one(pg, Execution, "late")).lease_expires_at is not None
@@ -140,13 +148,13 @@ async def test_a_lease_that_ends_beside_dead_entries_is_found(
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_and_the_part_behind_the_floor_cover_the_whole_queue(seed: int) -> None:
     dice = random.Random(seed)
-    known = Queue((10**12, ""), 5000)
+    known = BloatedQueue((10**12, ""), 5000)
     for _ in range(200):
         if dice.random() < 0.5:
-            known.raise_to((known.floor[0] + dice.randint(-5, 500), dice.choice("abc")), dice.randint(0, 800))
+            known.raise_floor((known.floor[0] + dice.randint(-5, 500), dice.choice("abc")), dice.randint(0, 800))
         else:
             known.begin_round()
-            known.was_read(known.slices[0], dice.randint(0, 3 * SLICE))
+            known.record_read(known.slices[0], dice.randint(0, 3 * SLICE_ENTRIES))
         parts = sorted((part.low, part.high) for part in known.slices)
         ends = [LOWEST, *(high for _, high in parts)]
         assert [low for low, _ in parts] == ends[:-1]
@@ -158,14 +166,14 @@ def test_a_process_reads_no_more_before_its_floors_than_it_may_afford(monkeypatc
     now = 100.0
     monkeypatch.setattr(dead_entries, "monotonic", lambda: now)
     entries = DeadEntries()
-    entries.note([1], None, BLOATED + 1, 0, (10**12, ""))
+    entries.record_scan([1], None, BLOAT_THRESHOLD + 1, 0, (10**12, ""))
     read = 0
     for _ in range(1000):
-        _, part = entries.ranges([1])
+        _, part = entries.ranges_to_read([1])
         if part is not None:
-            read += SLICE
-            entries.note([1], part, SLICE, 0, (10**12, ""))
-    assert RATE <= read <= RATE + SLICE
+            read += SLICE_ENTRIES
+            entries.record_scan([1], part, SLICE_ENTRIES, 0, (10**12, ""))
+    assert ENTRIES_PER_S <= read <= ENTRIES_PER_S + SLICE_ENTRIES
 
     now += 1.0
-    assert entries.ranges([1])[1] is not None
+    assert entries.ranges_to_read([1])[1] is not None

@@ -12,7 +12,7 @@ import pytest
 from flowfabric.model.change import Delete, Guard, Insert, Patch
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.postgres import PostgresStore, notifier
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.conftest import Rival
 from tests.stores.samples import change, execution, payload
 
@@ -31,7 +31,7 @@ class Ear:
         self.store = PostgresStore(dsn)
         self.heard: list[frozenset[str]] = []
         self._news = asyncio.Event()
-        self.store.on_wake(self._hear)
+        self.store.on_notify(self._hear)
 
     def _hear(self, topics: frozenset[str]) -> None:
         self.heard.append(topics)
@@ -81,11 +81,11 @@ async def test_hints_of_one_moment_travel_together(ears: tuple[Ear, Ear]) -> Non
     assert len(other.heard) <= 3
 
 
-BUSY = [frozenset(f"end:{batch}-{number:03}" for number in range(notifier.MUCH)) for batch in range(3)]
+BUSY = [frozenset(f"end:{batch}-{number:03}" for number in range(notifier.MANY_TOPICS)) for batch in range(3)]
 
 
 async def test_who_has_much_to_tell_waits_for_more(ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "LATER_S", 3600)
+    monkeypatch.setattr(notifier, "BATCH_DELAY_S", 3600)
     one, other = ears
     one.store.notify(frozenset({"ready"}))  # one that has just begun to listen would send whatever there is
     await other.until(lambda: bool(other.heard))
@@ -93,7 +93,7 @@ async def test_who_has_much_to_tell_waits_for_more(ears: tuple[Ear, Ear], monkey
 
     for topics in BUSY:
         one.store.notify(topics)
-        for _ in range(2 * notifier.TURNS):  # a hint of its own would have left by now
+        for _ in range(2 * notifier.LOOP_YIELDS):  # a hint of its own would have left by now
             await asyncio.sleep(0)
     one.store.notify(MAIL)
     await other.until(lambda: other.topics >= MAIL)
@@ -111,7 +111,7 @@ async def test_who_has_much_to_tell_does_not_wait_for_long(ears: tuple[Ear, Ear]
 
 
 async def test_who_ends_tells_the_rest_before(ears: tuple[Ear, Ear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "LATER_S", 3600)
+    monkeypatch.setattr(notifier, "BATCH_DELAY_S", 3600)
     one, other = ears
 
     one.store.notify(BUSY[0])
@@ -188,14 +188,14 @@ class TestAHintThatGoesWithACommit:
         """What is handed over to be sent after a commit; it is kept back."""
         sent: list[frozenset[str]] = []
         for ear in ears:
-            monkeypatch.setattr(ear.store._wake, "send", sent.append)
+            monkeypatch.setattr(ear.store._notifier, "send", sent.append)
         return sent
 
     @pytest.fixture
     def at_rest(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every commit comes after a rest."""
-        monkeypatch.setattr(notifier, "REST_S", 0)
-        monkeypatch.setattr(notifier, "RESTS", 0)
+        monkeypatch.setattr(notifier, "MIN_IDLE_S", 0)
+        monkeypatch.setattr(notifier, "MIN_IDLE_COMMITS", 0)
 
     async def test_is_heard_by_others_and_sent_by_nobody(
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]]
@@ -232,7 +232,7 @@ class TestAHintThatGoesWithACommit:
 
         assert other.topics == MAIL
         assert sent == []
-        [[row]] = (await one.store.load([Want(Execution, ("a",))])).rows
+        [[row]] = (await one.store.load([Read(Execution, ("a",))])).rows
         assert row.priority == 3
 
     @pytest.mark.usefixtures("at_rest")
@@ -249,7 +249,7 @@ class TestAHintThatGoesWithACommit:
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one, other = ears
-        monkeypatch.setattr(notifier, "REST_S", 60)
+        monkeypatch.setattr(notifier, "MIN_IDLE_S", 60)
 
         for number in range(20):
             await one.store.commit([change(Insert(execution(f"{number}")))], frozenset({f"{number}"}))
@@ -260,8 +260,8 @@ class TestAHintThatGoesWithACommit:
 
     async def test_goes_with_a_commit_again_when_those_of_late_were_quick(self, ears: tuple[Ear, Ear]) -> None:
         one, other = ears
-        one.store._wake._took = 1000  # as if somebody had held up a commit for hours
-        one.store._wake._carried_at = monotonic()
+        one.store._notifier._commit_s = 1000  # as if somebody had held up a commit for hours
+        one.store._notifier._attached_at = monotonic()
 
         async with asyncio.timeout(20):
             for number in count():
@@ -285,10 +285,10 @@ class TestAHintThatGoesWithACommit:
         self, ears: tuple[Ear, Ear], sent: list[frozenset[str]], rival: Rival, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one, _ = ears
-        monkeypatch.setattr(notifier, "REST_S", 60)
-        for number in range(notifier.FEW):
+        monkeypatch.setattr(notifier, "MIN_IDLE_S", 60)
+        for number in range(notifier.MAX_RECENT_MESSAGES):
             await rival.fetch(f"select pg_notify('ff_wake', '[\"{number}\"]')")
-        await one.until(lambda: len(one.heard) == notifier.FEW)
+        await one.until(lambda: len(one.heard) == notifier.MAX_RECENT_MESSAGES)
 
         await one.store.commit([change(Insert(execution()))], MAIL)
 

@@ -109,7 +109,7 @@ async def looked_at(store: Store) -> None:
     again = await engine.report_usage_admin(B, dimensions=["tokens"], deltas=[1], dedup_key="k")
     assert again == AlreadyApplied()
     assert isinstance(await engine.record_spend(B, E, {"tokens": 3}), HardBreach)
-    assert await engine.reserved_for(B, R) == E
+    assert await engine.reservation_owner(B, R) == E
     assert await engine.read_quota_policy_limits(Q) == QuotaLimits(60, 5, 1, 0)
     await check_limit_invariants(engine)
     await engine.release_admission(Q, E)
@@ -125,7 +125,7 @@ async def test_the_rows_of_an_older_file_belong_to_default(tmp_path: Path) -> No
             for _ in db.execute(text):
                 pass
             db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (?, 0)", (number,))
-    for words, values in inserts(usage.digest_of("k")):
+    for words, values in inserts(usage.usage_key_digest("k")):
         db.execute(words, values)
     db.close()
 
@@ -140,14 +140,14 @@ async def test_the_rows_of_an_older_database_belong_to_default() -> None:
     dsn = server.create_database(name)
     try:
         connection = await asyncpg.connect(dsn)
-        await connection.execute(postgres_schema._VERSIONS)
+        await connection.execute(postgres_schema._CREATE_VERSION_TABLE)
         for step in postgres_schema.migrations():
             if step.version <= BEFORE:
                 await connection.execute(step.text)
                 await connection.execute(
                     "insert into ff_schema_version (version, name) values ($1, $2)", step.version, step.name
                 )
-        for words, values in inserts(usage.digest_of("k")):
+        for words, values in inserts(usage.usage_key_digest("k")):
             for place in range(1, len(values) + 1):
                 words = words.replace("?", f"${place}", 1)
             await connection.execute(words, *values)

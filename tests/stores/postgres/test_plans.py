@@ -15,21 +15,32 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
-from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, LeaseCheck, LeaseWant, Patch, Put, absent
+from flowfabric.model.change import (
+    NOW,
+    Change,
+    FromNow,
+    Guard,
+    Insert,
+    LeaseCheck,
+    LeaseRequirement,
+    Patch,
+    Upsert,
+    absent,
+)
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Attempt, Execution, LineKey, Payload, Result
+from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import claim as taking
 from flowfabric.stores.postgres import event_log, reads
-from flowfabric.stores.postgres.commit.claim import handing
-from flowfabric.stores.postgres.commit.parameters import Habits
-from flowfabric.stores.postgres.commit.plan import Batch
+from flowfabric.stores.postgres.commit.claim import plan_claim
+from flowfabric.stores.postgres.commit.parameters import ParameterShapes
+from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.migrator import migrations
-from flowfabric.stores.postgres.pool import TUNING
+from flowfabric.stores.postgres.pool import SESSION_SETTINGS
 from flowfabric.stores.postgres.queue_reads import STANDING
-from flowfabric.stores.queries import Scan, Tally, Want, Where
+from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
 from tests.conftest import migrate
 from tests.servers import postgres
 from tests.stores.samples import a_take, change, event, execution, payload
@@ -78,7 +89,9 @@ def large() -> str:
 
 @pytest.fixture(params=["as the store connects", "as a pooler connects"])
 async def planner(large: str, request: pytest.FixtureRequest) -> AsyncIterator[Planner]:
-    settings = TUNING if request.param == "as the store connects" else {"plan_cache_mode": "force_generic_plan"}
+    settings = (
+        SESSION_SETTINGS if request.param == "as the store connects" else {"plan_cache_mode": "force_generic_plan"}
+    )
     connection = await asyncpg.connect(large, server_settings=settings)
     yield Planner(connection)
     await connection.close()
@@ -130,17 +143,17 @@ class Planner:
         return found
 
 
-LINES = (LineKey("mail"), LineKey("mail", "gpu"))
+LINES = (QueueKey("mail"), QueueKey("mail", "gpu"))
 
 
-def numbers(line: LineKey) -> int:
+def numbers(line: QueueKey) -> int:
     return LINES.index(line) + 1
 
 
 async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
     take = a_take(100, LINES[0])
 
-    await taking.take(planner, take, take.stamps, [1], 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, [1], 200, None, numbers)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -153,7 +166,7 @@ async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(pla
 async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *LINES)
 
-    await taking.take(planner, take, take.stamps, [1, 2], 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, [1, 2], 200, None, numbers)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -164,9 +177,9 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
 
 
 async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
-    take = a_take(100, *(LineKey("mail", f"{number}") for number in range(taking.MANY + 1)))
+    take = a_take(100, *(QueueKey("mail", f"{number}") for number in range(taking.MANY_QUEUES + 1)))
 
-    await taking.take(planner, take, take.stamps, list(range(taking.MANY + 1)), 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None, numbers)
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
@@ -174,7 +187,7 @@ async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -
 @pytest.mark.parametrize("lines", [[1], [1, 2]], ids=["one line", "two lines"])
 async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
     take = a_take(100, *LINES)
-    words = taking.claim(take, lines).words
+    words = taking.claim_statement(take, lines).sql
 
     class Analyst(Planner):
         async def fetch(self, words: str, *values: Any) -> list[Any]:
@@ -185,7 +198,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.take(analyst, take, take.stamps, lines, 200, None, numbers)
+    await taking.claim_rows(analyst, take, take.lease_ids, lines, 200, None, numbers)
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
@@ -201,7 +214,7 @@ async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) 
 
 
 async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:
-    await taking.renew(planner, [Held("a", 0, "x", "l", 1, 1000)], None)
+    await taking.renew(planner, [LeaseRef("a", 0, "x", "l", 1, 1000)], None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
 
@@ -211,8 +224,8 @@ def finish(name: str) -> Change:
     return change(
         Patch(Execution, (name,), {"completed_at": NOW, "purge_at": FromNow(5), "lease_expires_at": None}),
         Insert(attempt),
-        Put(Result(name, name.encode())),
-        guards=[Guard(Execution, (name,), 1, LeaseCheck(LeaseWant.LIVE, "l", 1))],
+        Upsert(Result(name, name.encode())),
+        guards=[Guard(Execution, (name,), 1, LeaseCheck(LeaseRequirement.LIVE, "l", 1))],
         events=[event(name, lease="released")],
     )
 
@@ -222,13 +235,13 @@ def create(name: str) -> Change:
 
 
 def relied_on(name: str) -> Change:
-    return change(Put(Result(name, b"")), guards=[Guard(Execution, (name,), 1)])
+    return change(Upsert(Result(name, b"")), guards=[Guard(Execution, (name,), 1)])
 
 
 @pytest.mark.parametrize("make", [finish, create, relied_on])
 @pytest.mark.parametrize("many", [1, 300])
 async def test_a_commit_finds_its_rows_by_key(planner: Planner, make: Any, many: int) -> None:
-    batch = Batch([make(f"{number:03}") for number in range(many)], Habits(numbers))
+    batch = CommitPlan([make(f"{number:03}") for number in range(many)], ParameterShapes(numbers))
 
     await commit(planner, batch, None)
 
@@ -240,9 +253,9 @@ async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner
         return change(Patch(Execution, (name,), {"line": LINES[0]}), guards=[Guard(Execution, (name,), 1)])
 
     changes = [freed(f"{number:03}") for number in range(16)]
-    batch = Batch(changes, Habits(numbers))
-    batch.handing = handing(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
-    assert batch.handing is not None
+    batch = CommitPlan(changes, ParameterShapes(numbers))
+    batch.claim = plan_claim(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
+    assert batch.claim is not None
 
     await commit(planner, batch, None)
 
@@ -254,7 +267,7 @@ async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner
 @pytest.mark.parametrize("column", ["lease_expires_at", "purge_at", "delay_until"])
 async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner, column: str) -> None:
     where = (Where("namespace", "=", "default"),)
-    words, values = reads.due_words(Execution, column, 50, where, None, numbers)
+    words, values = reads.due_statement(Execution, column, 50, where, None, numbers)
 
     await planner.explain(words, len(values))
 
@@ -262,11 +275,11 @@ async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner,
 
 
 @pytest.mark.parametrize("each", [None, LINES])
-async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[LineKey, ...] | None) -> None:
-    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
-    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
+async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[QueueKey, ...] | None) -> None:
+    held = GroupedCount(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = GroupedCount(Execution, "line", ("lane_id",), 100, values=each)
     for tally, first in ((held, "ff_exec_core_lease_expires_at"), (line, "ff_exec_core_line")):
-        words, values = reads.tally_words(tally, numbers)
+        words, values = reads.count_statement(tally, numbers)
         planner.plans.clear()
 
         await planner.explain(words, len(values))
@@ -279,13 +292,13 @@ async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[LineKey
 
 
 async def test_a_load_finds_its_rows_by_key(planner: Planner) -> None:
-    await reads.load(planner, [Want(Execution, ("a",)), Want(Payload, ("a",)), Want(Result, ("a",))], None)
+    await reads.fetch_rows(planner, [Read(Execution, ("a",)), Read(Payload, ("a",)), Read(Result, ("a",))], None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey", "ff_payload_pkey", "ff_result_pkey"}
 
 
 async def test_a_load_of_many_finds_its_rows_by_key(planner: Planner) -> None:
-    await reads.load(planner, [Want(Execution, (f"{number}",)) for number in range(reads.MANY)], None)
+    await reads.fetch_rows(planner, [Read(Execution, (f"{number}",)) for number in range(reads.MANY_READS)], None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
 
@@ -313,10 +326,10 @@ async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) 
 
 async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planner: Planner) -> None:
     one = Scan(Execution, (Where("execution_id", "starts", "1a"),), ("execution_id",), limit=3)
-    each = Scan(Execution, (Where("execution_id", "starts", ("1a", "2")),), limit=3, each="execution_id")
+    each = Scan(Execution, (Where("execution_id", "starts", ("1a", "2")),), limit=3, limit_by="execution_id")
 
     for scan in (one, each):
-        words, values = reads.scan_words(scan, lambda line: 1)
+        words, values = reads.scan_statement(scan, lambda line: 1)
         await planner.fetch(words, *values)
 
     assert planner.scans() == [("Index Scan", "ff_exec_core", "ff_exec_core_pkey")] * 2
@@ -326,8 +339,8 @@ async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planne
 
 async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(planner: Planner) -> None:
     where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
-    words, values = reads.scan_words(
-        Scan(Execution, where, ("rank",), limit=1, each="blocked_on", values=9), lambda line: 1
+    words, values = reads.scan_statement(
+        Scan(Execution, where, ("rank",), limit=1, limit_by="blocked_on", max_values=9), lambda line: 1
     )
 
     await planner.fetch(words, *values)

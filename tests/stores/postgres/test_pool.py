@@ -14,11 +14,11 @@ from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.change import Guard, Insert, Patch
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Execution, LineKey
-from flowfabric.stores.claims import Take, Taken
+from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Collision, Unstorable
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
 from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
@@ -44,16 +44,16 @@ async def until_it_answers(store: PostgresStore) -> None:
     assert all(error.retryable for error in refusals)
 
 
-async def look_twice(store: PostgresStore, rival: Rival) -> tuple[Take, asyncio.Task[Taken]]:
+async def look_twice(store: PostgresStore, rival: Rival) -> tuple[ClaimRequest, asyncio.Task[ClaimedRows]]:
     """A take that has claimed one row, and is held up while it looks for another one."""
     await line_up(store, *(waiting(f"{rank:02}", rank) for rank in range(10)))
     await rival.begin(
         "select 1 from ff_exec_core where rank between 1 and 5 for update",
         "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 2, 0, '{}'",
     )  # it looks at so many rows first; and whoever tells something after the next one has to wait
-    take = a_take(2, MAIL, LineKey("other"))
-    await write(store, Insert(execution("elsewhere", line=LineKey("other"), rank=99)))
-    return take, asyncio.create_task(store.take(take))
+    take = a_take(2, MAIL, QueueKey("other"))
+    await write(store, Insert(execution("elsewhere", line=QueueKey("other"), rank=99)))
+    return take, asyncio.create_task(store.claim_rows(take))
 
 
 class TestAConnectionThatIsKilled:
@@ -76,7 +76,7 @@ class TestAConnectionThatIsKilled:
     async def test_while_idle_is_replaced_in_silence(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
         await asyncio.gather(*(pg.ping() for _ in range(5)))
 
-        idle = list(pg._links._idle)
+        idle = list(pg._pool._idle)
         await rival.fetch(f"select pg_terminate_backend(pid) from ({OURS}) ours")
         while not all(connection.is_closed() for connection in idle):  # until this process has heard of it
             await rival.fetch("select pg_sleep(0.001)")
@@ -86,7 +86,7 @@ class TestAConnectionThatIsKilled:
     async def test_during_a_read_is_replaced_and_the_read_repeated(self, pg: PostgresStore, rival: Rival) -> None:
         await write(pg, Insert(execution("a")))
         await rival.begin("lock table ff_exec_core in access exclusive mode")
-        load = asyncio.create_task(pg.load([Want(Execution, ("a",))]))
+        load = asyncio.create_task(pg.load([Read(Execution, ("a",))]))
         (pid,) = await rival.blocks()
 
         await rival.fetch("select pg_terminate_backend($1)", pid)
@@ -98,7 +98,7 @@ class TestAConnectionThatIsKilled:
     async def test_during_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
         await line_up(pg, waiting("a"))
         await rival.begin("lock table ff_batch in exclusive mode")
-        take = asyncio.create_task(pg.take(a_take(1)))
+        take = asyncio.create_task(pg.claim_rows(a_take(1)))
         (pid,) = await rival.blocks()
 
         await rival.fetch("select pg_terminate_backend($1)", pid)
@@ -107,7 +107,7 @@ class TestAConnectionThatIsKilled:
             await take
         assert doubt(error) is True
         await rival.end("rollback")
-        assert len((await pg.take(a_take(1, prefix="again-"))).rows) == 1
+        assert len((await pg.claim_rows(a_take(1, prefix="again-"))).rows) == 1
 
     async def test_during_the_second_look_of_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
         take, looking = await look_twice(pg, rival)
@@ -118,7 +118,7 @@ class TestAConnectionThatIsKilled:
         with pytest.raises(StoreUnavailable) as error:  # or unused stamps, as they seem, would be used again
             await looking
         assert doubt(error) is True
-        assert (await one(pg, Execution, "00")).lease_id == take.stamps[0].lease_id  # a reload tells
+        assert (await one(pg, Execution, "00")).lease_id == take.lease_ids[0].lease_id  # a reload tells
 
 
 async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: PostgresStore, rival: Rival) -> None:
@@ -301,7 +301,7 @@ async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Riva
     await write(pg, Insert(execution("a")))
     step = change(
         Patch(Execution, ("a",), {"priority": 9}),
-        Insert(execution("b", line=LineKey("new"))),
+        Insert(execution("b", line=QueueKey("new"))),
         Insert(payload("b", b"x" * 100_000)),
         events=[event("b", lease="x")],
     )
@@ -311,13 +311,13 @@ async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Riva
             await pg.commit([step])
         assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.TRANSPORT, True)
         assert (await one(pg, Execution, "a")).priority == 0
-        assert (await pg.load([Want(Execution, ("b",))])).rows == [[]]
+        assert (await pg.load([Read(Execution, ("b",))])).rows == [[]]
         assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
     finally:
         await rival.connection.execute("drop trigger no_room on ff_payload; drop function no_room()")
 
     assert await pg.commit([step]) != [None]
-    assert (await one(pg, Execution, "b")).line == LineKey("new")
+    assert (await one(pg, Execution, "b")).line == QueueKey("new")
     assert len((await pg.feed(Topic.LEASE, 0, 10)).events) == 1
 
 
@@ -340,7 +340,7 @@ async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way:
     await asyncio.to_thread(migrate, dsn)
     store = PostgresStore(dsn)
     woken = asyncio.Event()
-    store.on_wake(lambda topics: woken.set())
+    store.on_notify(lambda topics: woken.set())
     await asyncio.gather(*(store.ping() for _ in range(4)))
     assert await store.commit([change(Insert(execution("a")))]) != [None]
 

@@ -11,16 +11,16 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 from flowfabric import connect
-from flowfabric.bench.postgres import postgres_ground
+from flowfabric.bench.postgres import postgres_scratch_store
 from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
-from flowfabric.model.change import Delete, Guard, Insert, Patch, Put
+from flowfabric.model.change import Delete, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Result
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Collision, Unstorable
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 from tests.servers import postgres
 from tests.stores.samples import a_take, change, event, execution, line_up, one, waiting, write
 
@@ -213,12 +213,12 @@ async def test_every_verb_works_through_it(pooled: str, clock: ManualClock, cach
     assert await store.ping() == clock.now
     await line_up(store, *(waiting(name, rank) for rank, name in enumerate("abcd")))
 
-    ((row, _), *_) = (await store.take(a_take(3))).rows
-    held = Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 500)
+    ((row, _), *_) = (await store.claim_rows(a_take(3))).rows
+    held = LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 500)
     assert await store.renew([held]) == [clock.now + 500]
     ended = change(
         Patch(Execution, ("a",), {"priority": 5}),
-        Put(Result("a", b"done")),
+        Upsert(Result("a", b"done")),
         Delete(Attempt, ("a",)),
         guards=[Guard(Execution, ("a",), row.revision)],
         events=[event("a", lease="released")],
@@ -226,10 +226,10 @@ async def test_every_verb_works_through_it(pooled: str, clock: ManualClock, cach
     assert await store.commit([ended]) == [clock.now]
     assert await store.commit([ended]) == [None]
     assert await one(store, Result, "a") == Result("a", b"done")
-    clock.pass_ms(500)
+    clock.advance_ms(500)
     assert [late.execution_id for late in (await store.due(Execution, "lease_expires_at", limit=9)).rows] == ["a"]
     assert len(await store.scan(Scan(Execution))) == 4
-    assert [line.lane_id for line in await store.lines()] == await store.lanes(None, 5) == ["mail"]
+    assert [line.lane_id for line in await store.queues()] == await store.lanes(None, 5) == ["mail"]
     told = [one.event.lease for one in (await store.feed(Topic.LEASE, 0, 10)).events]
     assert told == ["acquired", "acquired", "acquired", "renewed", "released"]
     assert len(await store.history("a", Topic.LEASE, 10)) == 3
@@ -242,7 +242,7 @@ async def test_many_callers_share_few_servers(pooled: str, clock: ManualClock) -
 
     async def drain(store: PostgresStore, worker: int) -> int:
         done = 0
-        while rows := (await store.take(a_take(5, prefix=f"{worker}-{done}-"))).rows:
+        while rows := (await store.claim_rows(a_take(5, prefix=f"{worker}-{done}-"))).rows:
             finishes = [
                 change(
                     Patch(Execution, (row.execution_id,), {"priority": 5}),
@@ -272,13 +272,13 @@ async def test_refusals_leave_the_servers_as_they_were(pooled: str, clock: Manua
             await store.commit([change(Insert(execution("b", tags="a\0b")))])
         assert await store.commit([change(Insert(execution("c")), Delete(Execution, ("c",)))]) == [clock.now]
 
-    assert [len(rows) for rows in (await store.load([Want(Execution, ())])).rows] == [1]
+    assert [len(rows) for rows in (await store.load([Read(Execution, ())])).rows] == [1]
     await store.close()
 
 
 async def test_hints_do_no_harm(pooled: str, clock: ManualClock) -> None:
     store = PostgresStore(pooled, clock, statement_cache=False)
-    store.on_wake(lambda topics: None)
+    store.on_notify(lambda topics: None)
     for number in range(20):
         store.notify(frozenset({f"lane-{number}"}))
         assert await store.ping() == clock.now
@@ -287,15 +287,15 @@ async def test_hints_do_no_harm(pooled: str, clock: ManualClock) -> None:
 
 async def test_hints_are_sent_through_it_and_no_session_is_left_listening(pooled: str, database: str) -> None:
     store, direct, heard = PostgresStore(pooled), PostgresStore(database), asyncio.Event()
-    direct.on_wake(lambda topics: heard.set())
-    store.on_wake(lambda topics: None)
+    direct.on_notify(lambda topics: heard.set())
+    store.on_notify(lambda topics: None)
     async with asyncio.timeout(20):
         while not heard.is_set():
             store.notify(frozenset({"mail"}))
             await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.05)
 
     listening = "select count(*) from pg_listening_channels()"
-    assert [await store._links.read(lambda own: own.fetchval(listening)) for _ in range(4)] == [0] * 4
+    assert [await store._pool.read(lambda own: own.fetchval(listening)) for _ in range(4)] == [0] * 4
     await store.close()
     await direct.close()
 
@@ -312,7 +312,7 @@ async def test_cached_statements_are_told_apart_from_other_trouble(pooled: str, 
 
 async def insist(store: PostgresStore) -> None:
     for _ in range(20):
-        await asyncio.gather(*(store.load([Want(Execution, (name,))]) for name in "abc"))
+        await asyncio.gather(*(store.load([Read(Execution, (name,))]) for name in "abc"))
 
 
 async def test_one_that_passes_over_settings_is_noticed_as_well(quietly_pooled: str, clock: ManualClock) -> None:
@@ -328,7 +328,7 @@ async def test_statements_are_cached_where_nobody_stands_between(database: str, 
     store = PostgresStore(database, clock, pool_size=1)
     await insist(store)
 
-    kept = await store._links.read(lambda own: own.fetchval("select count(*) from pg_prepared_statements"))
+    kept = await store._pool.read(lambda own: own.fetchval("select count(*) from pg_prepared_statements"))
 
     assert kept > 1
     await store.close()
@@ -359,7 +359,7 @@ async def test_one_without_a_free_place_is_told_and_passes(database: str, clock:
 
 
 async def test_a_bench_through_it_goes_without_the_bare_table(pooled: str) -> None:
-    async with postgres_ground(f"{pooled}?statement_cache=off") as place:
+    async with postgres_scratch_store(f"{pooled}?statement_cache=off") as place:
         assert place.control is None
         assert urlsplit(place.url).query == "statement_cache=off"
 
@@ -379,7 +379,7 @@ async def test_transactions_see_what_is_committed_whatever_the_default_is(databa
     postgres().execute(f'alter database "{name}" set default_transaction_isolation = serializable')
     store = PostgresStore(database, statement_cache=cache)
     try:
-        found = await store._links.read(lambda own: own.fetchval("show transaction_isolation"))
+        found = await store._pool.read(lambda own: own.fetchval("show transaction_isolation"))
     finally:
         await store.close()
         postgres().execute(f'alter database "{name}" reset default_transaction_isolation')

@@ -13,11 +13,11 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.model.change import Delete, Insert
-from flowfabric.model.execution import MISSING_QUEUE, Execution, LineKey, Result
+from flowfabric.model.execution import MISSING_QUEUE, Execution, QueueKey, Result
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres import PostgresStore, queue_ids
 from flowfabric.stores.postgres.migrator import migrations
-from flowfabric.stores.postgres.queue_ids import number_of
+from flowfabric.stores.postgres.queue_ids import queue_id
 from tests.conftest import Rival
 from tests.servers import postgres
 from tests.stores.samples import MAIL, a_take, change, line_up, one, waiting
@@ -28,7 +28,7 @@ async def test_a_number_is_made_of_the_key_alone(pg: PostgresStore, rival: Rival
 
     # Rows of every database hold such numbers: it must not change.
     assert [row[0] for row in await rival.fetch("select line from ff_line")] == [4206559179369900722]
-    assert number_of(MAIL) == 4206559179369900722
+    assert queue_id(MAIL) == 4206559179369900722
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["own sessions", "behind a pooler"])
@@ -41,9 +41,9 @@ async def test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_c
 
     await line_up(store, waiting("b"))
 
-    assert await store.lines("mail") == [MAIL]
-    assert await store.unlisted(10) == []
-    assert len((await store.take(a_take(2, MAIL))).rows) == 2
+    assert await store.queues("mail") == [MAIL]
+    assert await store.executions_in_missing_queues(10) == []
+    assert len((await store.claim_rows(a_take(2, MAIL))).rows) == 2
     await store.close()
 
 
@@ -51,15 +51,15 @@ async def test_a_change_in_steps_adds_the_row_of_a_lost_queue_as_well(pg: Postgr
     await line_up(pg, waiting("a"))
     await rival.connection.execute("delete from ff_line")
 
-    made = change(Delete(Result, ("b",)), Insert(waiting("b")), lines=(LineKey("other"),))
+    made = change(Delete(Result, ("b",)), Insert(waiting("b")), lines=(QueueKey("other"),))
     assert await pg.commit([made]) != [None]
 
-    assert sorted(await pg.lines()) == [MAIL, LineKey("other")]
+    assert sorted(await pg.queues()) == [MAIL, QueueKey("other")]
 
 
 async def test_queues_are_checked_again_after_a_connection_broke(pg: PostgresStore, rival: Rival) -> None:
     await line_up(pg, waiting("a"))
-    assert pg._lines._checked
+    assert pg._queue_ids._checked
     await rival.connection.execute(
         "select pg_terminate_backend(pid) from pg_stat_activity"
         " where datname = current_database() and application_name = 'flowfabric'"
@@ -67,16 +67,16 @@ async def test_queues_are_checked_again_after_a_connection_broke(pg: PostgresSto
 
     await pg.ping()
 
-    assert not pg._lines._checked
+    assert not pg._queue_ids._checked
 
 
 async def test_two_queues_with_one_number_are_refused(pg: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     await line_up(pg, waiting("a"))
-    monkeypatch.setattr(queue_ids, "number_of", lambda line: number_of(MAIL))
+    monkeypatch.setattr(queue_ids, "queue_id", lambda line: queue_id(MAIL))
 
     with pytest.raises(Unstorable, match="same number"):
-        await line_up(pg, waiting("b", line=LineKey("other")))
-    assert await pg.lines() == [MAIL]
+        await line_up(pg, waiting("b", line=QueueKey("other")))
+    assert await pg.queues() == [MAIL]
 
 
 async def test_nothing_can_be_put_into_a_missing_queue(pg: PostgresStore) -> None:
@@ -112,7 +112,7 @@ class TestNumbersOfASequence:
         for step in takewhile(lambda step: step.name != "queue_numbers_and_feed_positions", migrations()):
             await connection.execute(step.text)
             await connection.execute("insert into ff_schema_version values ($1, $2)", step.version, step.name)
-        digests = {lane: rf"\x{queue_ids._digest(LineKey(lane)).hex()}" for lane in ("mail", "sms")}
+        digests = {lane: rf"\x{queue_ids._digest(QueueKey(lane)).hex()}" for lane in ("mail", "sms")}
         await connection.execute(self.OLD.format(**digests))
         await connection.close()
         store = PostgresStore(dsn, clock)
@@ -126,14 +126,14 @@ class TestNumbersOfASequence:
 
     async def test_become_those_of_the_keys(self, old: PostgresStore) -> None:
         assert (await one(old, Execution, self.name(1))).line == MAIL
-        assert (await one(old, Execution, self.name(2))).line == LineKey("sms")
-        assert sorted(await old.lines()) == [MAIL, LineKey("sms")]
+        assert (await one(old, Execution, self.name(2))).line == QueueKey("sms")
+        assert sorted(await old.queues()) == [MAIL, QueueKey("sms")]
 
     async def test_that_were_wrong_or_lost_are_found_and_mended(self, old: PostgresStore) -> None:
-        assert sorted(await old.unlisted(10)) == [self.name(3), self.name(4)]
+        assert sorted(await old.executions_in_missing_queues(10)) == [self.name(3), self.name(4)]
         engine = Engine(old)
 
         assert (await engine.sweep_once("queue_reconciler")).processed == 2
 
-        assert (await one(old, Execution, self.name(3))).line == LineKey("sms")
+        assert (await one(old, Execution, self.name(3))).line == QueueKey("sms")
         assert (await one(old, Execution, self.name(4))).line == MAIL

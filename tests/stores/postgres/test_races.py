@@ -15,18 +15,18 @@ from flowfabric.model.change import (
     Guard,
     Insert,
     LeaseCheck,
-    LeaseWant,
+    LeaseRequirement,
     Patch,
-    Put,
+    Upsert,
     absent,
 )
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Collision
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from tests.conftest import Rival
 from tests.stores.samples import a_take, change, event, execution, line_up, one, payload, waiting, write
 
@@ -114,7 +114,7 @@ async def test_a_change_that_only_relies_on_a_row_is_refused_when_that_row_was_j
     await rival.end()
 
     assert await commit == [None]
-    assert (await pg.load([Want(Attempt, ("a",))])).rows == [[]]
+    assert (await pg.load([Read(Attempt, ("a",))])).rows == [[]]
     assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
 
 
@@ -172,7 +172,7 @@ async def test_a_lease_that_ends_while_the_commit_waits_is_not_in_force(database
     store = PostgresStore(database)
     lease = {"lease_id": "l", "lease_epoch": 1, "lease_expires_at": FromNow(300)}
     revision = await write(store, Insert(execution("a", **lease)))
-    guard = Guard(Execution, ("a",), revision, LeaseCheck(LeaseWant.LIVE, "l", 1))
+    guard = Guard(Execution, ("a",), revision, LeaseCheck(LeaseRequirement.LIVE, "l", 1))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
 
     commit = asyncio.create_task(store.commit([change(set_priority("a", 5), guards=[guard])]))
@@ -190,7 +190,7 @@ async def test_a_lease_that_ended_while_the_renewal_waits_is_not_renewed(databas
     await write(store, Insert(execution("a", **lease)))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
 
-    renewal = asyncio.create_task(store.renew([Held("a", 0, "x", "l", 1, 1000)]))
+    renewal = asyncio.create_task(store.renew([LeaseRef("a", 0, "x", "l", 1, 1000)]))
     await rival.blocks()
     await rival.fetch("select pg_sleep(0.01 + lease_expires_at / 1000.0 - extract(epoch from now())) from ff_exec_core")
     await rival.end("rollback")
@@ -202,11 +202,11 @@ async def test_a_lease_that_ended_while_the_renewal_waits_is_not_renewed(databas
 class TestTwoCreatesOfOneRow:
     """Neither sees the other's row."""
 
-    @pytest.fixture(params=[Insert, Put], ids=["inserted", "put"])
+    @pytest.fixture(params=[Insert, Upsert], ids=["inserted", "put"])
     async def commit(
         self, request: pytest.FixtureRequest, pg: PostgresStore, rival: Rival
     ) -> asyncio.Task[list[int | None]]:
-        make: type[Insert | Put] = request.param
+        make: type[Insert | Upsert] = request.param
         await write(pg, Insert(execution("old")))
         columns = (
             await rival.fetch(
@@ -255,7 +255,7 @@ async def test_a_delete_sees_what_was_added_while_it_waited(pg: PostgresStore, r
     await rival.end()
 
     assert await commit != [None]
-    assert (await pg.load([Want(Attempt, ("a",))])).rows == [[]]
+    assert (await pg.load([Read(Attempt, ("a",))])).rows == [[]]
 
 
 async def test_a_patch_reaches_a_row_that_was_added_while_it_waited(
@@ -267,7 +267,7 @@ async def test_a_patch_reaches_a_row_that_was_added_while_it_waited(
     await rival.begin(beside, added)
     ended = change(
         set_priority("a", 5),
-        Patch(Result, ("a",), {"encoding": "json"}, unless="encoding"),
+        Patch(Result, ("a",), {"encoding": "json"}, unless_set="encoding"),
         guards=[seen("a", revision)],
     )
 
@@ -283,7 +283,7 @@ async def test_a_put_meets_a_row_that_was_put_while_it_waited(pg: PostgresStore,
     await write(pg, Insert(execution("a")))
     await rival.begin("insert into ff_result (execution_id, payload) values ('a', 'first')")
 
-    commit = asyncio.create_task(pg.commit([change(Put(Result("a", b"second")))]))
+    commit = asyncio.create_task(pg.commit([change(Upsert(Result("a", b"second")))]))
     await rival.blocks()
     await rival.end()
 
@@ -297,7 +297,7 @@ class TestATake:
         await rival.begin("select 1 from ff_exec_core where execution_id in ('a', 'c') for update")
 
         async with asyncio.timeout(5):
-            taken = await pg.take(a_take(2))
+            taken = await pg.claim_rows(a_take(2))
 
         assert [row.execution_id for row, _ in taken.rows] == ["b", "d"]
 
@@ -305,7 +305,7 @@ class TestATake:
         await line_up(pg, *(waiting(f"{rank:02}", rank) for rank in range(30)))
         await rival.begin("select 1 from ff_exec_core where rank < 7 for update")
 
-        taken = await pg.take(a_take(3))
+        taken = await pg.claim_rows(a_take(3))
 
         assert [row.rank for row, _ in taken.rows] == [7, 8, 9]
 
@@ -314,21 +314,21 @@ class TestATake:
         await rival.begin("select 1 from ff_exec_core where rank between 1 and 8 for update")
         take = a_take(4)
 
-        taken = await pg.take(take)
+        taken = await pg.claim_rows(take)
 
         assert [row.rank for row, _ in taken.rows] == [0, 9, 10, 11]
-        assert sorted(row.lease_id or "" for row, _ in taken.rows) == sorted(stamp.lease_id for stamp in take.stamps)
+        assert sorted(row.lease_id or "" for row, _ in taken.rows) == sorted(stamp.lease_id for stamp in take.lease_ids)
 
     async def test_does_not_wait_for_another_one(self, pg: PostgresStore, rival: Rival) -> None:
         await line_up(pg, waiting("a", 0), waiting("b", 1))
         await rival.begin(
             "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 1, 0, '{}'"
         )
-        first = asyncio.create_task(pg.take(a_take(1, prefix="first-")))
+        first = asyncio.create_task(pg.claim_rows(a_take(1, prefix="first-")))
         await rival.blocks()  # it has taken "a", and waits to tell: someone else has the number of its batch
 
         async with asyncio.timeout(5):
-            second = await pg.take(a_take(1, prefix="second-"))
+            second = await pg.claim_rows(a_take(1, prefix="second-"))
         await rival.end("rollback")
 
         rows = [taken.rows for taken in (await first, second)]
@@ -374,7 +374,7 @@ async def test_a_first_close_that_waits_for_another_one_leaves_it_alone(pg: Post
     await write(pg, Insert(execution("a")))
     await rival.begin("update ff_exec_core set completed_at = 1 where execution_id = 'a'")
 
-    closing = change(Patch(Execution, ("a",), {"completed_at": NOW}, unless="completed_at"))
+    closing = change(Patch(Execution, ("a",), {"completed_at": NOW}, unless_set="completed_at"))
     commit = asyncio.create_task(pg.commit([closing]))
     await rival.blocks()
     await rival.end()

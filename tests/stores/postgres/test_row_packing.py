@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseWant, Put
+from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseRequirement, Upsert
 from flowfabric.model.event import Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, Result
-from flowfabric.rules.execution.lease import CLAIMED
-from flowfabric.rules.execution.transitions import success_form
-from flowfabric.stores.claims import Held
+from flowfabric.rules.execution.lease import CLAIMED_FIELDS
+from flowfabric.rules.execution.transitions import success_template
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.commit.plan import MOST_EVENTS
+from flowfabric.stores.postgres.commit.plan import MAX_EVENTS_PER_BATCH
 from flowfabric.stores.postgres.migrator import migrations
 from tests.conftest import Rival
 from tests.servers import postgres
@@ -33,22 +33,22 @@ def leases(events: list[FeedEvent]) -> list[str | None]:
 
 async def claimed(store: PostgresStore, name: str = "a") -> Execution:
     await line_up(store, waiting(name))
-    ((row, _),) = (await store.take(a_take(1, prefix=name, **CLAIMED))).rows
+    ((row, _),) = (await store.claim_rows(a_take(1, prefix=name, **CLAIMED_FIELDS))).rows
     return row
 
 
 def finished(row: Execution) -> Change:
-    held = LeaseCheck(LeaseWant.LIVE, row.lease_id or "", row.lease_epoch)
+    held = LeaseCheck(LeaseRequirement.LIVE, row.lease_id or "", row.lease_epoch)
     done = change(
-        Put(Result(row.execution_id, b"R")), guards=[Guard(Execution, (row.execution_id,), row.revision, held)]
+        Upsert(Result(row.execution_id, b"R")), guards=[Guard(Execution, (row.execution_id,), row.revision, held)]
     )
-    return msgspec.structs.replace(done, form=success_form(row))
+    return msgspec.structs.replace(done, form=success_template(row))
 
 
 async def lived(store: PostgresStore, name: str = "a") -> None:
     """A life with a claim, a renewal, an event that some change tells, and a form's end."""
     row = await claimed(store, name)
-    held = Held(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
+    held = LeaseRef(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
     await store.renew([held, held])
     await write(store, events=[event(name, lease="told")])
     assert await store.commit([finished(row)]) != [None]
@@ -89,7 +89,7 @@ async def test_a_row_points_to_the_newest_thousand_batches(pg: PostgresStore, ri
     await rival.connection.execute(
         "update ff_exec_core set told = array(select -n from generate_series(1000, 1, -1) n)"
     )
-    ((row, _),) = (await pg.take(a_take(1, **CLAIMED))).rows
+    ((row, _),) = (await pg.claim_rows(a_take(1, **CLAIMED_FIELDS))).rows
     await pg.commit([finished(row)])
 
     (found,) = await rival.fetch("select told from ff_exec_core")
@@ -103,7 +103,7 @@ async def test_nothing_points_to_what_was_trimmed(pg: PostgresStore, rival: Riva
     for name in ("a", "purged before", "purged after"):
         await lived(pg, name)
     await write(pg, Delete(Execution, ("purged before",)))
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     await write(pg, events=[event("a", lease="kept")])
     before = await pointers(rival)
 
@@ -147,7 +147,7 @@ class TestAFeedOfSingleRows:
            (5, 5, 'a', 'n', null, null, null, 'three', null), (8, 0, 'a', 'n', 'four', null, null, null, null),
            (9, 2, 'a', 'n', 'five', null, null, null, null);
     """
-    PLACES = (MOST_EVENTS + 1, MOST_EVENTS + 4, 3 * MOST_EVENTS)
+    PLACES = (MAX_EVENTS_PER_BATCH + 1, MAX_EVENTS_PER_BATCH + 4, 3 * MAX_EVENTS_PER_BATCH)
 
     @pytest.fixture
     async def old(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
@@ -173,13 +173,13 @@ class TestAFeedOfSingleRows:
         *numbered, last = [(one.position, one.at, one.event.lease) for one in page.events]
         assert numbered == [*zip(self.PLACES, (10, 10, 30), ("one", "two", "four"), strict=True)]
         assert last[0] > self.PLACES[-1]  # its position was given out after the last step, from the time of day
-        assert last[0] % MOST_EVENTS == 2
+        assert last[0] % MAX_EVENTS_PER_BATCH == 2
         assert last[1:] == (40, "five")
         first = page.events[0].event
         assert first == Event("a", "n", lease="one", lease_epoch=7, attempt_index=0, details="x")
 
     async def test_goes_on_from_every_cursor(self, old: PostgresStore) -> None:
-        for after in range(MOST_EVENTS, MOST_EVENTS + 8):
+        for after in range(MAX_EVENTS_PER_BATCH, MAX_EVENTS_PER_BATCH + 8):
             page = await old.feed(Topic.LEASE, after, MANY)
             assert [one.position for one in page.events][:-1] == [place for place in self.PLACES if place > after]
             assert not page.diverged
@@ -196,5 +196,5 @@ class TestAFeedOfSingleRows:
         assert await old.trim_feed(30, MANY) == 3
 
         assert leases(await old.history("a", Topic.LEASE, MANY)) == ["four", "five"]
-        lost = {topic: (await old.feed(topic, MOST_EVENTS + 4, MANY)).lost for topic in Topic}
+        lost = {topic: (await old.feed(topic, MAX_EVENTS_PER_BATCH + 4, MANY)).has_gap for topic in Topic}
         assert lost == {topic: topic is Topic.OPERATOR for topic in Topic}

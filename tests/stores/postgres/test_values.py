@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Put, at
+from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Upsert, from_now
 from flowfabric.model.execution import Execution, Result
-from flowfabric.model.flow import CancelBacklog, PendingCancel
+from flowfabric.model.flow import CancelBacklog, PendingMemberCancel
 from flowfabric.model.states import AttemptType
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.commit.fragments import Deleted, Inserted
-from flowfabric.stores.postgres.commit.parameters import DIFFER, Habits
-from flowfabric.stores.postgres.commit.plan import Batch
-from flowfabric.stores.postgres.sql import Parameters
-from flowfabric.stores.queries import Want
+from flowfabric.stores.postgres.commit.fragments import DeleteFragment, InsertFragment
+from flowfabric.stores.postgres.commit.parameters import IS_LIST, ParameterShapes
+from flowfabric.stores.postgres.commit.plan import CommitPlan
+from flowfabric.stores.postgres.sql import ParameterNumbering
+from flowfabric.stores.queries import Read
 from tests.stores.samples import change, event, execution, one, write
 
 UNUSUAL = [
@@ -67,12 +67,12 @@ async def test_unusual_keys_are_found_again(pg: PostgresStore, names: list[str])
     ]
 
     assert None not in await pg.commit(guarded)
-    found = (await pg.load([Want(Execution, (name,)) for name in names])).rows
+    found = (await pg.load([Read(Execution, (name,)) for name in names])).rows
     assert [(row.execution_id, row.priority) for (row,) in found] == [(name, 5) for name in names]
 
 
 async def test_offsets_values_and_nothing_may_stand_in_one_column(pg: PostgresStore) -> None:
-    moments = {"offset": at(5), "value": 7, "nothing": None}
+    moments = {"offset": from_now(5), "value": 7, "nothing": None}
     for number, names in enumerate(permutations(moments)):
         rows = [execution(f"{number}-{name}", started_at=moments[name]) for name in names]
         now = (await pg.commit([change(*map(Insert, rows))]))[0]
@@ -104,7 +104,7 @@ async def test_members_of_enums_come_back(pg: PostgresStore) -> None:
 
 async def test_bytes_come_back(pg: PostgresStore) -> None:
     contents = [b"", b"\0\x1f\x1e", bytes(range(256)), b"x" * 100_000]
-    await write(pg, *(Put(Result(f"{number}", content)) for number, content in enumerate(contents)))
+    await write(pg, *(Upsert(Result(f"{number}", content)) for number, content in enumerate(contents)))
 
     assert [(await one(pg, Result, f"{number}")).payload for number in range(len(contents))] == contents
 
@@ -124,35 +124,40 @@ cells = st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.builds(FromNow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.tuples(cells, st.one_of(st.none(), st.text())), min_size=1, max_size=4), max_size=5))
 def test_shapes_only_grow(batches: list[list[tuple[object, str | None]]]) -> None:
-    habits, before = Habits(lambda line: 1), (0,) * len(Execution.__struct_fields__)
+    habits, before = ParameterShapes(lambda line: 1), (0,) * len(Execution.__struct_fields__)
     for batch in batches:
         rows = [execution(f"{n}", started_at=moment, tags=text) for n, (moment, text) in enumerate(batch)]
-        ((piece, _),) = Batch([Change((), tuple(map(Insert, rows)), id=1)], habits).rounds[0]
-        assert all(now & then == then for now, then in zip(piece.habit, before, strict=True))
-        before = piece.habit
+        ((piece, _),) = CommitPlan([Change((), tuple(map(Insert, rows)), id=1)], habits).rounds[0]
+        assert all(now & then == then for now, then in zip(piece.encodings, before, strict=True))
+        before = piece.encodings
 
 
 def test_a_change_that_is_written_alone_has_no_lists_whatever_others_had() -> None:
-    habits = Habits(lambda line: 1)
+    habits = ParameterShapes(lambda line: 1)
     many = [Change((), (Insert(execution(f"{n}", tags=f"{n}", priority=n)),), id=n) for n in range(1, 4)]
-    ((piece, _),) = Batch(many, habits).rounds[0]
-    assert any(habit & DIFFER for habit in piece.habit)
+    ((piece, _),) = CommitPlan(many, habits).rounds[0]
+    assert any(habit & IS_LIST for habit in piece.encodings)
 
-    ((piece, values),) = Batch(many[:1], habits).rounds[0]
-    assert not any(habit & DIFFER for habit in piece.habit)
-    assert isinstance(piece, Inserted)
-    assert piece.counted
-    assert "unnest" not in piece.words(Parameters())
+    ((piece, values),) = CommitPlan(many[:1], habits).rounds[0]
+    assert not any(habit & IS_LIST for habit in piece.encodings)
+    assert isinstance(piece, InsertFragment)
+    assert piece.implicit_numbers
+    assert "unnest" not in piece.sql(ParameterNumbering())
     assert "1" in values
 
 
 def test_deletes_of_single_rows_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "flowfabric.stores.postgres.commit.plan._meet", lambda *_: pytest.fail("each with each of very many")
+        "flowfabric.stores.postgres.commit.plan._may_overlap", lambda *_: pytest.fail("each with each of very many")
     )
     names = [f"{number}" for number in range(100)]
-    ack = Change((), (Delete(CancelBacklog, ("f",)), *(Delete(PendingCancel, ("f", name)) for name in names)), id=1)
+    ack = Change(
+        (), (Delete(CancelBacklog, ("f",)), *(Delete(PendingMemberCancel, ("f", name)) for name in names)), id=1
+    )
 
-    [deletes] = Batch([ack], Habits(lambda line: 1)).rounds
+    [deletes] = CommitPlan([ack], ParameterShapes(lambda line: 1)).rounds
 
-    assert [piece.row for piece, _ in deletes if isinstance(piece, Deleted)] == [CancelBacklog, PendingCancel]
+    assert [piece.row for piece, _ in deletes if isinstance(piece, DeleteFragment)] == [
+        CancelBacklog,
+        PendingMemberCancel,
+    ]

@@ -15,7 +15,7 @@ from flowfabric.connector import backup
 from flowfabric.errors import InvalidInput, StoreUnavailable
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import change, event, execution, payload, write
 
@@ -104,7 +104,7 @@ async def test_a_spoilt_file_is_reported_and_leaves_no_copy(tmp_path: Path) -> N
     await store.open(migrate=True)
     for number in range(50):
         await write(store, *pair(number))
-    assert len((await store.load([Want(Execution, ())])).rows[0]) == 50
+    assert len((await store.load([Read(Execution, ())])).rows[0]) == 50
     await store.close()
     with (tmp_path / "ff.db").open("r+b") as file:
         file.seek(4096 * 20)

@@ -18,7 +18,7 @@ import pytest
 from flowfabric.clock import SteadyClock, boot_ms, wall_ms
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.sqlite import SQLiteStore
-from flowfabric.stores.sqlite.file_clock import LEAP_MS, MOST_MS, WINDOW_MS, FileClock, Machine
+from flowfabric.stores.sqlite.file_clock import MAX_SLEW_MS, STEP_THRESHOLD_MS, WINDOW_MS, FileClock, HostClock
 from tests.postgres_install import ROOT
 from tests.stores.samples import event, write
 
@@ -26,22 +26,22 @@ HOUR_MS = 3_600_000
 START = 1_800_000_000_000
 
 
-class TestMachine(Machine):
+class ManualHostClock(HostClock):
     """A machine whose clocks are moved by hand."""
 
     __test__ = False
 
     def __init__(self, boot: str = "first boot", wall: int = START) -> None:
-        self.boot = boot
+        self.boot_id = boot
         self.since_boot = 5_000
         self.offset = wall - self.since_boot
         self.kernel_confirms = False
-        self.passed = lambda: self.since_boot if self.boot else self.wall()
+        self.since_boot_ms = lambda: self.since_boot if self.boot_id else self.wall_ms()
 
-    def wall(self) -> int:
+    def wall_ms(self) -> int:
         return self.since_boot + self.offset
 
-    def confirms(self, wall: int) -> bool:
+    def kernel_agrees(self, wall: int) -> bool:
         return self.kernel_confirms
 
     def rest(self, length: int) -> None:
@@ -51,11 +51,11 @@ class TestMachine(Machine):
 class Seen:
     """A second process of the same machine, with a wall clock of its own."""
 
-    def __init__(self, machine: TestMachine, shift: int) -> None:
-        self.boot = machine.boot
-        self.passed = machine.passed
-        self.confirms: Callable[[int], bool] = lambda wall: False
-        self.wall: Callable[[], int] = lambda: machine.wall() + shift
+    def __init__(self, machine: ManualHostClock, shift: int) -> None:
+        self.boot_id = machine.boot_id
+        self.since_boot_ms = machine.since_boot_ms
+        self.kernel_agrees: Callable[[int], bool] = lambda wall: False
+        self.wall_ms: Callable[[], int] = lambda: machine.wall_ms() + shift
 
 
 @pytest.fixture
@@ -72,85 +72,85 @@ async def db(tmp_path: Path) -> AsyncIterator[apsw.Connection]:
 
 def renewed(machine: Any, db: apsw.Connection) -> FileClock:
     clock = FileClock(machine)
-    clock.renew(db)
+    clock.refresh_anchor(db)
     return clock
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
 def test_processes_with_different_wall_clocks_read_the_same_time(db: apsw.Connection, shift: int) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     first, second = renewed(machine, db), renewed(Seen(machine, shift), db)
     for _ in range(5):
-        assert first() == second() == machine.wall()
+        assert first() == second() == machine.wall_ms()
         machine.rest(WINDOW_MS - 1)
-        second.renew(db)
-        first.renew(db)
+        second.refresh_anchor(db)
+        first.refresh_anchor(db)
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
 def test_a_wall_clock_that_only_a_process_sees_changed_changes_nothing(db: apsw.Connection, shift: int) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     clock = renewed(machine, db)
     machine.offset += shift
     for passed in range(10):
-        clock.renew(db)
+        clock.refresh_anchor(db)
         assert clock() == START + passed * WINDOW_MS
         machine.rest(WINDOW_MS)
 
 
-@pytest.mark.parametrize("behind", [100, MOST_MS, LEAP_MS])
+@pytest.mark.parametrize("behind", [100, MAX_SLEW_MS, STEP_THRESHOLD_MS])
 def test_a_machine_whose_clock_was_set_forward_is_followed_by_a_tenth(db: apsw.Connection, behind: int) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     machine.kernel_confirms = True
     clock = renewed(machine, db)
     machine.offset += behind
-    for _ in range(behind // MOST_MS + 2):
+    for _ in range(behind // MAX_SLEW_MS + 2):
         began = clock()
         machine.rest(WINDOW_MS)
-        clock.renew(db)
-        assert WINDOW_MS <= clock() - began <= WINDOW_MS + MOST_MS
-    assert clock() == machine.wall()
+        clock.refresh_anchor(db)
+        assert WINDOW_MS <= clock() - began <= WINDOW_MS + MAX_SLEW_MS
+    assert clock() == machine.wall_ms()
 
 
 def test_a_file_that_is_far_behind_leaps_to_the_machines_clock(db: apsw.Connection) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     machine.kernel_confirms = True
     clock, reader = renewed(machine, db), renewed(machine, db)
-    machine.offset += LEAP_MS + 1  # it was paused, or its clock was wrong at first
+    machine.offset += STEP_THRESHOLD_MS + 1  # it was paused, or its clock was wrong at first
     machine.rest(WINDOW_MS)
-    clock.renew(db)
+    clock.refresh_anchor(db)
 
-    assert clock() == machine.wall()
+    assert clock() == machine.wall_ms()
     assert reader() < clock()
     assert reader.read(db) == clock()
 
 
 def test_a_machine_whose_clock_was_set_back_slows_the_file_down_and_never_sets_it_back(db: apsw.Connection) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     machine.kernel_confirms = True
     clock = renewed(machine, db)
-    machine.offset -= 2 * LEAP_MS
+    machine.offset -= 2 * STEP_THRESHOLD_MS
     times = []
-    for _ in range(2 * 11 * 2 * LEAP_MS // WINDOW_MS):
+    for _ in range(2 * 11 * 2 * STEP_THRESHOLD_MS // WINDOW_MS):
         machine.rest(WINDOW_MS // 2)
-        clock.renew(db)
+        clock.refresh_anchor(db)
         times.append(clock())
     steps = [after - before for before, after in pairwise(times)]
     assert min(steps) >= WINDOW_MS * 9 // 20 - 1
-    assert clock() == machine.wall()
+    assert clock() == machine.wall_ms()
 
 
 @pytest.mark.parametrize("shift", [-HOUR_MS, 0])
 def test_after_a_boot_time_is_never_before_what_the_file_has_seen(db: apsw.Connection, shift: int) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     clock = renewed(machine, db)
     machine.rest(WINDOW_MS - 1)
     newest = clock()
 
-    again = TestMachine("second boot", wall=newest + 60_000 + shift)
+    again = ManualHostClock("second boot", wall=newest + 60_000 + shift)
     clock = renewed(again, db)
 
-    assert clock() == (again.wall() if shift == 0 else newest + 1)
+    assert clock() == (again.wall_ms() if shift == 0 else newest + 1)
     assert db.execute("SELECT boot FROM ff_clock").fetchall() == [("second boot",)]
 
 
@@ -161,17 +161,17 @@ async def test_a_file_without_a_clock_begins_after_its_last_event(tmp_path: Path
     await store.close()
     db = apsw.Connection(str(tmp_path / "ff.db"))
 
-    assert renewed(TestMachine(), db)() == START + HOUR_MS
+    assert renewed(ManualHostClock(), db)() == START + HOUR_MS
     db.close()
 
 
 def test_where_the_boot_is_not_known_time_goes_on_after_the_wall_clock_was_set_back(db: apsw.Connection) -> None:
-    machine = TestMachine(boot="")
+    machine = ManualHostClock(boot="")
     clock = renewed(machine, db)
     machine.rest(1_000)
     before = clock()
     machine.offset -= HOUR_MS
-    clock.renew(db)
+    clock.refresh_anchor(db)
 
     assert before <= clock() <= before + WINDOW_MS
     began = clock()
@@ -180,21 +180,21 @@ def test_where_the_boot_is_not_known_time_goes_on_after_the_wall_clock_was_set_b
 
 
 def test_an_anchor_that_was_not_committed_is_not_used(db: apsw.Connection) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     clock = FileClock(machine)
     db.exec_trace = lambda cursor, statement, bindings: statement != "COMMIT"
     with pytest.raises(apsw.ExecTraceAbort):
-        clock.renew(db)
+        clock.refresh_anchor(db)
     assert not db.in_transaction
     db.exec_trace = None
     other = renewed(Seen(machine, HOUR_MS), db)
-    clock.renew(db)
+    clock.refresh_anchor(db)
 
     assert clock() == other() == START + HOUR_MS
 
 
 def test_a_known_anchor_is_neither_read_nor_written_again(db: apsw.Connection) -> None:
-    machine = TestMachine()
+    machine = ManualHostClock()
     clock = renewed(machine, db)
     statements: list[str] = []
 
@@ -205,7 +205,7 @@ def test_a_known_anchor_is_neither_read_nor_written_again(db: apsw.Connection) -
     db.exec_trace = trace
     for _ in range(9):
         machine.rest(WINDOW_MS // 10)
-        clock.renew(db)
+        clock.refresh_anchor(db)
         clock.read(db)
     assert statements == []
     machine.rest(WINDOW_MS)
@@ -215,12 +215,12 @@ def test_a_known_anchor_is_neither_read_nor_written_again(db: apsw.Connection) -
 
 
 def test_the_kernel_confirms_only_its_own_wall_clock(tmp_path: Path) -> None:
-    assert Machine().boot
-    assert Machine().confirms(wall_ms())
-    assert not Machine().confirms(wall_ms() + HOUR_MS)
-    assert not Machine(tmp_path).confirms(wall_ms())
-    assert Machine(tmp_path).boot == ""
-    assert abs(Machine(tmp_path).passed() - wall_ms()) < 5_000
+    assert HostClock().boot_id
+    assert HostClock().kernel_agrees(wall_ms())
+    assert not HostClock().kernel_agrees(wall_ms() + HOUR_MS)
+    assert not HostClock(tmp_path).kernel_agrees(wall_ms())
+    assert HostClock(tmp_path).boot_id == ""
+    assert abs(HostClock(tmp_path).since_boot_ms() - wall_ms()) < 5_000
 
 
 async def test_the_clock_in_memory_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:

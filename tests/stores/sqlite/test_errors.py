@@ -15,8 +15,8 @@ import pytest
 from flowfabric.errors import StoreUnavailable
 from flowfabric.model.change import Change, Insert, Patch
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Execution, LineKey
-from flowfabric.stores.queries import Want
+from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from flowfabric.stores.sqlite import store as module
 from tests.postgres_install import ROOT
@@ -36,7 +36,7 @@ class Fragile(SQLiteStore):
 
 @pytest.fixture
 async def fragile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fragile]:
-    monkeypatch.setattr(module, "BUSY_MS", 50)
+    monkeypatch.setattr(module, "BUSY_TIMEOUT_MS", 50)
     store = Fragile(tmp_path / "ff.db")
     await store.open(migrate=True)
     await write(store, Insert(execution("a")))
@@ -54,11 +54,11 @@ async def fails(store: Fragile, step: Change) -> StoreUnavailable:
 
 async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
     fragile.hook = lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2)
-    await fragile._writer.do(lambda db: fragile.hook(db))
+    await fragile._writer.run(lambda db: fragile.hook(db))
     large = change(
         Patch(Execution, ("a",), {"priority": 9}),
         Insert(payload("a", b"x" * 1_000_000)),
-        Insert(execution("b", line=LineKey("new"))),
+        Insert(execution("b", line=QueueKey("new"))),
         events=[event(lease="x")],
     )
 
@@ -66,13 +66,13 @@ async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
     assert isinstance(failure.__cause__, apsw.FullError)
     assert failure.retryable
     assert (await one(fragile, Execution, "a")).priority == 0
-    assert (await fragile.load([Want(Execution, ("b",))])).rows == [[]]
-    assert await fragile.lines() == []
+    assert (await fragile.load([Read(Execution, ("b",))])).rows == [[]]
+    assert await fragile.queues() == []
 
     await fails(fragile, large)
     fragile.hook = lambda db: None
     assert await fragile.commit([large]) != [None]
-    assert (await one(fragile, Execution, "b")).line == LineKey("new")
+    assert (await one(fragile, Execution, "b")).line == QueueKey("new")
 
 
 def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_path: Path) -> None:
@@ -91,18 +91,18 @@ def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_
 async def test_all_that_was_to_be_written_together_fails_together(
     fragile: Fragile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_thread, "WAITED_S", 60.0)  # however slow this machine is
-    await fragile._writer.do(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
-    small = [change(Insert(execution(f"n{number}", line=LineKey(f"l{number}")))) for number in range(5)]
+    monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_QUEUED_S", 60.0)  # however slow this machine is
+    await fragile._writer.run(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
+    small = [change(Insert(execution(f"n{number}", line=QueueKey(f"l{number}")))) for number in range(5)]
     large = change(Insert(payload("a", b"x" * 1_000_000)))
 
     answers = await asyncio.gather(*(fragile.commit([one]) for one in [*small, large]), return_exceptions=True)
     assert {type(answer) for answer in answers} == {StoreUnavailable}
-    assert len((await fragile.load([Want(Execution, ())])).rows[0]) == 1
+    assert len((await fragile.load([Read(Execution, ())])).rows[0]) == 1
 
     assert await asyncio.gather(*(fragile.commit([one]) for one in small))
-    assert len((await fragile.load([Want(Execution, ())])).rows[0]) == 6
-    assert len(await fragile.lines()) == 5
+    assert len((await fragile.load([Read(Execution, ())])).rows[0]) == 6
+    assert len(await fragile.queues()) == 5
 
 
 async def test_a_file_that_someone_else_locks_is_reported_and_passes(fragile: Fragile, tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ async def test_a_file_that_was_removed_or_replaced_takes_nothing_more(tmp_path: 
 
     for attempt in (
         store.commit([change(Insert(execution("b")))]),
-        store.load([Want(Execution, ("a",))]),
-        store.lines(),
+        store.load([Read(Execution, ("a",))]),
+        store.queues(),
         store.ping(),
     ):
         with pytest.raises(StoreUnavailable, match=r"ff\.db was removed or replaced after it was opened"):
             await attempt
-    assert store.peek([Want(Execution, ("a",))]) is None
+    assert store.try_load_now([Read(Execution, ("a",))]) is None
     assert path.exists() == there, "and nobody makes an empty one of it"
 
     if by == "nothing":
@@ -160,12 +160,12 @@ async def test_what_was_written_to_a_file_that_is_gone_is_not_acknowledged(tmp_p
         path.rename(tmp_path / "aside.db")
 
     with pytest.raises(StoreUnavailable, match="removed or replaced"):
-        await store._writer.do(gone_meanwhile)
+        await store._writer.run(gone_meanwhile)
     await store.close()
 
 
 async def test_a_file_that_may_not_be_written_is_reported_and_passes(fragile: Fragile) -> None:
-    await fragile._writer.do(lambda db: db.pragma("query_only", True))
+    await fragile._writer.run(lambda db: db.pragma("query_only", True))
     step = change(Insert(execution("b")))
 
     assert isinstance((await fails(fragile, step)).__cause__, apsw.ReadOnlyError)
@@ -183,7 +183,7 @@ async def test_a_spoilt_file_is_reported_and_works_again_when_it_is_mended(fragi
         await store.open(migrate=False)
     assert isinstance(failure.value.__cause__, apsw.NotADBError)
     with pytest.raises(StoreUnavailable):
-        await store.load([Want(Execution, ("a",))])
+        await store.load([Read(Execution, ("a",))])
     path.write_bytes(good)
     await store.open(migrate=False)
     assert (await one(store, Execution, "a")).execution_id == "a"

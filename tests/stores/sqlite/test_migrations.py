@@ -15,11 +15,11 @@ from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, SchemaTooNew, StoreUnavailable, Unavailable
 from flowfabric.model.change import Insert
 from flowfabric.model.event import Event, Topic
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.catalog import TABLES, Table
 from flowfabric.stores.sqlite import SQLiteStore
-from flowfabric.stores.sqlite.file_lock import refuse_network
-from flowfabric.stores.sqlite.migrator import definition, migrations
+from flowfabric.stores.sqlite.file_lock import refuse_network_filesystem
+from flowfabric.stores.sqlite.migrator import migrations, table_ddl
 from tests.stores.samples import a_take, event, execution, line_up, one, waiting, write
 
 
@@ -48,11 +48,11 @@ def described(db: apsw.Connection, table: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 async def test_a_table_is_what_the_catalogue_says(tmp_path: Path, table: Table) -> None:
     wanted = apsw.Connection(":memory:")
-    for statement in definition(table).split(";\n"):
+    for statement in table_ddl(table).split(";\n"):
         wanted.execute(statement)
 
     found = await migrated(tmp_path / "ff.db")
-    hint = f"the migrations should arrive at:\n{definition(table)}"
+    hint = f"the migrations should arrive at:\n{table_ddl(table)}"
     assert described(found, table.name) == described(wanted, table.name), hint
     found.close()
 
@@ -137,17 +137,17 @@ async def test_a_file_that_is_no_database_is_refused_and_let_go_of(tmp_path: Pat
 async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: ManualClock) -> None:
     first = SQLiteStore(tmp_path / "ff.db", clock)
     await first.open(migrate=True)
-    await line_up(first, waiting("a"), waiting("b", line=LineKey("sms")))
+    await line_up(first, waiting("a"), waiting("b", line=QueueKey("sms")))
     await write(first, events=[event(lease="x", details="before")])
     before = await first.feed(Topic.LEASE, 0, 10)
     await first.close()
 
     again = SQLiteStore(tmp_path / "ff.db", clock)
     await again.open(migrate=False)
-    assert await again.lines() == [LineKey("mail"), LineKey("sms")]
-    assert (await one(again, Execution, "b")).line == LineKey("sms")
+    assert await again.queues() == [QueueKey("mail"), QueueKey("sms")]
+    assert (await one(again, Execution, "b")).line == QueueKey("sms")
     assert await again.feed(Topic.LEASE, 0, 10) == before
-    await again.take(a_take(1))
+    await again.claim_rows(a_take(1))
     assert (await again.feed(Topic.LEASE, before.position, 10)).events[0].position > before.position
     await again.close()
 
@@ -191,13 +191,13 @@ def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
         "tmpfs /net\\040drive/local tmpfs rw 0 0\n"
         "me@there: /home/me/there fuse.sshfs rw 0 0\n"
     )
-    refuse_network(Path("/var/lib/ff.db"), mounts)
-    refuse_network(Path("/net drive/local/ff.db"), mounts)
-    refuse_network(Path("/home/me/therefore/ff.db"), mounts)
-    refuse_network(Path("/net drive/ff.db"), tmp_path / "no such file")
+    refuse_network_filesystem(Path("/var/lib/ff.db"), mounts)
+    refuse_network_filesystem(Path("/net drive/local/ff.db"), mounts)
+    refuse_network_filesystem(Path("/home/me/therefore/ff.db"), mounts)
+    refuse_network_filesystem(Path("/net drive/ff.db"), tmp_path / "no such file")
     for path in ("/net drive/ff.db", "/net drive/deep/er/ff.db", "/home/me/there/ff.db"):
         with pytest.raises(InvalidInput, match="network file system"):
-            refuse_network(Path(path), mounts)
+            refuse_network_filesystem(Path(path), mounts)
 
 
 async def test_texts_and_numbers_are_not_mistaken_for_each_other(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ import pytest
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
-from flowfabric.stores.sqlite.file_lock import _holder
+from flowfabric.stores.sqlite.file_lock import _lock_holder
 from tests.stores.samples import change, execution, one, write
 
 NOBODY = pwd.getpwnam("nobody")
@@ -85,7 +85,7 @@ def modes(folder: Path) -> dict[str, int]:
 async def opened(path: Path) -> SQLiteStore:
     store = SQLiteStore(path)
     await store.open(migrate=True)
-    store.on_wake(lambda _: None)
+    store.on_notify(lambda _: None)
     await write(store, Insert(execution("a")))
     return store
 
@@ -170,7 +170,7 @@ async def test_what_lies_beside_is_open_to_those_who_may_write_the_file(
 async def opened_again(path: Path) -> SQLiteStore:
     store = SQLiteStore(path)
     await store.open(migrate=True)
-    store.on_wake(lambda _: None)
+    store.on_notify(lambda _: None)
     return store
 
 
@@ -203,14 +203,14 @@ async def test_a_folder_of_sockets_that_a_stranger_has_put_there_is_not_used(
     watching, writing = SQLiteStore(path), SQLiteStore(path)
     await watching.open(migrate=True)
     heard = asyncio.Queue[frozenset[str]]()
-    watching.on_wake(heard.put_nowait)
+    watching.on_notify(heard.put_nowait)
     await writing.open(migrate=True)
     writing.notify(frozenset({"secret"}))
     await write(writing, Insert(execution("b")))
 
     assert await asyncio.wait_for(heard.get(), 5) == frozenset(), "the file itself is watched instead"
     assert [entry.name for entry in wake.iterdir()] == ["ear"]
-    assert writing._wake._others() == []
+    assert writing._notifier._others() == []
     await watching.close()
     await writing.close()
 
@@ -249,7 +249,7 @@ async def test_root_leaves_nothing_behind_that_the_owner_cannot_use(folder: Path
 async def test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_never_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_thread, "WAIT_S", 0.2)
+    monkeypatch.setattr(connection_thread, "WRITE_TIMEOUT_S", 0.2)
     store = await opened(folder / "ff.db")
     holder = subprocess.Popen(  # noqa: ASYNC220 - it only starts
         [sys.executable, "-c", HOLDER, str(folder / "ff.db-lock")],
@@ -271,27 +271,27 @@ async def test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_ne
 
     await asyncio.to_thread(holder.communicate)
     assert await store.commit([change(Insert(execution("e")))]) != [None]
-    kept = (await store.load([Want(Execution, ())])).rows[0]
+    kept = (await store.load([Read(Execution, ())])).rows[0]
     assert sorted(row.execution_id for row in kept) == ["a", "e"]
     await store.close()
 
 
 async def test_work_that_has_begun_is_not_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_thread, "WAIT_S", 0.05)
+    monkeypatch.setattr(connection_thread, "WRITE_TIMEOUT_S", 0.05)
     store = await opened(folder / "ff.db")
     looks = 0
-    real = connection_thread.Job.give_up
+    real = connection_thread.ConnectionJob.fail_if_unstarted
     looked = threading.Event()
 
-    def give_up(job: connection_thread.Job) -> None:
+    def give_up(job: connection_thread.ConnectionJob) -> None:
         nonlocal looks
         looks += 1
         real(job)
         if looks == 3:
             looked.set()
 
-    monkeypatch.setattr(connection_thread.Job, "give_up", give_up)
-    assert await store._writer.do(lambda db: looked.wait(20)), "three times it was too late to give it up"
+    monkeypatch.setattr(connection_thread.ConnectionJob, "give_up", give_up)
+    assert await store._writer.run(lambda db: looked.wait(20)), "three times it was too late to give it up"
     await store.close()
 
 
@@ -305,8 +305,8 @@ def test_the_holder_of_a_lock_is_found_where_the_system_tells(tmp_path: Path) ->
         f"2: -> FLOCK  ADVISORY  WRITE 13 00:2f:{inode} 0 EOF\n"
         f"3: FLOCK  ADVISORY  WRITE 4242 00:2f:{inode} 0 EOF\n"
     )
-    assert _holder(lock, locks) == "process 4242"
-    assert _holder(lock, tmp_path / "none") == ""
+    assert _lock_holder(lock, locks) == "process 4242"
+    assert _lock_holder(lock, tmp_path / "none") == ""
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert _holder(lock) in ("this process", "")
+        assert _lock_holder(lock) in ("this process", "")

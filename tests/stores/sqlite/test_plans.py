@@ -13,15 +13,15 @@ import pytest
 
 from flowfabric.model.change import FromNow, Insert
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey
 from flowfabric.model.suspension import Suspension
-from flowfabric.stores.claims import Held
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Scan, Tally, Want, Where
+from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import MAIL, a_take, change, event, execution, payload, waiting
 
-LINES = (MAIL, LineKey("mail", "gpu"), LineKey("sms"))
+LINES = (MAIL, QueueKey("mail", "gpu"), QueueKey("sms"))
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +116,11 @@ async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> N
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
     # n6 stands in no line, of which the store would have to read first.
-    wants = [Want(Execution, ("n6",)), Want(Attempt, ("n6",)), Want(IdempotencyKey, (1,))]
+    wants = [Read(Execution, ("n6",)), Read(Attempt, ("n6",)), Read(IdempotencyKey, (1,))]
 
     [at_once] = await plans_of(filled, lambda store: store.load(wants))
-    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Want(Payload, ("n6",))]))
-    many = await plans_of(filled, lambda store: store.load([Want(Execution, (f"n{n}",)) for n in range(20)]))
+    one_by_one = await plans_of(filled, lambda store: store.load([*wants, Read(Payload, ("n6",))]))
+    many = await plans_of(filled, lambda store: store.load([Read(Execution, (f"n{n}",)) for n in range(20)]))
 
     assert len(one_by_one) == 4
     assert only_searches([at_once, *one_by_one, *many])
@@ -136,11 +136,11 @@ async def test_due_rows_are_found_by_their_instant_in_order(filled: Path, column
 
 
 @pytest.mark.parametrize("each", [None, LINES])
-async def test_counts_are_made_by_an_index(filled: Path, each: tuple[LineKey, ...] | None) -> None:
+async def test_counts_are_made_by_an_index(filled: Path, each: tuple[QueueKey, ...] | None) -> None:
     """They may group what they found, and sort for that; they never look at a row beyond their limit."""
-    held = Tally(Execution, "lease_expires_at", ("lane_id",), 100)
-    line = Tally(Execution, "line", ("lane_id",), 100, each=each)
-    asleep = Tally(Suspension, "due_at", ("lane_id",), 100)
+    held = GroupedCount(Execution, "lease_expires_at", ("lane_id",), 100)
+    line = GroupedCount(Execution, "line", ("lane_id",), 100, values=each)
+    asleep = GroupedCount(Suspension, "due_at", ("lane_id",), 100)
     for tally, index in (
         (held, "INDEX ff_exec_core_lease_expires_at"),
         (line, "INDEX ff_exec_core_line"),
@@ -154,8 +154,8 @@ async def test_counts_are_made_by_an_index(filled: Path, each: tuple[LineKey, ..
 
 async def test_a_lease_is_renewed_by_key(filled: Path) -> None:
     async def renew(store: Store) -> None:
-        ((row, _),) = (await store.take(a_take(1))).rows
-        await store.renew([Held(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
+        ((row, _),) = (await store.claim_rows(a_take(1))).rows
+        await store.renew([LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
 
     assert only_searches(await plans_of(filled, renew))
 
@@ -183,7 +183,7 @@ async def test_the_leases_of_a_lost_take_are_found_without_reading_what_is_finis
 
 async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled: Path) -> None:
     begin = (Where("execution_id", "starts", ("n1", "n25")),)
-    each = Scan(Execution, begin, ("execution_id",), limit=3, each="execution_id")
+    each = Scan(Execution, begin, ("execution_id",), limit=3, limit_by="execution_id")
 
     plans = await plans_of(filled, lambda store: store.scan(each))
 
@@ -195,7 +195,7 @@ async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled
 
 async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(filled: Path) -> None:
     where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
-    lists = Scan(Execution, where, ("rank", "execution_id"), limit=1, each="blocked_on", values=9)
+    lists = Scan(Execution, where, ("rank", "execution_id"), limit=1, limit_by="blocked_on", max_values=9)
 
     plans = await plans_of(filled, lambda store: store.scan(lists))
 

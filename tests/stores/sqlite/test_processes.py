@@ -18,9 +18,9 @@ import pytest
 from flowfabric.errors import ForkedProcess
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
-from flowfabric.stores.sqlite.notifier import Wake
+from flowfabric.stores.sqlite.notifier import SQLiteNotifier
 from tests.stores.samples import execution, one, write
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ async def test_a_hint_reaches_every_other_store_and_not_the_sender(tmp_path: Pat
     heard = [asyncio.Queue[frozenset[str]]() for _ in stores]
     for store, hints in zip(stores, heard, strict=True):
         await store.open(migrate=True)
-        store.on_wake(hints.put_nowait)
+        store.on_notify(hints.put_nowait)
 
     stores[0].notify(frozenset({"lane:mail", "lane:é"}))
     for hints in heard[1:]:
@@ -133,11 +133,11 @@ async def test_a_hint_to_a_process_that_died_is_lost_and_its_bell_removed(tmp_pa
 
 
 async def test_where_no_bell_can_be_hung_the_file_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Wake, "_bind", lambda *_: False)
+    monkeypatch.setattr(SQLiteNotifier, "_bind", lambda *_: False)
     watching, writing = SQLiteStore(tmp_path / "ff.db"), SQLiteStore(tmp_path / "ff.db")
     await watching.open(migrate=True)
     heard = asyncio.Queue[frozenset[str]]()
-    watching.on_wake(heard.put_nowait)
+    watching.on_notify(heard.put_nowait)
     await asyncio.sleep(0.05)
     assert heard.empty()
 
@@ -156,7 +156,7 @@ async def test_a_forked_child_may_not_use_its_parents_store(tmp_path: Path) -> N
     child = os.fork()
     if child == 0:  # pragma: no cover
         try:
-            call = store.load([Want(Execution, ("a",))])
+            call = store.load([Read(Execution, ("a",))])
             call.send(None)
         except BaseException as error:
             os.write(written, type(error).__name__.encode())

@@ -16,29 +16,34 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.claiming.admission import Admitted, Admitting, Seen
-from flowfabric.engine.claiming.claimer import claimed_of
+from flowfabric.engine.claiming.admission import AdmissionContext, AdmissionControl, AdmittedExecution
+from flowfabric.engine.claiming.claimer import gather_claims
 from flowfabric.engine.claiming.fair_turns import Rival
-from flowfabric.engine.claiming.ready_queues import CANDIDATES, HOUSEKEEPING_MS, MOST_KEYS, MOST_LINES
-from flowfabric.engine.limits.unblocker import PAGE
-from flowfabric.engine.operations.grants import Claims, signed_claim, signed_reclaim
-from flowfabric.engine.operations.workers import LiveWorkers, Workers
+from flowfabric.engine.claiming.ready_queues import (
+    LANE_REFRESH_MS,
+    LOOKAHEAD_ROWS,
+    MAX_KEYS_PER_CLAIM,
+    MAX_QUEUES_PER_CLAIM,
+)
+from flowfabric.engine.limits.unblocker import PAGE_SIZE
+from flowfabric.engine.operations.grants import GrantOperations, sign_claim_grant, sign_reclaim_grant
+from flowfabric.engine.operations.workers import LiveWorkers, WorkerOperations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.states import BlockingReason, EligibilityState
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution import operator, reclaim
-from flowfabric.rules.execution.grant import GrantOrder
+from flowfabric.rules.execution.grant import GrantRequest
 from flowfabric.rules.scheduling import capabilities, fairness
-from flowfabric.stores.queries import Want, Where
+from flowfabric.stores.queries import Read, Where
 
 ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
 
 
-class Scheduler(Claims, Admitting, Workers):
+class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
     """Claims that respect limits."""
 
     @cached_property
@@ -61,7 +66,7 @@ class Scheduler(Claims, Admitting, Workers):
 
         `namespaces` are those whose work is wanted; None is all.
         """
-        order = validate.claim_order(
+        order = validate.build_claim_order(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -70,11 +75,11 @@ class Scheduler(Claims, Admitting, Workers):
             admission=True,
             namespaces=namespaces,
         )
-        return await self.pull(order, limit, max_wait_ms)
+        return await self.poll_lane(order, limit, max_wait_ms)
 
-    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def claim_available(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there; when that is nothing, what others wait for in vain is marked."""
-        claimed = await super().claim_now(order, limit)
+        claimed = await super().claim_available(order, limit)
         if order.admission and not claimed:
             await self._close_routes(order)
         return claimed
@@ -82,60 +87,60 @@ class Scheduler(Claims, Admitting, Workers):
     async def _close_routes(self, order: ClaimOrder) -> None:
         """When there is nothing to do, say of what stands in other lines that nobody can do it, if that is so."""
         now = self.estimate.now()
-        if abs(now - self._routes_looked_at.get(order.lane_id, 0)) < HOUSEKEEPING_MS:
+        if abs(now - self._routes_looked_at.get(order.lane_id, 0)) < LANE_REFRESH_MS:
             return
         self._routes_looked_at[order.lane_id] = now
-        lines = await self.lines_of(order.lane_id)
+        lines = await self.lane_queues(order.lane_id)
         others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
         live: LiveWorkers = {}
-        for row in await self.heads(others, _depth(others), where=ELIGIBLE):
-            await self.close_route(row, live)
+        for row in await self.queue_heads(others, _depth(others), where=ELIGIBLE):
+            await self.block_if_unserved(row, live)
 
-    async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
+    async def _claim_guarded(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
         if not order.admission:
-            return await super()._claim_decided(rows, order)
+            return await super()._claim_guarded(rows, order)
         lost = [row for row in rows if reclaim.is_reclaimable(row)]  # these were admitted before
-        seen = Seen()
+        seen = AdmissionContext()
         admitted = await self.admit([row for row in rows if not reclaim.is_reclaimable(row)], seen)
-        admitted += [Admitted(row) for row in lost]
+        admitted += [AdmittedExecution(row) for row in lost]
         if rows and not admitted:
-            lines = await self.covered(order.lane_id, order.capabilities)
+            lines = await self.covered_queues(order.lane_id, order.capabilities)
             await self._refuse_alike(rows, lines, seen, _of_namespaces(order.namespaces))
-        return await claimed_of(*(self._claim_admitted(one, order) for one in admitted))
+        return await gather_claims(*(self._claim_admitted(one, order) for one in admitted))
 
     async def _refuse_alike(
-        self, rows: Sequence[Execution], lines: Sequence[LineKey], seen: Seen, own: tuple[Where, ...]
+        self, rows: Sequence[Execution], lines: Sequence[QueueKey], seen: AdmissionContext, own: tuple[Where, ...]
     ) -> None:
         """Block what stands first in these lines for the same reasons as the rows that were refused, many at once.
 
         Thousands may stand here, and one after the other each would cost the caller several trips. Of many lines only
         those of the refused rows are looked at.
         """
-        if len(lines) > MOST_KEYS:
+        if len(lines) > MAX_KEYS_PER_CLAIM:
             lines = [line for line in lines if any(row.line == line for row in rows)]
-        tried, size = set[str](), CANDIDATES
+        tried, size = set[str](), LOOKAHEAD_ROWS
         while True:
-            first = await self.heads(lines, size, without=tried, where=own)
+            first = await self.queue_heads(lines, size, exclude=tried, where=own)
             refused = await self._refuse_first(list(takewhile(operator.is_eligible, first)), seen)
             if not refused:
                 return
             tried.update(row.execution_id for row in refused)
-            size = min(2 * size, PAGE)
+            size = min(2 * size, PAGE_SIZE)
 
     async def _let_blocked_go_first(self, rows: Sequence[Execution], rival: Rival) -> None:
         is_quota = rival.reason is BlockingReason.WAITING_FOR_QUOTA
-        wake = self.wake_quota if is_quota else self.wake_budget
+        wake = self.unblock_quota_waiters if is_quota else self.unblock_budget_waiters
         await wake(rival.limit.id, namespace=rival.limit.namespace)
-        seen = Seen(full={rival.limit} if is_quota else set())
+        seen = AdmissionContext(full_policies={rival.limit} if is_quota else set())
         await self._refuse_first([row for row in rows if rival.holds_up(row)], seen)
 
-    async def _claim_admitted(self, admitted: Admitted, order: ClaimOrder) -> answers.Claimed | None:
+    async def _claim_admitted(self, admitted: AdmittedExecution, order: ClaimOrder) -> answers.Claimed | None:
         # An error leaves the admission where it is: the claim may have been written after all. If it was not, the next
         # claim of this execution finds it admitted.
         claimed = await self._claim_row(admitted.row, order)
         if claimed is None:
-            await self.give_back(admitted)
-            await self.look_after(admitted.row)
+            await self.release_slots(admitted)
+            await self.clean_up_lost_race(admitted.row)
         return claimed
 
     # -- grants ---------------------------------------------------------------------------------------------------
@@ -151,31 +156,33 @@ class Scheduler(Claims, Admitting, Workers):
         namespaces: Collection[str] | None = None,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
-        own = _of_namespaces(validate.some_namespaces(namespaces))
-        offered = validate.offered(capabilities)
-        order = validate.grant_order(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
+        own = _of_namespaces(validate.validate_namespaces(namespaces))
+        offered = validate.validate_capabilities(capabilities)
+        order = validate.build_grant_request(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            key = await self.signing_key("claim_for_worker")
-            await self.look_around(order.lane_id)
+            key = await self.require_signing_key("claim_for_worker")
+            await self.refresh_lane(order.lane_id)
             return await self._best(order, key, own)
         finally:
-            self.meters.took("ff_claim_from_grant_duration", clock() - began, lane=self.meters.lane(order.lane_id))
+            self.metrics.observe(
+                "ff_claim_from_grant_duration", clock() - began, lane=self.metrics.lane_label(order.lane_id)
+            )
 
     async def _best(
-        self, order: GrantOrder, key: Any, own: tuple[Where, ...]
+        self, order: GrantRequest, key: Any, own: tuple[Where, ...]
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """Offer the rows that this worker covers until one is granted, those of other lines among them.
 
         Of the others the first are looked at, once: they are not for this worker, however many there are.
         """
-        seen = Seen()
-        lines = await self.lines_of(order.lane_id)
+        seen = AdmissionContext()
+        lines = await self.lane_queues(order.lane_id)
         mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
         others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
-        beyond = await self.heads(others, _depth(others), where=ELIGIBLE + own)
-        for portion in self.windows(mine) or [()]:
+        beyond = await self.queue_heads(others, _depth(others), where=ELIGIBLE + own)
+        for portion in self.rotating_windows(mine) or [()]:
             if (granted := await self._best_of(portion, beyond, order, key, own, seen)) is not None:
                 return granted
             beyond = []
@@ -183,26 +190,26 @@ class Scheduler(Claims, Admitting, Workers):
 
     async def _best_of(
         self,
-        mine: Sequence[LineKey],
+        mine: Sequence[QueueKey],
         beyond: list[Execution],
-        order: GrantOrder,
+        order: GrantRequest,
         key: Any,
         own: tuple[Where, ...],
-        seen: Seen,
+        seen: AdmissionContext,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         tried, depth = set[str](), _depth(mine)
-        while rows := await self.heads(mine, depth, without=tried, where=own) + beyond:
+        while rows := await self.queue_heads(mine, depth, exclude=tried, where=own) + beyond:
             counts = Counter(row.line for row in rows)
             while rows:
-                [row], after = fairness.plan(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
+                [row], after = fairness.fair_order(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
                 rows.remove(row)
                 tried.add(row.execution_id)
-                refusals = seen.refusals
+                refusals = seen.refusal_count
                 granted = await self._offer(row, order, key, seen)
                 if granted is not None:
                     self.keep_turns(order.lane_id, after)
                     return granted
-                if seen.refusals > refusals:
+                if seen.refusal_count > refusals:
                     await self._refuse_alike([row], mine, seen, own)
                     break
                 if counts[row.line] >= depth and row not in beyond and all(one.line != row.line for one in rows):
@@ -211,11 +218,11 @@ class Scheduler(Claims, Admitting, Workers):
         return None
 
     async def _offer(
-        self, row: Execution, order: GrantOrder, key: Any, seen: Seen
+        self, row: Execution, order: GrantRequest, key: Any, seen: AdmissionContext
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
         """A grant for this row, if nothing is in its way; what is in its way is noted on it."""
         if capabilities.missing(row.required_capabilities, order.capabilities):
-            await self.close_route(row, seen.live)
+            await self.block_if_unserved(row, seen.live_workers)
             return None
         if reclaim.is_reclaimable(row):
             return await self._reclaim_grant(row, order, key)
@@ -224,22 +231,24 @@ class Scheduler(Claims, Admitting, Workers):
             return None
         order = msgspec.structs.replace(order, admitted=True)
         try:
-            return await self.settle_execution(row.execution_id, lambda row, now: signed_claim(row, order, key, now))
+            return await self.decide_execution(
+                row.execution_id, lambda row, now: sign_claim_grant(row, order, key, now)
+            )
         except errors.StoreUnavailable:
             raise
         except errors.CapabilityMismatch:
-            await self.close_route(row, seen.live)
+            await self.block_if_unserved(row, seen.live_workers)
         except errors.FabricError:
             pass  # somebody was faster: the next one
-        await self.give_back(admitted[0])
+        await self.release_slots(admitted[0])
         return None
 
-    async def _reclaim_grant(self, row: Execution, order: GrantOrder, key: Any) -> answers.ReclaimGrant | None:
+    async def _reclaim_grant(self, row: Execution, order: GrantRequest, key: Any) -> answers.ReclaimGrant | None:
         execution = ids.ExecutionId(row.execution_id)
         try:
-            answer = await self.settle_execution(execution, lambda row, now: signed_reclaim(row, order, key, now))
+            answer = await self.decide_execution(execution, lambda row, now: sign_reclaim_grant(row, order, key, now))
             if isinstance(answer, answers.ReclaimCapExceeded):
-                await self.settle_execution(execution, lambda row, _: reclaim.end_at_cap(row))
+                await self.decide_execution(execution, lambda row, _: reclaim.fail_if_at_cap(row))
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
@@ -251,22 +260,26 @@ class Scheduler(Claims, Admitting, Workers):
 
         An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
         """
-        rows = (await self.load((Want(Execution, (execution_id,)),))).rows[0]
+        rows = (await self.load((Read(Execution, (execution_id,)),))).rows[0]
         row = rows[0] if rows else None
-        admitted = await self.admit([row], Seen()) if row is not None and grant_rules.holds_admitted_grant(row) else []
+        admitted = (
+            await self.admit([row], AdmissionContext())
+            if row is not None and grant_rules.holds_admitted_grant(row)
+            else []
+        )
         try:
             return await super()._redeem(execution_id, kind, decide)
         except errors.StoreUnavailable:
             raise  # it may have been written, and then it needs what it got
         except errors.FabricError:
             for one in admitted:
-                await self.give_back(one)
+                await self.release_slots(one)
             raise
 
 
-def _depth(lines: Sequence[LineKey]) -> int:
+def _depth(lines: Sequence[QueueKey]) -> int:
     """How many rows of each of these lines are read at once."""
-    return CANDIDATES if len(lines) <= MOST_LINES else 1
+    return LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 1
 
 
 def _of_namespaces(names: frozenset[str] | None) -> tuple[Where, ...]:

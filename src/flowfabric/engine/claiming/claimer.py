@@ -22,35 +22,35 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import Rival
 from flowfabric.engine.claiming.late_claims import LateClaims
-from flowfabric.engine.claiming.ready_queues import MOST_KEYS, Lines, most_of
-from flowfabric.engine.runtime.runtime import Pause
-from flowfabric.engine.runtime.wakeups import FEED, lane_topic, waited
+from flowfabric.engine.claiming.ready_queues import MAX_KEYS_PER_CLAIM, ReadyQueues, claim_limit
+from flowfabric.engine.runtime.runtime import StoreBackoff
+from flowfabric.engine.runtime.wakeups import FEED_TOPIC, lane_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptType
-from flowfabric.model.text import counted
+from flowfabric.model.text import pluralize
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import lease, reclaim
-from flowfabric.rules.execution.claim import Acquired
-from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.claim import AcquiredLease
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.operator import is_eligible
 from flowfabric.rules.scheduling import fairness
-from flowfabric.stores.claims import Stamp, Take
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.claims import ClaimRequest, LeaseIds
+from flowfabric.stores.queries import Read, Scan, Where
 
 logger = logging.getLogger("flowfabric.taking")
 
 # Asked of every claim. To find a member in its class takes ten times as long as to find a name here.
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
-MOST_AT_ONCE = 10_000  # executions that one claim may ask for
-MOST_TRIES = 2  # of one claim for a row: what a limit refused may be unblocked meanwhile, and it is still its turn
+MAX_CLAIM_LIMIT = 10_000  # executions that one claim may ask for
+MAX_TRIES = 2  # of one claim for a row: what a limit refused may be unblocked meanwhile, and it is still its turn
 MOST_ROUNDS = 8  # of one claim in which blocked work whose turn it is goes first
-MANY = 16  # identities that it is worth making beforehand
+MIN_PREMINTED_IDS = 16  # identities that it is worth making beforehand
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -63,11 +63,11 @@ class Turn(msgspec.Struct, frozen=True):
     now: int
 
 
-class Taking(Lines):
+class Claimer(ReadyQueues):
     """What a worker does to get work."""
 
     late_claims: LateClaims
-    _spare: tuple[Stamp, ...] = ()
+    _spare: tuple[LeaseIds, ...] = ()
     _found_enough = False  # the last take, which the next one may well do, too
 
     async def claim(
@@ -104,58 +104,58 @@ class Taking(Lines):
         max_wait_ms: int = 0,
     ) -> list[answers.Claimed]:
         """Up to `limit` executions in claim order, as soon as there is at least one; limits are not asked."""
-        order = validate.claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
-        return await self.pull(order, limit, max_wait_ms)
+        order = validate.build_claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        return await self.poll_lane(order, limit, max_wait_ms)
 
-    async def pull(self, order: ClaimOrder, limit: int, max_wait_ms: int) -> list[answers.Claimed]:
+    async def poll_lane(self, order: ClaimOrder, limit: int, max_wait_ms: int) -> list[answers.Claimed]:
         """Claim until there is at least one or the wait is over."""
-        validation.integer("limit", limit, least=1, most=MOST_AT_ONCE)
-        validation.duration("max_wait_ms", max_wait_ms, least=0)
+        validation.integer("limit", limit, least=1, most=MAX_CLAIM_LIMIT)
+        validation.duration_ms("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
         if not max_wait_ms:  # nobody has to be woken then, and none of this process's writes looks for whom to wake
-            return await self.claim_now(order, limit)
+            return await self.claim_available(order, limit)
         while True:
-            hint = self.wakes.expect(lane_topic(order.lane_id))
+            hint = self.wakeups.subscribe(lane_topic(order.lane_id))
             try:
-                claimed = await self.claim_now(order, limit)
+                claimed = await self.claim_available(order, limit)
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
-                await waited(hint, min(left, self.poll_s))
+                await wait_for_wakeup(hint, min(left, self.poll_interval_s))
             finally:
                 hint.cancel()
 
-    async def claim_now(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def claim_available(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        looked = not self.has_looked(order.lane_id) or order.lane_id in self._takeovers
+        looked = not self.is_lane_fresh(order.lane_id) or order.lane_id in self._takeover_lanes
         if looked:
-            await self.look_around(order.lane_id)
-        lines = await self.covered(order.lane_id, order.capabilities)
-        if looked or not self._is_uniform(order.lane_id, lines):
+            await self.refresh_lane(order.lane_id)
+        lines = await self.covered_queues(order.lane_id, order.capabilities)
+        if looked or not self._is_fast(order.lane_id, lines):
             claimed = await self._claim_by_plan(order, lines, limit)
         else:
-            claimed = await self._take([line for line in lines if not line.decided], order, limit)
+            claimed = await self._claim_fast([line for line in lines if not line.guarded], order, limit)
         if not claimed and not looked:
-            await self.look_around(order.lane_id)
-            lines = await self.covered(order.lane_id, order.capabilities)
+            await self.refresh_lane(order.lane_id)
+            lines = await self.covered_queues(order.lane_id, order.capabilities)
             claimed = await self._claim_by_plan(order, lines, limit)
         return claimed
 
-    def _is_uniform(self, lane_id: str, lines: Sequence[LineKey]) -> bool:
+    def _is_fast(self, lane_id: str, lines: Sequence[QueueKey]) -> bool:
         """Whether nothing but uniform work of one key is expected in these lines of a lane."""
-        return lane_id not in self._decided_lanes and not _take_turns(lines)
+        return lane_id not in self._guarded_lanes and not _take_turns(lines)
 
     # -- by plan --------------------------------------------------------------------------------------------------
 
-    async def _claim_by_plan(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
+    async def _claim_by_plan(self, order: ClaimOrder, lines: Sequence[QueueKey], limit: int) -> list[answers.Claimed]:
         """By plan; of more lines than can be compared, of the first portion that has something."""
-        for portion in self.windows(lines):
+        for portion in self.rotating_windows(lines):
             if claimed := await self._claim_planned(order, portion, limit):
                 return claimed
         return []
 
-    async def _claim_planned(self, order: ClaimOrder, lines: Sequence[LineKey], limit: int) -> list[answers.Claimed]:
+    async def _claim_planned(self, order: ClaimOrder, lines: Sequence[QueueKey], limit: int) -> list[answers.Claimed]:
         """Claim from both kinds of lines in the order that fairness plans.
 
         Blocked keys that wait for the same limits take part in the turns. If it is the turn of one of them, it is
@@ -165,16 +165,16 @@ class Taking(Lines):
         tries = Counter[str]()
         rounds = 0
         while len(claimed) < limit:
-            tried = {name for name, count in tries.items() if count >= MOST_TRIES}
+            tried = {name for name, count in tries.items() if count >= MAX_TRIES}
             wanted = limit - len(claimed)
-            decided = [line for line in lines if line.decided]
-            uniform = [line for line in lines if not line.decided]
-            waiting, cut = await self.contenders(order.lane_id, decided, wanted, without=tried)
+            decided = [line for line in lines if line.guarded]
+            uniform = [line for line in lines if not line.guarded]
+            waiting, cut = await self.claim_candidates(order.lane_id, decided, wanted, exclude=tried)
             if not waiting:
-                await self.forget_decided(order.lane_id)
+                await self.forget_guarded(order.lane_id)
                 if not _take_turns(uniform):
-                    return claimed + await self._take(uniform, order, wanted)
-            more, cut_too = await self.contenders(order.lane_id, uniform, wanted)
+                    return claimed + await self._claim_fast(uniform, order, wanted)
+            more, cut_too = await self.claim_candidates(order.lane_id, uniform, wanted)
             turn = await self._next_turn(order, waiting + more, cut | cut_too, wanted, yields=rounds < MOST_ROUNDS)
             if turn is None:
                 rounds += 1
@@ -201,18 +201,18 @@ class Taking(Lines):
     ) -> Turn | None:
         """Which of these rows to claim now; None if blocked work came first, so that they have to be read again."""
         rivals = self.rivals(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
-        cut = cut | {fairness.key_of(rival.row) for rival in rivals.values()}
+        cut = cut | {fairness.fairness_key_of(rival.row) for rival in rivals.values()}
         for row in rows:
             rivals.pop(row.execution_id, None)
         present = [*rows, *(rival.row for rival in rivals.values())]
         now, turns = self.estimate.now(), self.turns_of(order.lane_id)
-        picks, after = fairness.plan(present, turns, now, wanted, cut=cut)
+        picks, after = fairness.fair_order(present, turns, now, wanted, truncated=cut)
         if rivals and picks:
             if yields and (rival := rivals.get(picks[0].execution_id)):
                 await self._let_blocked_go_first(rows, rival)
                 return None
             picks = list(takewhile(lambda row: row.execution_id not in rivals, picks))
-            picks = picks or fairness.plan(rows, turns, now, 1)[0]
+            picks = picks or fairness.fair_order(rows, turns, now, 1)[0]
         return Turn(picks, after, present, cut, now)
 
     def _use_up(self, turn: Turn, order: ClaimOrder, taken: Sequence[answers.Claimed]) -> None:
@@ -220,62 +220,62 @@ class Taking(Lines):
         if taken:
             turns = self.turns_of(order.lane_id)
             after = fairness.charge(turn.present, turns, turn.now, _rows_of(taken, turn.picks), cut=turn.cut)
-            self.keep_turns(order.lane_id, fairness.keep_absent(turns, after))
+            self.keep_turns(order.lane_id, fairness.keep_idle_credits(turns, after))
 
     async def _let_blocked_go_first(self, rows: Sequence[Execution], rival: Rival) -> None:
         """It is the turn of blocked work: unblock it, or let those of the rows that need its limit wait, too."""
         raise NotImplementedError
 
     async def _claim_picks(
-        self, picks: Sequence[Execution], uniform: Sequence[LineKey], order: ClaimOrder
+        self, picks: Sequence[Execution], uniform: Sequence[QueueKey], order: ClaimOrder
     ) -> list[answers.Claimed]:
         """Claim these rows; of the uniform ones of few keys, as many of each, whichever are first by now."""
-        counts = Counter(fairness.key_of(row) for row in picks if not _is_decided(row))
-        if len(counts) > MOST_KEYS:
-            return await self._claim_decided(picks, order)
+        counts = Counter(fairness.fairness_key_of(row) for row in picks if not _is_decided(row))
+        if len(counts) > MAX_KEYS_PER_CLAIM:
+            return await self._claim_guarded(picks, order)
         takes = [
-            self._take([line for line in uniform if line.fairness_key == key], order, count)
+            self._claim_fast([line for line in uniform if line.fairness_key == key], order, count)
             for key, count in counts.items()
         ]
         decided = [row for row in picks if _is_decided(row)]
-        claimed = await claimed_of(self._claim_decided(decided, order), *takes)
+        claimed = await gather_claims(self._claim_guarded(decided, order), *takes)
         places = {row.execution_id: place for place, row in enumerate(picks)}
         return sorted(claimed, key=lambda one: places.get(one.execution_id, len(places)))
 
     # -- the decided road -----------------------------------------------------------------------------------------
 
-    async def _claim_decided(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
+    async def _claim_guarded(self, rows: Sequence[Execution], order: ClaimOrder) -> list[answers.Claimed]:
         """Claim rows that need a decision; those that others got, or that ended at their cap, are left out."""
-        return await claimed_of(*(self._claim_row(row, order) for row in rows))
+        return await gather_claims(*(self._claim_row(row, order) for row in rows))
 
     async def _claim_row(self, row: Execution, order: ClaimOrder) -> answers.Claimed | None:
         holder = self._holder(order)
-        wants = (Want(Execution, (row.execution_id,)), Want(Payload, (row.execution_id,)))
+        wants = (Read(Execution, (row.execution_id,)), Read(Payload, (row.execution_id,)))
         payload: list[Payload] = []
 
         def decide(rows: list[list[Any]], now: int) -> Decision[Any]:
             payload[:] = rows[1]
-            return reclaim.take_up(rows[0][0] if rows[0] else None, holder, order.capabilities, now)
+            return reclaim.claim_guarded(rows[0][0] if rows[0] else None, holder, order.capabilities, now)
 
         try:
-            answer = await self.settle(wants, decide)
+            answer = await self.decide_and_commit(wants, decide)
         except errors.Corruption as fault:
-            self.pass_over(row.execution_id, fault)
+            self.skip_unreadable(row.execution_id, fault)
             return None
-        if not isinstance(answer, Acquired):
+        if not isinstance(answer, AcquiredLease):
             return None
         kind = HandleKind.RECLAIMED if answer.attempt_type is AttemptType.RECLAIM else HandleKind.FRESH
         if answer.attempt_id != holder.attempt_id:
             kind = HandleKind.RESUMED
-        return self._acquired(answer, kind, payload[0] if payload else None, row.namespace)
+        return self._claimed_by_rule(answer, kind, payload[0] if payload else None, row.namespace)
 
-    def _acquired(
-        self, acquired: Acquired, kind: HandleKind, payload: Payload | None = None, namespace: str | None = None
+    def _claimed_by_rule(
+        self, acquired: AcquiredLease, kind: HandleKind, payload: Payload | None = None, namespace: str | None = None
     ) -> answers.Claimed:
-        self.note_lease(acquired.lane_id, acquired.lease_expires_at)
+        self.track_lease_expiry(acquired.lane_id, acquired.lease_expires_at)
         if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
             logger.warning(
-                "%s has been reclaimed %s: its workers keep losing it", acquired.execution_id, counted(count, "time")
+                "%s has been reclaimed %s: its workers keep losing it", acquired.execution_id, pluralize(count, "time")
             )
         fields = HandleFields(
             acquired.execution_id,  # type: ignore[arg-type]
@@ -300,8 +300,8 @@ class Taking(Lines):
             namespace,
         )
 
-    def _holder(self, order: ClaimOrder) -> Holder:
-        return Holder(
+    def _holder(self, order: ClaimOrder) -> LeaseHolder:
+        return LeaseHolder(
             order.worker_id,
             order.worker_instance_id,
             order.lane_id,
@@ -312,15 +312,15 @@ class Taking(Lines):
 
     # -- the uniform road -----------------------------------------------------------------------------------------
 
-    async def _take(self, lines: Sequence[LineKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+    async def _claim_fast(self, lines: Sequence[QueueKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """The first rows of these lines; of very many lines, those of the first portion that has any."""
-        most = most_of(lines, limit)
-        for portion in await self.portions(lines):
-            if taken := await self._take_portion(self._take_of(tuple(portion), most, order)):
+        most = claim_limit(lines, limit)
+        for portion in await self.batch_queues(lines):
+            if taken := await self._send_claim(self._claim_request(tuple(portion), most, order)):
                 return taken
         return []
 
-    async def _take_portion(self, take: Take, *doubts: Take) -> list[answers.Claimed]:
+    async def _send_claim(self, take: ClaimRequest, *doubts: ClaimRequest) -> list[answers.Claimed]:
         """Take; `doubts` are such of before whose answers got lost, and which may still arrive."""
         doubtful = [*doubts]
         got: list[answers.Claimed] = []
@@ -331,54 +331,59 @@ class Taking(Lines):
             if doubtful:
                 self.late_claims.watch(doubtful, got)
 
-    async def _take_doubted(self, take: Take, doubtful: list[Take]) -> list[answers.Claimed]:
+    async def _take_doubted(self, take: ClaimRequest, doubtful: list[ClaimRequest]) -> list[answers.Claimed]:
         """Take; what may still arrive of this and of earlier takes is added to the doubtful ones."""
-        pause = Pause()
+        pause = StoreBackoff()
         while True:
             if (
-                self._found_enough and len(take.stamps) >= MANY
+                self._found_enough and len(take.lease_ids) >= MIN_PREMINTED_IDS
             ):  # while the store is at it, make what the next one needs
-                asyncio.get_running_loop().call_soon(self._stock, len(take.stamps))
+                asyncio.get_running_loop().call_soon(self._stock, len(take.lease_ids))
             try:
-                taken = await self.store.take(take)
+                taken = await self.store.claim_rows(take)
             except asyncio.CancelledError:
                 doubtful.append(take)
                 raise
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
                     doubtful.append(take)
-                    if found := await self._find_taken(doubtful):
+                    if found := await self._find_claimed(doubtful):
                         return found
-                await pause.or_raise()
-                take = self._anew(take)
+                await pause.sleep_or_raise()
+                take = self._with_new_lease_ids(take)
                 continue
-            self.estimate.hear(taken.now)
+            self.estimate.update(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
-                return await self._find_taken(doubtful)
-            return self._got(take, taken.rows)
+                return await self._find_claimed(doubtful)
+            return self._accept_claimed(take, taken.rows)
 
-    def _anew(self, take: Take) -> Take:
+    def _with_new_lease_ids(self, take: ClaimRequest) -> ClaimRequest:
         """The same take once more, with identities that nobody has seen."""
-        return msgspec.structs.replace(take, stamps=self._stamps(len(take.stamps)))
+        return msgspec.structs.replace(take, stamps=self._next_lease_ids(len(take.lease_ids)))
 
-    def _take_of(self, lines: tuple[LineKey, ...], limit: int, order: ClaimOrder) -> Take:
-        return Take(
-            lines, self._stamps(limit), order.worker_id, order.worker_instance_id, order.lease_ttl_ms, lease.CLAIMED
+    def _claim_request(self, lines: tuple[QueueKey, ...], limit: int, order: ClaimOrder) -> ClaimRequest:
+        return ClaimRequest(
+            lines,
+            self._next_lease_ids(limit),
+            order.worker_id,
+            order.worker_instance_id,
+            order.lease_ttl_ms,
+            lease.CLAIMED_FIELDS,
         )
 
-    def _got(self, take: Take, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
+    def _accept_claimed(self, take: ClaimRequest, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
         """What a take got; the stamps that it did not use are used later."""
-        self._found_enough = len(rows) == len(take.stamps)
+        self._found_enough = len(rows) == len(take.lease_ids)
         if not self._found_enough:
             used = {row.lease_id for row, _ in rows}
-            self._spare = tuple(stamp for stamp in take.stamps if stamp.lease_id not in used)
+            self._spare = tuple(stamp for stamp in take.lease_ids if stamp.lease_id not in used)
         if rows:
-            self.tell((FEED,), at_once=False)  # what is claimed may soon be over, which is told, too
-            self.note_taken([row for row, _ in rows])
-            self.note_lease(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
-        return [self._claimed(row, payload, take.lease_ttl_ms) for row, payload in rows]
+            self.notify((FEED_TOPIC,), at_once=False)  # what is claimed may soon be over, which is told, too
+            self.wake_sweeps_for([row for row, _ in rows])
+            self.track_lease_expiry(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
+        return [self._claimed_by_store(row, payload, take.lease_ttl_ms) for row, payload in rows]
 
-    def _stamps(self, count: int) -> tuple[Stamp, ...]:
+    def _next_lease_ids(self, count: int) -> tuple[LeaseIds, ...]:
         """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
         self._stock(count)
         stamps, self._spare = self._spare[:count], ()
@@ -389,21 +394,21 @@ class Taking(Lines):
         missing = count - len(self._spare)
         if missing > 0:
             uuid, change_id = self.minter.uuid, self.minter.change_id
-            self._spare += tuple([Stamp(uuid(), uuid(), change_id()) for _ in range(missing)])
+            self._spare += tuple([LeaseIds(uuid(), uuid(), change_id()) for _ in range(missing)])
 
-    async def _find_taken(self, takes: Sequence[Take]) -> list[answers.Claimed]:
+    async def _find_claimed(self, takes: Sequence[ClaimRequest]) -> list[answers.Claimed]:
         """After lost answers: the rows that carry the stamps, if one of the takes happened."""
-        leases = tuple(stamp.lease_id for take in takes for stamp in take.stamps)
+        leases = tuple(stamp.lease_id for take in takes for stamp in take.lease_ids)
         where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
         rows = await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
         if not rows:
             return []
-        loaded = await self.load([Want(Payload, (row.execution_id,)) for row in rows])
+        loaded = await self.load([Read(Payload, (row.execution_id,)) for row in rows])
         ttl = takes[0].lease_ttl_ms
-        return [self._claimed(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
+        return [self._claimed_by_store(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
 
-    def _claimed(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
-        self.remember(row)
+    def _claimed_by_store(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
+        self.cache_leased_row(row)
         kind = _FRESH
         if row.attempt_resumed_at is not None:
             kind = HandleKind.RESUMED
@@ -433,7 +438,7 @@ class Taking(Lines):
         )
 
 
-async def claimed_of(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:
+async def gather_claims(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:
     """What several claims at once have got; that one of them failed matters only when none got anything.
 
     What is claimed is held: it must not be lost because the store was away for a neighbour.
@@ -459,9 +464,9 @@ def _rows_of(taken: Sequence[answers.Claimed], picks: Sequence[Execution]) -> li
 
 
 def _is_decided(row: Execution) -> bool:
-    return row.line is not None and row.line.decided
+    return row.line is not None and row.line.guarded
 
 
-def _take_turns(lines: Sequence[LineKey]) -> bool:
+def _take_turns(lines: Sequence[QueueKey]) -> bool:
     """Whether work of several keys may stand in these lines."""
-    return len({line.fairness_key for line in lines if not line.decided}) > 1
+    return len({line.fairness_key for line in lines if not line.guarded}) > 1

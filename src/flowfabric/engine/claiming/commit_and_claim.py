@@ -11,59 +11,62 @@ from collections.abc import Sequence
 from functools import partial
 
 from flowfabric import errors
-from flowfabric.engine.claiming.ready_queues import MOST_LINES
-from flowfabric.engine.operations.explain import Explaining
-from flowfabric.engine.runtime.commit_queue import Wish
+from flowfabric.engine.claiming.ready_queues import MAX_QUEUES_PER_CLAIM
+from flowfabric.engine.operations.explain import ExplainOperations
+from flowfabric.engine.runtime.commit_queue import PendingClaim
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.rules.scheduling import capabilities
 
 
-class Handing(Explaining):
+class ClaimOnCommit(ExplainOperations):
     """Wishes for work that this process may soon put into its lanes."""
 
-    def wish(self, orders: Sequence[ClaimOrder], limit: int) -> Wish | None:
+    def register_pending_claim(self, orders: Sequence[ClaimOrder], limit: int) -> PendingClaim | None:
         """A wish for up to so many executions of one of these lanes; None when a claim there is more than a take."""
         plain = {order: lines for order in orders if (lines := self._plain_lines(order))}
         if not plain:
             return None
-        wish = Wish(
-            {lane_topic(order.lane_id): partial(self._take_of, lines, limit, order) for order, lines in plain.items()}
+        wish = PendingClaim(
+            {
+                lane_topic(order.lane_id): partial(self._claim_request, lines, limit, order)
+                for order, lines in plain.items()
+            }
         )
-        self.commits.wish(wish)
+        self.commit_queue.add_pending_claim(wish)
         return wish
 
-    def _plain_lines(self, order: ClaimOrder) -> tuple[LineKey, ...]:
+    def _plain_lines(self, order: ClaimOrder) -> tuple[QueueKey, ...]:
         """The lines that a claim of this order would take from, if it did no more than that."""
         lane = order.lane_id
-        if order.namespaces is not None or lane in self._takeovers:
+        if order.namespaces is not None or lane in self._takeover_lanes:
             return ()
-        if not self.has_looked(lane):  # or nobody would notice what was lost in this lane
+        if not self.is_lane_fresh(lane):  # or nobody would notice what was lost in this lane
             return ()
-        known = sorted(self._lines.get(lane, ()))
+        known = sorted(self._queues.get(lane, ()))
         lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
-        if not self._is_uniform(lane, lines) or len(lines) > MOST_LINES:
+        if not self._is_fast(lane, lines) or len(lines) > MAX_QUEUES_PER_CLAIM:
             return ()
-        return tuple(line for line in lines if not line.decided)
+        return tuple(line for line in lines if not line.guarded)
 
-    async def granted(self, wish: Wish) -> list[answers.Claimed]:
+    async def collect_pending_claim(self, wish: PendingClaim) -> list[answers.Claimed]:
         """What came of a wish, which is over with this."""
-        self.commits.withdraw(wish)
-        take = wish.granted
+        self.commit_queue.remove_pending_claim(wish)
+        take = wish.attached
         if take is None:
             return []
         try:
-            return self._got(take, await wish.rows)
+            return self._accept_claimed(take, await wish.rows)
         except errors.StoreUnavailable as lost:
             if not lost.in_doubt:
                 return []
-            return await self._find_taken([take]) or await self._take_portion(self._anew(take), take)
+            return await self._find_claimed([take]) or await self._send_claim(self._with_new_lease_ids(take), take)
 
-    def forgo(self, wish: Wish) -> None:
+    def abandon_pending_claim(self, wish: PendingClaim) -> None:
         """Wait for a wish no more; what it gets all the same is given back."""
-        self.commits.withdraw(wish)
-        if wish.granted is not None and (not wish.rows.done() or wish.rows.cancelled()):
-            self.late_claims.watch([wish.granted])
+        self.commit_queue.remove_pending_claim(wish)
+        if wish.attached is not None and (not wish.rows.done() or wish.rows.cancelled()):
+            self.late_claims.watch([wish.attached])
         wish.rows.cancel()

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import msgspec
 
-from flowfabric.engine.operations.executions import Executions
+from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution import operator
 from flowfabric.rules.execution.policy import decode_terms
@@ -31,7 +31,7 @@ class Rival(msgspec.Struct, frozen=True):
     """A blocked execution that takes turns with claimable ones, since they need the limit that it waits for."""
 
     reason: BlockingReason
-    limit: OwnedId
+    limit: NamespacedId
     row: Execution
 
     def holds_up(self, row: Execution) -> bool:
@@ -39,7 +39,7 @@ class Rival(msgspec.Struct, frozen=True):
         return operator.is_eligible(row) and (self.reason, self.limit) in _limits_of([row])
 
 
-class FairTurns(Executions):
+class FairTurns(ExecutionOperations):
     """Keeps the turns of a process."""
 
     @cached_property
@@ -47,18 +47,18 @@ class FairTurns(Executions):
         return {}  # by lane
 
     @cached_property
-    def _first_blocked(self) -> dict[tuple[BlockingReason, OwnedId], dict[tuple[str, str], Execution]]:
+    def _first_blocked(self) -> dict[tuple[BlockingReason, NamespacedId], dict[tuple[str, str], Execution]]:
         return {}  # by limit, then by lane and key
 
     @cached_property
-    def _unblock_turns(self) -> dict[str, unblock_order.LaneTurns]:
+    def _unblock_turns(self) -> dict[str, unblock_order.LaneCredits]:
         return {}  # by the lists of a limit: the turns if what was unblocked since the last claim had been claimed
 
     @cached_property
     def _unblocked(self) -> dict[str, set[str]]:
         return {}  # by lane: which executions that were
 
-    def turns_of(self, lane_id: str) -> fairness.Turns:
+    def turns_of(self, lane_id: str) -> fairness.Credits:
         """Whose turn it is in a lane, for this process."""
         return self._fair_turns.get(lane_id, {})
 
@@ -67,7 +67,7 @@ class FairTurns(Executions):
         self._fair_turns[lane_id] = turns
         self._forget_unblock_turns(lane_id)
 
-    def unblock_turns(self, lists: str, rows: Iterable[Execution]) -> unblock_order.LaneTurns:
+    def unblock_turns(self, lists: str, rows: Iterable[Execution]) -> unblock_order.LaneCredits:
         """Whose turn it is to be unblocked in the lanes of these rows.
 
         It goes on from the last claim of this process, as if what was unblocked since had been claimed: other processes
@@ -75,7 +75,7 @@ class FairTurns(Executions):
         """
         return {row.lane_id: self.turns_of(row.lane_id) for row in rows} | dict(self._unblock_turns.get(lists, {}))
 
-    def keep_unblock_turns(self, lists: str, turns: unblock_order.LaneTurns, unblocked: Iterable[Execution]) -> None:
+    def keep_unblock_turns(self, lists: str, turns: unblock_order.LaneCredits, unblocked: Iterable[Execution]) -> None:
         """Remember whose turn it is after these rows were unblocked."""
         chosen = [*unblocked]
         lanes = {row.lane_id for row in chosen}
@@ -94,24 +94,24 @@ class FairTurns(Executions):
             else:
                 del self._unblock_turns[lists]
 
-    def note_blocked(self, row: Execution, reason: BlockingReason, limit: OwnedId) -> None:
+    def note_blocked(self, row: Execution, reason: BlockingReason, limit: NamespacedId) -> None:
         """Remember that a row was blocked by a limit."""
         if row.execution_id in self._unblocked.get(row.lane_id, ()):
             self._forget_unblock_turns(row.lane_id)  # it was not claimed, so it is its turn still
         known = self._first_blocked.setdefault((reason, limit), {})
         row = _queued(row)
-        key = (row.lane_id, fairness.key_of(row))
+        key = (row.lane_id, fairness.fairness_key_of(row))
         first = known.get(key)
         if (first is None and len(known) < MOST_RIVALS) or (first is not None and _place(row) < _place(first)):
             known[key] = row
 
     def note_lists(
-        self, reason: BlockingReason, limit: OwnedId, rows: Iterable[Execution], *, whole: bool = True
+        self, reason: BlockingReason, limit: NamespacedId, rows: Iterable[Execution], *, whole: bool = True
     ) -> None:
         """Remember the first rows that wait for a limit, as read from its lists; `whole` if these are all the lists."""
         known = {} if whole else self._first_blocked.get((reason, limit), {})
         for row in sorted(map(_queued, rows), key=_place, reverse=True):
-            known[row.lane_id, fairness.key_of(row)] = row
+            known[row.lane_id, fairness.fairness_key_of(row)] = row
         if known:
             self._first_blocked[reason, limit] = known
         else:
@@ -138,8 +138,8 @@ def _may_claim(order: ClaimOrder, row: Execution) -> bool:
     return not capabilities.missing(row.required_capabilities, order.capabilities)
 
 
-def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, OwnedId]]:
-    found: set[tuple[BlockingReason, OwnedId]] = set()
+def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, NamespacedId]]:
+    found: set[tuple[BlockingReason, NamespacedId]] = set()
     for row in rows:
         terms = decode_terms(row.terms)
         for reason, names in (
@@ -152,7 +152,7 @@ def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, OwnedId]]
 
 def _queued(row: Execution) -> Execution:
     """The row with the ready queue that it will stand in."""
-    return msgspec.structs.replace(row, line=queue.line_of(row))
+    return msgspec.structs.replace(row, line=queue.queue_of(row))
 
 
 def _place(row: Execution) -> tuple[int, str]:

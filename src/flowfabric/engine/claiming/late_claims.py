@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric import errors
 from flowfabric.model.answers import execution as answers
-from flowfabric.stores.claims import Take
+from flowfabric.stores.claims import ClaimRequest
 
 logger = logging.getLogger("flowfabric.taking")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 
 class LateClaims:
@@ -25,7 +25,7 @@ class LateClaims:
 
     def __init__(
         self,
-        find: Callable[[Sequence[Take]], Awaitable[list[answers.Claimed]]],
+        find: Callable[[Sequence[ClaimRequest]], Awaitable[list[answers.Claimed]]],
         give_back: Callable[[answers.Claimed], Awaitable[object]],
     ) -> None:
         """`find` returns what some claims took; `give_back` makes that claimable again."""
@@ -33,10 +33,10 @@ class LateClaims:
         self._give_back = give_back
         self._watches: set[asyncio.Task[None]] = set()
 
-    def watch(self, takes: Sequence[Take], got: Sequence[answers.Claimed] = ()) -> None:
+    def watch(self, takes: Sequence[ClaimRequest], got: Sequence[answers.Claimed] = ()) -> None:
         """Give back whatever these take from now on; those that the caller `got` something from have arrived."""
         arrived = {one.lease_id for one in got}
-        left = [take for take in takes if arrived.isdisjoint(stamp.lease_id for stamp in take.stamps)]
+        left = [take for take in takes if arrived.isdisjoint(stamp.lease_id for stamp in take.lease_ids)]
         if left:
             watch = asyncio.create_task(self._run(left))
             self._watches.add(watch)
@@ -49,7 +49,7 @@ class LateClaims:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _run(self, takes: list[Take]) -> None:
+    async def _run(self, takes: list[ClaimRequest]) -> None:
         clock = asyncio.get_running_loop().time
         until = clock() + max(take.lease_ttl_ms for take in takes) / 1000
         pause_s = FIRST_PAUSE_S
@@ -63,6 +63,6 @@ class LateClaims:
                 logger.info("late claims could not be looked for: %s", fault)
                 late = []
             arrived = {one.lease_id for one in late}
-            takes = [take for take in takes if arrived.isdisjoint(stamp.lease_id for stamp in take.stamps)]
+            takes = [take for take in takes if arrived.isdisjoint(stamp.lease_id for stamp in take.lease_ids)]
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)

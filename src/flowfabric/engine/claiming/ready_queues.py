@@ -18,7 +18,7 @@ from functools import cached_property
 from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities, fairness
@@ -26,16 +26,16 @@ from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.lines")
 
-HOUSEKEEPING_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
-CANDIDATES = 10
-LAPSED_BATCH = 100
-BY_RANK = ("rank", "execution_id")
-MOST_LINES = 64  # that are taken from in one trip
-MOST_KEYS = 8  # whose work is taken key by key: each costs a trip of its own
-MOST_COMPARED = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
+LANE_REFRESH_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
+LOOKAHEAD_ROWS = 10
+EXPIRED_LEASES_BATCH = 100
+QUEUE_ORDER = ("rank", "execution_id")
+MAX_QUEUES_PER_CLAIM = 64  # that are taken from in one trip
+MAX_KEYS_PER_CLAIM = 8  # whose work is taken key by key: each costs a trip of its own
+MAX_COMPARED_QUEUES = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
 
 
-class Lines(FairTurns):
+class ReadyQueues(FairTurns):
     """What a claim needs to know of the lines of its lane."""
 
     _rotation: int = 0
@@ -44,96 +44,98 @@ class Lines(FairTurns):
     def _unreadable(self) -> set[str]:
         return set()
 
-    async def look_around(self, lane_id: str) -> None:
+    async def refresh_lane(self, lane_id: str) -> None:
         """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
-        if self.sees_whole(lane_id):
-            await asyncio.gather(self.mark_lapsed_leases(lane_id), self.hear_of_lane(lane_id))
+        if self.fits_one_round_trip(lane_id):
+            await asyncio.gather(self.mark_expired_leases(lane_id), self.load_lane_queues(lane_id))
         else:  # where there are very many, every claim asks which of them have work
-            await self.mark_lapsed_leases(lane_id)
-        self._looked_at[lane_id] = self.estimate.now()
+            await self.mark_expired_leases(lane_id)
+        self._lane_refreshed_at[lane_id] = self.estimate.now()
 
-    def has_looked(self, lane_id: str) -> bool:
+    def is_lane_fresh(self, lane_id: str) -> bool:
         """Whether the last look around in this lane is recent, and no lease that is known of has lapsed since."""
         now = self.estimate.now()
-        if self._lapses_at.get(lane_id, now + 1) <= now:
+        if self._next_lease_expiry.get(lane_id, now + 1) <= now:
             return False
-        return abs(now - self._looked_at.get(lane_id, 0)) < HOUSEKEEPING_MS
+        return abs(now - self._lane_refreshed_at.get(lane_id, 0)) < LANE_REFRESH_MS
 
-    async def mark_lapsed_leases(self, lane_id: str) -> None:
+    async def mark_expired_leases(self, lane_id: str) -> None:
         """Mark all leases of the lane that have lapsed: any of their work may be the first in line.
 
         Whoever finds that others have just marked what it found leaves the rest to them.
         """
         where = (Where("lane_id", "=", lane_id), Where("lease_expired_at", "unset"))
         while True:
-            self._lapses_at.pop(lane_id, None)  # those that are noted from here on may be missing in what is read
-            due = await self.patiently(
-                lambda: self.store.due(Execution, "lease_expires_at", limit=LAPSED_BATCH, where=where)
+            self._next_lease_expiry.pop(
+                lane_id, None
+            )  # those that are noted from here on may be missing in what is read
+            due = await self.retry_while_unavailable(
+                lambda: self.store.due(Execution, "lease_expires_at", limit=EXPIRED_LEASES_BATCH, where=where)
             )
-            self.estimate.hear(due.now)
+            self.estimate.update(due.now)
             if due.next_at is not None:
-                self.note_lease(lane_id, due.next_at)
+                self.track_lease_expiry(lane_id, due.next_at)
             marks = await asyncio.gather(*(self._marks_lapsed(row.execution_id) for row in due.rows))
-            if len(due.rows) < LAPSED_BATCH or not any(marks):
+            if len(due.rows) < EXPIRED_LEASES_BATCH or not any(marks):
                 return
 
     async def _marks_lapsed(self, execution_id: str) -> bool:
         try:
             return isinstance(await self.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
         except errors.Corruption as fault:
-            self.pass_over(execution_id, fault)
+            self.skip_unreadable(execution_id, fault)
             return False
 
-    def pass_over(self, execution_id: str, fault: errors.Corruption) -> None:
+    def skip_unreadable(self, execution_id: str, fault: errors.Corruption) -> None:
         """Leave out a row that cannot be read, and say so once."""
         if execution_id not in self._unreadable:
             self._unreadable.add(execution_id)
             logger.warning("%s cannot be claimed: %s", execution_id, fault)
 
-    async def lines_of(self, lane_id: str) -> list[LineKey]:
+    async def lane_queues(self, lane_id: str) -> list[QueueKey]:
         """The lines of a lane that this process knows of, in a fixed order; of very many, those with work in them.
 
         Lines are never forgotten. Where each user of an application has a key, most of them are empty at any time.
         """
-        if lane_id not in self._lines:
-            await self.hear_of_lane(lane_id)
-        if self.sees_whole(lane_id):
-            return sorted(self._lines.get(lane_id, ()))
-        return await self.patiently(lambda: self.store.standing(lane_id))
+        if lane_id not in self._queues:
+            await self.load_lane_queues(lane_id)
+        if self.fits_one_round_trip(lane_id):
+            return sorted(self._queues.get(lane_id, ()))
+        return await self.retry_while_unavailable(lambda: self.store.nonempty_queues(lane_id))
 
-    def sees_whole(self, lane_id: str) -> bool:
+    def fits_one_round_trip(self, lane_id: str) -> bool:
         """Whether one look sees all lines of a lane, so that what it did not find is not there."""
-        return len(self._lines.get(lane_id, ())) <= MOST_LINES
+        return len(self._queues.get(lane_id, ())) <= MAX_QUEUES_PER_CLAIM
 
-    async def covered(self, lane_id: str, offered: Set[str]) -> list[LineKey]:
+    async def covered_queues(self, lane_id: str, offered: Set[str]) -> list[QueueKey]:
         """The lines whose work a worker with these capabilities can do."""
-        return [line for line in await self.lines_of(lane_id) if capabilities.covers(line.required, offered)]
+        return [line for line in await self.lane_queues(lane_id) if capabilities.covers(line.required, offered)]
 
-    async def portions(self, lines: Sequence[LineKey]) -> list[Sequence[LineKey]]:
+    async def batch_queues(self, lines: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
         """The lines in portions that one trip can take from; of more than one can, those with the best work first."""
-        if len(lines) <= MOST_LINES:
-            return _portions(lines, MOST_LINES)
-        [compared, *others] = self.windows(lines)
-        firsts = await self.heads(compared, 1)
+        if len(lines) <= MAX_QUEUES_PER_CLAIM:
+            return _portions(lines, MAX_QUEUES_PER_CLAIM)
+        [compared, *others] = self.rotating_windows(lines)
+        firsts = await self.queue_heads(compared, 1)
         in_order = [line for line in dict.fromkeys(row.line for row in firsts) if line is not None]
-        return [portion for some in (in_order, *others) for portion in _portions(some, MOST_LINES)]
+        return [portion for some in (in_order, *others) for portion in _portions(some, MAX_QUEUES_PER_CLAIM)]
 
-    def windows(self, lines: Sequence[LineKey]) -> list[Sequence[LineKey]]:
+    def rotating_windows(self, lines: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
         """The lines, or as many at a time as can be compared with each other, beginning with others each time."""
-        portions = _portions(lines, MOST_COMPARED)
+        portions = _portions(lines, MAX_COMPARED_QUEUES)
         if len(portions) <= 1:
             return portions
         self._rotation += 1
         start = self._rotation % len(portions)
         return portions[start:] + portions[:start]
 
-    async def contenders(
+    async def claim_candidates(
         self,
         lane_id: str,
-        lines: Sequence[LineKey],
+        lines: Sequence[QueueKey],
         wanted: int,
         *,
-        without: Set[str] = frozenset(),
+        exclude: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
     ) -> tuple[list[Execution], Set[str]]:
         """The rows of these lines among which the next `wanted` are, and the keys of which more may stand there.
@@ -141,27 +143,29 @@ class Lines(FairTurns):
         Of many lines some rows each are read. When the next ones of a key are needed before enough is found, those of
         the keys that come first are read as far as can be needed.
         """
-        few = len(lines) <= MOST_LINES and len({line.fairness_key for line in lines}) <= MOST_KEYS
-        depth = wanted if few else min(wanted, max(1, MOST_COMPARED // len(lines)))
-        rows = await self.heads(lines, depth, without=without, where=where)
+        few = len(lines) <= MAX_QUEUES_PER_CLAIM and len({line.fairness_key for line in lines}) <= MAX_KEYS_PER_CLAIM
+        depth = wanted if few else min(wanted, max(1, MAX_COMPARED_QUEUES // len(lines)))
+        rows = await self.queue_heads(lines, depth, exclude=exclude, where=where)
         if depth == wanted:
             return rows, frozenset()
         cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
-        picks, _ = fairness.plan(rows, self.turns_of(lane_id), self.estimate.now(), wanted, cut=cut)
+        picks, _ = fairness.fair_order(rows, self.turns_of(lane_id), self.estimate.now(), wanted, truncated=cut)
         if len(picks) in (wanted, len(rows)):
             return rows, cut
-        next_ones = [key for key in dict.fromkeys(map(fairness.key_of, picks)) if key in cut][:MOST_KEYS]
-        near = [line for line in dict.fromkeys(_lines(rows)) if line.fairness_key in next_ones][:MOST_LINES]
-        further = await self.heads(near, wanted, without=without, where=where)
+        next_ones = [key for key in dict.fromkeys(map(fairness.fairness_key_of, picks)) if key in cut][
+            :MAX_KEYS_PER_CLAIM
+        ]
+        near = [line for line in dict.fromkeys(_lines(rows)) if line.fairness_key in next_ones][:MAX_QUEUES_PER_CLAIM]
+        further = await self.queue_heads(near, wanted, exclude=exclude, where=where)
         left = {line.fairness_key for line in _lines(rows) if line not in near}
         return further + [row for row in rows if row.line not in near], cut & left
 
-    async def heads(
+    async def queue_heads(
         self,
-        lines: Sequence[LineKey],
+        lines: Sequence[QueueKey],
         limit: int,
         *,
-        without: Set[str] = frozenset(),
+        exclude: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
     ) -> list[Execution]:
         """The first rows of each of the lines, without those granted to somebody and those named, best rank first.
@@ -170,25 +174,25 @@ class Lines(FairTurns):
         """
         if not lines:
             return []
-        size = limit + (CANDIDATES if len(lines) <= MOST_LINES else 0)
+        size = limit + (LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 0)
         conditions = (Where("line", "in", tuple(lines)), *where)
-        page = await self.scan(Scan(Execution, conditions, BY_RANK, None, size, each="line", partial=True))
-        rows = self._claimable(page, without)
+        page = await self.scan(Scan(Execution, conditions, QUEUE_ORDER, None, size, limit_by="line", partial=True))
+        rows = self._claimable(page, exclude)
         found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
         for line in lines:  # many of its first rows were passed over: look further
             if seen[line] == size and found[line] < limit:
                 last = [row for row in page if row.line == line][-1]
-                rows += await self._further(line, limit - found[line], without, where, (last.rank, last.execution_id))
+                rows += await self._further(line, limit - found[line], exclude, where, (last.rank, last.execution_id))
         return sorted(rows, key=lambda row: (row.rank, row.execution_id))
 
     async def _further(
-        self, line: LineKey, limit: int, without: Set[str], where: tuple[Where, ...], after: tuple[int, str]
+        self, line: QueueKey, limit: int, without: Set[str], where: tuple[Where, ...], after: tuple[int, str]
     ) -> list[Execution]:
         found: list[Execution] = []
-        size = limit + CANDIDATES
+        size = limit + LOOKAHEAD_ROWS
         while True:
             page = await self.scan(
-                Scan(Execution, (Where("line", "=", line), *where), BY_RANK, after, size, partial=True)
+                Scan(Execution, (Where("line", "=", line), *where), QUEUE_ORDER, after, size, partial=True)
             )
             found += self._claimable(page, without)
             if len(found) >= limit or len(page) < size:
@@ -200,38 +204,38 @@ class Lines(FairTurns):
         return [
             row
             for row in page
-            if row.execution_id not in without and not grant_rules.live_grant(row, now) and self._is_readable(row)
+            if row.execution_id not in without and not grant_rules.has_live_grant(row, now) and self._is_readable(row)
         ]
 
     def _is_readable(self, row: Execution) -> bool:
         try:
             decode_terms(row.terms)
         except errors.Corruption as fault:
-            self.pass_over(row.execution_id, fault)
+            self.skip_unreadable(row.execution_id, fault)
             return False
         return True
 
-    async def forget_decided(self, lane_id: str) -> None:
+    async def forget_guarded(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
-        if lane_id not in self._decided_lanes and lane_id not in self._takeovers:
+        if lane_id not in self._guarded_lanes and lane_id not in self._takeover_lanes:
             return
-        for line in await self.lines_of(lane_id):
-            first = Scan(Execution, (Where("line", "=", line),), BY_RANK, limit=1, partial=True)
-            if line.decided and await self.scan(first):
+        for line in await self.lane_queues(lane_id):
+            first = Scan(Execution, (Where("line", "=", line),), QUEUE_ORDER, limit=1, partial=True)
+            if line.guarded and await self.scan(first):
                 return
-        self._decided_lanes.discard(lane_id)
-        self._takeovers.discard(lane_id)
+        self._guarded_lanes.discard(lane_id)
+        self._takeover_lanes.discard(lane_id)
 
 
-def most_of(lines: Sequence[LineKey], limit: int) -> int:
+def claim_limit(lines: Sequence[QueueKey], limit: int) -> int:
     """How many of these lines can be claimed together: the best so many stand in the first portion."""
-    return limit if len(lines) <= MOST_LINES else min(limit, MOST_LINES)
+    return limit if len(lines) <= MAX_QUEUES_PER_CLAIM else min(limit, MAX_QUEUES_PER_CLAIM)
 
 
-def _lines(rows: Iterable[Execution]) -> Iterator[LineKey]:
+def _lines(rows: Iterable[Execution]) -> Iterator[QueueKey]:
     """The lines in which these rows stand."""
     return (row.line for row in rows if row.line is not None)
 
 
-def _portions(lines: Sequence[LineKey], size: int) -> list[Sequence[LineKey]]:
+def _portions(lines: Sequence[QueueKey], size: int) -> list[Sequence[QueueKey]]:
     return [lines[first : first + size] for first in range(0, len(lines), size)]

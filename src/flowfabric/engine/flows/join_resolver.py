@@ -17,29 +17,29 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import first
-from flowfabric.engine.runtime.runtime import Core, Pause
-from flowfabric.model.change import Change, joined
+from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
+from flowfabric.model.change import Change, merge_changes
 from flowfabric.model.execution import Execution, Payload, Result
-from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingCancel
+from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingMemberCancel
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.flow import joins
-from flowfabric.rules.flow.joins import Folded, Settlement, Surroundings, Tally, Verdict
-from flowfabric.stores.queries import Want
+from flowfabric.rules.flow.joins import JoinContext, JoinCounts, JoinResolution, UpstreamOutcome, Verdict
+from flowfabric.stores.queries import Read
 
 logger = logging.getLogger("flowfabric.folding")
 
-CHILDREN = 250  # folded together
-EDGES = 2000  # looked at together
+MAX_DOWNSTREAMS_PER_BATCH = 250  # folded together
+MAX_EDGES_PER_BATCH = 2000  # looked at together
 
 
-class Child(NamedTuple):
+class Downstream(NamedTuple):
     """Whose group it is."""
 
     flow_id: str
     execution_id: str
 
 
-class Settled(NamedTuple):
+class CompletedEdge(NamedTuple):
     """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does.
 
     With a revision it is folded only while the dependency has that: whoever saw the end had seen it before. Of an
@@ -47,18 +47,18 @@ class Settled(NamedTuple):
     dependency is as it is loaded (`of_many`); one that is noted nowhere only while the upstream is as it was `seen`.
     """
 
-    child: Child
+    downstream: Downstream
     edge_id: str
     outcome: TerminalOutcome | None = None
     revision: int | None = None
-    of_many: bool = False
-    seen: Execution | None = None
+    of_fan_out: bool = False
+    expected_upstream: Execution | None = None
 
 
-class Fold(msgspec.Struct, frozen=True):
+class DownstreamResolution(msgspec.Struct, frozen=True):
     """What became of one child: a verdict by edge, and whether it was skipped. An edge never applied has no verdict."""
 
-    child: Child
+    downstream: Downstream
     verdicts: dict[str, Verdict]
     resolved: int = 0
     skipped: bool = False
@@ -68,43 +68,45 @@ class Fold(msgspec.Struct, frozen=True):
 class _Case(msgspec.Struct):
     """One child under way."""
 
-    child: Child
+    child: Downstream
     group: EdgeGroup | None
     row: Execution | None
-    tally: Tally
+    tally: JoinCounts
     edges: tuple[str, ...]  # of the tally's verdicts
-    around: Surroundings = Surroundings()
+    around: JoinContext = JoinContext()
     beside: list[Any] = []  # further rows that were looked at: all its edges, and upstreams that have ended
 
 
-class Folding:
+class JoinResolver:
     """Counts what has been settled."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Runtime) -> None:
         self._core = core
 
-    async def fold(self, settled: Iterable[Settled]) -> list[Fold]:
+    async def resolve(self, settled: Iterable[CompletedEdge]) -> list[DownstreamResolution]:
         """Count these edges; answers when everything is written."""
-        todo: dict[Child, list[Settled]] = {}
+        todo: dict[Downstream, list[CompletedEdge]] = {}
         for one in settled:
-            todo.setdefault(one.child, []).append(one)
-        done: list[Fold] = []
-        alone, misses, pause = False, 0, Pause()
+            todo.setdefault(one.downstream, []).append(one)
+        done: list[DownstreamResolution] = []
+        alone, misses, pause = False, 0, StoreBackoff()
         while todo:
             batch = _batch(todo)
             folds = await self._fold_batch(batch, pause, alone=alone)
             for fold in folds:
-                todo[fold.child] = todo[fold.child][len(batch[fold.child]) :]
-                if not todo[fold.child]:
-                    del todo[fold.child]
+                todo[fold.downstream] = todo[fold.downstream][len(batch[fold.downstream]) :]
+                if not todo[fold.downstream]:
+                    del todo[fold.downstream]
             done += folds
             alone = len(folds) < len(batch)
             misses = misses + 1 if not folds else 0
             if alone:
-                await asyncio.sleep(self._core.chance() * min(0.05, 0.001 * 2**misses))
+                await asyncio.sleep(self._core.random() * min(0.05, 0.001 * 2**misses))
         return done
 
-    async def _fold_batch(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
+    async def _fold_batch(
+        self, batch: dict[Downstream, list[CompletedEdge]], pause: StoreBackoff, *, alone: bool
+    ) -> list[DownstreamResolution]:
         try:
             return await self._fold_once(batch, pause, alone=alone)
         except errors.StoreUnavailable:
@@ -113,7 +115,7 @@ class Folding:
             if len(batch) == 1:
                 [child] = batch
                 logger.error("the edges of %s cannot be counted: %s", child.execution_id, fault)
-                return [Fold(child, {}, refused=fault)]
+                return [DownstreamResolution(child, {}, refused=fault)]
         each = [*batch.items()]  # nothing was written: halves, until the one that is wrong is alone
         half = len(each) // 2
         return [
@@ -122,17 +124,19 @@ class Folding:
             for fold in await self._fold_batch(dict(part), pause, alone=alone)
         ]
 
-    async def _fold_once(self, batch: dict[Child, list[Settled]], pause: Pause, *, alone: bool) -> list[Fold]:
+    async def _fold_once(
+        self, batch: dict[Downstream, list[CompletedEdge]], pause: StoreBackoff, *, alone: bool
+    ) -> list[DownstreamResolution]:
         cases = await self._cases(batch)
         await self._look_around(cases)
-        folds: list[Fold] = []
-        written: list[tuple[list[_Case], list[Folded], Change]] = []
-        together: dict[str, tuple[list[_Case], list[Folded], list[Change]]] = {}
+        folds: list[DownstreamResolution] = []
+        written: list[tuple[list[_Case], list[JoinResolution], Change]] = []
+        together: dict[str, tuple[list[_Case], list[JoinResolution], list[Change]]] = {}
         for case in cases:
             if case.group is None:
-                folds.append(Fold(case.child, {}))
+                folds.append(DownstreamResolution(case.child, {}))
                 continue
-            decision = joins.fold(case.group, case.row, case.tally, case.around)
+            decision = joins.resolve_join(case.group, case.row, case.tally, case.around)
             answer = decision.unwrap(0)
             if decision.change is None:
                 folds.append(_told(case, answer))
@@ -144,7 +148,7 @@ class Folding:
                 shared[2].append(decision.change)
             else:
                 written.append(([case], [answer], decision.change))
-        written += [(cases, answers, joined(*changes)) for cases, answers, changes in together.values()]
+        written += [(cases, answers, merge_changes(*changes)) for cases, answers, changes in together.values()]
         changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
         times = await asyncio.gather(*(self._write(change, pause) for change in changes))
         for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
@@ -153,27 +157,27 @@ class Folding:
             for case, answer in zip(members, answers, strict=True):
                 folds.append(_told(case, answer))
             rows = [[case.row for case in members], *(case.beside for case in members if case.beside)]
-            self._core.note(change, rows, committed_at)
+            self._core.publish_commit(change, rows, committed_at)
         return folds
 
-    async def _write(self, change: Change, pause: Pause) -> int | None:
+    async def _write(self, change: Change, pause: StoreBackoff) -> int | None:
         """The commit's time, or None when the change was not written and has to be decided again."""
         try:
-            return await self._core.commits.add(change)
+            return await self._core.commit_queue.add(change)
         except errors.StoreUnavailable as lost:
-            await pause.or_raise()
+            await pause.sleep_or_raise()
             if not lost.in_doubt:
                 return None
         one = next(guard for guard in change.guards if guard.row is EdgeGroup)
-        loaded = await self._core.load((Want(EdgeGroup, one.key),))
+        loaded = await self._core.load((Read(EdgeGroup, one.key),))
         group = first(loaded.rows[0])
         return loaded.now if group is not None and group.revision == change.id else None
 
-    async def _cases(self, batch: dict[Child, list[Settled]]) -> list[_Case]:
-        wants: list[Want] = []
+    async def _cases(self, batch: dict[Downstream, list[CompletedEdge]]) -> list[_Case]:
+        wants: list[Read] = []
         for child, settled in batch.items():
-            wants += (Want(EdgeGroup, child), Want(Execution, (child.execution_id,)))
-            wants += [Want(Dependency, (child.execution_id, one.edge_id)) for one in settled]
+            wants += (Read(EdgeGroup, child), Read(Execution, (child.execution_id,)))
+            wants += [Read(Dependency, (child.execution_id, one.edge_id)) for one in settled]
         found = iter((await self._core.load(wants)).rows)
         cases = []
         for child, settled in batch.items():
@@ -185,19 +189,19 @@ class Folding:
                     settlements.append(settlement)
             if group is None:
                 settlements = []
-            tally = joins.tally(group, settlements) if group is not None else _NOTHING
-            edges = tuple(one.dependency.edge_id for one in sorted(settlements, key=joins.arrival))
+            tally = joins.count_outcomes(group, settlements) if group is not None else _NOTHING
+            edges = tuple(one.dependency.edge_id for one in sorted(settlements, key=joins.arrival_order))
             cases.append(_Case(child, group, row, tally, edges))
         return cases
 
     async def _look_around(self, cases: Sequence[_Case]) -> None:
         """Load what the tallies ask for, each kind for all cases at once."""
-        flagging = [case for case in cases if case.group is not None and case.tally.flags_siblings(case.group)]
+        flagging = [case for case in cases if case.group is not None and case.tally.cancels_siblings(case.group)]
         skipping = [case for case in cases if case.tally.skips(case.row)]
         if flagging or skipping:
-            wants = [Want(Dependency, (case.child.execution_id,)) for case in flagging]
+            wants = [Read(Dependency, (case.child.execution_id,)) for case in flagging]
             for case in skipping:
-                wants += (Want(Flow, (case.child.flow_id,)), Want(PendingCancel, case.child))
+                wants += (Read(Flow, (case.child.flow_id,)), Read(PendingMemberCancel, case.child))
             found = (await self._core.load(wants)).rows
             inbound, flows = found[: len(flagging)], iter(found[len(flagging) :])
             for case in skipping:
@@ -214,10 +218,10 @@ class Folding:
         ended = sorted({one.upstream_execution_id for one in told})
         again: dict[str, Execution] = {}
         if ended:
-            found = (await self._core.load([Want(Execution, (name,)) for name in ended])).rows
+            found = (await self._core.load([Read(Execution, (name,)) for name in ended])).rows
             again = {each[0].execution_id: each[0] for each in found if each}
         for case, edges in zip(flagging, inbound, strict=True):
-            going = joins.siblings(edges, case.tally, again)
+            going = joins.running_siblings(edges, case.tally, again)
             case.around = msgspec.structs.replace(case.around, siblings=going)
             case.beside = [*edges, *again.values()]
 
@@ -226,14 +230,14 @@ class Folding:
         open_cases = [
             (case, carriers)
             for case in cases
-            if case.group is not None and (carriers := case.tally.carriers(case.group, case.row))
+            if case.group is not None and (carriers := case.tally.result_edges(case.group, case.row))
         ]
         while open_cases:
-            wants: list[Want] = []
+            wants: list[Read] = []
             for case, carriers in open_cases:
                 wants += (
-                    Want(Payload, (case.child.execution_id,)),
-                    Want(Result, (carriers.pop(0).upstream_execution_id,)),
+                    Read(Payload, (case.child.execution_id,)),
+                    Read(Result, (carriers.pop(0).upstream_execution_id,)),
                 )
             found = iter((await self._core.load(wants)).rows)
             left = []
@@ -246,33 +250,33 @@ class Folding:
             open_cases = left
 
 
-_NOTHING = Tally(0, 0, 0, GroupState.PENDING, (), ())
+_NOTHING = JoinCounts(0, 0, 0, GroupState.PENDING, (), ())
 
 
-def _settlement(dependency: Dependency | None, one: Settled) -> Settlement | None:
-    if dependency is None or dependency.flow_id != one.child.flow_id:
+def _settlement(dependency: Dependency | None, one: CompletedEdge) -> UpstreamOutcome | None:
+    if dependency is None or dependency.flow_id != one.downstream.flow_id:
         return None
     if one.outcome is not None and one.revision is not None:
         if dependency.revision != one.revision:
             return None
-        return Settlement(dependency, one.outcome, is_noted=False, upstream=one.seen)
+        return UpstreamOutcome(dependency, one.outcome, is_recorded=False, upstream=one.expected_upstream)
     outcome = one.outcome
     if outcome is None and dependency.unfolded_at is not None:
         outcome = dependency.outcome
-    return None if outcome is None else Settlement(dependency, outcome, is_noted=not one.of_many)
+    return None if outcome is None else UpstreamOutcome(dependency, outcome, is_recorded=not one.of_fan_out)
 
 
-def _told(case: _Case, answer: Folded) -> Fold:
+def _told(case: _Case, answer: JoinResolution) -> DownstreamResolution:
     verdicts = dict(zip(case.edges, answer.verdicts, strict=True))
-    return Fold(case.child, verdicts, answer.resolved, answer.skipped)
+    return DownstreamResolution(case.child, verdicts, answer.resolved, answer.skipped)
 
 
-def _batch(todo: dict[Child, list[Settled]]) -> dict[Child, list[Settled]]:
-    batch: dict[Child, list[Settled]] = {}
+def _batch(todo: dict[Downstream, list[CompletedEdge]]) -> dict[Downstream, list[CompletedEdge]]:
+    batch: dict[Downstream, list[CompletedEdge]] = {}
     edges = 0
     for child, settled in todo.items():
-        if batch and (len(batch) == CHILDREN or edges + len(settled) > EDGES):
+        if batch and (len(batch) == MAX_DOWNSTREAMS_PER_BATCH or edges + len(settled) > MAX_EDGES_PER_BATCH):
             break
-        batch[child] = settled[:EDGES]
+        batch[child] = settled[:MAX_EDGES_PER_BATCH]
         edges += len(settled)
     return batch

@@ -9,86 +9,86 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
-from flowfabric.engine.runtime.root_queue import Chains
-from flowfabric.engine.runtime.runtime import Core
-from flowfabric.model.budget import Budget, BudgetDimension, Reservation, UsageKey
-from flowfabric.model.change import Change, Put
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.engine.runtime.root_queue import AggregateRepository
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
+from flowfabric.model.change import Change, Upsert
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import quota
-from flowfabric.rules.limits.budget import BudgetSheet
-from flowfabric.rules.limits.quota import QuotaSheet
-from flowfabric.stores.queries import Want
+from flowfabric.rules.limits.budget import BudgetState
+from flowfabric.rules.limits.quota import QuotaState
+from flowfabric.stores.queries import Read
 
-TRACE_LIFE_MS = 2 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
+COMMIT_MARKER_TTL_MS = 2 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
 
 
-class BudgetBook:
+class BudgetAdapter:
     """The rows of a budget as one sheet."""
 
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
 
-    def wants(self, key: OwnedId) -> tuple[Want, ...]:
-        return Want(Budget, key), Want(BudgetDimension, key), Want(Reservation, key)
+    def reads(self, key: NamespacedId) -> tuple[Read, ...]:
+        return Read(Budget, key), Read(BudgetDimension, key), Read(BudgetReservation, key)
 
-    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> BudgetSheet:
+    def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> BudgetState:
         place = ids.budget_partition(ids.BudgetId(key.id), self._partitions)
-        return budget_rules.sheet_of(key.id, place, rows, key.namespace)
+        return budget_rules.budget_state(key.id, place, rows, key.namespace)
 
-    def written(self, before: BudgetSheet, after: BudgetSheet, change_id: int) -> Change | None:
-        change = budget_rules.written(before, after)
+    def change_between(self, before: BudgetState, after: BudgetState, change_id: int) -> Change | None:
+        change = budget_rules.change_between(before, after)
         if change is None:
             return None
         # A report without a key must not be applied twice, and by the time we ask after a lost answer another process
         # may have moved the revision on: so each change leaves a trace of its own.
-        until = after.row().last_updated_at + TRACE_LIFE_MS
+        until = after.root_or_new().last_updated_at + COMMIT_MARKER_TTL_MS
         trace = UsageKey(before.budget_id, _trace(change_id), until, before.namespace)
-        return msgspec.structs.replace(change, writes=(*change.writes, Put(trace)))
+        return msgspec.structs.replace(change, writes=(*change.writes, Upsert(trace)))
 
-    def trace(self, key: OwnedId, change_id: int) -> Want:
-        return Want(UsageKey, (*key, _trace(change_id)))
+    def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
+        return Read(UsageKey, (*key, _trace(change_id)))
 
-    def shows(self, row: Any, change_id: int) -> bool:
+    def confirms(self, row: Any, change_id: int) -> bool:
         return True
 
 
-class QuotaBook:
+class QuotaAdapter:
     """The rows of a quota policy as one sheet. Admitting and releasing twice is the same as once."""
 
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
 
-    def wants(self, key: OwnedId) -> tuple[Want, ...]:
-        return Want(QuotaPolicy, key), Want(QuotaSlot, key), Want(QuotaRequest, key)
+    def reads(self, key: NamespacedId) -> tuple[Read, ...]:
+        return Read(QuotaPolicy, key), Read(QuotaSlot, key), Read(QuotaRequest, key)
 
-    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> QuotaSheet:
+    def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> QuotaState:
         place = ids.quota_partition(ids.QuotaPolicyId(key.id), self._partitions)
-        return quota.sheet_of(key.id, place, rows, key.namespace)
+        return quota.quota_state(key.id, place, rows, key.namespace)
 
-    def written(self, before: QuotaSheet, after: QuotaSheet, change_id: int) -> Change | None:
-        return quota.written(before, after)
+    def change_between(self, before: QuotaState, after: QuotaState, change_id: int) -> Change | None:
+        return quota.change_between(before, after)
 
-    def trace(self, key: OwnedId, change_id: int) -> Want:
-        return Want(QuotaPolicy, key)
+    def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
+        return Read(QuotaPolicy, key)
 
-    def shows(self, row: Any, change_id: int) -> bool:
+    def confirms(self, row: Any, change_id: int) -> bool:
         return bool(row.revision == change_id)
 
 
-class Books(Core):
+class LimitAggregates(Runtime):
     """Everything that decides on budgets or quotas stands on these."""
 
     @cached_property
-    def budget_chains(self) -> Chains[BudgetSheet]:
+    def budget_aggregates(self) -> AggregateRepository[BudgetState]:
         """The decisions of this process about budgets."""
-        return Chains(self, BudgetBook(self.partitions))
+        return AggregateRepository(self, BudgetAdapter(self.partitions))
 
     @cached_property
-    def quota_chains(self) -> Chains[QuotaSheet]:
+    def quota_aggregates(self) -> AggregateRepository[QuotaState]:
         """The decisions of this process about quota policies."""
-        return Chains(self, QuotaBook(self.partitions))
+        return AggregateRepository(self, QuotaAdapter(self.partitions))
 
 
 def _trace(change_id: int) -> str:

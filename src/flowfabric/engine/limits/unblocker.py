@@ -16,10 +16,10 @@ from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
-from flowfabric.engine.limits.aggregates import Books
+from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.model.budget import Budget
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, OwnedId, parse_owned
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId, parse_namespaced_id
 from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution import operator
@@ -32,14 +32,14 @@ from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.waiting")
 
-PAGE = 100
-MOST_PAGES = 20
-MOST_LISTS = 1024  # fairness keys whose first rows are compared in one read
-LATEST_LOOK_MS = 1000
-BY_RANK = ("rank", "execution_id")
+PAGE_SIZE = 100
+MAX_PAGES = 20
+MAX_LISTS = 1024  # fairness keys whose first rows are compared in one read
+MAX_RECHECK_MS = 1000
+QUEUE_ORDER = ("rank", "execution_id")
 
 
-class Room:
+class Capacity:
     """What budgets and quota policies have left, looked up once.
 
     `only` looks at one of them: work that waits for it is set free when there is room there, whatever else is in its
@@ -48,43 +48,43 @@ class Room:
     are not there, and must not keep others waiting.
     """
 
-    def __init__(self, books: Books, only: OwnedId | None = None) -> None:
+    def __init__(self, books: LimitAggregates, only: NamespacedId | None = None) -> None:
         self._books = books
         self._only = only
-        self._spent: dict[OwnedId, bool] = {}
-        self._left: dict[OwnedId, int | None] = {}
-        self._holders: dict[OwnedId, frozenset[tuple[str, int]]] = {}
-        self._budget_roots: dict[OwnedId, Budget | None] = {}
-        self._policy_roots: dict[OwnedId, QuotaPolicy | None] = {}
-        self.unreadable: set[OwnedId] = set()  # these have no room for anybody, as far as anybody can know
+        self._spent: dict[NamespacedId, bool] = {}
+        self._left: dict[NamespacedId, int | None] = {}
+        self._holders: dict[NamespacedId, frozenset[tuple[str, int]]] = {}
+        self._budget_roots: dict[NamespacedId, Budget | None] = {}
+        self._policy_roots: dict[NamespacedId, QuotaPolicy | None] = {}
+        self.unreadable: set[NamespacedId] = set()  # these have no room for anybody, as far as anybody can know
 
-    async def learn(self, rows: Sequence[Execution]) -> None:
+    async def load(self, rows: Sequence[Execution]) -> None:
         """Know what these rows depend on."""
         unknown = sorted({one for row in rows for one in self._among(row, _budget_ids(row))} - self._spent.keys())
         if unknown:
-            _, sheets = await self._books.budget_chains.look(unknown)
+            _, sheets = await self._books.budget_aggregates.load(unknown)
             for name, sheet in sheets.items():
                 self._budget_roots[name] = sheet.root
-                self._spent[name] = budget_rules.exhausted(sheet.dimensions.values()) is not None
-                if budget_rules.corruption(sheet):
+                self._spent[name] = budget_rules.first_exhausted(sheet.dimensions.values()) is not None
+                if budget_rules.find_corruption(sheet):
                     self._spent[name] = True
                     self.unreadable.add(name)
         unknown = sorted({one for row in rows for one in self._among(row, _policy_ids(row))} - self._left.keys())
         if unknown:
-            now, policies = await self._books.quota_chains.look(unknown)
+            now, policies = await self._books.quota_aggregates.load(unknown)
             for name, policy in policies.items():
                 self._policy_roots[name] = policy.root
-                self._left[name] = quota.room(policy, now)
-                self._holders[name] = quota.holders(policy, now)
+                self._left[name] = quota.free_capacity(policy, now)
+                self._holders[name] = quota.slot_holders(policy, now)
                 if isinstance(quota.limits_of(policy.root), errors.FabricError):
                     self._left[name] = 0
                     self.unreadable.add(name)
 
-    def is_shut(self, on: str) -> bool:
+    def is_list_full(self, on: str) -> bool:
         """Whether what a row is blocked on has no room, so that nothing else that waits for it need be looked at."""
-        return self.is_full(queue.limit_in(on))
+        return self.is_full(queue.parse_blocking_limit(on))
 
-    def is_full(self, limit: OwnedId) -> bool:
+    def is_full(self, limit: NamespacedId) -> bool:
         """Whether a limit that was looked at has no room."""
         return self._spent.get(limit, False) or self._left.get(limit) == 0
 
@@ -102,21 +102,21 @@ class Room:
             self._left[policy] = None if left is None else left - 1
         return True
 
-    def _budgets(self, row: Execution) -> list[OwnedId]:
+    def _budgets(self, row: Execution) -> list[NamespacedId]:
         return self._owners(row, _budget_ids(row), self._budget_roots)
 
-    def _policies(self, row: Execution) -> list[OwnedId]:
+    def _policies(self, row: Execution) -> list[NamespacedId]:
         return self._owners(row, _policy_ids(row), self._policy_roots)
 
     def _owners(
-        self, row: Execution, names: Sequence[str], roots: Mapping[OwnedId, owner_rules.Root | None]
-    ) -> list[OwnedId]:
+        self, row: Execution, names: Sequence[str], roots: Mapping[NamespacedId, owner_rules.LimitRoot | None]
+    ) -> list[NamespacedId]:
         """What these ids stand for; if only one counts, whether that may be one of them."""
         if self._only is not None:
             return self._among(row, names)
-        return [owner_rules.owner(row.namespace, name, roots) for name in names]
+        return [owner_rules.resolve_owner(row.namespace, name, roots) for name in names]
 
-    def _among(self, row: Execution, names: Sequence[str]) -> list[OwnedId]:
+    def _among(self, row: Execution, names: Sequence[str]) -> list[NamespacedId]:
         return [one for one in owner_rules.candidates(row.namespace, names) if self._only in (None, one)]
 
 
@@ -134,65 +134,65 @@ def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
     return {name for name, count in counts.items() if name is not None and count >= depth}
 
 
-class Waiting(Books, FairTurns):
+class Unblocker(LimitAggregates, FairTurns):
     """Sets work free that waited for room."""
 
-    _timers: dict[OwnedId, asyncio.TimerHandle] | None = None
+    _timers: dict[NamespacedId, asyncio.TimerHandle] | None = None
     _ringing: set[asyncio.Task[None]] | None = None
 
-    async def set_free(self, rows: Sequence[Execution], room: Room) -> int:
+    async def unblock_rows(self, rows: Sequence[Execution], room: Capacity) -> int:
         """Set those of the rows free that nothing holds up any more; how many."""
-        await room.learn(rows)
+        await room.load(rows)
         free = (row for row in rows if room.admits(row))
-        return sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in free)))
+        return sum(await asyncio.gather(*(self.unblock_row(row.execution_id, row.blocking_reason) for row in free)))
 
-    async def hold_up(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
+    async def block_row(self, row: Execution, reason: BlockingReason, detail: str, on: str = "") -> bool:
         """Block a row that was found claimable; False when that could not be done or is not to be done any more.
 
         Either way it was not given out, and the next claim that meets it tries again.
         """
         try:
-            await self.settle_execution(row.execution_id, lambda row, _: operator.block(row, reason, detail, on))
+            await self.decide_execution(row.execution_id, lambda row, _: operator.block(row, reason, detail, on))
         except errors.FabricError as failed:
             logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
             return False
         if reason in queue.LIMITS and on:
-            self.note_blocked(row, reason, parse_owned(on))
+            self.note_blocked(row, reason, parse_namespaced_id(on))
         return True
 
-    async def let_go(self, execution_id: str, reason: BlockingReason) -> bool:
+    async def unblock_row(self, execution_id: str, reason: BlockingReason) -> bool:
         """Unblock a row that was blocked for this reason; False when it waits for something else by now."""
         try:
-            await self.settle_execution(execution_id, lambda row, _: operator.unblock(row, reason.value))
+            await self.decide_execution(execution_id, lambda row, _: operator.unblock(row, reason.value))
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
             return False
         return True
 
-    async def wake_sleepers(self, rows: Sequence[Execution]) -> int:
+    async def resume_budget_suspended(self, rows: Sequence[Execution]) -> int:
         """Let those of the executions that budgets put to sleep go on for whose need there is room now; how many."""
         raise NotImplementedError
 
-    async def wake_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+    async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""
-        budget = OwnedId(namespace, budget_id)
-        return await self._wake(budget, BlockingReason.WAITING_FOR_BUDGET, queue.asleep_on(budget))
+        budget = NamespacedId(namespace, budget_id)
+        return await self._wake(budget, BlockingReason.WAITING_FOR_BUDGET, queue.asleep_on_key(budget))
 
-    async def wake_quota(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+    async def unblock_quota_waiters(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this policy: set free as many as it can admit; True when something still waits."""
-        policy = OwnedId(namespace, quota_policy_id)
+        policy = NamespacedId(namespace, quota_policy_id)
         return await self._wake(policy, BlockingReason.WAITING_FOR_QUOTA)
 
-    async def _wake_redefined(self, own: OwnedId, reason: BlockingReason) -> None:
+    async def _unblock_redefined(self, own: NamespacedId, reason: BlockingReason) -> None:
         """A namespace has an id of its own: what the shared namesake holds up may go on there.
 
         A definition that is repeated does this again, in case the process of the first one died before it.
         """
         if own.is_shared:
             return
-        keyed = Where("blocked_on", "starts", queue.fair_lists(reason, own.shared))
-        unkeyed = Where("blocked_on", "=", queue.blocked_on(reason, str(own.shared)))
+        keyed = Where("blocked_on", "starts", queue.fair_list_prefix(reason, own.shared))
+        unkeyed = Where("blocked_on", "=", queue.blocked_on_key(reason, str(own.shared)))
         try:
             for listed in (unkeyed, keyed):
                 await self._set_all_free((listed, Where("namespace", "=", own.namespace)))
@@ -201,21 +201,21 @@ class Waiting(Books, FairTurns):
 
     async def _set_all_free(self, where: tuple[Where, ...]) -> None:
         after: tuple[str, int, str] | None = None
-        for _ in range(MOST_PAGES):
-            rows = await self._listed(Scan(Execution, where, ("blocked_on", *BY_RANK), after, PAGE))
-            await self.set_free(rows, Room(self))
-            if len(rows) < PAGE:
+        for _ in range(MAX_PAGES):
+            rows = await self._listed(Scan(Execution, where, ("blocked_on", *QUEUE_ORDER), after, PAGE_SIZE))
+            await self.unblock_rows(rows, Capacity(self))
+            if len(rows) < PAGE_SIZE:
                 return
             after = (rows[-1].blocked_on or "", rows[-1].rank, rows[-1].execution_id)
 
-    async def _wake(self, limit: OwnedId, reason: BlockingReason, asleep: str | None = None) -> bool:
+    async def _wake(self, limit: NamespacedId, reason: BlockingReason, asleep: str | None = None) -> bool:
         """Unblock what waits for a limit, as far as there is room; True when something still waits.
 
         One freed slot costs two reads of lists at once, one of the limit, and the unblocked row with its commit.
         """
-        unkeyed = queue.blocked_on(reason, str(limit))
+        unkeyed = queue.blocked_on_key(reason, str(limit))
         lists = (Where("blocked_on", "in", (unkeyed, asleep)),)
-        scan = Scan(Execution, lists, BY_RANK, limit=PAGE, each="blocked_on", partial=True)
+        scan = Scan(Execution, lists, QUEUE_ORDER, limit=PAGE_SIZE, limit_by="blocked_on", partial=True)
         try:
             rows, keyed = await asyncio.gather(self._listed(scan), self._first_of_keys(limit, reason, 1))
             first = [row for row in rows if row.blocked_on == unkeyed]
@@ -228,31 +228,33 @@ class Waiting(Books, FairTurns):
         return waits
 
     async def _unblock(
-        self, limit: OwnedId, reason: BlockingReason, unkeyed: list[Execution], keyed: list[Execution]
+        self, limit: NamespacedId, reason: BlockingReason, unkeyed: list[Execution], keyed: list[Execution]
     ) -> bool:
         """Unblock in fair order, beginning with the first rows of each list; True when something still waits."""
-        room, left, depth = Room(self, only=limit), False, 1
-        lists = queue.fair_lists(reason, limit)
-        for _ in range(MOST_PAGES):
+        room, left, depth = Capacity(self, only=limit), False, 1
+        lists = queue.fair_list_prefix(reason, limit)
+        for _ in range(MAX_PAGES):
             rows = unkeyed + keyed
             self.note_lists(reason, limit, rows, whole=lists not in self._last_lists)
             if not rows:
                 return left
-            await room.learn(rows)
+            await room.load(rows)
             now, turns = self.estimate.now(), self.unblock_turns(lists, rows)
-            cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE)
-            order = unblock_order.unblock_order(rows, turns, now, cut=cut)
+            cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE_SIZE)
+            order = unblock_order.unblock_order(rows, turns, now, truncated=cut)
             chosen = [row for row in order if room.admits(row)]
-            after = unblock_order.turns_after(rows, turns, now, chosen, cut=cut)
+            after = unblock_order.credits_after(rows, turns, now, chosen, truncated=cut)
             self.keep_unblock_turns(lists, after, chosen)
-            freed = sum(await asyncio.gather(*(self.let_go(row.execution_id, row.blocking_reason) for row in chosen)))
+            freed = sum(
+                await asyncio.gather(*(self.unblock_row(row.execution_id, row.blocking_reason) for row in chosen))
+            )
             left = left or freed < len(rows)
             if not freed or not cut or len(chosen) < len(order) or room.is_full(limit):
                 return left or bool(cut)
-            depth = max(1, min(PAGE, MOST_LISTS // max(1, len({row.blocked_on for row in keyed}))))
-            where = (Where("blocked_on", "=", queue.blocked_on(reason, str(limit))),)
+            depth = max(1, min(PAGE_SIZE, MAX_LISTS // max(1, len({row.blocked_on for row in keyed}))))
+            where = (Where("blocked_on", "=", queue.blocked_on_key(reason, str(limit))),)
             unkeyed, keyed = await asyncio.gather(
-                self._listed(Scan(Execution, where, BY_RANK, limit=PAGE, partial=True)),
+                self._listed(Scan(Execution, where, QUEUE_ORDER, limit=PAGE_SIZE, partial=True)),
                 self._first_of_keys(limit, reason, depth),
             )
         return True
@@ -260,20 +262,20 @@ class Waiting(Books, FairTurns):
     async def _listed(self, scan: Scan) -> list[Execution]:
         return await self.store.scan(scan)
 
-    async def _first_of_keys(self, limit: OwnedId, reason: BlockingReason, depth: int) -> list[Execution]:
+    async def _first_of_keys(self, limit: NamespacedId, reason: BlockingReason, depth: int) -> list[Execution]:
         """The first rows of each fairness key that waits for a limit; of very many keys, of others each time."""
-        lists = queue.fair_lists(reason, limit)
+        lists = queue.fair_list_prefix(reason, limit)
         begins = Where("blocked_on", "starts", lists)
         after = self._last_lists.pop(lists, None)
         rows: list[Execution] = []
         for skip in (after, None) if after is not None else (None,):
             where = (begins,) if skip is None else (begins, Where("blocked_on", ">", skip))
-            scan = Scan(Execution, where, BY_RANK, limit=depth, each="blocked_on", values=MOST_LISTS)
+            scan = Scan(Execution, where, QUEUE_ORDER, limit=depth, limit_by="blocked_on", max_values=MAX_LISTS)
             rows = await self._listed(scan)
             if rows:
                 break
         names = {row.blocked_on for row in rows if row.blocked_on is not None}
-        if len(names) >= MOST_LISTS:
+        if len(names) >= MAX_LISTS:
             self._last_lists[lists] = max(names)
         return rows
 
@@ -284,21 +286,21 @@ class Waiting(Books, FairTurns):
     async def _wake_asleep(self, on: str, rows: list[Execution]) -> bool:
         """Resume what a budget put to sleep, beginning with the first page; True when something still waits."""
         left = False
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             if not rows:
                 return left
-            left |= await self.wake_sleepers(rows) < len(rows)
-            if len(rows) < PAGE:
+            left |= await self.resume_budget_suspended(rows) < len(rows)
+            if len(rows) < PAGE_SIZE:
                 return left
             after = (rows[-1].rank, rows[-1].execution_id)
-            rows = await self._listed(Scan(Execution, (Where("blocked_on", "=", on),), BY_RANK, after, PAGE))
+            rows = await self._listed(Scan(Execution, (Where("blocked_on", "=", on),), QUEUE_ORDER, after, PAGE_SIZE))
         return True
 
     # -- windows that open by themselves --------------------------------------------------------------------------
 
-    def wake_quota_later(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+    def schedule_quota_unblock(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """A window opens then: wake what waits for it. One timer a policy, the earliest."""
-        policy = OwnedId(namespace, quota_policy_id)
+        policy = NamespacedId(namespace, quota_policy_id)
         if self._timers is None:
             self._timers, self._ringing = {}, set()
         loop = asyncio.get_running_loop()
@@ -310,7 +312,7 @@ class Waiting(Books, FairTurns):
             timer.cancel()
         self._timers[policy] = loop.call_at(at, self._ring, policy)
 
-    def stop_timers(self) -> None:
+    def cancel_window_timers(self) -> None:
         """Forget the windows that were to open; the sweep looks after what waits for them."""
         for timer in (self._timers or {}).values():
             timer.cancel()
@@ -318,7 +320,7 @@ class Waiting(Books, FairTurns):
             task.cancel()
         self._timers, self._ringing = None, None
 
-    def _ring(self, policy: OwnedId) -> None:
+    def _ring(self, policy: NamespacedId) -> None:
         if self._timers is None or self._ringing is None:
             return
         del self._timers[policy]
@@ -326,15 +328,15 @@ class Waiting(Books, FairTurns):
         self._ringing.add(task)
         task.add_done_callback(self._ringing.discard)
 
-    async def _look_again(self, policy: OwnedId) -> None:
-        if not await self.wake_quota(policy.id, namespace=policy.namespace):
+    async def _look_again(self, policy: NamespacedId) -> None:
+        if not await self.unblock_quota_waiters(policy.id, namespace=policy.namespace):
             return
-        wait_ms = LATEST_LOOK_MS
+        wait_ms = MAX_RECHECK_MS
         try:
-            now, sheets = await self.quota_chains.look([policy])
-            opens_at = quota.next_passing(sheets[policy], now)
+            now, sheets = await self.quota_aggregates.load([policy])
+            opens_at = quota.next_capacity_at(sheets[policy], now)
             if opens_at is not None:
                 wait_ms = max(1, opens_at - now)
         except errors.FabricError as away:
             logger.warning("when %s has room again is not known: %s", policy, away)
-        self.wake_quota_later(policy.id, wait_ms, namespace=policy.namespace)
+        self.schedule_quota_unblock(policy.id, wait_ms, namespace=policy.namespace)

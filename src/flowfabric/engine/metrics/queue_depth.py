@@ -9,26 +9,26 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property
 
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.deployment import SnapshotHolder
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CancelBacklog, EdgeGroup
 from flowfabric.model.suspension import Suspension
-from flowfabric.model.worker import Worker
+from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.scheduling import queue_depth
-from flowfabric.rules.scheduling.queue_depth import BY, Place
-from flowfabric.stores.port import NamesSnapshotHolders
-from flowfabric.stores.queries import Scan, Tally, Where
+from flowfabric.rules.scheduling.queue_depth import GROUP_BY_COLUMNS, CountedIndex
+from flowfabric.stores.port import SupportsSnapshotHolders
+from flowfabric.stores.queries import GroupedCount, Scan, Where
 
-FRESH_S = 5.0
-MOST_COUNTED = 50_000  # executions of a place
-LEAST_OF_A_LINE = 1_000
-MOST_WORKERS = 10_000
-MOST_FLOWS = 10_000
-BACKLOG = "ff_cancel_backlog_depth"
+MAX_GAUGE_AGE_S = 5.0
+MAX_COUNTED = 50_000  # executions of a place
+MIN_COUNTED_PER_QUEUE = 1_000
+MAX_WORKERS = 10_000
+MAX_FLOWS = 10_000
+CANCEL_BACKLOG_METRIC = "ff_cancel_backlog_depth"
 
 
-class Levels(Core):
+class GaugeReader(Runtime):
     """What stands where, for those who watch."""
 
     _levels_read_at: float | None = None
@@ -37,43 +37,45 @@ class Levels(Core):
     def _reading_levels(self) -> asyncio.Lock:
         return asyncio.Lock()
 
-    async def read_levels(self, *, max_age_s: float = FRESH_S) -> None:
+    async def refresh_gauges(self, *, max_age_s: float = MAX_GAUGE_AGE_S) -> None:
         """See to it that the meters show levels that are not older than this; StoreUnavailable: they show none."""
         async with self._reading_levels:  # whoever comes meanwhile wants the same
             clock = asyncio.get_running_loop().time
             if self._levels_read_at is not None and clock() - self._levels_read_at < max_age_s:
                 return
-            self.meters.levels.clear()
-            stands = {place: await self.store.tally(tally) for place, tally in (await self._tallies()).items()}
+            self.metrics.gauges.clear()
+            stands = {place: await self.store.count_grouped(tally) for place, tally in (await self._tallies()).items()}
             live = (Where("lapses_at", ">", await self.store.ping()),)
-            workers = await self.store.scan(Scan(Worker, live, ("lapses_at",), limit=MOST_WORKERS))
-            lanes = await self.store.lanes(None, self.meters.most_lanes)
-            backlog = await self.store.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MOST_FLOWS))
-            for (name, lane, state), level in queue_depth.levels(stands, workers, lanes).items():
-                labels = {"lane": self.meters.lane(lane)} | ({} if state is None else {"state": state})
-                self.meters.rises(name, level, **labels)
-            self.meters.stands_at(BACKLOG, len(backlog))
+            workers = await self.store.scan(Scan(RegisteredWorker, live, ("lapses_at",), limit=MAX_WORKERS))
+            lanes = await self.store.lanes(None, self.metrics.max_lane_labels)
+            backlog = await self.store.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MAX_FLOWS))
+            for (name, lane, state), level in queue_depth.queue_depths(stands, workers, lanes).items():
+                labels = {"lane": self.metrics.lane_label(lane)} | ({} if state is None else {"state": state})
+                self.metrics.add_to_gauge(name, level, **labels)
+            self.metrics.set_gauge(CANCEL_BACKLOG_METRIC, len(backlog))
             self._levels_read_at = clock()
 
     async def executions_without_queue(self, limit: int) -> list[str]:
         """The executions that no claim finds, since their ready queue is missing from the store."""
-        return await self.patiently(lambda: self.store.unlisted(limit))
+        return await self.retry_while_unavailable(lambda: self.store.executions_in_missing_queues(limit))
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder] | None:
         """Who keeps the store from removing dead rows, the oldest first; None where nobody can."""
         store = self.store
-        if not isinstance(store, NamesSnapshotHolders):
+        if not isinstance(store, SupportsSnapshotHolders):
             return None
-        return await self.patiently(lambda: store.snapshot_holders(limit))
+        return await self.retry_while_unavailable(lambda: store.snapshot_holders(limit))
 
-    async def _tallies(self) -> dict[Place, Tally]:
-        lines: list[LineKey] = await self.store.lines()
-        of_a_line = max(LEAST_OF_A_LINE, MOST_COUNTED // max(1, len(lines)))
+    async def _tallies(self) -> dict[CountedIndex, GroupedCount]:
+        lines: list[QueueKey] = await self.store.queues()
+        of_a_line = max(MIN_COUNTED_PER_QUEUE, MAX_COUNTED // max(1, len(lines)))
         return {
-            Place.LINE: Tally(Execution, "line", BY, of_a_line, each=tuple(lines)),
-            Place.DELAY: Tally(Execution, "delay_until", BY, MOST_COUNTED),
-            Place.LIMIT: Tally(Execution, "blocked_on", BY, MOST_COUNTED),
-            Place.JOIN: Tally(EdgeGroup, "waiting_since", BY, MOST_COUNTED, "downstream_execution_id"),
-            Place.LEASE: Tally(Execution, "lease_expires_at", BY, MOST_COUNTED),
-            Place.SUSPENSION: Tally(Suspension, "due_at", BY, MOST_COUNTED),
+            CountedIndex.QUEUE: GroupedCount(Execution, "line", GROUP_BY_COLUMNS, of_a_line, values=tuple(lines)),
+            CountedIndex.DELAY: GroupedCount(Execution, "delay_until", GROUP_BY_COLUMNS, MAX_COUNTED),
+            CountedIndex.LIMIT: GroupedCount(Execution, "blocked_on", GROUP_BY_COLUMNS, MAX_COUNTED),
+            CountedIndex.JOIN: GroupedCount(
+                EdgeGroup, "waiting_since", GROUP_BY_COLUMNS, MAX_COUNTED, "downstream_execution_id"
+            ),
+            CountedIndex.LEASE: GroupedCount(Execution, "lease_expires_at", GROUP_BY_COLUMNS, MAX_COUNTED),
+            CountedIndex.SUSPENSION: GroupedCount(Suspension, "due_at", GROUP_BY_COLUMNS, MAX_COUNTED),
         }

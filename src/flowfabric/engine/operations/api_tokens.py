@@ -15,27 +15,27 @@ import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine.runtime.after_commit import first
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
-from flowfabric.model.api_token import ApiToken, Scope, TokenMade, TokenView
+from flowfabric.model.api_token import ApiScope, ApiToken, ApiTokenCreated, TokenView
 from flowfabric.rules import validation
 from flowfabric.rules.security import api_tokens
-from flowfabric.stores.queries import Scan, Want
+from flowfabric.stores.queries import Read, Scan
 
 MAX_LISTED = 1000
 _FORM = re.compile(r"ff_([0-9a-f]{32})_([A-Za-z0-9_-]{43})").fullmatch
 
 
-class TokenHolder(msgspec.Struct, frozen=True):
+class VerifiedToken(msgspec.Struct, frozen=True):
     """Somebody with a good token."""
 
     token_id: str
     name: str
-    scopes: frozenset[Scope]
+    scopes: frozenset[ApiScope]
     namespaces: frozenset[str] | None
 
 
-class ApiTokens(Core):
+class ApiTokenOperations(Runtime):
     """What can be done with tokens of the API."""
 
     async def make_api_token(
@@ -45,19 +45,19 @@ class ApiTokens(Core):
         *,
         namespaces: Iterable[str] | None = None,
         expires_in_ms: int | None = None,
-    ) -> TokenMade:
+    ) -> ApiTokenCreated:
         """A new token, shown once; without namespaces it is good in all of them."""
         label = validation.text("name", name, limit=validation.MAX_NAME_BYTES)
-        wanted = frozenset(_scope(one) for one in validate.each("scopes", scopes))
+        wanted = frozenset(_scope(one) for one in validate.validate_iterable("scopes", scopes))
         if not wanted:
             raise errors.InvalidInput("scopes: empty")
-        named = None if namespaces is None else validate.each("namespaces", namespaces)
+        named = None if namespaces is None else validate.validate_iterable("namespaces", namespaces)
         where = None if named is None else frozenset(_namespace(one) for one in named)
-        lasts = None if expires_in_ms is None else validation.duration("expires_in_ms", expires_in_ms)
+        lasts = None if expires_in_ms is None else validation.duration_ms("expires_in_ms", expires_in_ms)
         token_id, secret = self.minter.uuid(), secrets.token_urlsafe(32)
-        await self.settle(
+        await self.decide_and_commit(
             _wants(token_id),
-            lambda rows, _: api_tokens.make(
+            lambda rows, _: api_tokens.create(
                 first(rows[0]),
                 token_id=token_id,
                 name=label,
@@ -69,17 +69,19 @@ class ApiTokens(Core):
         )
         return _made(token_id, secret)
 
-    async def rotate_api_token(self, token_id: str, *, grace_ms: int = 0) -> TokenMade:
+    async def rotate_api_token(self, token_id: str, *, grace_ms: int = 0) -> ApiTokenCreated:
         """Another secret for a token, shown once; the one before is good for `grace_ms` more."""
         known, secret = ids.parse_uuid(validation.text("token_id", token_id), "token_id"), secrets.token_urlsafe(32)
-        grace = validation.duration("grace_ms", grace_ms, least=0)
-        await self.settle(_wants(known), lambda rows, _: api_tokens.rotate(first(rows[0]), _digest(secret), grace))
+        grace = validation.duration_ms("grace_ms", grace_ms, least=0)
+        await self.decide_and_commit(
+            _wants(known), lambda rows, _: api_tokens.rotate(first(rows[0]), _digest(secret), grace)
+        )
         return _made(known, secret)
 
     async def revoke_api_token(self, token_id: str) -> bool:
         """Make a token good for nothing; True when it was good for something."""
         known = ids.parse_uuid(validation.text("token_id", token_id), "token_id")
-        return await self.settle(_wants(known), lambda rows, _: api_tokens.revoke(first(rows[0])))
+        return await self.decide_and_commit(_wants(known), lambda rows, _: api_tokens.revoke(first(rows[0])))
 
     async def list_api_tokens(self, *, cursor: str | None = None, limit: int = 100) -> list[TokenView]:
         """Tokens by id, without what they are known by."""
@@ -88,35 +90,35 @@ class ApiTokens(Core):
         rows: list[ApiToken] = await self.scan(Scan(ApiToken, (), ("token_id",), after, wanted))
         return [api_tokens.view(row) for row in rows]
 
-    async def holder_of(self, token: str) -> TokenHolder | None:
+    async def authenticate_token(self, token: str) -> VerifiedToken | None:
         """Who shows this token; None when it is not good."""
         found = _FORM(token)
         if found is None:
             return None
         loaded = await self.load(_wants(ids.parse_uuid(found[1])))
         row: ApiToken | None = first(loaded.rows[0])
-        if row is None or not api_tokens.is_good(row, _digest(found[2]), loaded.now):
+        if row is None or not api_tokens.is_valid(row, _digest(found[2]), loaded.now):
             return None
-        return TokenHolder(row.token_id, row.name, api_tokens.scopes_of(row), api_tokens.namespaces_of(row))
+        return VerifiedToken(row.token_id, row.name, api_tokens.scopes_of(row), api_tokens.namespaces_of(row))
 
 
-def _wants(token_id: str) -> tuple[Want, ...]:
-    return (Want(ApiToken, (token_id,)),)
+def _wants(token_id: str) -> tuple[Read, ...]:
+    return (Read(ApiToken, (token_id,)),)
 
 
-def _made(token_id: str, secret: str) -> TokenMade:
-    return TokenMade(token_id, f"ff_{token_id.replace('-', '')}_{secret}")
+def _made(token_id: str, secret: str) -> ApiTokenCreated:
+    return ApiTokenCreated(token_id, f"ff_{token_id.replace('-', '')}_{secret}")
 
 
 def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _scope(value: object) -> Scope:
+def _scope(value: object) -> ApiScope:
     try:
-        return Scope(validation.text("scopes", value))
+        return ApiScope(validation.text("scopes", value))
     except ValueError:
-        raise errors.InvalidInput(f"scopes: {validation.shown(value)} is none of {', '.join(Scope)}") from None
+        raise errors.InvalidInput(f"scopes: {validation.preview(value)} is none of {', '.join(ApiScope)}") from None
 
 
 def _namespace(value: object) -> str:

@@ -11,7 +11,7 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.rules.execution.create import CreateExecution
 
 
-class Creating(ABC):
+class ExecutionCreator(ABC):
     """Creates executions."""
 
     @abstractmethod

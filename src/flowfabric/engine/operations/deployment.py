@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from flowfabric.engine.runtime.after_commit import first
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.deployment import Deployment
 from flowfabric.rules import deployment
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
 
-class Deployments(Core):
+class DeploymentOperations(Runtime):
     """The deployment that this engine belongs to."""
 
     async def ensure_partitions(self) -> None:
         """See that this engine counts partitions as everybody else; `PartitionMismatch` otherwise."""
-        await self.settle(
-            (Want(Deployment, (deployment.ONLY,)),),
+        await self.decide_and_commit(
+            (Read(Deployment, (deployment.DEPLOYMENT_ID,)),),
             lambda rows, _: deployment.ensure_partitions(first(rows[0]), self.partitions),
         )

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.bulk_create import BulkCreate, create_within, settle_create
-from flowfabric.engine.operations.creating import Creating
-from flowfabric.engine.operations.purging import Purging
-from flowfabric.engine.operations.replay import Replays
+from flowfabric.engine.operations.bulk_create import BulkCreate, create_in_transaction, create_one
+from flowfabric.engine.operations.creating import ExecutionCreator
+from flowfabric.engine.operations.purging import PurgeOperations
+from flowfabric.engine.operations.replay import ReplayOperations
 from flowfabric.engine.runtime.after_commit import Rows, first
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleFields
@@ -29,24 +29,24 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import dependencies
 from flowfabric.rules.scheduling import queue
-from flowfabric.stores.claims import Held
-from flowfabric.stores.port import Joins
-from flowfabric.stores.queries import Want
+from flowfabric.stores.claims import LeaseRef
+from flowfabric.stores.port import SupportsCallerTransaction
+from flowfabric.stores.queries import Read
 
-HANDLE = Fence()
-PORTION = 100  # children that are cancelled in one change
+NO_FENCE = Fence()
+MAX_CHILDREN_PER_CHANGE = 100  # children that are cancelled in one change
 
 
-class Executions(Replays, Purging, Creating):
+class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
     """What can be done to an execution, by the names of the specification."""
 
-    accepting: validate.Accepting
+    create_validator: validate.CreateValidator
 
     # -- create -------------------------------------------------------------------------------------------------
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution as a request says that stands ready."""
-        return await settle_create(self, self.accepting(ask), trusting=True)
+        return await create_one(self, self.create_validator(ask), assume_absent=True)
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
@@ -55,7 +55,7 @@ class Executions(Replays, Purging, Creating):
 
         Of those that share an id or an idempotency key the first wins.
         """
-        return await BulkCreate(self).create(validate.each("asks", asks))
+        return await BulkCreate(self).create(validate.validate_iterable("asks", asks))
 
     async def create_within(
         self, connection: Any, asks: Iterable[CreateExecution]
@@ -64,11 +64,11 @@ class Executions(Replays, Purging, Creating):
 
         They exist for others, and workers are told, when that commits; if it does not, nothing has happened.
         """
-        given = [validate.creation(ask) for ask in validate.each("asks", asks)]
-        if not isinstance(self.store, Joins):
+        given = [validate.validate_create(ask) for ask in validate.validate_iterable("asks", asks)]
+        if not isinstance(self.store, SupportsCallerTransaction):
             raise errors.InvalidInput("using: only a store in Postgres can join a transaction")
-        inside = await self.store.within(connection)
-        return [await create_within(self, inside, ask) for ask in given]
+        inside = await self.store.join_transaction(connection)
+        return [await create_in_transaction(self, inside, ask) for ask in given]
 
     # -- the holder's verbs -------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Executions(Replays, Purging, Creating):
         *,
         execution_id: str | None = None,
         attempt_index: int | None = None,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
         source: str | None = None,
         lease_ttl_ms: int | None = None,
     ) -> answers.Renewed:
@@ -86,7 +86,7 @@ class Executions(Replays, Purging, Creating):
 
         Without a handle the whole fence is needed: there is no `source` that may renew a lease it does not hold.
         """
-        validate.source(source)
+        validate.validate_source(source)
         if handle is None:
             held = await self._named_lease(execution_id, attempt_index, fence, lease_ttl_ms)
         else:
@@ -100,27 +100,27 @@ class Executions(Replays, Purging, Creating):
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
     ) -> list[answers.Renewed | errors.FabricError]:
         """Renew many leases in one round trip; each answer stands for itself."""
-        held: list[Held | errors.FabricError] = []
-        for handle in validate.each("handles", handles):
+        held: list[LeaseRef | errors.FabricError] = []
+        for handle in validate.validate_iterable("handles", handles):
             try:
                 held.append(self._held(handle, lease_ttl_ms))
             except errors.FabricError as refused:
                 held.append(refused)
         return self._counted(await self._renew(held))
 
-    async def _renew(self, held: Sequence[Held | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
+    async def _renew(self, held: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
         # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
-        leases = [one for one in held if isinstance(one, Held) and one.lease_epoch <= validation.MAX_INTEGER]
-        renewed = await self.patiently(lambda: self.store.renew(leases)) if leases else []
+        leases = [one for one in held if isinstance(one, LeaseRef) and one.lease_epoch <= validation.MAX_INTEGER]
+        renewed = await self.retry_while_unavailable(lambda: self.store.renew(leases)) if leases else []
         ends = dict(zip(leases, renewed, strict=True))
         results: list[answers.Renewed | errors.FabricError] = []
         for asked in held:
             if isinstance(asked, errors.FabricError):
                 results.append(asked)
             elif (end := ends.get(asked)) is not None:
-                if (seen := self._seen.get(asked.execution_id)) is not None:
-                    self._seen[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
-                    self.note_lease(seen.lane_id, end)  # it may have become shorter
+                if (seen := self._lease_cache.get(asked.execution_id)) is not None:
+                    self._lease_cache[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
+                    self.track_lease_expiry(seen.lane_id, end)  # it may have become shorter
                 results.append(answers.Renewed(end, asked.lease_epoch))
             else:
                 results.append(await self._why_not_renewed(asked))
@@ -130,46 +130,46 @@ class Executions(Replays, Purging, Creating):
         self, results: list[answers.Renewed | errors.FabricError]
     ) -> list[answers.Renewed | errors.FabricError]:
         lost = sum(isinstance(one, errors.FabricError) for one in results)
-        self.meters.count("ff_lease_renewal", len(results) - lost, outcome="ok")
-        self.meters.count("ff_lease_renewal", lost, outcome="error")
+        self.metrics.count("ff_lease_renewal", len(results) - lost, outcome="ok")
+        self.metrics.count("ff_lease_renewal", lost, outcome="error")
         return results
 
-    async def _why_not_renewed(self, held: Held) -> answers.Renewed | errors.FabricError:
+    async def _why_not_renewed(self, held: LeaseRef) -> answers.Renewed | errors.FabricError:
         fence = Fence(held.lease_id, held.lease_epoch, held.attempt_id)
         try:
-            await self.settle_execution(
-                held.execution_id, lambda row, now: lease.renewable(row, held.attempt_index, fence, now)
+            await self.decide_execution(
+                held.execution_id, lambda row, now: lease.check_renewal(row, held.attempt_index, fence, now)
             )
         except errors.FabricError as refused:
             return refused
         return (await self._renew([held]))[0]  # it was live after all: the first try met a passing fault
 
-    def _held(self, handle: Handle, lease_ttl_ms: int | None) -> Held:
-        fields = self.opened(handle)
-        return Held(
+    def _held(self, handle: Handle, lease_ttl_ms: int | None) -> LeaseRef:
+        fields = self.handle_fields(handle)
+        return LeaseRef(
             fields.execution_id,
             fields.attempt_index,
             fields.attempt_id,
             fields.lease_id,
             fields.lease_epoch,
-            validation.duration("lease_ttl_ms", fields.lease_ttl_ms if lease_ttl_ms is None else lease_ttl_ms),
+            validation.duration_ms("lease_ttl_ms", fields.lease_ttl_ms if lease_ttl_ms is None else lease_ttl_ms),
         )
 
     async def _named_lease(
         self, execution_id: str | None, attempt_index: int | None, fence: Fence, lease_ttl_ms: int | None
-    ) -> Held:
-        ttl = validation.duration("lease_ttl_ms", lease_ttl_ms)
+    ) -> LeaseRef:
+        ttl = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
         index = validation.integer("attempt_index", attempt_index, least=0, most=validate.MAX_ATTEMPT_INDEX)
-        execution, shown = self.who(None, execution_id, fence)
+        execution, shown = self.execution_and_fence(None, execution_id, fence)
         if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
-            await self.settle_execution(execution, lambda row, now: lease.renewable(row, index, shown, now))
-        return Held(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
+            await self.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
+        return LeaseRef(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
 
     async def progress(
         self, handle: Handle, *, pct: int | None = None, message: str | None = None
     ) -> answers.ProgressNoted:
         """Note how far the work is; what is not given stays as it was."""
-        fields = self.opened(handle)
+        fields = self.handle_fields(handle)
         return await self.update_progress(
             fields.execution_id, fence=_fence(fields), pct=pct, message=message, _trust=True
         )
@@ -184,11 +184,11 @@ class Executions(Replays, Purging, Creating):
         _trust: bool = False,
     ) -> answers.ProgressNoted:
         """Note progress for a caller that names its lease."""
-        execution, shown = self.who(None, execution_id, fence)
+        execution, shown = self.execution_and_fence(None, execution_id, fence)
         share = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
         words = validation.optional_text("progress_message", message)
-        return await self.settle_execution(
-            execution, lambda row, now: progress_rules.progress(row, shown, share, words, now), trust=_trust
+        return await self.decide_execution(
+            execution, lambda row, now: progress_rules.update_progress(row, shown, share, words, now), use_cache=_trust
         )
 
     async def delay(
@@ -196,29 +196,29 @@ class Executions(Replays, Purging, Creating):
         handle: Handle | None = None,
         *,
         execution_id: str | None = None,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
         source: str | None = None,
         delay_until: int,
     ) -> answers.Delayed:
         """Put the work away until an instant; the same attempt goes on afterwards."""
-        execution, shown = self.who(handle, execution_id, fence)
-        by = validate.source(source)
-        until = validation.instant("delay_until", delay_until)
-        return await self.settle_execution(
+        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
+        until = validation.instant_ms("delay_until", delay_until)
+        return await self.decide_execution(
             execution,
             lambda row, now: delay.delay(row, shown, by, until, now),
-            trust=handle is not None and self._untimed(execution),
+            use_cache=handle is not None and self._untimed(execution),
         )
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
         """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
-        fields = self.opened(handle)
-        until = FromNow(validation.duration("length_ms", length_ms, least=0))
+        fields = self.handle_fields(handle)
+        until = FromNow(validation.duration_ms("length_ms", length_ms, least=0))
         why = validation.text("reason", reason)
-        return await self.settle_execution(
+        return await self.decide_execution(
             fields.execution_id,
-            lambda row, now: delay.delay(row, _fence(fields), None, until, now, why=why),
-            trust=self._untimed(fields.execution_id),
+            lambda row, now: delay.delay(row, _fence(fields), None, until, now, detail=why),
+            use_cache=self._untimed(fields.execution_id),
         )
 
     async def wait_children(
@@ -226,47 +226,47 @@ class Executions(Replays, Purging, Creating):
         handle: Handle | None = None,
         *,
         execution_id: str | None = None,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
         source: str | None = None,
     ) -> answers.Moved:
         """Put the work away until its dependencies are resolved."""
-        execution, shown = self.who(handle, execution_id, fence)
-        by = validate.source(source)
+        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
         # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
-        seen = self._seen.get(execution) if handle is not None and self._untimed(execution) else None
-        return await self.settle(
-            (Want(Execution, (execution,)),),
+        seen = self._lease_cache.get(execution) if handle is not None and self._untimed(execution) else None
+        return await self.decide_and_commit(
+            (Read(Execution, (execution,)),),
             lambda rows, now: dependencies.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
-            trusting=[[seen], []] if seen is not None and seen.flow_id is None else None,
-            further=self._group_of,
+            assumed_rows=[[seen], []] if seen is not None and seen.flow_id is None else None,
+            load_more=self._join_group_of,
         )
 
-    async def _group_of(self, rows: Rows) -> Rows:
+    async def _join_group_of(self, rows: Rows) -> Rows:
         """The join of a loaded execution, to be decided together with it."""
         row = first(rows[0])
         if row is None or row.flow_id is None:
             return [[]]
-        return (await self.load((Want(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
+        return (await self.load((Read(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
 
     def _untimed(self, execution_id: str) -> bool:
         """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
-        seen = self._seen.get(execution_id)
+        seen = self._lease_cache.get(execution_id)
         return seen is not None and seen.attempt_timeout_at is None
 
-    def who(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
+    def execution_and_fence(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
         """Which execution is meant, and what is shown for it."""
         if handle is not None:
-            fields = self.opened(handle)
+            fields = self.handle_fields(handle)
             return fields.execution_id, _fence(fields)
-        return validate.execution(execution_id), validate.fence(fence)
+        return validate.validate_execution_id(execution_id), validate.validate_fence(fence)
 
     # -- cancel, expire, replay ---------------------------------------------------------------------------------
 
     async def cancel(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
         """Cancel as the holder; again is success."""
-        fields = self.opened(handle)
+        fields = self.handle_fields(handle)
         why = validation.text("reason", reason)
-        return await self.settle_execution(
+        return await self.decide_execution(
             fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
 
@@ -274,10 +274,17 @@ class Executions(Replays, Purging, Creating):
         self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
     ) -> answers.ChildrenCancelled:
         """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
-        fields = self.opened(handle)
+        fields = self.handle_fields(handle)
         why = validation.text("reason", reason)
-        names = [*dict.fromkeys(validate.execution(one) for one in validate.each("execution_ids", execution_ids))]
-        portions = [names[start : start + PORTION] for start in range(0, len(names), PORTION)]
+        names = [
+            *dict.fromkeys(
+                validate.validate_execution_id(one)
+                for one in validate.validate_iterable("execution_ids", execution_ids)
+            )
+        ]
+        portions = [
+            names[start : start + MAX_CHILDREN_PER_CHANGE] for start in range(0, len(names), MAX_CHILDREN_PER_CHANGE)
+        ]
         done = [await self._cancel_portion(fields, portion, why) for portion in portions]
         return answers.ChildrenCancelled(
             tuple(name for one in done for name in one.cancelled), tuple(name for one in done for name in one.ended)
@@ -288,8 +295,8 @@ class Executions(Replays, Purging, Creating):
             children = {name: first(found) for name, found in zip(names, rows[1:], strict=True)}
             return cancel.cancel_children(first(rows[0]), _fence(fields), children, why, now)
 
-        wants = [Want(Execution, (name,)) for name in (fields.execution_id, *names)]
-        return await self.settle(wants, decide)
+        wants = [Read(Execution, (name,)) for name in (fields.execution_id, *names)]
+        return await self.decide_and_commit(wants, decide)
 
     async def cancel_execution(
         self,
@@ -297,45 +304,45 @@ class Executions(Replays, Purging, Creating):
         *,
         reason: str = "",
         source: str = lease.OPERATOR_OVERRIDE,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
     ) -> answers.Cancelled:
         """Cancel whatever it is doing; again is success."""
-        execution, shown = self.who(None, execution_id, fence)
+        execution, shown = self.execution_and_fence(None, execution_id, fence)
         why = validation.text("reason", reason)
         by = validation.text("source", source, limit=validation.MAX_NAME_BYTES)
-        return await self.settle_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
+        return await self.decide_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
 
     async def expire_execution(
         self, execution_id: str, reason: str = expire_rules.ATTEMPT_TIMEOUT
     ) -> answers.Expired | answers.AlreadyTerminal:
         """End the execution as expired, due or not."""
-        execution = validate.execution(execution_id)
-        why = validate.expiry_reason(reason)
-        return await self.settle_execution(execution, lambda row, _: expire_rules.expire(row, execution, why))
+        execution = validate.validate_execution_id(execution_id)
+        why = validate.validate_expiry_reason(reason)
+        return await self.decide_execution(execution, lambda row, _: expire_rules.expire(row, execution, why))
 
     async def expire_if_due(
         self, execution_id: str, reason: str
     ) -> answers.Expired | answers.AlreadyTerminal | answers.NotDue:
         """The sweep's form: only when the timer is armed and its time has come."""
-        execution = validate.execution(execution_id)
-        why = validate.expiry_reason(reason)
-        return await self.settle_execution(
+        execution = validate.validate_execution_id(execution_id)
+        why = validate.validate_expiry_reason(reason)
+        return await self.decide_execution(
             execution, lambda row, now: expire_rules.expire_if_due(row, execution, why, now)
         )
 
     async def promote_delayed(self, execution_id: str) -> answers.Promotion:
         """Make a delayed execution claimable, if its time has come."""
-        execution = validate.execution(execution_id)
-        return await self.settle_execution(execution, delay.promote_delayed)
+        execution = validate.validate_execution_id(execution_id)
+        return await self.decide_execution(execution, delay.promote_delayed)
 
     async def restore_queue(self, execution_id: str) -> bool:
         """Put an execution whose ready queue was lost into the right one; False when it stands in none."""
-        return await self.settle_execution(execution_id, lambda row, _: queue.restore_queue(row))
+        return await self.decide_execution(execution_id, lambda row, _: queue.restore_queue(row))
 
-    async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.AlreadySatisfied:
+    async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.NothingToDo:
         """Mark a lapsed lease, so that the work can be taken over."""
-        execution = validate.execution(execution_id)
-        return await self.settle_execution(execution, expire_rules.mark_lease_expired_if_due)
+        execution = validate.validate_execution_id(execution_id)
+        return await self.decide_execution(execution, expire_rules.mark_lease_expired_if_due)
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 
@@ -346,31 +353,31 @@ class Executions(Replays, Purging, Creating):
         expected_lease_id: str = "",
         worker_instance_id: str = "",
         reason: str = "operator_revoke",
-    ) -> answers.Revoked | answers.AlreadySatisfied:
+    ) -> answers.Revoked | answers.NothingToDo:
         """Take a lease away at once."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         expected = validate.uuid_unless_blank("expected_lease_id", expected_lease_id) or ""
         instance = validation.text("worker_instance_id", worker_instance_id)
         why = validation.text("reason", reason)
-        return await self.settle_execution(
+        return await self.decide_execution(
             execution, lambda row, _: operator.revoke_lease(row, expected, instance, why)
         )
 
     async def change_priority(self, execution_id: str, new_priority: int, *, lane_id: str = "") -> answers.Changed:
         """Re-order a claimable execution. The lane is a hint; its own lane decides."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         priority = validation.integer("new_priority", new_priority)
         validation.text("lane_id", lane_id)
-        return await self.settle_execution(execution, lambda row, _: operator.change_priority(row, priority))
+        return await self.decide_execution(execution, lambda row, _: operator.change_priority(row, priority))
 
     async def block_execution_for_admission(
         self, execution_id: str, *, reason: str, detail: str = ""
     ) -> answers.Blocked | answers.Rejected:
         """Take a claimable execution out of reach; that its state forbids it is an answer, not an error."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         why, words = validation.text("reason", reason), validation.text("detail", detail)
         try:
-            return await self.settle_execution(execution, lambda row, _: operator.block(row, why, words))
+            return await self.decide_execution(execution, lambda row, _: operator.block(row, why, words))
         except (errors.NotFound, errors.ContentionError) as refused:
             return answers.Rejected(str(refused))
 
@@ -384,25 +391,25 @@ class Executions(Replays, Purging, Creating):
 
     async def unblock_execution(self, execution_id: str, *, expected_reason: str | None = None) -> answers.Unblocked:
         """Make a blocked execution claimable again."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         expected = validation.optional_text("expected_reason", expected_reason)
-        return await self.settle_execution(execution, lambda row, _: operator.unblock(row, expected))
+        return await self.decide_execution(execution, lambda row, _: operator.unblock(row, expected))
 
     async def set_execution_tag(self, execution_id: str, key: str, value: str) -> None:
         """Set one tag."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         name = validation.text("key", key)
         if refused := tag_rules.check_tag_key(name) or tag_rules.check_not_reserved(name):
             raise refused
         pair = {name: validation.text("value", value)}
         if bad := tag_rules.check_tags(pair):
             raise bad
-        await self.settle_execution(execution, lambda row, _: tag_rules.set_tags(row, pair))
+        await self.decide_execution(execution, lambda row, _: tag_rules.set_tags(row, pair))
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
         """Set several tags, all or none; how many were given."""
-        execution = validate.execution(execution_id)
-        given = validate.tags(pairs)
+        execution = validate.validate_execution_id(execution_id)
+        given = validate.validate_tags(pairs)
         if refused := tag_rules.check_not_empty(given):
             raise refused
 
@@ -411,7 +418,7 @@ class Executions(Replays, Purging, Creating):
                 return Decision(bad)
             return tag_rules.set_tags(row, given)
 
-        return await self.settle_execution(execution, decide)
+        return await self.decide_execution(execution, decide)
 
 
 def fence_of(handle: Handle) -> Fence:

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.flows.bulk_cancel import Cancelling
-from flowfabric.engine.flows.completion_dispatcher import Dispatcher, edges_from
-from flowfabric.engine.flows.join_resolver import Child, Folding, Settled
+from flowfabric.engine.flows.bulk_cancel import BulkCanceller
+from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
+from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.operations.bulk_create import defaults_of
-from flowfabric.engine.operations.executions import Executions
+from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.runtime.after_commit import Rows, first
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import flow as flow_answers
@@ -31,9 +31,9 @@ from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.dependencies import ApplyDependency
 from flowfabric.rules.flow.graph import CreateGraph
 from flowfabric.rules.flow.joins import Verdict
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
-SEARCHED_NODES = 1000
+MAX_SEARCHED_NODES = 1000
 
 
 class GraphEdge(msgspec.Struct, frozen=True):
@@ -46,27 +46,27 @@ class GraphEdge(msgspec.Struct, frozen=True):
     edge_id: str | None = None
 
 
-class FlowVerbs(Executions):
+class FlowOperations(ExecutionOperations):
     """What can be done to a flow, by the names of the specification."""
 
-    folding: Folding
-    cancelling: Cancelling
-    dispatcher: Dispatcher
-    _turns: dict[str, asyncio.Lock]
+    join_resolver: JoinResolver
+    bulk_canceller: BulkCanceller
+    dispatcher: CompletionDispatcher
+    _flow_locks: dict[str, asyncio.Lock]
 
     # -- the graph ------------------------------------------------------------------------------------------------
 
     async def create_flow(
         self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"
-    ) -> flow_answers.Created | flow_answers.AlreadySatisfied:
+    ) -> flow_answers.FlowCreated | flow_answers.FlowExists:
         """Create a flow; one that exists stays as it is."""
-        flow = validate.flow(flow_id)
+        flow = validate.validate_flow_id(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
         partition = ids.flow_partition(flow, self.partitions)
-        return await self.settle(
-            (Want(Flow, (flow,)),),
-            lambda rows, _: build.create(first(rows[0]), flow, partition, kind, namespace),
-            trusting=[[]],
+        return await self.decide_and_commit(
+            (Read(Flow, (flow,)),),
+            lambda rows, _: build.create_flow(first(rows[0]), flow, partition, kind, namespace),
+            assumed_rows=[[]],
         )
 
     async def create_flow_graph(
@@ -78,14 +78,14 @@ class FlowVerbs(Executions):
         policies: Mapping[str, Mapping[str, Any]] | None = None,
         flow_kind: str = "dag",
         namespace: str = "default",
-    ) -> flow_answers.GraphCreated | flow_answers.AlreadySatisfied:
+    ) -> flow_answers.GraphCreated | flow_answers.FlowExists:
         """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
-        flow = validate.flow(flow_id)
+        flow = validate.validate_flow_id(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
         here = ids.flow_partition(flow, self.partitions)
         if not isinstance(policies or {}, Mapping):
             raise errors.InvalidInput("policies: not a mapping")
-        members = [_on(here, node) for node in validate.creations(nodes)]
+        members = [_on(here, node) for node in validate.validate_creates(nodes)]
         names = {node.execution_id for node in members}
         ask = CreateGraph(
             flow,
@@ -93,30 +93,30 @@ class FlowVerbs(Executions):
             kind,
             namespace,
             members,
-            [self._staged(flow, _an_edge(edge, names)) for edge in validate.each("edges", edges)],
+            [self._staged(flow, _an_edge(edge, names)) for edge in validate.validate_iterable("edges", edges)],
             {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
         )
-        if refused := graph.check(ask):
+        if refused := graph.check_graph(ask):
             raise refused
-        wants = [Want(Flow, (flow,)), *(Want(Execution, (node.execution_id,)) for node in ask.nodes)]
+        wants = [Read(Flow, (flow,)), *(Read(Execution, (node.execution_id,)) for node in ask.nodes)]
 
         def decide(rows: Rows, now: int) -> Any:
             existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
             return graph.create_graph(first(rows[0]), existing, ask, now, defaults=defaults_of(self))
 
-        answer: flow_answers.GraphCreated | flow_answers.AlreadySatisfied
-        answer = await self.settle(wants, decide, trusting=[[] for _ in wants])
+        answer: flow_answers.GraphCreated | flow_answers.FlowExists
+        answer = await self.decide_and_commit(wants, decide, assumed_rows=[[] for _ in wants])
         return answer
 
     async def add_execution_to_flow(
         self, flow_id: str, execution_id: str
     ) -> flow_answers.Added | flow_answers.AlreadyMember:
         """Make an execution a member of a flow on its partition."""
-        flow = validate.flow(flow_id)
+        flow = validate.validate_flow_id(flow_id)
         member = self._member_id(flow, execution_id)
-        wants = (Want(Flow, (flow,)), Want(Execution, (member,)), Want(FlowMember, (flow, member)))
+        wants = (Read(Flow, (flow,)), Read(Execution, (member,)), Read(FlowMember, (flow, member)))
         async with self._turn(flow):
-            return await self.settle(
+            return await self.decide_and_commit(
                 wants,
                 lambda rows, _: build.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
             )
@@ -133,25 +133,25 @@ class FlowVerbs(Executions):
         expected_graph_revision: int | None = None,
     ) -> flow_answers.Staged:
         """Add an edge to the graph; without an expected revision none is asked for."""
-        flow = validate.flow(flow_id)
-        expected = validate.revision("expected_graph_revision", expected_graph_revision)
+        flow = validate.validate_flow_id(flow_id)
+        expected = validate.validate_revision("expected_graph_revision", expected_graph_revision)
         edge = GraphEdge(
-            validate.member("upstream", upstream),
-            validate.member("downstream", downstream),
+            validate.validate_member_id("upstream", upstream),
+            validate.validate_member_id("downstream", downstream),
             dependency_kind,
             data_passing_ref,
         )
         ask = msgspec.structs.replace(
             self._staged(flow, edge),
-            edge_id=validate.edge(edge_id),
+            edge_id=validate.validate_edge_id(edge_id),
             expected_graph_revision=expected,
         )
         wants = (
-            Want(Flow, (flow,)),
-            Want(Edge, (flow, ask.edge_id)),
-            Want(FlowMember, (flow, ask.upstream)),
-            Want(FlowMember, (flow, ask.downstream)),
-            Want(EdgeGroup, (flow, ask.downstream)),
+            Read(Flow, (flow,)),
+            Read(Edge, (flow, ask.edge_id)),
+            Read(FlowMember, (flow, ask.upstream)),
+            Read(FlowMember, (flow, ask.downstream)),
+            Read(EdgeGroup, (flow, ask.downstream)),
         )
         circle = False
 
@@ -162,29 +162,29 @@ class FlowVerbs(Executions):
             return []
 
         async with self._turn(flow):
-            return await self.settle(
+            return await self.decide_and_commit(
                 wants,
-                lambda rows, _: build.stage(
+                lambda rows, _: build.stage_edge(
                     first(rows[0]),
                     first(rows[1]),
                     (first(rows[2]), first(rows[3])),
                     first(rows[4]),
                     ask,
-                    closes_circle=circle,
+                    closes_cycle=circle,
                 ),
-                further=search,
+                load_more=search,
             )
 
     async def _reaches(self, start: str, goal: str) -> bool:
         """Whether a way leads from start to goal; a search that grows too large counts as yes."""
         visited, level = {start}, [start]
         while level:
-            nexts = {edge.downstream_execution_id for edge in await edges_from(self, level)}
+            nexts = {edge.downstream_execution_id for edge in await outgoing_edges(self, level)}
             if goal in nexts:
                 return True
             level = sorted(nexts - visited)
             visited |= nexts
-            if len(visited) > SEARCHED_NODES:
+            if len(visited) > MAX_SEARCHED_NODES:
                 return True
         return False
 
@@ -198,46 +198,48 @@ class FlowVerbs(Executions):
         graph_revision: int | None = None,
         dependency_kind: str | None = None,
         data_passing_ref: str | None = None,
-    ) -> flow_answers.Applied | flow_answers.AlreadyApplied:
+    ) -> flow_answers.DependencyApplied | flow_answers.DependencyAlreadyApplied:
         """Let the downstream of a staged edge wait for its upstream; what is left out is taken from the edge."""
-        seen = validate.revision("graph_revision", graph_revision)
+        seen = validate.validate_revision("graph_revision", graph_revision)
         ask = ApplyDependency(
-            validate.flow(flow_id),
-            validate.edge(edge_id),
-            validate.member("upstream", upstream),
-            validate.member("downstream", downstream),
-            None if dependency_kind is None else validate.parsed(build.parse_kind(dependency_kind)),
+            validate.validate_flow_id(flow_id),
+            validate.validate_edge_id(edge_id),
+            validate.validate_member_id("upstream", upstream),
+            validate.validate_member_id("downstream", downstream),
+            None if dependency_kind is None else validate.value_or_raise(build.parse_dependency_kind(dependency_kind)),
             validation.optional_text("data_passing_ref", data_passing_ref),
             None
             if seen is None
             else min(seen, validation.MAX_INTEGER),  # a note for people; no graph has come that far
         )
         wants = (
-            Want(Execution, (ask.downstream,)),
-            Want(Execution, (ask.upstream,)),
-            Want(Edge, (ask.flow_id, ask.edge_id)),
-            Want(Dependency, (ask.downstream, ask.edge_id)),
-            Want(EdgeGroup, (ask.flow_id, ask.downstream)),
+            Read(Execution, (ask.downstream,)),
+            Read(Execution, (ask.upstream,)),
+            Read(Edge, (ask.flow_id, ask.edge_id)),
+            Read(Dependency, (ask.downstream, ask.edge_id)),
+            Read(EdgeGroup, (ask.flow_id, ask.downstream)),
         )
 
-        def decide(rows: Rows, _: int) -> Decision[flow_answers.Applied | flow_answers.AlreadyApplied]:
+        def decide(
+            rows: Rows, _: int
+        ) -> Decision[flow_answers.DependencyApplied | flow_answers.DependencyAlreadyApplied]:
             child, above, edge, existing, group = map(first, rows)
-            return dependencies.apply(child, above, edge, existing, group, ask)
+            return dependencies.apply_dependency(child, above, edge, existing, group, ask)
 
-        return await self.settle(wants, decide)
+        return await self.decide_and_commit(wants, decide)
 
     async def set_edge_group_policy(
         self, flow_id: str, downstream: str, policy: Mapping[str, Any]
-    ) -> flow_answers.PolicySet:
+    ) -> flow_answers.SetJoinPolicyResult:
         """Say how an execution joins its upstreams, before any edge into it is staged."""
         given = _policy(policy)
-        flow = validate.flow(flow_id)
-        child = validate.member("downstream", downstream)
-        answer = await self.settle(
-            (Want(Flow, (flow,)), Want(EdgeGroup, (flow, child))),
-            lambda rows, _: build.set_policy(first(rows[0]), first(rows[1]), flow, child, given),
+        flow = validate.validate_flow_id(flow_id)
+        child = validate.validate_member_id("downstream", downstream)
+        answer = await self.decide_and_commit(
+            (Read(Flow, (flow,)), Read(EdgeGroup, (flow, child))),
+            lambda rows, _: build.set_join_policy(first(rows[0]), first(rows[1]), flow, child, given),
         )
-        self.meters.count("ff_edge_group_policy", policy=given.variant.value)
+        self.metrics.count("ff_edge_group_policy", policy=given.variant.value)
         return answer
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
@@ -245,8 +247,10 @@ class FlowVerbs(Executions):
         name = validation.text("key", key)
         if refused := tag_rules.check_tag_key(name) or tag_rules.check_not_reserved(name):
             raise refused
-        flow, text = validate.flow(flow_id), validation.text("value", value)
-        await self.settle((Want(Flow, (flow,)),), lambda rows, _: build.set_tag(first(rows[0]), name, text))
+        flow, text = validate.validate_flow_id(flow_id), validation.text("value", value)
+        await self.decide_and_commit(
+            (Read(Flow, (flow,)),), lambda rows, _: build.set_flow_tag(first(rows[0]), name, text)
+        )
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -255,9 +259,9 @@ class FlowVerbs(Executions):
     ) -> flow_answers.Resolution:
         """Count the end of an edge's upstream on its downstream; counting it again changes nothing."""
         ended = _outcome(outcome)
-        child = Child(validate.flow(flow_id), validate.member("downstream", downstream))
-        edge = validate.edge(edge_id)
-        [fold] = await self.folding.fold([Settled(child, edge, ended)])
+        child = Downstream(validate.validate_flow_id(flow_id), validate.validate_member_id("downstream", downstream))
+        edge = validate.validate_edge_id(edge_id)
+        [fold] = await self.join_resolver.resolve([CompletedEdge(child, edge, ended)])
         if fold.refused is not None:
             raise fold.refused
         if edge not in fold.verdicts:
@@ -266,52 +270,52 @@ class FlowVerbs(Executions):
 
     async def cascade_completion(self, execution_id: str) -> flow_answers.CascadeOutcome:
         """Resolve every edge of an execution that has ended, and of those that this skips, before it answers."""
-        resolved, descended = await self.dispatcher.cascade([validate.execution(execution_id)])
+        resolved, descended = await self.dispatcher.cascade([validate.validate_execution_id(execution_id)])
         return flow_answers.CascadeOutcome(resolved, descended)
 
     async def promote_blocked_to_eligible(self, execution_id: str) -> Moved:
         """Make an execution claimable that waits although its dependencies are met."""
-        execution = validate.execution(execution_id)
-        return await self.settle(
-            (Want(Execution, (execution,)),),
+        execution = validate.validate_execution_id(execution_id)
+        return await self.decide_and_commit(
+            (Read(Execution, (execution,)),),
             lambda rows, _: dependencies.promote_blocked(first(rows[0]), first(rows[1])),
-            further=self._group_of,
+            load_more=self._join_group_of,
         )
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
         """Whether dependencies let an execution run."""
-        rows = (await self.load((Want(Execution, (validate.execution(execution_id),)),))).rows
-        return dependencies.eligibility(first(rows[0]), first((await self._group_of(rows))[0]))
+        rows = (await self.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows
+        return dependencies.dependency_eligibility(first(rows[0]), first((await self._join_group_of(rows))[0]))
 
-    async def dispatched(self) -> None:
+    async def wait_for_dispatch(self) -> None:
         """Wait until this process has carried every end it knows of to those who waited for it."""
-        await self.dispatcher.idle()
+        await self.dispatcher.wait_idle()
 
     # -- arguments ------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _turn(self, flow_id: str) -> AsyncIterator[None]:
         """Calls that write one flow's row take turns in a process, instead of refusing each other in the store."""
-        turn = self._turns.setdefault(flow_id, asyncio.Lock())
+        turn = self._flow_locks.setdefault(flow_id, asyncio.Lock())
         try:
             async with turn:
                 yield
         finally:
             if not turn.locked():
-                self._turns.pop(flow_id, None)
+                self._flow_locks.pop(flow_id, None)
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.partitions))
         return execution
 
     def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
             flow_id,
-            self.minter.uuid() if edge.edge_id is None else validate.edge(edge.edge_id),
+            self.minter.uuid() if edge.edge_id is None else validate.validate_edge_id(edge.edge_id),
             edge.upstream,
             edge.downstream,
-            validate.parsed(build.parse_kind(edge.dependency_kind)),
+            validate.value_or_raise(build.parse_dependency_kind(edge.dependency_kind)),
             validation.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
@@ -333,7 +337,7 @@ def _an_edge(given: object, names: Set[str]) -> GraphEdge:
         raise errors.InvalidInput("edges: not a GraphEdge")
     for part, end in (("upstream", given.upstream), ("downstream", given.downstream)):
         if type(end) is not str or end not in names:
-            validate.member(part, end)
+            validate.validate_member_id(part, end)
     return given
 
 
@@ -353,8 +357,8 @@ def _labels(flow_kind: str, namespace: str) -> tuple[str, str]:
     return kind, validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES)
 
 
-def _policy(policy: object) -> build.Policy:
-    return validate.parsed(build.parse_policy(dict(policy) if isinstance(policy, Mapping) else policy))
+def _policy(policy: object) -> build.JoinPolicy:
+    return validate.value_or_raise(build.parse_join_policy(dict(policy) if isinstance(policy, Mapping) else policy))
 
 
 def _outcome(outcome: str) -> TerminalOutcome:
@@ -363,5 +367,5 @@ def _outcome(outcome: str) -> TerminalOutcome:
     except ValueError:
         ended = TerminalOutcome.NONE
     if ended is TerminalOutcome.NONE:
-        raise errors.InvalidInput(f"outcome: {validation.shown(outcome)} is no end")
+        raise errors.InvalidInput(f"outcome: {validation.preview(outcome)} is no end")
     return ended

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from flowfabric import errors, ids
-from flowfabric.engine.claiming.namespace_filter import Within
-from flowfabric.engine.operations.signing_keys import SIGNING_KEYS, Keys
+from flowfabric.engine.claiming.namespace_filter import NamespaceClaimer
+from flowfabric.engine.operations.signing_keys import SIGNING_KEYS, SigningKeyOperations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.answers import execution as answers
@@ -17,15 +17,15 @@ from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import claim, reclaim
 from flowfabric.rules.execution import grant as grant_rules
-from flowfabric.rules.execution.claim import Acquired
-from flowfabric.rules.execution.grant import GrantOrder
+from flowfabric.rules.execution.claim import AcquiredLease
+from flowfabric.rules.execution.grant import GrantRequest
 from flowfabric.rules.security import grant_key as grant_keys
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
 OPERATOR = "operator"
 
 
-class Claims(Within, Keys):
+class GrantOperations(NamespaceClaimer, SigningKeyOperations):
     """Grants, and the claims that redeem them."""
 
     # -- grants ---------------------------------------------------------------------------------------------------
@@ -44,8 +44,8 @@ class Claims(Within, Keys):
         admission_summary: str | None = None,
     ) -> answers.Granted:
         """Offer one claimable execution to one worker."""
-        execution = validate.execution(execution_id)
-        order = validate.grant_order(
+        execution = validate.validate_execution_id(execution_id)
+        order = validate.build_grant_request(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -55,7 +55,7 @@ class Claims(Within, Keys):
             route_snapshot_json,
             admission_summary,
         )
-        return await self.settle_execution(execution, lambda row, now: grant_rules.issue_claim_grant(row, order, now))
+        return await self.decide_execution(execution, lambda row, now: grant_rules.issue_claim_grant(row, order, now))
 
     async def issue_reclaim_grant(
         self,
@@ -74,8 +74,8 @@ class Claims(Within, Keys):
 
         Without a key to sign it, what would be granted is `Unavailable`.
         """
-        execution = validate.execution(execution_id)
-        order = validate.grant_order(
+        execution = validate.validate_execution_id(execution_id)
+        order = validate.build_grant_request(
             lane_id,
             worker_id,
             worker_instance_id,
@@ -85,26 +85,26 @@ class Claims(Within, Keys):
             route_snapshot_json,
             admission_summary,
         )
-        key = await self.signer("issue_reclaim_grant")
+        key = await self.find_signing_key("issue_reclaim_grant")
         await self.mark_lease_expired_if_due(execution)
 
         def decide(
             row: Execution | None, now: int
         ) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
             if not isinstance(key, errors.FabricError):
-                return signed_reclaim(row, order, key, now)
+                return sign_reclaim_grant(row, order, key, now)
             unsigned: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now)
             return refuse(key) if isinstance(unsigned.answer, answers.Granted) else unsigned
 
-        return await self.settle_execution(execution, decide)
+        return await self.decide_execution(execution, decide)
 
     async def verify_grant(self, execution_id: str, grant_key: str) -> grant_keys.GrantFault | None:
         """What is wrong with a key for the grant in this execution's slot; None when it is good."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         key = validation.text("grant_key", grant_key)
-        loaded = await self.load((Want(Execution, (execution,)), SIGNING_KEYS))
+        loaded = await self.load((Read(Execution, (execution,)), SIGNING_KEYS))
         grant = grant_rules.stored_grant(loaded.rows[0][0]) if loaded.rows[0] else None
-        return grant_keys.verify_grant(key, grant, self.keys_in(loaded.rows[1]), loaded.now)
+        return grant_keys.verify_grant(key, grant, self.unseal_loaded_keys(loaded.rows[1]), loaded.now)
 
     # -- claims by grant ------------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Claims(Within, Keys):
         grant_key: str | None = None,
     ) -> answers.Claimed:
         """Redeem a claim grant by beginning a new attempt; a `grant_key` has to be the one that was issued with it."""
-        execution = validate.execution(execution_id)
-        holder = validate.holder(
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
             worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter
         )
         timeout = validate.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
@@ -151,8 +151,10 @@ class Claims(Within, Keys):
         grant_key: str | None = None,
     ) -> answers.Claimed:
         """Redeem a grant by going on with the interrupted attempt; the key is checked as by `claim_execution`."""
-        execution = validate.execution(execution_id)
-        holder = validate.holder(worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter)
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
+            worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter
+        )
         remaining = validate.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
         proof = await self._proof(grant_key)
         return await self._redeem(
@@ -188,10 +190,10 @@ class Claims(Within, Keys):
         self, execution_id: str, *, lane_id: str, lease_duration_ms: int
     ) -> answers.OperatorClaim:
         """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
-        execution = validate.execution(execution_id)
-        holder = validate.holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
-        answer = await self.settle_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
-        self.note_lease(holder.lane_id, answer.lease_expires_at)
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
+        answer = await self.decide_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
+        self.track_lease_expiry(holder.lane_id, answer.lease_expires_at)
         return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
 
     async def reclaim_execution(
@@ -208,26 +210,26 @@ class Claims(Within, Keys):
         grant_key: str | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
         """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
-        execution = validate.execution(execution_id)
-        holder = validate.holder(
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
             worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter
         )
         asked = (
             None if max_reclaim_count is None else validation.integer("max_reclaim_count", max_reclaim_count, least=0)
         )
         proof = await self._proof(grant_key)
-        answer = await self.settle_execution(
+        answer = await self.decide_execution(
             execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now, proof)
         )
-        return self._acquired(answer, HandleKind.RECLAIMED) if isinstance(answer, Acquired) else answer
+        return self._claimed_by_rule(answer, HandleKind.RECLAIMED) if isinstance(answer, AcquiredLease) else answer
 
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
-        lane = validate.lane(lane_id)
-        place = validate.flow_partition(partition, self.partitions)
+        lane = validate.validate_lane_id(lane_id)
+        place = validate.validate_flow_partition(partition, self.partitions)
         most = validation.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
-        for line in await self.patiently(lambda: self.store.lines(lane)):
+        for line in await self.retry_while_unavailable(lambda: self.store.queues(lane)):
             if most:
                 where = (
                     Where("line", "=", line),
@@ -245,37 +247,37 @@ class Claims(Within, Keys):
         if shown is None:
             return None
         loaded = await self.load((SIGNING_KEYS,))
-        return grant_keys.GrantProof(shown, self.keys_in(loaded.rows[0]))
+        return grant_keys.GrantProof(shown, self.unseal_loaded_keys(loaded.rows[0]))
 
     async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
-        return self._acquired(await self.settle_execution(execution_id, decide), kind)
+        return self._claimed_by_rule(await self.decide_execution(execution_id, decide), kind)
 
 
-def signed_claim(row: Execution | None, order: GrantOrder, key: Any, now: int) -> Decision[answers.ClaimGrant]:
+def sign_claim_grant(row: Execution | None, order: GrantRequest, key: Any, now: int) -> Decision[answers.ClaimGrant]:
     """Offer work that waits, with a key for the one who gets it.
 
     The answer holds the key of this very decision: one that is made again signs anew, and either may be written.
     """
-    signer = Signer(key, reclaim=False)
-    decision: Decision[Any] = grant_rules.issue_claim_grant(row, order, now, signer, unblocking=True)
+    signer = GrantKeySigner(key, reclaim=False)
+    decision: Decision[Any] = grant_rules.issue_claim_grant(row, order, now, signer, include_route_blocked=True)
     if row is None or not isinstance(decision.answer, answers.Granted):
         return decision
     resumes = row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED
-    return Decision(answers.ClaimGrant(*signer.granted(row, order), resumes), decision.change)
+    return Decision(answers.ClaimGrant(*signer.grant_fields(row, order), resumes), decision.change)
 
 
-def signed_reclaim(
-    row: Execution | None, order: GrantOrder, key: Any, now: int
+def sign_reclaim_grant(
+    row: Execution | None, order: GrantRequest, key: Any, now: int
 ) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
     """The same for work whose lease is gone."""
-    signer = Signer(key, reclaim=True)
+    signer = GrantKeySigner(key, reclaim=True)
     decision: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now, signer)
     if row is None or not isinstance(decision.answer, answers.Granted):
         return decision
-    return Decision(answers.ReclaimGrant(*signer.granted(row, order)), decision.change)
+    return Decision(answers.ReclaimGrant(*signer.grant_fields(row, order)), decision.change)
 
 
-class Signer:
+class GrantKeySigner:
     """Signs the grant that a rule decides on, and keeps the key for its receiver."""
 
     def __init__(self, key: Any, *, reclaim: bool) -> None:
@@ -284,7 +286,7 @@ class Signer:
         self.grant_key = ""
         self.expires_at = 0
 
-    def __call__(self, row: Execution, order: GrantOrder, expires_at: int) -> str:
+    def __call__(self, row: Execution, order: GrantRequest, expires_at: int) -> str:
         self.expires_at = expires_at
         self.grant_key = grant_keys.sign_grant(
             self._key,
@@ -296,7 +298,7 @@ class Signer:
         )
         return grant_keys.grant_id(self.grant_key)
 
-    def granted(self, row: Execution, order: GrantOrder) -> tuple[str, str, str, int, str]:
+    def grant_fields(self, row: Execution, order: GrantRequest) -> tuple[str, str, str, int, str]:
         """What a grant that was signed here tells its receiver."""
         execution = ids.ExecutionId(row.execution_id)
         return execution, partition_key(execution), self.grant_key, self.expires_at, order.lane_id

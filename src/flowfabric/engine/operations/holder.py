@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flowfabric.engine.operations.executions import Executions, fence_of
+from flowfabric.engine.operations.executions import ExecutionOperations, fence_of
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
@@ -13,7 +13,7 @@ from flowfabric.rules.execution import holder, lease
 from flowfabric.rules.execution import tags as tag_rules
 
 
-class Holder(Executions):
+class HolderOperations(ExecutionOperations):
     """Verbs that need the lease of the handle they are given."""
 
     async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
@@ -21,26 +21,26 @@ class Holder(Executions):
 
         Only the holder of the lease may set tags that begin with `ff.`: people who decide by them trust them.
         """
-        execution_id, fence = self.opened(handle).execution_id, fence_of(handle)
-        given = validate.tags(pairs)
+        execution_id, fence = self.handle_fields(handle).execution_id, fence_of(handle)
+        given = validate.validate_tags(pairs)
         if refused := tag_rules.check_not_empty(given):
             raise refused
-        return await self.settle_execution(
-            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, given, now), trust=True
+        return await self.decide_execution(
+            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, given, now), use_cache=True
         )
 
     async def cancel_as_holder(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
         """Cancel with the current lease, or with the last one while its attempt is open."""
-        execution_id, fence = self.opened(handle).execution_id, fence_of(handle)
+        execution_id, fence = self.handle_fields(handle).execution_id, fence_of(handle)
         why = validation.text("reason", reason)
-        return await self.settle_execution(execution_id, lambda row, _: holder.cancel_as_holder(row, fence, why))
+        return await self.decide_execution(execution_id, lambda row, _: holder.cancel_as_holder(row, fence, why))
 
     async def require_lease(self, handle: Handle) -> None:
         """Refuse a handle whose lease is not the current one, or is over.
 
         For verbs on other partitions, which cannot be fenced in the same change: the lease may end right after it.
         """
-        fields, fence = self.opened(handle), fence_of(handle)
-        await self.settle_execution(
-            fields.execution_id, lambda row, now: lease.renewable(row, fields.attempt_index, fence, now)
+        fields, fence = self.handle_fields(handle), fence_of(handle)
+        await self.decide_execution(
+            fields.execution_id, lambda row, now: lease.check_renewal(row, fields.attempt_index, fence, now)
         )

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.executions import HANDLE, Executions, fence_of
+from flowfabric.engine.operations.executions import NO_FENCE, ExecutionOperations, fence_of
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.runtime import Doubt
+from flowfabric.engine.runtime.runtime import UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
@@ -26,12 +26,12 @@ from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import finish
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
-TURNS = 5  # of the loop, within which a worker has handed over what it did with work that was handed to it
+YIELD_TURNS = 5  # of the loop, within which a worker has handed over what it did with work that was handed to it
 
 
-class Finishing(Executions):
+class LeaseOperations(ExecutionOperations):
     """How the holder of a lease ends its attempt."""
 
     async def complete(
@@ -39,20 +39,20 @@ class Finishing(Executions):
         handle: Handle | None = None,
         *,
         execution_id: str | None = None,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
         source: str | None = None,
         result: bytes | None = None,
         encoding: str | None = None,
     ) -> answers.Completed:
         """End the execution successfully, as the holder of a handle, of a fence, or as an operator."""
-        execution, shown = self.who(handle, execution_id, fence)
-        by = validate.source(source)
+        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
-        return await self.settle_execution(
+        return await self.decide_execution(
             execution,
             lambda row, now: finish.complete(row, shown, by, payload, label, now),
-            trust=handle is not None,
+            use_cache=handle is not None,
         )
 
     async def fail(
@@ -60,25 +60,25 @@ class Finishing(Executions):
         handle: Handle | None = None,
         *,
         execution_id: str | None = None,
-        fence: Fence = HANDLE,
+        fence: Fence = NO_FENCE,
         source: str | None = None,
         reason: str,
         category: str = "transient",
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
         """End the attempt as failed; the retry policy decides whether another one follows."""
-        execution, shown = self.who(handle, execution_id, fence)
-        by = validate.source(source)
+        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
         why = validation.text("failure_reason", reason)
         kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
         own_retry = validation.optional_text("retry_policy_json", retry_policy) or None
-        chance = self.chance()
-        return await self.settle_execution(
+        chance = self.random()
+        return await self.decide_execution(
             execution,
             lambda row, now: finish.fail(
                 row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
             ),
-            trust=handle is not None,
+            use_cache=handle is not None,
         )
 
     async def complete_many(
@@ -97,16 +97,16 @@ class Finishing(Executions):
         of while the server is at work again.
         """
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
-        pairs = validate.pairs("results", results)
+        pairs = validate.validate_pairs("results", results)
         found: list[Any] = [None] * len(pairs)
         sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
-        alone: dict[int, tuple[Doubt, ...]] = {}
+        alone: dict[int, tuple[UnknownOutcome, ...]] = {}
         trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
         waiting: dict[str, list[int]] = {}  # and those by execution, in the order in which they are settled
-        now, seen, sets_free = self.estimate.now(), self._seen, False
+        now, seen, sets_free = self.estimate.now(), self._lease_cache, False
         for place, (handle, result) in enumerate(pairs):
             try:
-                fields = self.opened(handle)
+                fields = self.handle_fields(handle)
                 payload = None if result is None else validation.payload("result_payload", result)
             except errors.FabricError as refused:
                 found[place] = refused
@@ -124,37 +124,37 @@ class Finishing(Executions):
                 waiting.setdefault(execution_id, []).append(place)
                 continue
             change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-            if row.successors is not None and self.carrier is not None:
-                carrying = self.carrier.carried(change, row)
+            if row.successors is not None and self.release_inliner is not None:
+                carrying = self.release_inliner.try_inline_release(change, row)
                 if carrying is None:
                     alone[place], trusted[place] = (), [[row]]
                     waiting.setdefault(execution_id, []).append(place)
                     continue
                 change, sets_free = carrying, True
             sent[execution_id] = (place, change, decision, row)
-        verdicts = await self.commits.add_all([change for _, change, _, _ in sent.values()])
+        verdicts = await self.commit_queue.add_all([change for _, change, _, _ in sent.values()])
         if answered is not None:
             answered()
-            for _ in range(TURNS if sets_free and not self.store.in_order else 0):
+            for _ in range(YIELD_TURNS if sets_free and not self.store.executes_in_order else 0):
                 await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
         for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
             if type(verdict) is int:
                 now = verdict
-                if change.form is None or row.successors is not None:
+                if change.template is None or row.successors is not None:
                     others.append((change, [[row]]))
                 else:
                     alike.append((change, row))
                 found[place] = decision.unwrap(verdict)
             else:
                 in_doubt = isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
-                alone[place] = (Doubt(change, decision, [[row]]),) if in_doubt else ()
+                alone[place] = (UnknownOutcome(change, decision, [[row]]),) if in_doubt else ()
                 waiting.setdefault(row.execution_id, []).insert(0, place)  # before the others of its execution
         if alike:
-            self.note_alike(alike, now)
+            self.publish_completions(alike, now)
         if others:
-            self.note_all(others, now)
+            self.publish_commits(others, now)
         if not alone:
             return found
 
@@ -173,13 +173,13 @@ class Finishing(Executions):
         handle: Handle,
         payload: bytes | None,
         label: str | None,
-        doubts: tuple[Doubt, ...],
+        doubts: tuple[UnknownOutcome, ...],
         trusting: Rows | None,
     ) -> answers.Completed:
         shown = fence_of(handle)
-        return await self.settle(
-            (Want(Execution, (handle.fields.execution_id,)),),
+        return await self.decide_and_commit(
+            (Read(Execution, (handle.fields.execution_id,)),),
             lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),
-            trusting=trusting,
-            doubts=doubts,
+            assumed_rows=trusting,
+            unknown_outcomes=doubts,
         )

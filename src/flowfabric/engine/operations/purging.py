@@ -11,26 +11,26 @@ import logging
 from functools import cached_property
 
 from flowfabric import errors
-from flowfabric.engine.flows.bulk_cancel import readable
+from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.runtime.after_commit import Rows, first
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import retention
 from flowfabric.rules.decision import Decision
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
 WAITPOINTS_PAGE = 1000
 EDGES_PAGE = 500
 MEMBERS_PAGE = 200
-MOST_REMEMBERED = 1000
+MAX_REMEMBERED_MEMBERS = 1000
 
 logger = logging.getLogger("flowfabric.retention")
 
 
-class Purging(Core):
+class PurgeOperations(Runtime):
     """Removes finished executions, one by one, and flows of which no member is left."""
 
     @cached_property
@@ -48,7 +48,7 @@ class Purging(Core):
 
         Its flow goes as well if no other member is left; that is no part of the answer.
         """
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         default = validate.optional_duration("default_retention_ms", default_retention_ms)
         flows: set[str] = set()
         gone = await self._purge_rows(execution, default, flows)
@@ -59,18 +59,18 @@ class Purging(Core):
 
     async def purge_flow(self, flow_id: str) -> bool:
         """Remove a flow whose last member retention has removed, with its members, edges, joins and summary."""
-        flow = validate.flow(flow_id)
+        flow = validate.validate_flow_id(flow_id)
 
         async def left(rows: Rows) -> Rows:
             return [[await self._member_left(flow)]] if rows[0] else [[]]
 
-        return await self.settle(
-            (Want(Flow, (flow,)),),
+        return await self.decide_and_commit(
+            (Read(Flow, (flow,)),),
             lambda rows, now: retention.purge_flow(first(rows[0]), first(rows[1]), now),
-            further=left,
+            load_more=left,
         )
 
-    async def _member_left(self, flow_id: str) -> retention.MemberLeft | None:
+    async def _member_left(self, flow_id: str) -> retention.RemainingMember | None:
         """A member that is still there. The one that was there last time mostly still is."""
         remembered = self._members_left.pop(flow_id, None)
         if remembered is not None and (found := await self._first_left(flow_id, [remembered])):
@@ -85,13 +85,13 @@ class Purging(Core):
                 return None
             after = (flow_id, page[-1].execution_id)
 
-    async def _first_left(self, flow_id: str, names: list[str]) -> retention.MemberLeft | None:
-        rows = await readable(self, names)
+    async def _first_left(self, flow_id: str, names: list[str]) -> retention.RemainingMember | None:
+        rows = await load_readable(self, names)
         for name in names:
             # One that cannot be read is there.
-            found = retention.member_left(flow_id, rows[name]) if name in rows else retention.MemberLeft()
+            found = retention.remaining_member(flow_id, rows[name]) if name in rows else retention.RemainingMember()
             if found is not None:
-                if len(self._members_left) < MOST_REMEMBERED:
+                if len(self._members_left) < MAX_REMEMBERED_MEMBERS:
                     self._members_left[flow_id] = name
                 return found
         return None
@@ -137,23 +137,25 @@ class Purging(Core):
             others = [one for found in rows[1:] for one in found]
             return retention.purge(row, now, waitpoint_ids, default_ms, others)
 
-        return await self.settle((Want(Execution, (execution_id,)),), decide, further=self._kept_for)
+        return await self.decide_and_commit((Read(Execution, (execution_id,)),), decide, load_more=self._kept_for)
 
     async def _kept_for(self, rows: Rows) -> Rows:
         """Those that may still need a loaded execution; of very many, as many as it takes to find one that does."""
         row = first(rows[0])
         if row is None:
             return []
-        names = retention.kept_for(row)
-        named = (await self.load([Want(Execution, (one,)) for one in names])).rows if names else []
-        if not retention.is_kept_for_many(row) or any(one and retention.needs(one[0], row) for one in named):
+        names = retention.retained_for(row)
+        named = (await self.load([Read(Execution, (one,)) for one in names])).rows if names else []
+        if not retention.is_retained_for_many(row) or any(
+            one and retention.may_still_need(one[0], row) for one in named
+        ):
             return named
         after = None
         where = (Where("upstream_execution_id", "=", row.execution_id),)
         while True:
             edges = await self.scan(Scan(Edge, where, ("upstream_execution_id", "edge_id"), after, EDGES_PAGE))
-            found = (await self.load([Want(Execution, (one.downstream_execution_id,)) for one in edges])).rows
-            needing = [one for one in found if one and retention.needs(one[0], row)]
+            found = (await self.load([Read(Execution, (one.downstream_execution_id,)) for one in edges])).rows
+            needing = [one for one in found if one and retention.may_still_need(one[0], row)]
             if needing or len(edges) < EDGES_PAGE:
                 return needing
             after = (row.execution_id, edges[-1].edge_id)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
@@ -20,11 +20,11 @@ from flowfabric.rules.execution import views
 from flowfabric.rules.execution.views import (
     ExecutionSnapshot as ExecutionSnapshot,  # part of the engine's own vocabulary
 )
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
 MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
-HISTORY_KEPT = 1000
+MAX_HISTORY_EVENTS = 1000
 RENEWED = "renewed"  # told so often that nothing else would be left of a long life
 MAX_MATCHES = 100
 
@@ -77,21 +77,21 @@ class HistoryEntry(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-class Reads(Core):
+class ReadOperations(Runtime):
     """What can be asked."""
 
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
         """The execution for a reader; None when there is none, `Corruption` when what is kept of it cannot be read."""
         try:
             row = await self._row(execution_id)
-            return None if row is None else views.snapshot(row)
+            return None if row is None else views.execution_snapshot(row)
         except errors.Corruption as fault:
             raise errors.Corruption(f"describe_execution: {fault.detail}", execution_id=execution_id) from fault
 
     async def read_execution_info(self, execution_id: str) -> views.ExecutionInfo | None:
         """The execution for the API; None when there is none."""
         row, payload = await self._row_and_payload(execution_id)
-        return None if row is None or payload is None else views.info(row, payload)
+        return None if row is None or payload is None else views.execution_info(row, payload)
 
     async def read_execution_state(self, execution_id: str) -> PublicState | None:
         """The one public word."""
@@ -101,7 +101,7 @@ class Reads(Core):
     async def read_state_vector(self, execution_id: str) -> views.StateVector | None:
         """The seven dimensions."""
         row = await self._row(execution_id)
-        return None if row is None else views.vector(row)
+        return None if row is None else views.make_state_vector(row)
 
     async def read_results(
         self, execution_ids: Sequence[str], *, namespace: str | None = None
@@ -110,12 +110,15 @@ class Reads(Core):
 
         With a `namespace`, an execution of another one is a conflict.
         """
-        wanted = [validate.execution(execution) for execution in validate.each("execution_ids", execution_ids)]
+        wanted = [
+            validate.validate_execution_id(execution)
+            for execution in validate.validate_iterable("execution_ids", execution_ids)
+        ]
         validation.optional_text("namespace", namespace)
         if not wanted:
             return {}
         owners = () if namespace is None else wanted
-        wants = [Want(Result, (one,)) for one in wanted] + [Want(Execution, (one,)) for one in owners]
+        wants = [Read(Result, (one,)) for one in wanted] + [Read(Execution, (one,)) for one in owners]
         found = (await self.load(wants)).rows
         for row in (row for rows in found[len(wanted) :] for row in rows):
             if row.namespace != namespace:
@@ -124,8 +127,8 @@ class Reads(Core):
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""
-        execution = validate.execution(execution_id)
-        loaded = await self.load((Want(Result, (execution,)),))
+        execution = validate.validate_execution_id(execution_id)
+        loaded = await self.load((Read(Result, (execution,)),))
         return loaded.rows[0][0].payload if loaded.rows[0] else None
 
     async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
@@ -134,13 +137,16 @@ class Reads(Core):
         if row is None or payload is None:
             raise errors.InvalidInput("execution_id: no such execution")
         return views.ExecutionContext(
-            payload.input_payload or b"", payload.execution_kind, tag_rules.read_tags(row.tags)
+            payload.input_payload or b"", payload.execution_kind, tag_rules.decode_tags(row.tags)
         )
 
     async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
         """What kinds these executions are of, in one trip; one that does not exist has none."""
-        wanted = [validate.execution(execution) for execution in validate.each("execution_ids", execution_ids)]
-        loaded = await self.load([Want(Payload, (execution,)) for execution in wanted]) if wanted else None
+        wanted = [
+            validate.validate_execution_id(execution)
+            for execution in validate.validate_iterable("execution_ids", execution_ids)
+        ]
+        loaded = await self.load([Read(Payload, (execution,)) for execution in wanted]) if wanted else None
         found = [] if loaded is None else loaded.rows
         return {execution: rows[0].execution_kind for execution, rows in zip(wanted, found, strict=True) if rows}
 
@@ -170,13 +176,13 @@ class Reads(Core):
         if refused := tag_rules.check_tag_key(name):
             raise refused
         row = await self._row(execution_id)
-        return None if row is None else tag_rules.read_tags(row.tags).get(name)
+        return None if row is None else tag_rules.decode_tags(row.tags).get(name)
 
     async def read_exec_core_fields(self, partition: int, execution_id: str, names: Sequence[str]) -> dict[str, Any]:
         """The named fields of the core record that are set."""
-        execution = validate.execution(execution_id)
-        wanted = [validation.text("names", name) for name in validate.each("names", names)]
-        if ids.partition_of(execution) != validate.flow_partition(partition, self.partitions):
+        execution = validate.validate_execution_id(execution_id)
+        wanted = [validation.text("names", name) for name in validate.validate_iterable("names", names)]
+        if ids.partition_of(execution) != validate.validate_flow_partition(partition, self.partitions):
             raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
         row, payload = await self._row_and_payload(execution)
         if row is None or payload is None:
@@ -186,24 +192,26 @@ class Reads(Core):
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
         """Every attempt by index, the running one included."""
-        execution = validate.execution(execution_id)
-        loaded = await self.load((Want(Execution, (execution,)), Want(Attempt, (execution,))))
-        return views.attempts(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
+        execution = validate.validate_execution_id(execution_id)
+        loaded = await self.load((Read(Execution, (execution,)), Read(Attempt, (execution,))))
+        return views.attempt_views(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
         """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         row = await self._row(execution)
         if row is None:
             return []
-        events = await self.patiently(lambda: self.store.history(execution, Topic.LEASE, HISTORY_KEPT, RENEWED))
-        return [_entry(told) for told in views.own_history(row, events)]
+        events = await self.retry_while_unavailable(
+            lambda: self.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)
+        )
+        return [_entry(told) for told in views.current_history(row, events)]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
-        place = validate.flow_partition(partition, self.partitions)
+        place = validate.validate_flow_partition(partition, self.partitions)
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
-        after = None if cursor is None else (validate.execution(cursor),)
+        after = None if cursor is None else (validate.validate_execution_id(cursor),)
         where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))
         rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
         found = [row.execution_id for row in rows[:wanted]]
@@ -227,29 +235,29 @@ class Reads(Core):
         if namespace is not None:
             where.append(Where("namespace", "=", validation.text("namespace", namespace)))
         if lane_id is not None:
-            where.append(Where("lane_id", "=", validate.lane(lane_id)))
+            where.append(Where("lane_id", "=", validate.validate_lane_id(lane_id)))
         if public_state is not None:
             where.append(Where("public_state", "=", _public_state(public_state)))
         if flow_id is not None:
             where.append(Where("flow_id", "=", validate.optional_uuid("flow_id", flow_id)))
         if created_from is not None:
-            where.append(Where("created_at", ">=", validation.instant("created_from", created_from)))
+            where.append(Where("created_at", ">=", validation.instant_ms("created_from", created_from)))
         if created_before is not None:
-            where.append(Where("created_at", "<", validation.instant("created_before", created_before)))
+            where.append(Where("created_at", "<", validation.instant_ms("created_before", created_before)))
         label = None if tag is None else _tag(tag)
         if label is not None:
             where.append(Where("tags", "set"))
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         size = wanted + 1 if label is None else MAX_PAGE + 1
         found: list[Execution] = []
-        after: tuple[str, ...] | None = None if cursor is None else (validate.execution(cursor),)
+        after: tuple[str, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
         while True:  # a tag is looked for in what the other filters leave over
             rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, size), wanted)
-            found += [row for row in rows if label is None or tag_rules.read_tags(row.tags).get(label[0]) == label[1]]
+            found += [row for row in rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]]
             if len(rows) < size or len(found) > wanted:
                 break
             after = (rows[-1].execution_id,)
-        page = [views.snapshot(row) for row in found[:wanted]]
+        page = [views.execution_snapshot(row) for row in found[:wanted]]
         return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
 
     async def find_executions(
@@ -264,19 +272,21 @@ class Reads(Core):
         begins = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.partitions))
         where: tuple[Where, ...] = (Where("execution_id", "starts", begins),)
         if namespaces is not None:
-            own = tuple(validation.text("namespaces", one) for one in validate.each("namespaces", namespaces))
+            own = tuple(
+                validation.text("namespaces", one) for one in validate.validate_iterable("namespaces", namespaces)
+            )
             where += (Where("namespace", "in", own),)
-        rows = await self.scan(Scan(Execution, where, ("execution_id",), limit=wanted + 1, each="execution_id"))
+        rows = await self.scan(Scan(Execution, where, ("execution_id",), limit=wanted + 1, limit_by="execution_id"))
         found = [row.execution_id for row in rows]
         return IdMatches(found[:wanted], len(found) > wanted)
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
         """Lanes that ever had an execution, ascending."""
-        after = None if cursor is None else validate.lane(cursor)
+        after = None if cursor is None else validate.validate_lane_id(cursor)
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         if not wanted:
             return LanePage([])
-        lanes = await self.patiently(lambda: self.store.lanes(after, wanted + 1))
+        lanes = await self.retry_while_unavailable(lambda: self.store.lanes(after, wanted + 1))
         return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
 
     async def list_expired_leases(
@@ -294,7 +304,7 @@ class Reads(Core):
         """
         validation.integer("max_partitions_per_call", max_partitions_per_call, least=0)
         wanted = min(validation.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
-        where = [Where("lease_expires_at", "<=", validation.instant("as_of", as_of))]
+        where = [Where("lease_expires_at", "<=", validation.instant_ms("as_of", as_of))]
         if namespace is not None:
             where.append(Where("namespace", "=", validation.text("namespace", namespace)))
         place = None if after is None else _expired_cursor(after)
@@ -318,7 +328,7 @@ class Reads(Core):
         return await self.scan(scan) if wanted else []
 
     async def _row(self, execution_id: str) -> Execution | None:
-        loaded = await self.load((Want(Execution, (validate.execution(execution_id),)),))
+        loaded = await self.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
         return loaded.rows[0][0] if loaded.rows[0] else None
 
     async def _known(self, execution_id: str) -> Execution:
@@ -328,8 +338,8 @@ class Reads(Core):
         return row
 
     async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
-        execution = validate.execution(execution_id)
-        loaded = await self.load((Want(Execution, (execution,)), Want(Payload, (execution,))))
+        execution = validate.validate_execution_id(execution_id)
+        loaded = await self.load((Read(Execution, (execution,)), Read(Payload, (execution,))))
         if not loaded.rows[0]:
             return None, None
         return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
@@ -344,14 +354,14 @@ def _tag(pair: object) -> tuple[str, str]:
 def _expired_cursor(pair: object) -> tuple[int, str]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise errors.InvalidInput("after: not a pair of instant and execution id")
-    return validation.instant("after", pair[0]), validate.execution(pair[1])
+    return validation.instant_ms("after", pair[0]), validate.validate_execution_id(pair[1])
 
 
 def _public_state(value: PublicState | str) -> PublicState:
     try:
         return PublicState(value)
     except ValueError:
-        raise errors.InvalidInput(f"public_state: {validation.shown(value)} is no state") from None
+        raise errors.InvalidInput(f"public_state: {validation.preview(value)} is no state") from None
 
 
 def _entry(told: FeedEvent) -> HistoryEntry:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from flowfabric import errors
-from flowfabric.engine.operations.grants import Claims
+from flowfabric.engine.operations.grants import GrantOperations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle
 from flowfabric.model.answers.execution import (
@@ -29,16 +29,21 @@ T = TypeVar("T")
 POOL = "tasks"
 
 
-class Redeemer:
+class GrantRedeemer:
     """One worker's grants, turned into leases: never more of them at a time than it may run."""
 
     def __init__(
-        self, engine: Claims, worker_id: str, worker_instance_id: str, lease_ttl_ms: int, max_concurrent_tasks: int
+        self,
+        engine: GrantOperations,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        max_concurrent_tasks: int,
     ) -> None:
         self._engine = engine
-        self._worker_id = validate.worker(worker_id)
-        self._instance_id = validate.instance(worker_instance_id)
-        self._lease_ttl_ms = validation.duration("lease_ttl_ms", lease_ttl_ms)
+        self._worker_id = validate.validate_worker_id(worker_id)
+        self._instance_id = validate.validate_instance_id(worker_instance_id)
+        self._lease_ttl_ms = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
         self._most = validation.integer("max_concurrent_tasks", max_concurrent_tasks, least=1)
         self._asking = 0
         self._held: set[str] = set()  # leases: one that was lost, and the one that took over, are two tasks
@@ -121,14 +126,14 @@ class Redeemer:
         )
 
 
-class Redeeming(Claims):
+class RedeemerOperations(GrantOperations):
     """Workers that are offered work."""
 
     def redeemer(
         self, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int = 15_000, max_concurrent_tasks: int = 1
-    ) -> Redeemer:
+    ) -> GrantRedeemer:
         """A worker that redeems grants, so many at a time; more are refused with `WorkerAtCapacity` and stay good."""
-        return Redeemer(self, worker_id, worker_instance_id, lease_ttl_ms, max_concurrent_tasks)
+        return GrantRedeemer(self, worker_id, worker_instance_id, lease_ttl_ms, max_concurrent_tasks)
 
 
 def _claim_grant(grant: object) -> ClaimGrant:

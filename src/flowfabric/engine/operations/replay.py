@@ -10,26 +10,26 @@ from __future__ import annotations
 
 from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import Rows, first
-from flowfabric.engine.runtime.runtime import Core
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, Dependency, Edge, EdgeGroup, PendingCancel
+from flowfabric.model.flow import CancelBacklog, Dependency, Edge, EdgeGroup, PendingMemberCancel
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import replay
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import dependencies, successors
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
-TAKEN_BACK = 500  # edges of one step
+MAX_EDGES_PER_STEP = 500  # edges of one step
 
 
-class Replays(Core):
+class ReplayOperations(Runtime):
     """How an execution is replayed."""
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
         """Give a finished execution another life."""
-        execution = validate.execution(execution_id)
+        execution = validate.validate_execution_id(execution_id)
         while True:
             prepared = await self._prepared_for_replay(execution)
             answer = await self._replay(execution, prepared)
@@ -38,21 +38,21 @@ class Replays(Core):
 
     async def _prepared_for_replay(self, execution_id: str) -> int | None:
         """Take back the end of an execution with many edges, some edges at a time; the revision that was prepared."""
-        row = first((await self.load((Want(Execution, (execution_id,)),))).rows[0])
+        row = first((await self.load((Read(Execution, (execution_id,)),))).rows[0])
         if not successors.has_many(row) or isinstance(replay.replay(row).answer, errors.FabricError):
             return None
         revision: int | None = None
         where, order = (Where("upstream_execution_id", "=", execution_id),), ("upstream_execution_id", "edge_id")
         after: tuple[str, str] | None = None
         while True:
-            edges: list[Edge] = await self.scan(Scan(Edge, where, order, after, TAKEN_BACK))
+            edges: list[Edge] = await self.scan(Scan(Edge, where, order, after, MAX_EDGES_PER_STEP))
             seen = revision
 
             def decide(rows: Rows, _: int, edges: list[Edge] = edges, seen: int | None = seen) -> Decision[int | None]:
-                return successors.take_back(first(rows[0]), edges, seen)
+                return successors.retract_outcomes(first(rows[0]), edges, seen)
 
-            revision = await self.settle((Want(Execution, (execution_id,)),), decide)
-            if revision is None or len(edges) < TAKEN_BACK:
+            revision = await self.decide_and_commit((Read(Execution, (execution_id,)),), decide)
+            if revision is None or len(edges) < MAX_EDGES_PER_STEP:
                 return revision
             after = (execution_id, edges[-1].edge_id)
 
@@ -70,23 +70,23 @@ class Replays(Core):
                 decision = replay.replay(row)
             else:
                 upstreams = {each[0].execution_id: each[0] for each in rows[5:] if each}
-                decision = dependencies.replay_member(row, first(rows[3]), rows[4], upstreams)
-            return flow_cancel.spared(decision, first(rows[1]), rows[2])
+                decision = dependencies.replay_skipped_member(row, first(rows[3]), rows[4], upstreams)
+            return flow_cancel.without_pending_cancel(decision, first(rows[1]), rows[2])
 
-        return await self.settle((Want(Execution, (execution,)),), decide, further=self._around_a_replay)
+        return await self.decide_and_commit((Read(Execution, (execution,)),), decide, load_more=self._around_a_replay)
 
     async def _around_a_replay(self, rows: Rows) -> Rows:
         """Of a member: whether its flow is about to cancel it; if it was skipped, its join and its upstreams, too."""
         row = first(rows[0])
         if row is None or row.flow_id is None:
             return []
-        wants: tuple[Want, ...] = (
-            Want(CancelBacklog, (row.flow_id,)),
-            Want(PendingCancel, (row.flow_id, row.execution_id)),
+        wants: tuple[Read, ...] = (
+            Read(CancelBacklog, (row.flow_id,)),
+            Read(PendingMemberCancel, (row.flow_id, row.execution_id)),
         )
         if not dependencies.is_skipped_member(row):
             return (await self.load(wants)).rows
-        wants += (Want(EdgeGroup, (row.flow_id, row.execution_id)), Want(Dependency, (row.execution_id,)))
+        wants += (Read(EdgeGroup, (row.flow_id, row.execution_id)), Read(Dependency, (row.execution_id,)))
         found = (await self.load(wants)).rows
         names = sorted({one.upstream_execution_id for one in found[3]})
-        return [*found, *(await self.load([Want(Execution, (name,)) for name in names])).rows]
+        return [*found, *(await self.load([Read(Execution, (name,)) for name in names])).rows]

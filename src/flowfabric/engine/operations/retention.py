@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from flowfabric.engine.operations.executions import Executions
+from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.execution import Execution
 from flowfabric.rules import retention, validation
@@ -14,12 +14,12 @@ from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.retention")
 
-BATCH = 20
-PAGE = 500  # how many are looked at in one trip: not all that stand here are over
+DEFAULT_BATCH = 20
+PAGE_SIZE = 500  # how many are looked at in one trip: not all that stand here are over
 MAX_BATCH = 10_000
 
 
-class Retention(Executions):
+class RetentionOperations(ExecutionOperations):
     """Removes what has been kept long enough."""
 
     async def trim_retention(
@@ -28,7 +28,7 @@ class Retention(Executions):
         lane_id: str,
         *,
         default_retention_ms: int | None = None,
-        batch: int = BATCH,
+        batch: int = DEFAULT_BATCH,
         chosen: Filter | None = None,
     ) -> int:
         """Purge up to `batch` finished executions of a lane and partition, oldest end first; how many went.
@@ -36,24 +36,24 @@ class Retention(Executions):
         The default is for those whose policy does not say how long they are kept; without one, what was the default
         when they ended. One that cannot be purged does not keep the others.
         """
-        place = validate.flow_partition(partition, self.partitions)
+        place = validate.validate_flow_partition(partition, self.partitions)
         default = validate.optional_duration("default_retention_ms", default_retention_ms)
         wanted = validation.integer("batch", batch, least=0, most=MAX_BATCH)
-        accepted = validate.chosen(chosen)
+        accepted = validate.validate_filter(chosen)
         where = (
             Where("partition", "=", place),
-            Where("lane_id", "=", validate.lane(lane_id)),
+            Where("lane_id", "=", validate.validate_lane_id(lane_id)),
             Where("purge_at", "set"),
         )
-        purged, after, now = 0, None, await self.patiently(self.store.ping)
+        purged, after, now = 0, None, await self.retry_while_unavailable(self.store.ping)
         while purged < wanted:
-            scan = Scan(Execution, where, ("purge_at", "execution_id"), after, PAGE)
+            scan = Scan(Execution, where, ("purge_at", "execution_id"), after, PAGE_SIZE)
             rows: list[Execution] = await self.scan(scan)
-            over = [row for row in rows if accepted.accepts(row) and retention.is_over(row, now, default)]
+            over = [row for row in rows if accepted.accepts(row) and retention.is_retention_over(row, now, default)]
             while over and purged < wanted:
                 due, over = over[: wanted - purged], over[wanted - purged :]
                 purged += sum(await asyncio.gather(*(self._purge(row.execution_id, default) for row in due)))
-            if len(rows) < PAGE:
+            if len(rows) < PAGE_SIZE:
                 break
             after = rows[-1].purge_at, rows[-1].execution_id
         return purged

@@ -8,43 +8,46 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.pending_rows import Together
-from flowfabric.engine.runtime.runtime import Core
-from flowfabric.engine.runtime.secret_box import UNREADABLE, Vault
-from flowfabric.model.change import Change, Delete, Guard, Put
+from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.secret_box import UNREADABLE_SECRET, SecretBox
+from flowfabric.model.change import Change, Delete, Guard, Upsert
 from flowfabric.model.signing_key import Keystore, SigningKey
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security.signed_handle import HandleKeys, handle_keys
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
-KEYS_TRUSTED_S = 0.5
-SIGNING_KEYS = Want(SigningKey, (0,))
-KEYSTORE = (Want(Keystore, (0,)), SIGNING_KEYS)
+KEY_CACHE_S = 0.5
+SIGNING_KEYS = Read(SigningKey, (0,))
+KEYSTORE = (Read(Keystore, (0,)), SIGNING_KEYS)
 
 
 class PartitionRotation(msgspec.Struct, frozen=True):
     """The outcome of a rotation where keys are kept; there is one such place, number 0."""
 
     partition: int
-    result: keystore.Rotated | keystore.Noop | errors.FabricError
+    result: keystore.KeyRotated | keystore.KeyUnchanged | errors.FabricError
 
 
-class Keys(Core):
+class SigningKeyOperations(Runtime):
     """What can be done to signing keys."""
 
-    vault: Vault
+    secret_box: SecretBox
     _keys_heard: tuple[float, list[SigningKey]] | None = None
     _clock = staticmethod(time.monotonic)
-    together: Together
+    root_queues: RootQueues
 
-    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> keystore.Seeded | keystore.AlreadySeeded:
+    async def seed_waitpoint_hmac_secret(
+        self, kid: str, secret_hex: str
+    ) -> keystore.KeySeeded | keystore.KeyAlreadySeeded:
         """Install the first signing key; call it on every start, it never overwrites."""
         name = validation.text("kid", kid, limit=validation.MAX_NAME_BYTES)
         secret = validation.text("secret_hex", secret_hex)
-        answer: Any = await self.settle(
-            KEYSTORE, lambda rows, _: self._decided(rows, keystore.seed(self.keys_in(rows[1]), name, secret))
+        answer: Any = await self.decide_and_commit(
+            KEYSTORE,
+            lambda rows, _: self._decided(rows, keystore.seed_key(self.unseal_loaded_keys(rows[1]), name, secret)),
         )
         return answer  # type: ignore[no-any-return]
 
@@ -57,62 +60,65 @@ class Keys(Core):
         if refused := keystore.check_rotation(name, secret, grace_ms):
             raise refused
         try:
-            result: Any = await self.settle(
+            result: Any = await self.decide_and_commit(
                 KEYSTORE,
                 lambda rows, now: self._decided(
-                    rows, keystore.rotate(self.keys_in(rows[1]), name, secret, grace_ms, now)
+                    rows, keystore.rotate_key(self.unseal_loaded_keys(rows[1]), name, secret, grace_ms, now)
                 ),
             )
         except errors.RotationConflict as conflict:
             result = conflict
         return [PartitionRotation(0, result)]
 
-    async def ensure_signing_key(self, secret_hex: str) -> keystore.Seeded | keystore.AlreadySeeded:
+    async def ensure_signing_key(self, secret_hex: str) -> keystore.KeySeeded | keystore.KeyAlreadySeeded:
         """Put this secret into an empty keystore as its first key; an existing key stays."""
-        answer: Any = await self.settle(
-            KEYSTORE, lambda rows, _: self._decided(rows, keystore.install(self.keys_in(rows[1]), secret_hex))
+        answer: Any = await self.decide_and_commit(
+            KEYSTORE,
+            lambda rows, _: self._decided(
+                rows, keystore.install_configured_key(self.unseal_loaded_keys(rows[1]), secret_hex)
+            ),
         )
         return answer  # type: ignore[no-any-return]
 
-    async def list_waitpoint_hmac_kids(self) -> keystore.Kids:
+    async def list_waitpoint_hmac_kids(self) -> keystore.KeyIds:
         """Which keys sign and which still verify."""
         loaded = await self.load(KEYSTORE)
         return keystore.list_kids(tuple(loaded.rows[1]), loaded.now)
 
-    async def signing_key(self, op: str) -> SigningKey:
+    async def require_signing_key(self, op: str) -> SigningKey:
         """The key that signs grants; without one nothing is granted."""
-        signer = await self.signer(op)
+        signer = await self.find_signing_key(op)
         if isinstance(signer, errors.FabricError):
             raise signer
         return signer
 
-    async def signer(self, op: str) -> SigningKey | errors.FabricError:
+    async def find_signing_key(self, op: str) -> SigningKey | errors.FabricError:
         """The key that signs grants, or why there is none."""
         loaded = await self.load(KEYSTORE)
-        return keystore.grant_signer(self.keys_in(loaded.rows[1]), op)
+        return keystore.grant_signer(self.unseal_loaded_keys(loaded.rows[1]), op)
 
     async def handle_keys(self) -> HandleKeys:
         """The keys with which a server signs and checks handles, as the keystore has them now."""
         loaded = await self.load((SIGNING_KEYS,))
-        return handle_keys(self.keys_in(loaded.rows[0]))
+        return handle_keys(self.unseal_loaded_keys(loaded.rows[0]))
 
-    def recent_keys(self) -> list[SigningKey] | None:
+    def cached_keys(self) -> list[SigningKey] | None:
         """The keystore's rows if they were looked at a moment ago: good enough to sign with, never to verify.
 
         A key that retired within that moment still verifies for its grace; what it signed might as well have been
         signed that much earlier.
         """
         heard = self._keys_heard
-        return heard[1] if heard is not None and self._clock() - heard[0] < KEYS_TRUSTED_S else None
+        return heard[1] if heard is not None and self._clock() - heard[0] < KEY_CACHE_S else None
 
-    def keys_in(self, rows: list[Any]) -> tuple[SigningKey, ...]:
+    def unseal_loaded_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
         """Keys as they were just loaded, with their secrets opened."""
         self._keys_heard = (self._clock(), rows)
-        return self.opened_keys(rows)
+        return self.unseal_keys(rows)
 
-    def opened_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
+    def unseal_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
         """Keys with their secrets opened."""
-        opened = (self.vault.open(key.secret_hex, key.kid) for key in rows)
+        opened = (self.secret_box.open(key.secret_hex, key.kid) for key in rows)
         return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
     def _decided(self, rows: list[list[Any]], decision: keystore.KeyDecision) -> Decision[Any]:
@@ -125,15 +131,15 @@ class Keys(Core):
         change = Change(
             guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
             writes=(
-                Put(Keystore(0, current)),
+                Upsert(Keystore(0, current)),
                 *(Delete(SigningKey, (0, kid)) for kid in decision.drop),
-                *(Put(key) for key in sealed),
+                *(Upsert(key) for key in sealed),
             ),
         )
         return Decision(decision.answer, change)
 
     def _sealed(self, key: SigningKey, kept: list[SigningKey]) -> str:
         """The key's secret as it is to be kept; one that could not be opened here stays as it is."""
-        if key.secret_hex == UNREADABLE:
+        if key.secret_hex == UNREADABLE_SECRET:
             return next(one.secret_hex for one in kept if one.kid == key.kid)
-        return self.vault.seal(key.secret_hex, key.kid)
+        return self.secret_box.seal(key.secret_hex, key.kid)

@@ -17,20 +17,20 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Core
-from flowfabric.engine.runtime.wakeups import stream_topic, waited
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
-from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, Summary
+from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, StreamSummary
 from flowfabric.rules import validation
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream import read
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
-from flowfabric.rules.stream.read import Position, StreamPage, SummaryView
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.rules.stream.read import StreamPage, StreamPosition, SummaryView
+from flowfabric.stores.queries import Read, Scan, Where
 
 BATCH_FRAMES = 500
 BATCH_BYTES = 4 * 1024 * 1024
@@ -67,25 +67,25 @@ class _Writer:
         return batch
 
 
-class StreamOps:
+class StreamReadLimiter:
     """How many reads and tails are under way, and whether new ones are welcome."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.limit = most
         self.running = 0
         self.closing = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def acquire(self) -> AsyncIterator[None]:
         """A place among them; `ResourceExhausted` when all are taken, `Unavailable` while shutting down."""
         if self.closing.is_set():
             raise errors.Unavailable("stream_ops")
-        if self.running >= self.most:
-            available = self.most - self.running
-            hint = max(RETRY_HINT_MS, RETRY_HINT_MS * self.most // (available + 1))
-            raise errors.ResourceExhausted("stream_ops", self.most, hint)
+        if self.running >= self.limit:
+            available = self.limit - self.running
+            hint = max(RETRY_HINT_MS, RETRY_HINT_MS * self.limit // (available + 1))
+            raise errors.ResourceExhausted("stream_ops", self.limit, hint)
         self.running += 1
         self.idle.clear()
         try:
@@ -96,11 +96,11 @@ class StreamOps:
                 self.idle.set()
 
 
-class Streams(Core):
+class StreamOperations(Runtime):
     """What can be done with output streams."""
 
-    stream_ops: StreamOps
-    writers: dict[tuple[str, int], _Writer]
+    stream_reads: StreamReadLimiter
+    frame_writers: dict[tuple[str, int], _Writer]
 
     # -- append ---------------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class Streams(Core):
         seq: int | None = None,
     ) -> Appended:
         """Add a frame to the attempt's output; refused for whoever no longer holds the lease. `seq` is passed over."""
-        given = validate_suspension.frame(payload, kind, frame_type, mode, best_effort, correlation_id)
-        fields = self.opened(handle)
+        given = validate_suspension.build_frame(payload, kind, frame_type, mode, best_effort, correlation_id)
+        fields = self.handle_fields(handle)
         ask = FrameArgs(
             payload=given.payload,
             frame_type=given.frame_type,
@@ -129,9 +129,9 @@ class Streams(Core):
             correlation_id=given.correlation_id,
         )
         key = (fields.execution_id, fields.attempt_index)
-        writer = self.writers.get(key)
+        writer = self.frame_writers.get(key)
         if writer is None:
-            writer = self.writers[key] = _Writer()
+            writer = self.frame_writers[key] = _Writer()
         waiting = _Waiting(ask, asyncio.get_running_loop().create_future())
         writer.waiting.append(waiting)
         if writer.task is None:
@@ -156,18 +156,18 @@ class Streams(Core):
                         waiting.answer.set_result(answer)
         finally:
             writer.task = None
-            if self.writers.get(key) is writer:
-                del self.writers[key]
+            if self.frame_writers.get(key) is writer:
+                del self.frame_writers[key]
 
-    async def _append(self, key: tuple[str, int], asks: list[FrameArgs]) -> append_rules.Answers:
-        return await self.settle(
-            (Want(Execution, key[:1]), Want(Stream, key), Want(Summary, key)),
-            lambda rows, now: append_rules.append(_first(rows[0]), _first(rows[1]), _first(rows[2]), asks, now),
+    async def _append(self, key: tuple[str, int], asks: list[FrameArgs]) -> append_rules.AppendResults:
+        return await self.decide_and_commit(
+            (Read(Execution, key[:1]), Read(Stream, key), Read(StreamSummary, key)),
+            lambda rows, now: append_rules.append_frames(_first(rows[0]), _first(rows[1]), _first(rows[2]), asks, now),
         )
 
-    async def frames_written(self) -> None:
+    async def flush_frames(self) -> None:
         """Wait until every frame that was handed in is written or refused."""
-        while tasks := [writer.task for writer in self.writers.values() if writer.task is not None]:
+        while tasks := [writer.task for writer in self.frame_writers.values() if writer.task is not None]:
             await asyncio.wait(tasks)
 
     # -- read -----------------------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ class Streams(Core):
         count_limit: int = 100,
     ) -> StreamPage:
         """Frames between two places, both included; a stream that was never written is empty and open."""
-        key = (validate.execution(execution_id), _index(attempt_index))
+        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
         first, last = read.lower_bound(from_cursor), read.upper_bound(to_cursor)
         count = read.check_count(count_limit)
-        async with self.stream_ops.one():
-            return await self._read(key, Position(first.ms, first.seq - 1), last, count, Visibility.ALL)
+        async with self.stream_reads.acquire():
+            return await self._read(key, StreamPosition(first.ms, first.seq - 1), last, count, Visibility.ALL)
 
     async def tail_stream(
         self,
@@ -197,46 +197,48 @@ class Streams(Core):
         visibility: Visibility | str = Visibility.ALL,
     ) -> StreamPage:
         """Frames after a place; with none there, waits for one that is visible, or for the end of the stream."""
-        key = (validate.execution(execution_id), _index(attempt_index))
-        place, count, seen = read.concrete(after), read.check_count(count_limit), _visibility(visibility)
+        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
+        place, count, seen = read.tail_position(after), read.check_count(count_limit), _visibility(visibility)
         block_s = validation.integer("block_ms", block_ms, least=0, most=MAX_BLOCK_MS) / 1000
         clock = asyncio.get_running_loop().time
-        async with self.stream_ops.one():
+        async with self.stream_reads.acquire():
             until = clock() + block_s
             while True:
-                hint = self.wakes.expect(stream_topic(key[0]))
+                hint = self.wakeups.subscribe(stream_topic(key[0]))
                 try:
                     page = await self._read(key, place, read.LAST, count, seen)
                     left = until - clock()
-                    if page.frames or page.closed_at is not None or left <= 0 or self.stream_ops.closing.is_set():
+                    if page.frames or page.closed_at is not None or left <= 0 or self.stream_reads.closing.is_set():
                         return page
-                    await waited(hint, min(left, self.poll_s))
+                    await wait_for_wakeup(hint, min(left, self.poll_interval_s))
                 finally:
                     hint.cancel()
 
     async def read_summary(self, execution_id: str, attempt_index: int) -> SummaryView | None:
         """The document that the attempt's summary frames amount to; None when there was none."""
-        key = (validate.execution(execution_id), _index(attempt_index))
-        found = (await self.load((Want(Summary, key),))).rows[0]
+        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
+        found = (await self.load((Read(StreamSummary, key),))).rows[0]
         if not found:
             return None
-        kept: Summary = found[0]
+        kept: StreamSummary = found[0]
         return SummaryView(kept.document, kept.version, kept.patch_kind, kept.last_updated_ms, kept.first_applied_ms)
 
     async def read_stream_info(self, execution_id: str, attempt_index: int) -> Stream | None:
         """The stream's own numbers; None when it was never written."""
-        found = (await self.load((Want(Stream, (validate.execution(execution_id), _index(attempt_index))),))).rows[0]
+        found = (
+            await self.load((Read(Stream, (validate.validate_execution_id(execution_id), _index(attempt_index))),))
+        ).rows[0]
         return found[0] if found else None
 
     async def _read(
-        self, key: tuple[str, int], after: Position, last: Position, count: int, visibility: Visibility
+        self, key: tuple[str, int], after: StreamPosition, last: StreamPosition, count: int, visibility: Visibility
     ) -> StreamPage:
-        loaded = await self.load((Want(Stream, key),))
+        loaded = await self.load((Read(Stream, key),))
         if not loaded.rows[0]:
             return StreamPage([])
         stream: Stream = loaded.rows[0][0]
         page = StreamPage([], stream.closed_at, stream.closed_reason)
-        if read.is_vanished(stream, loaded.now) or after >= Position(stream.last_ms, stream.last_seq):
+        if read.is_expired(stream, loaded.now) or after >= StreamPosition(stream.last_ms, stream.last_seq):
             return page
         where = [
             Where("execution_id", "=", key[0]),
@@ -249,18 +251,18 @@ class Streams(Core):
         order = ("execution_id", "attempt_index", "page", "ms", "seq")
         start = (*key, read.first_page(stream, after), after.ms, after.seq)
         rows: list[Frame] = await self.scan(Scan(Frame, tuple(where), order, start, count))
-        wanted = [read.view(row) for row in rows if Position(row.ms, row.seq) <= last]
+        wanted = [read.frame_view(row) for row in rows if StreamPosition(row.ms, row.seq) <= last]
         return msgspec.structs.replace(page, frames=wanted)
 
     # -- shutdown -------------------------------------------------------------------------------------------------
 
     async def shutdown_prepare(self, grace_ms: int = 15_000) -> None:
         """Turn new reads away, let waiting tails return at once, and wait for those that are under way."""
-        grace = validation.duration("grace_ms", grace_ms, least=0)
-        self.stream_ops.closing.set()
-        self.wakes.fire_all(stream_topic(""))
+        grace = validation.duration_ms("grace_ms", grace_ms, least=0)
+        self.stream_reads.closing.set()
+        self.wakeups.notify_prefix(stream_topic(""))
         try:
-            await asyncio.wait_for(self.stream_ops.idle.wait(), grace / 1000)
+            await asyncio.wait_for(self.stream_reads.idle.wait(), grace / 1000)
         except TimeoutError:
             raise errors.OperationTimeout("shutdown_prepare", grace) from None
 
@@ -280,7 +282,7 @@ def _visibility(value: str) -> Visibility:
         return Visibility(value)
     except ValueError:
         raise errors.InvalidInput(
-            f"visibility: {validation.shown(value)} is neither all nor exclude_best_effort"
+            f"visibility: {validation.preview(value)} is neither all nor exclude_best_effort"
         ) from None
 
 

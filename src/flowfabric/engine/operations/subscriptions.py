@@ -10,19 +10,19 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import decode_cursor, encode_cursor
-from flowfabric.engine.runtime.runtime import PATIENCE_S, Core, Pause
-from flowfabric.engine.runtime.wakeups import FEED, waited
+from flowfabric.engine.runtime.runtime import RETRY_FOR_S, Runtime, StoreBackoff
+from flowfabric.engine.runtime.wakeups import FEED_TOPIC, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.rules import feed
-from flowfabric.rules.feed import Completion, Filter, LeaseNews, OperatorNews, SignalNews
+from flowfabric.rules.feed import CompletionFeedEntry, Filter, LeaseFeedEntry, OperatorFeedEntry, SignalFeedEntry
 from flowfabric.stores.queries import FeedPage
 
 N = TypeVar("N")
 
-PAGE = 256
+PAGE_SIZE = 256
 DIVERGED = "the cursor is not in this feed: the store was restored, or failed over and lost its newest events"
-TRIM = 1000
+TRIM_BATCH = 1000
 
 
 class Subscription(AsyncIterator[N]):
@@ -34,7 +34,7 @@ class Subscription(AsyncIterator[N]):
     """
 
     def __init__(
-        self, core: Core, topic: Topic, position: int, chosen: Filter, tell: Callable[[FeedEvent], N | None]
+        self, core: Runtime, topic: Topic, position: int, chosen: Filter, tell: Callable[[FeedEvent], N | None]
     ) -> None:
         self._core = core
         self._topic = topic
@@ -44,7 +44,7 @@ class Subscription(AsyncIterator[N]):
         self._tell = tell
         self._page: deque[tuple[int, N | errors.FabricError]] = deque()
         self._ended = False
-        self.patience_s = PATIENCE_S  # how long a store that is away is waited for
+        self.retry_for_s = RETRY_FOR_S  # how long a store that is away is waited for
 
     @property
     def cursor(self) -> bytes:
@@ -64,14 +64,14 @@ class Subscription(AsyncIterator[N]):
     async def next(self, *, timeout_s: float) -> N | None:
         """The next event; None when there was none in time, or when the subscription has ended."""
         while not self._page and not self._ended:
-            hint = self._core.wakes.expect(FEED)
+            hint = self._core.wakeups.subscribe(FEED_TOPIC)
             try:
                 if await self._read():
                     continue
                 if timeout_s <= 0:
                     return None
-                pause = min(timeout_s, self._core.poll_s)
-                if not await waited(hint, pause):
+                pause = min(timeout_s, self._core.poll_interval_s)
+                if not await wait_for_wakeup(hint, pause):
                     timeout_s -= pause
             finally:
                 hint.cancel()
@@ -88,7 +88,7 @@ class Subscription(AsyncIterator[N]):
         """Read a page; True when the feed had anything new, wanted or not."""
         before = self._read_to
         page = await self._fetch()
-        if page.lost or page.diverged:
+        if page.has_gap or page.diverged:
             self._page.append((before, errors.StreamBackpressure(DIVERGED if page.diverged else "")))
         for told in page.events:
             if self._filter.accepts(told.event) and (news := self._told(told)) is not None:
@@ -96,16 +96,16 @@ class Subscription(AsyncIterator[N]):
         self._read_to = page.position
         if not self._page:
             self._position = self._read_to
-        return page.position > before or page.lost or page.diverged
+        return page.position > before or page.has_gap or page.diverged
 
     async def _fetch(self) -> FeedPage:
-        pause = Pause(self.patience_s)
+        pause = StoreBackoff(self.retry_for_s)
         while True:
             try:
-                return await self._core.store.feed(self._topic, self._read_to, PAGE)
+                return await self._core.store.feed(self._topic, self._read_to, PAGE_SIZE)
             except errors.StoreUnavailable as away:
                 try:
-                    await pause.or_raise()
+                    await pause.sleep_or_raise()
                 except errors.StoreUnavailable:
                     self._ended = True
                     raise errors.StreamDisconnected(self.cursor) from away
@@ -130,7 +130,9 @@ class LegacyCompletion(msgspec.Struct, frozen=True):
 class LegacyCompletions(AsyncIterator[LegacyCompletion]):
     """Completions from now on, in the older form; it goes on through everything and never ends."""
 
-    def __init__(self, subscriptions: Subscriptions, subscription: Subscription[Completion], chosen: Filter) -> None:
+    def __init__(
+        self, subscriptions: SubscriptionOperations, subscription: Subscription[CompletionFeedEntry], chosen: Filter
+    ) -> None:
         self._subscriptions = subscriptions
         self._subscription = subscription
         self._filter = chosen
@@ -150,30 +152,32 @@ class LegacyCompletions(AsyncIterator[LegacyCompletion]):
             return LegacyCompletion(done.execution_id, done.outcome, done.at, done.flow_id)
 
 
-class Subscriptions(Core):
+class SubscriptionOperations(Runtime):
     """The feeds that can be subscribed to; an empty cursor means from now on."""
 
     async def subscribe_lease_history(
         self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[LeaseNews]:
+    ) -> Subscription[LeaseFeedEntry]:
         """Every change of every lease."""
-        return await self._subscribe(Topic.LEASE, cursor, chosen, feed.lease_news)
+        return await self._subscribe(Topic.LEASE, cursor, chosen, feed.lease_entry)
 
-    async def subscribe_completion(self, cursor: bytes = b"", chosen: Filter | None = None) -> Subscription[Completion]:
+    async def subscribe_completion(
+        self, cursor: bytes = b"", chosen: Filter | None = None
+    ) -> Subscription[CompletionFeedEntry]:
         """Every end of a life."""
-        return await self._subscribe(Topic.COMPLETION, cursor, chosen, feed.completion)
+        return await self._subscribe(Topic.COMPLETION, cursor, chosen, feed.completion_entry)
 
     async def subscribe_operator_event(
         self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[OperatorNews]:
+    ) -> Subscription[OperatorFeedEntry]:
         """What operators did."""
-        return await self._subscribe(Topic.OPERATOR, cursor, chosen, feed.operator_news)
+        return await self._subscribe(Topic.OPERATOR, cursor, chosen, feed.operator_entry)
 
     async def subscribe_signal_delivery(
         self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[SignalNews]:
+    ) -> Subscription[SignalFeedEntry]:
         """Every signal that was accepted, buffered or recognised as a repetition."""
-        return await self._subscribe(Topic.SIGNAL, cursor, chosen, feed.signal_news)
+        return await self._subscribe(Topic.SIGNAL, cursor, chosen, feed.signal_entry)
 
     async def subscribe_instance_tags(self, cursor: bytes = b"") -> Subscription[Any]:
         """There is no such feed."""
@@ -189,18 +193,18 @@ class Subscriptions(Core):
 
     async def trim_feed(self) -> int:
         """Drop events that have been kept long enough; how many went."""
-        now = await self.patiently(self.store.ping)
+        now = await self.retry_while_unavailable(self.store.ping)
         before = now - self.settings.feed_retention_ms
-        return await self.patiently(lambda: self.store.trim_feed(before, TRIM))
+        return await self.retry_while_unavailable(lambda: self.store.trim_feed(before, TRIM_BATCH))
 
     async def _subscribe(
         self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
     ) -> Subscription[N]:
         if not isinstance(cursor, bytes | bytearray):
             raise errors.InvalidInput("cursor: not bytes")
-        wanted = validate.chosen(chosen)
+        wanted = validate.validate_filter(chosen)
         position = decode_cursor(bytes(cursor))
         if position is None:
-            position = await self.patiently(self.store.feed_end)
+            position = await self.retry_while_unavailable(self.store.feed_end)
         # Nothing stands before the first place, and so nothing can be missing there.
         return Subscription(self, topic, max(position, 0), wanted, tell)

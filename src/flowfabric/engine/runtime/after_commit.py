@@ -16,65 +16,67 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.clock import Estimate
-from flowfabric.engine.metrics.completions import Outcomes
-from flowfabric.engine.metrics.registry import Meters
-from flowfabric.engine.runtime.commit_queue import Commits
-from flowfabric.engine.runtime.wakeups import Wakes, due_topic, lane_topic, lines_of, topics_of
-from flowfabric.model.change import Change, Delete, Form, FromNow, Patch
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.clock import StoreClockEstimate
+from flowfabric.engine.metrics.completions import CompletionMetrics
+from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.engine.runtime.commit_queue import CommitQueue
+from flowfabric.engine.runtime.wakeups import Wakeups, due_topic, lane_topic, queues_written, topics_of
+from flowfabric.model.change import Change, Delete, FromNow, Patch, RowTemplate
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.rules.execution.transitions import concerns_others
+from flowfabric.rules.execution.transitions import affects_others
 from flowfabric.stores.port import Store
 
-Row = type[msgspec.Struct]
+RowClass = type[msgspec.Struct]
 Rows = list[list[Any]]
-Follow = Callable[[Change, Rows], None]  # a change that was written, and the rows that it was decided on
+WriteListener = Callable[[Change, Rows], None]  # a change that was written, and the rows that it was decided on
 
-SEEN_LIMIT = 20_000
-LATER_S = 0.02  # what nobody waits for is told to other processes by then
-MOST_ANNOUNCED = 10_000  # changes that are not noted yet; to forget some costs a look in vain
+MAX_CACHED_LEASES = 20_000
+NOTIFY_DELAY_S = 0.02  # what nobody waits for is told to other processes by then
+MAX_NOTIFIED_CHANGES = 10_000  # changes that are not noted yet; to forget some costs a look in vain
 NOTHING: dict[str, int] = {}
 
 # Asked of every claim. To find a member in its class takes ten times as long as to find a name here.
 _ACTIVE, _LEASED = LifecyclePhase.ACTIVE, OwnershipState.LEASED
 
 
-class Noting:
+class AfterCommit:
     """What a process knows of what it wrote."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.estimate = Estimate(store.clock)
-        self.wakes = Wakes()
-        self.commits = Commits(store, self._announce)
-        self.meters = Meters()
-        self.outcomes = Outcomes(self.meters)
-        self.planned: dict[Row, dict[str, int]] = {}  # by row and column: when we look at it next
-        self.followers: dict[Row, list[Follow]] = {}  # what to do when such a row was written
-        self._seen: dict[str, Execution] = {}
-        self._lines: dict[str, set[LineKey]] = {}
+        self.estimate = StoreClockEstimate(store.clock)
+        self.wakeups = Wakeups()
+        self.commit_queue = CommitQueue(store, self._announce)
+        self.metrics = Metrics()
+        self.completion_metrics = CompletionMetrics(self.metrics)
+        self.next_sweep_at: dict[RowClass, dict[str, int]] = {}  # by row and column: when we look at it next
+        self.write_listeners: dict[RowClass, list[WriteListener]] = {}  # what to do when such a row was written
+        self._lease_cache: dict[str, Execution] = {}
+        self._queues: dict[str, set[QueueKey]] = {}
         self._telling = False
         self._late: asyncio.TimerHandle | None = None
-        self._decided_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
-        self._takeovers: set[str] = set()  # those where some of it is up for takeover
-        self._sifted_lanes: set[str] = set()  # those of which this process has claimed the work of some namespaces only
+        self._guarded_lanes: set[str] = set()  # lanes where this process put work that is claimed by decision
+        self._takeover_lanes: set[str] = set()  # those where some of it is up for takeover
+        self._namespace_filtered_lanes: set[str] = (
+            set()
+        )  # those of which this process has claimed the work of some namespaces only
 
-    def follow(self, act: Follow, *rows: Row) -> None:
+    def on_write(self, act: WriteListener, *rows: RowClass) -> None:
         """Have something done about every change of this process that writes one of these rows."""
         for row in rows:
-            self.followers.setdefault(row, []).append(act)
+            self.write_listeners.setdefault(row, []).append(act)
 
-    def note(self, change: Change, rows: Rows, committed_at: int) -> None:
+    def publish_commit(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember and tell what a written change means to this process and to others."""
-        self.note_all(((change, rows),), committed_at)
+        self.publish_commits(((change, rows),), committed_at)
 
-    def note_all(self, written: Sequence[tuple[Change, Rows]], committed_at: int) -> None:
+    def publish_commits(self, written: Sequence[tuple[Change, Rows]], committed_at: int) -> None:
         """The same for changes that were written together."""
-        self.estimate.hear(committed_at)
+        self.estimate.update(committed_at)
         for change, rows in written:
             self._noted(change, rows, committed_at)
-        if formed := [(change, first(first(rows))) for change, rows in written if change.form is not None]:
+        if formed := [(change, first(first(rows))) for change, rows in written if change.template is not None]:
             self._note_forms(formed, committed_at)
         self._wake_here([change for change, _ in written])
         for change, rows in written:
@@ -83,75 +85,75 @@ class Noting:
 
     def _noted(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Remember what a change writes and tells beyond its form."""
-        if self.planned:
+        if self.next_sweep_at:
             self._note_due(change, committed_at)
-        for empty in change.lines:
-            self.note_line(empty)
-        for line in lines_of(change):
-            self.note_line(line)
-            if line.decided:
-                self._decided_lanes.add(line.lane_id)
+        for empty in change.queues:
+            self.add_queue(empty)
+        for line in queues_written(change):
+            self.add_queue(line)
+            if line.guarded:
+                self._guarded_lanes.add(line.lane_id)
         for write in change.writes:  # compared by type: this runs for every change
             if type(write) is Patch and write.row is Execution:
                 self._note_sheet(write.key[0], write.fields, change.id, rows, committed_at)
         for event in change.events:
             if event.outcome is not None or event.lease == "released":
-                self.outcomes.note(event, change, sheet_of(event.execution_id, rows), committed_at)
+                self.completion_metrics.record(event, change, execution_among(event.execution_id, rows), committed_at)
 
     def _wake_here(self, changes: Sequence[Change]) -> None:
         """Wake whoever waits in this process for what was written; the others were told with the commit, or are now."""
         self._tell_untold(changes)
-        commits = self.commits
-        if not self.wakes and not commits.announced:
+        commits = self.commit_queue
+        if not self.wakeups and not commits.notified_changes:
             return
         topics = topics_of(changes)
-        if told := {change.id for change in changes} & commits.announced:
+        if told := {change.id for change in changes} & commits.notified_changes:
             # Their lanes were told of them when they were on their way; those of the others are still to be told.
-            commits.announced -= told
+            commits.notified_changes -= told
             lanes = {is_told: set[str]() for is_told in (True, False)}
             for change in changes:
-                lanes[change.id in told].update(lane_topic(line.lane_id) for line in lines_of(change))
+                lanes[change.id in told].update(lane_topic(line.lane_id) for line in queues_written(change))
             topics -= lanes[True] - lanes[False]
-        self.wakes.fire(topics)
+        self.wakeups.notify(topics)
 
     def _tell_untold(self, changes: Iterable[Change]) -> None:
         """Tell others of changes that are only now known to be written: the answers to their commits got lost."""
-        untold = self.commits.untold
+        untold = self.commit_queue.in_doubt_changes
         for change in changes if untold else ():
             if change.id in untold:
                 untold.discard(change.id)
-                self.tell(topics_of((change,)))
+                self.notify(topics_of((change,)))
 
-    def _following(self, change: Change) -> Iterable[Follow]:
+    def _following(self, change: Change) -> Iterable[WriteListener]:
         """What is to be done about a change, once each."""
-        followers = self.followers
+        followers = self.write_listeners
         if not followers:
             return ()
-        kinds: dict[Any, None] = {} if change.form is None else {change.form.root: None}
+        kinds: dict[Any, None] = {} if change.template is None else {change.template.row: None}
         for write in change.writes:
             kinds[write.row if type(write) is Patch or type(write) is Delete else type(write.row)] = None
         heard = [followers[kind] for kind in kinds if kind in followers]
         return tuple(heard[0]) if len(heard) == 1 else dict.fromkeys(act for acts in heard for act in acts)
 
-    def note_alike(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
+    def publish_completions(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
         """The same for ends of ordinary work, of which the forms say it all."""
-        if Execution in self.followers:
-            self.note_all([(change, [[row]]) for change, row in ends], committed_at)
+        if Execution in self.write_listeners:
+            self.publish_commits([(change, [[row]]) for change, row in ends], committed_at)
             return
-        self.estimate.hear(committed_at)
+        self.estimate.update(committed_at)
         self._note_forms(ends, committed_at)
         self._tell_untold(change for change, _ in ends)
-        self.wakes.fire_ends([row.execution_id for _, row in ends])
+        self.wakeups.notify_completions([row.execution_id for _, row in ends])
 
     def _note_forms(self, ends: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
-        seen, alike = self._seen, defaultdict[Form, list[Execution]](list)
+        seen, alike = self._lease_cache, defaultdict[RowTemplate, list[Execution]](list)
         for change, row in ends:
-            assert change.form is not None
+            assert change.template is not None
             seen.pop(row.execution_id, None)
-            alike[change.form].append(row)
+            alike[change.template].append(row)
         for form, rows in alike.items():
-            self.outcomes.formed(rows, form.event["outcome"], committed_at)
-        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+            self.completion_metrics.record_many(rows, form.event["outcome"], committed_at)
+        for column, planned_at in self.next_sweep_at.get(Execution, NOTHING).items():
             for form in alike:
                 if isinstance(instant := form.fields.get(column), FromNow):
                     self._note_instant(Execution, column, committed_at + instant.offset, planned_at)
@@ -163,53 +165,53 @@ class Noting:
         transaction; elsewhere the changes have just been written. A claim that reads the lines before it takes may see
         nothing yet: it is woken when what was written is noted.
         """
-        if not self.wakes:
+        if not self.wakeups:
             return
-        if len(self.commits.announced) > MOST_ANNOUNCED:  # whoever would have noted them went away
-            self.commits.announced.clear()
+        if len(self.commit_queue.notified_changes) > MAX_NOTIFIED_CHANGES:  # whoever would have noted them went away
+            self.commit_queue.notified_changes.clear()
         told: set[str] = set()
         for change in changes:
-            lines = lines_of(change)
+            lines = queues_written(change)
             topics = {lane_topic(line.lane_id) for line in lines}
-            if not topics or not (topics <= told or any(map(self.wakes.waiting, topics))):
+            if not topics or not (topics <= told or any(map(self.wakeups.subscriber_count, topics))):
                 continue
             if all(self._is_taken_unread(line) for line in lines):
-                self.commits.announced.add(change.id)
-                self.wakes.fire(topics)
+                self.commit_queue.notified_changes.add(change.id)
+                self.wakeups.notify(topics)
                 told |= topics
 
-    def _is_taken_unread(self, line: LineKey) -> bool:
+    def _is_taken_unread(self, line: QueueKey) -> bool:
         """Whether every claim of this process takes from the lane of this line without reading first what is there."""
-        lane, known = line.lane_id, self._lines.get(line.lane_id, ())
-        if lane in self._decided_lanes or lane in self._takeovers or lane in self._sifted_lanes:
+        lane, known = line.lane_id, self._queues.get(line.lane_id, ())
+        if lane in self._guarded_lanes or lane in self._takeover_lanes or lane in self._namespace_filtered_lanes:
             return False
-        return not line.decided and line in known and len({one.fairness_key for one in known}) == 1
+        return not line.guarded and line in known and len({one.fairness_key for one in known}) == 1
 
-    def tell(self, topics: Collection[str], *, at_once: bool = True) -> None:
+    def notify(self, topics: Collection[str], *, at_once: bool = True) -> None:
         """Wake whoever waits for these, here and in other processes; there with the next hint if that will do."""
-        self.wakes.fire(topics)
-        if self._late is not None and not self.commits.owed:  # what it was for has been told meanwhile
+        self.wakeups.notify(topics)
+        if self._late is not None and not self.commit_queue.pending_topics:  # what it was for has been told meanwhile
             self._late.cancel()
             self._late = None
-        self.commits.owed.update(topics)
+        self.commit_queue.pending_topics.update(topics)
         if at_once and not self._telling:
             self._telling = True
             asyncio.get_running_loop().call_soon(self._tell_others)
         elif not at_once and not self._telling and self._late is None:
-            self._late = asyncio.get_running_loop().call_later(LATER_S, self._tell_others)
+            self._late = asyncio.get_running_loop().call_later(NOTIFY_DELAY_S, self._tell_others)
 
     def _tell_others(self) -> None:
         """One hint for everything that a turn of the loop brought about, unless a commit told it meanwhile."""
         if self._late is not None:
             self._late.cancel()
-        topics, self._telling, self._late = frozenset(self.commits.owed), False, None
-        self.commits.owed.clear()
+        topics, self._telling, self._late = frozenset(self.commit_queue.pending_topics), False, None
+        self.commit_queue.pending_topics.clear()
         if topics:
             self.store.notify(topics)
 
-    def note_line(self, line: LineKey) -> bool:
+    def add_queue(self, line: QueueKey) -> bool:
         """Know a line; True when it is news."""
-        known = self._lines.setdefault(line.lane_id, set())
+        known = self._queues.setdefault(line.lane_id, set())
         if line in known:
             return False
         known.add(line)
@@ -221,19 +223,19 @@ class Noting:
             if type(write) is Delete:
                 continue
             row: Any = write.row if type(write) is Patch else type(write.row)
-            for column, planned_at in self.planned.get(row, NOTHING).items():
+            for column, planned_at in self.next_sweep_at.get(row, NOTHING).items():
                 instant = write.fields.get(column) if type(write) is Patch else getattr(write.row, column)
                 if isinstance(instant, FromNow):
                     instant = committed_at + instant.offset
                 self._note_instant(row, column, instant, planned_at)
 
-    def _note_instant(self, row: Row, column: str, instant: int | None, planned_at: int) -> None:
+    def _note_instant(self, row: RowClass, column: str, instant: int | None, planned_at: int) -> None:
         if instant is not None and instant < planned_at:
-            self.wakes.fire((due_topic(row, column),))
+            self.wakeups.notify((due_topic(row, column),))
 
-    def note_taken(self, rows: Sequence[Execution]) -> None:
+    def wake_sweeps_for(self, rows: Sequence[Execution]) -> None:
         """The same for rows that the store claimed by itself."""
-        for column, planned_at in self.planned.get(Execution, NOTHING).items():
+        for column, planned_at in self.next_sweep_at.get(Execution, NOTHING).items():
             for instant in set(map(attrgetter(column), rows)):
                 self._note_instant(Execution, column, instant, planned_at)
 
@@ -243,26 +245,26 @@ class Noting:
         owned = fields.get("ownership_state")
         if owned is not None and owned is not OwnershipState.LEASED:
             if owned is not OwnershipState.UNOWNED and (line := fields.get("line")):
-                self._takeovers.add(line.lane_id)
-            self._seen.pop(execution_id, None)
+                self._takeover_lanes.add(line.lane_id)
+            self._lease_cache.pop(execution_id, None)
             return
-        if owned is None and execution_id not in self._seen:
+        if owned is None and execution_id not in self._lease_cache:
             return  # it was not held before, and is not now
-        if (row := sheet_of(execution_id, rows)) is not None:
-            self.remember(applied(row, fields, revision, committed_at))
+        if (row := execution_among(execution_id, rows)) is not None:
+            self.cache_leased_row(apply_patch(row, fields, revision, committed_at))
 
-    def remember(self, row: Execution) -> None:
+    def cache_leased_row(self, row: Execution) -> None:
         """Keep a held sheet: its lease is the licence to trust it."""
         if row.lifecycle_phase is not _ACTIVE or row.ownership_state is not _LEASED:
             return
-        seen = self._seen
+        seen = self._lease_cache
         seen[row.execution_id] = row
-        if len(seen) > SEEN_LIMIT:
+        if len(seen) > MAX_CACHED_LEASES:
             del seen[next(iter(seen))]
 
-    def may_set_free(self) -> bool:
+    def may_unblock_others(self) -> bool:
         """Whether others may go on because something ends that is held here."""
-        return any(map(concerns_others, self._seen.values()))
+        return any(map(affects_others, self._lease_cache.values()))
 
 
 def first(rows: Sequence[Any]) -> Any:
@@ -270,7 +272,7 @@ def first(rows: Sequence[Any]) -> Any:
     return rows[0] if rows else None
 
 
-def sheet_of(execution_id: str, rows: Rows) -> Execution | None:
+def execution_among(execution_id: str, rows: Rows) -> Execution | None:
     """The execution of this name among some rows."""
     for found in rows:
         for row in found:
@@ -279,7 +281,7 @@ def sheet_of(execution_id: str, rows: Rows) -> Execution | None:
     return None
 
 
-def applied(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:
+def apply_patch(row: Execution, fields: dict[str, Any], revision: int, committed_at: int) -> Execution:
     """The row as it is after a patch that was written at that time."""
     values = {
         name: committed_at + value.offset if isinstance(value, FromNow) else value for name, value in fields.items()

@@ -20,49 +20,49 @@ from math import inf
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.runtime.wakeups import LANE, executions_put_in_line, topics_of
-from flowfabric.model.change import Change, Delete, Patch, Put
+from flowfabric.engine.runtime.wakeups import LANE_PREFIX, executions_enqueued, topics_of
+from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.claims import Handed, Take
+from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Collision, Store, Unstorable
 
-Verdict = int | None | errors.FabricError
+CommitResult = int | None | errors.FabricError
 
 
 def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda row: tuple(getattr(row, name) for name in names)
 
 
-ROOTS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_root}
-MANY_ROWS = 450  # of a batch: where commits run side by side, the rest goes with the other lane
-MOST_UNTOLD = 1000  # changes in doubt that are remembered; most are never heard of again
+AGGREGATE_ROOT_KEYS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_aggregate_root}
+MAX_BATCH_ROWS = 450  # of a batch: where commits run side by side, the rest goes with the other lane
+MAX_IN_DOUBT_CHANGES = 1000  # changes in doubt that are remembered; most are never heard of again
 
 
-class Wish:
+class PendingClaim:
     """A take that goes along with the next batch that puts work into its lane."""
 
-    def __init__(self, takes: dict[str, Callable[[], Take]]) -> None:
+    def __init__(self, takes: dict[str, Callable[[], ClaimRequest]]) -> None:
         """`takes` makes one, by the topic of each lane; the first batch that suits gets one of them."""
         self._takes = takes
-        self.granted: Take | None = None  # the one that is on its way
-        self.emptied = False  # whether it saw the end of its lane
+        self.attached: ClaimRequest | None = None  # the one that is on its way
+        self.drained = False  # whether it saw the end of its lane
         self.rows: asyncio.Future[list[tuple[Execution, Payload]]] = asyncio.get_running_loop().create_future()
 
-    def grant(self, lanes: Collection[str]) -> Take | None:
+    def attach_to(self, lanes: Collection[str]) -> ClaimRequest | None:
         """The take for a batch that puts work into these lanes."""
         make = next((make for lane, make in self._takes.items() if lane in lanes), None)
-        self.granted = make and make()
-        return self.granted
+        self.attached = make and make()
+        return self.attached
 
-    async def heard(self, answer: Awaitable[Handed]) -> Handed:
+    async def resolve_from(self, answer: Awaitable[CommitAndClaimResult]) -> CommitAndClaimResult:
         """Learn from the answer to its batch what came of it."""
         try:
             handed = await answer
         except BaseException as error:
             self._end([], error if isinstance(error, errors.StoreUnavailable) else None)
             raise
-        self.emptied = handed.emptied
+        self.drained = handed.drained
         self._end(handed.rows)
         return handed
 
@@ -75,7 +75,7 @@ class Wish:
             self.rows.set_exception(error)
 
 
-class Commits:
+class CommitQueue:
     """The way of all changes to the store."""
 
     def __init__(self, store: Store, announce: Callable[[Sequence[Change]], None]) -> None:
@@ -86,13 +86,15 @@ class Commits:
         """
         self._store = store
         self._announce = announce
-        self.announced: set[int] = set()  # ids of changes that are not noted yet and whose lanes have been woken
-        self.owed: set[str] = set()  # what others are to be told later, unless a commit tells it before
-        self.untold: set[int] = set()  # ids of changes whose answers got lost, and with them perhaps their hints
+        self.notified_changes: set[int] = set()  # ids of changes that are not noted yet and whose lanes have been woken
+        self.pending_topics: set[str] = set()  # what others are to be told later, unless a commit tells it before
+        self.in_doubt_changes: set[int] = (
+            set()
+        )  # ids of changes whose answers got lost, and with them perhaps their hints
         self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._bringing: dict[asyncio.Future[None], set[str]] = {}  # batches under way that put work into lanes
-        self._wishes: list[Wish] = []
+        self._wishes: list[PendingClaim] = []
         self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
 
     def add(self, change: Change) -> asyncio.Future[int | None]:
@@ -102,42 +104,42 @@ class Commits:
         self._start_lane()
         return verdict
 
-    def send(self, changes: Sequence[Change]) -> asyncio.Task[list[Verdict]]:
+    def send_batch(self, changes: Sequence[Change]) -> asyncio.Task[list[CommitResult]]:
         """Write a batch that one caller put together, at once; one change that fails does not fail the others."""
         writing = asyncio.create_task(self._write_aloud(changes))
         self._under_way.add(writing)
         writing.add_done_callback(self._under_way.discard)
         return writing
 
-    async def add_all(self, changes: Sequence[Change]) -> list[Verdict]:
+    async def add_all(self, changes: Sequence[Change]) -> list[CommitResult]:
         """Write many changes about different roots, a batch at a time; each verdict stands for itself."""
-        verdicts: list[Verdict] = []
+        verdicts: list[CommitResult] = []
         for start in range(0, len(changes), self._store.batch_limit):
-            verdicts += await self.send(changes[start : start + self._store.batch_limit])
+            verdicts += await self.send_batch(changes[start : start + self._store.batch_limit])
         return verdicts
 
-    async def brought(self, topics: Collection[str]) -> None:
+    async def wait_for_lanes(self, topics: Collection[str]) -> None:
         """Wait until the batches under way that put work into one of these lanes are answered."""
         under_way = [batch for batch, lanes in self._bringing.items() if not lanes.isdisjoint(topics)]
         for batch in under_way:
             await asyncio.shield(batch)
 
-    def wish(self, wish: Wish) -> None:
+    def add_pending_claim(self, wish: PendingClaim) -> None:
         """Let a take go along with the next batch that puts work into its lane."""
         self._wishes.append(wish)
 
-    def withdraw(self, wish: Wish) -> None:
+    def remove_pending_claim(self, wish: PendingClaim) -> None:
         """Wish it no more; if it is on its way already, that changes nothing."""
         if wish in self._wishes:
             self._wishes.remove(wish)
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until nothing is on its way."""
         while self._under_way:
             await asyncio.wait(self._under_way)
 
     def _start_lane(self) -> None:
-        if self._running < self._store.commit_lanes:
+        if self._running < self._store.concurrent_commits:
             self._running += 1
             lane = asyncio.create_task(self._run_lane())
             self._under_way.add(lane)
@@ -149,7 +151,7 @@ class Commits:
                 verdicts = await self._write_aloud([change for change, _ in batch])
                 for (change, waiter), verdict in zip(batch, verdicts, strict=True):
                     if waiter.done():  # nobody will note what became of it
-                        self.announced.discard(change.id)
+                        self.notified_changes.discard(change.id)
                     _answer(waiter, verdict)
         finally:
             self._running -= 1
@@ -159,7 +161,7 @@ class Commits:
         later: list[tuple[Change, asyncio.Future[int | None]]] = []
         roots: set[object] = set()
         waiting, limit, rows = self._waiting, self._store.batch_limit, 0
-        most = inf if self._store.in_order else MANY_ROWS
+        most = inf if self._store.executes_in_order else MAX_BATCH_ROWS
         while waiting and len(batch) < limit and rows < most:
             entry = waiting.popleft()
             touched = _roots_of(entry[0])
@@ -172,26 +174,26 @@ class Commits:
         waiting.extendleft(reversed(later))
         return batch
 
-    async def _write_aloud(self, changes: Sequence[Change]) -> list[Verdict]:
+    async def _write_aloud(self, changes: Sequence[Change]) -> list[CommitResult]:
         """Commit, and let those come along who can; what was not written is not announced any more."""
-        if not self._store.in_order:
+        if not self._store.executes_in_order:
             return await self._write_for_lanes(changes)
         self._announce(changes)  # whoever hears it is heard after what is written here without a pause
         verdicts = await self._write(changes)
-        if self.announced:
-            self.announced.difference_update(
+        if self.notified_changes:
+            self.notified_changes.difference_update(
                 change.id for change, verdict in zip(changes, verdicts, strict=True) if type(verdict) is not int
             )
         return verdicts
 
-    async def _write_for_lanes(self, changes: Sequence[Change]) -> list[Verdict]:
+    async def _write_for_lanes(self, changes: Sequence[Change]) -> list[CommitResult]:
         """Commit where nobody can come along; those who would look in vain can wait for the answer."""
         topics = frozenset(topics_of(changes))
-        if not (lanes := {topic for topic in topics if topic.startswith(LANE)}):
+        if not (lanes := {topic for topic in topics if topic.startswith(LANE_PREFIX)}):
             return await self._write(changes, topics)
         batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bringing[batch] = lanes
-        wish = next((one for one in self._wishes if one.grant(lanes)), None)
+        wish = next((one for one in self._wishes if one.attach_to(lanes)), None)
         if wish is not None:
             self._wishes.remove(wish)
         try:
@@ -203,49 +205,53 @@ class Commits:
             [
                 change
                 for change, verdict in zip(changes, verdicts, strict=True)
-                if type(verdict) is int and change.id not in self.announced
+                if type(verdict) is int and change.id not in self.notified_changes
             ]
         )
         return verdicts
 
     async def _write(
-        self, changes: Sequence[Change], topics: frozenset[str] | None = None, wish: Wish | None = None
-    ) -> list[Verdict]:
+        self, changes: Sequence[Change], topics: frozenset[str] | None = None, wish: PendingClaim | None = None
+    ) -> list[CommitResult]:
         """Commit; a batch that the store cannot keep is halved until the one at fault stands alone.
 
         `topics` are those of the changes, if they are known already; a wish goes along with the whole batch only.
         """
         hint = frozenset(topics_of(changes)) if topics is None else topics
         try:
-            if wish is None or wish.granted is None:
+            if wish is None or wish.attached is None:
                 verdicts = await self._store.commit(changes, hint)
             else:
-                verdicts = await self._hand_over(changes, hint, wish, wish.granted)
+                verdicts = await self._hand_over(changes, hint, wish, wish.attached)
         except Unstorable as fault:
             if len(changes) == 1:
                 return [None if isinstance(fault, Collision) else _refused(fault)]
-            self.announced.difference_update(change.id for change in changes)  # who came along found nothing
+            self.notified_changes.difference_update(change.id for change in changes)  # who came along found nothing
             half = len(changes) // 2
             return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:
-            if isinstance(error, errors.StoreUnavailable) and error.in_doubt and len(self.untold) < MOST_UNTOLD:
-                self.untold.update(change.id for change in changes)
+            if (
+                isinstance(error, errors.StoreUnavailable)
+                and error.in_doubt
+                and len(self.in_doubt_changes) < MAX_IN_DOUBT_CHANGES
+            ):
+                self.in_doubt_changes.update(change.id for change in changes)
             return [error] * len(changes)
         except Exception as bug:  # whatever it is, every caller of this batch must hear of it and no lane may die
             return [_bug(bug)] * len(changes)
-        if self.owed and any(at is not None for at in verdicts):
-            self.owed -= hint
+        if self.pending_topics and any(at is not None for at in verdicts):
+            self.pending_topics -= hint
         return list(verdicts)
 
     async def _hand_over(
-        self, changes: Sequence[Change], hint: frozenset[str], wish: Wish, take: Take
+        self, changes: Sequence[Change], hint: frozenset[str], wish: PendingClaim, take: ClaimRequest
     ) -> list[int | None]:
         """Commit and take; whoever waits for the lane need not be told of what went to the wish."""
-        handed = await wish.heard(self._store.hand_over(changes, hint, take))
+        handed = await wish.resolve_from(self._store.commit_and_claim(changes, hint, take))
         if gone := {row.execution_id for row, _ in handed.rows}:
             for change, at in zip(changes, handed.verdicts, strict=True):
-                if at is not None and (freed := executions_put_in_line(change)) and freed <= gone:
-                    self.announced.add(change.id)
+                if at is not None and (freed := executions_enqueued(change)) and freed <= gone:
+                    self.notified_changes.add(change.id)
         return handed.verdicts
 
 
@@ -258,14 +264,14 @@ def _roots_of(change: Change) -> list[tuple[Any, tuple[Any, ...]]]:
     for write in change.writes:  # compared by type: this runs for every change
         row: Any = write.row
         if type(write) is Patch or type(write) is Delete:
-            if row in ROOTS:
+            if row in AGGREGATE_ROOT_KEYS:
                 touched.append((row, write.key))
-        elif type(write) is Put and type(row) in ROOTS:
-            touched.append((type(row), ROOTS[type(row)](row)))
+        elif type(write) is Upsert and type(row) in AGGREGATE_ROOT_KEYS:
+            touched.append((type(row), AGGREGATE_ROOT_KEYS[type(row)](row)))
     return touched
 
 
-def _answer(waiter: asyncio.Future[int | None], verdict: Verdict) -> None:
+def _answer(waiter: asyncio.Future[int | None], verdict: CommitResult) -> None:
     if waiter.done():  # the caller went away; its change was written or refused all the same
         return
     if isinstance(verdict, errors.FabricError):

@@ -14,26 +14,26 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Core
-from flowfabric.model.change import Change, Put
-from flowfabric.model.outbox import Message
-from flowfabric.model.text import counted
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.model.change import Change, Upsert
+from flowfabric.model.outbox import OutboxMessage
+from flowfabric.model.text import pluralize
 from flowfabric.rules import outbox
 
 logger = logging.getLogger("flowfabric.relay")
 
 
-class Relay(Core):
+class OutboxRelay(Runtime):
     """Delivers what commits owe to other partitions."""
 
     _deliveries: set[asyncio.Task[None]] | None = None
 
-    def follow_messages(self, change: Change, _: object) -> None:
+    def deliver_written_messages(self, change: Change, _: object) -> None:
         """Deliver what a change that was just written here owes to others."""
         messages = [
             msgspec.structs.replace(write.row, revision=change.id)
             for write in change.writes
-            if type(write) is Put and type(write.row) is Message
+            if type(write) is Upsert and type(write.row) is OutboxMessage
         ]
         if not messages:
             return
@@ -43,14 +43,14 @@ class Relay(Core):
         self._deliveries.add(task)
         task.add_done_callback(self._deliveries.discard)
 
-    async def delivered(self) -> None:
+    async def wait_for_deliveries(self) -> None:
         """Wait until everything that was sent from here has arrived or was left to the sweep."""
         while self._deliveries:
             await asyncio.wait(self._deliveries)
 
-    async def deliver(self, message: Message) -> bool:
+    async def deliver_outbox_message(self, message: OutboxMessage) -> bool:
         """Hand a message to its receiver and forget it; False when it has to wait for another try."""
-        receiver: Callable[[Message], Awaitable[None]] | None = getattr(self, f"_receive_{message.kind}", None)
+        receiver: Callable[[OutboxMessage], Awaitable[None]] | None = getattr(self, f"_receive_{message.kind}", None)
         if receiver is None:
             logger.error("message %s: nobody here receives %s", message.message_id, message.kind)
             return False
@@ -59,22 +59,22 @@ class Relay(Core):
         except errors.FabricError as refused:
             logger.warning("message %s to %s has to wait: %s", message.message_id, message.target, refused)
             return False
-        await self._settled(outbox.delivered(message))
+        await self._settled(outbox.acknowledge(message))
         return True
 
-    async def redeliver(self, message: Message) -> bool:
+    async def redeliver_outbox_message(self, message: OutboxMessage) -> bool:
         """The sweep's form: a message that has to wait again waits longer each time."""
-        if await self.deliver(message):
+        if await self.deliver_outbox_message(message):
             return True
-        await self._settled(outbox.postponed(message))
+        await self._settled(outbox.postpone(message))
         return False
 
-    async def _deliver_now(self, messages: Sequence[Message]) -> None:
+    async def _deliver_now(self, messages: Sequence[OutboxMessage]) -> None:
         try:
-            await asyncio.gather(*(self.deliver(message) for message in messages))
+            await asyncio.gather(*(self.deliver_outbox_message(message) for message in messages))
         except errors.StoreUnavailable as away:
-            logger.warning("%s left to the sweep: %s", counted(len(messages), "message"), away)
+            logger.warning("%s left to the sweep: %s", pluralize(len(messages), "message"), away)
 
     async def _settled(self, change: Change) -> None:
         # A guard that fails means that another process delivered the message as well: nothing is left to do.
-        await self.commits.add(msgspec.structs.replace(change, id=self.minter.change_id()))
+        await self.commit_queue.add(msgspec.structs.replace(change, id=self.minter.change_id()))

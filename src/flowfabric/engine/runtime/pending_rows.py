@@ -15,71 +15,73 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Core
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Put, Write
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Upsert, Write
 from flowfabric.model.execution import Execution
 from flowfabric.rules.decision import Decision
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.queries import Want
+from flowfabric.stores.queries import Read
 
 A = TypeVar("A")
 
-MOST = 100  # decisions in one change
+MAX_BATCH_DECISIONS = 100  # decisions in one change
 
 Rows = list[list[Any]]
 Decide = Callable[[Rows, int], Decision[Any]]
-Place = tuple[type[msgspec.Struct], tuple[Any, ...]]
+RowKey = tuple[type[msgspec.Struct], tuple[Any, ...]]
 
 
-class _Asked(msgspec.Struct):
-    wants: Sequence[Want]
+class _QueuedDecision(msgspec.Struct):
+    wants: Sequence[Read]
     decide: Decide
     answer: asyncio.Future[Any]
 
 
-class Together:
+class RootQueues:
     """The lines of this process, one a root."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Runtime) -> None:
         self._core = core
-        self._lines: dict[Hashable, deque[_Asked]] = {}
+        self._queues: dict[Hashable, deque[_QueuedDecision]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def settle(self, root: Hashable, wants: Sequence[Want], decide: Callable[[Rows, int], Decision[A]]) -> A:
+    async def decide_and_commit(
+        self, root: Hashable, wants: Sequence[Read], decide: Callable[[Rows, int], Decision[A]]
+    ) -> A:
         """Settle a decision in its turn. All decisions about this root guard it."""
-        line = self._lines.get(root)
+        line = self._queues.get(root)
         if line is None:  # nobody else is at it
-            self._lines[root] = line = deque()
+            self._queues[root] = line = deque()
             try:
-                return await self._core.settle(wants, decide)
+                return await self._core.decide_and_commit(wants, decide)
             finally:
                 if line:
                     task = asyncio.create_task(self._work(root, line))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                 else:
-                    del self._lines[root]
-        asked = _Asked(wants, decide, asyncio.get_running_loop().create_future())
+                    del self._queues[root]
+        asked = _QueuedDecision(wants, decide, asyncio.get_running_loop().create_future())
         line.append(asked)
         answer: A | errors.FabricError = await asked.answer
         if isinstance(answer, errors.FabricError):
             raise answer
         return answer
 
-    async def _work(self, root: Hashable, line: deque[_Asked]) -> None:
+    async def _work(self, root: Hashable, line: deque[_QueuedDecision]) -> None:
         try:
             while line:
-                batch = [line.popleft() for _ in range(min(MOST, len(line)))]
+                batch = [line.popleft() for _ in range(min(MAX_BATCH_DECISIONS, len(line)))]
                 for asked, answer in zip(batch, await self._settled(batch), strict=True):
                     if not asked.answer.done():
                         asked.answer.set_result(answer)
         finally:
-            del self._lines[root]
+            del self._queues[root]
 
-    async def _settled(self, batch: list[_Asked]) -> list[Any]:
+    async def _settled(self, batch: list[_QueuedDecision]) -> list[Any]:
         wants = list(dict.fromkeys(want for asked in batch for want in asked.wants))
         try:
-            return await self._core.settle(wants, lambda rows, now: fold(batch, wants, rows, now))
+            return await self._core.decide_and_commit(wants, lambda rows, now: decide_batch(batch, wants, rows, now))
         except errors.StoreUnavailable as away:
             return [away] * len(batch)
         except errors.FabricError as refused:  # the store cannot keep something: each has to stand for itself
@@ -90,16 +92,16 @@ class Together:
             return [_bug(bug)] * len(batch)
 
 
-def fold(batch: Sequence[_Asked], wants: Sequence[Want], rows: Rows, now: int) -> Decision[list[Any]]:
+def decide_batch(batch: Sequence[_QueuedDecision], wants: Sequence[Read], rows: Rows, now: int) -> Decision[list[Any]]:
     """One decision for many: each is made on what the ones before it would have left."""
-    ledger = Ledger(wants, rows, now)
+    ledger = PendingRows(wants, rows, now)
     decisions: list[Decision[Any]] = []
     for asked in batch:
         decision = asked.decide([ledger.find(want) for want in asked.wants], now)
         if decision.change is not None:
             ledger.apply(decision.change)
         decisions.append(decision)
-    return Decision(lambda then: [_answer(decision, then) for decision in decisions], ledger.change())
+    return Decision(lambda then: [_answer(decision, then) for decision in decisions], ledger.to_change())
 
 
 def _answer(decision: Decision[Any], now: int) -> Any:
@@ -109,22 +111,22 @@ def _answer(decision: Decision[Any], now: int) -> Any:
         return refused
 
 
-class Ledger:
+class PendingRows:
     """Rows as they will be once some changes are written, and the one change that makes them so."""
 
-    def __init__(self, wants: Sequence[Want], rows: Rows, now: int) -> None:
+    def __init__(self, wants: Sequence[Read], rows: Rows, now: int) -> None:
         self._now = now
-        self._rows: dict[Place, Any] = {}
+        self._rows: dict[RowKey, Any] = {}
         for want, found in zip(wants, rows, strict=True):
             self._rows.update(((want.row, _key(row)), row) for row in found)
         self._known = dict(self._rows)
-        self._meant: dict[Place, Any] = {}  # rows to be written, with the instants that the store fills in
-        self._sheets: dict[Place, dict[str, Any]] = {}
-        self._dropped: dict[Place, None] = {}
-        self._guards: dict[Place, Guard] = {}
+        self._meant: dict[RowKey, Any] = {}  # rows to be written, with the instants that the store fills in
+        self._execution_patches: dict[RowKey, dict[str, Any]] = {}
+        self._dropped: dict[RowKey, None] = {}
+        self._guards: dict[RowKey, Guard] = {}
         self._changes: list[Change] = []
 
-    def find(self, want: Want) -> list[Any]:
+    def find(self, want: Read) -> list[Any]:
         """The rows of a want as they are by now, in key order."""
         length = len(want.key)
         found = [(key, row) for (kind, key), row in self._rows.items() if kind is want.row and key[:length] == want.key]
@@ -142,7 +144,7 @@ class Ledger:
 
     def _write(self, write: Write) -> None:
         match write:
-            case Insert(row=new) | Put(row=new):
+            case Insert(row=new) | Upsert(row=new):
                 self._set((type(new), _key(new)), new)
             case Patch():
                 self._patch(write)
@@ -157,15 +159,15 @@ class Ledger:
         row = self._rows.get(place)
         if row is None:
             raise errors.BugError(f"a patch of a row that was not asked for: {patch.row.__name__}")
-        if patch.unless is not None and getattr(row, patch.unless) is not None:
+        if patch.unless_set is not None and getattr(row, patch.unless_set) is not None:
             return
         if patch.row is Execution:  # its pulse moves without a guard, so it is never written as a whole
-            self._sheets.setdefault(place, {}).update(patch.fields)
+            self._execution_patches.setdefault(place, {}).update(patch.fields)
             self._rows[place] = self._filled(msgspec.structs.replace(row, **patch.fields))
         else:
             self._set(place, msgspec.structs.replace(self._meant.get(place, row), **patch.fields))
 
-    def _set(self, place: Place, row: Any) -> None:
+    def _set(self, place: RowKey, row: Any) -> None:
         self._meant[place] = row
         self._rows[place] = self._filled(row)
 
@@ -174,14 +176,14 @@ class Ledger:
         given = {name: self._now + value.offset for name, value in values.items() if type(value) is FromNow}
         return msgspec.structs.replace(row, **given) if given else row
 
-    def change(self) -> Change | None:
+    def to_change(self) -> Change | None:
         """Everything that was applied, as one change; None when there was nothing."""
         if not self._changes:
             return None
         writes: list[Write] = [Delete(kind, key) for kind, key in self._dropped]
-        writes += [Patch(kind, key, fields) for (kind, key), fields in self._sheets.items()]
+        writes += [Patch(kind, key, fields) for (kind, key), fields in self._execution_patches.items()]
         for place, row in self._meant.items():
-            writes.append(Put(row) if place in self._known or self._was_dropped(place) else Insert(row))
+            writes.append(Upsert(row) if place in self._known or self._was_dropped(place) else Insert(row))
         bounds = [(change.not_before, change.not_after) for change in self._changes]
         return Change(
             guards=tuple(self._guards.values()),
@@ -191,7 +193,7 @@ class Ledger:
             not_after=min((late for _, late in bounds if late is not None), default=None),
         )
 
-    def _was_dropped(self, place: Place) -> bool:
+    def _was_dropped(self, place: RowKey) -> bool:
         kind, key = place
         return any(kind is dropped and key[: len(start)] == start for dropped, start in self._dropped)
 

@@ -16,66 +16,66 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Core, Pause
+from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.model.change import Change
-from flowfabric.model.owned_id import OwnedId
-from flowfabric.stores.queries import Want
+from flowfabric.model.owned_id import NamespacedId
+from flowfabric.stores.queries import Read
 
 S = TypeVar("S")
 A = TypeVar("A")
 
-BATCH = 500
+MAX_BATCH_DECISIONS = 500
 
 Decide = Callable[[S, int], tuple[A | errors.FabricError, S]]
 
 
-class Book(Protocol[S]):
+class AggregateAdapter(Protocol[S]):
     """How the rows of one kind of root become a sheet, and how the difference between two sheets is written."""
 
-    def wants(self, key: OwnedId) -> tuple[Want, ...]:
+    def reads(self, key: NamespacedId) -> tuple[Read, ...]:
         """The rows that every decision needs."""
         ...
 
-    def sheet(self, key: OwnedId, rows: Iterable[Any]) -> S:
+    def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> S:
         """The rows as a sheet."""
         ...
 
-    def written(self, before: S, after: S, change_id: int) -> Change | None:
+    def change_between(self, before: S, after: S, change_id: int) -> Change | None:
         """What makes the one of the other, under this id; None when nothing differs."""
         ...
 
-    def trace(self, key: OwnedId, change_id: int) -> Want:
+    def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
         """A row that tells, after a lost answer, whether this change was written."""
         ...
 
-    def shows(self, row: Any, change_id: int) -> bool:
+    def confirms(self, row: Any, change_id: int) -> bool:
         """Whether it does."""
         ...
 
 
-class _Asked(msgspec.Struct, Generic[S]):
+class _AggregateDecision(msgspec.Struct, Generic[S]):
     decide: Callable[[S, int], tuple[Any, S]]
-    wants: tuple[Want, ...]
+    wants: tuple[Read, ...]
     answer: asyncio.Future[Any]
 
 
-class Chain(Generic[S]):
+class AggregateQueue(Generic[S]):
     """The decisions of this process about one root."""
 
-    def __init__(self, core: Core, book: Book[S], key: OwnedId) -> None:
+    def __init__(self, core: Runtime, book: AggregateAdapter[S], key: NamespacedId) -> None:
         self._core = core
         self._book = book
         self._key = key
-        self._waiting: deque[_Asked[S]] = deque()
+        self._waiting: deque[_AggregateDecision[S]] = deque()
         self._running: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
         return self._running is None
 
-    async def ask(self, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
+    async def decide_and_commit(self, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
         """Decide in turn; `wants` are rows that this decision needs beside those of every decision."""
-        asked = _Asked(decide, wants, asyncio.get_running_loop().create_future())
+        asked = _AggregateDecision(decide, wants, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -87,7 +87,7 @@ class Chain(Generic[S]):
     async def _run(self) -> None:
         try:
             while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH_DECISIONS, len(self._waiting)))]
                 try:
                     answers: Sequence[Any] = await self._settle(batch)
                 except errors.FabricError as away:
@@ -100,70 +100,70 @@ class Chain(Generic[S]):
         finally:
             self._running = None
 
-    async def _settle(self, batch: Sequence[_Asked[S]]) -> list[Any]:
-        wants = tuple(dict.fromkeys((*self._book.wants(self._key), *(want for one in batch for want in one.wants))))
+    async def _settle(self, batch: Sequence[_AggregateDecision[S]]) -> list[Any]:
+        wants = tuple(dict.fromkeys((*self._book.reads(self._key), *(want for one in batch for want in one.wants))))
         doubts: list[tuple[Change, list[Any]]] = []  # and the answers to give should one turn out to be written
-        misses, pause = 0, Pause()
+        misses, pause = 0, StoreBackoff()
         while True:
             # Asked at every look, not once: a change whose answer got lost may still be on its way.
-            traces = [self._book.trace(self._key, doubt.id) for doubt, _ in doubts]
+            traces = [self._book.commit_marker(self._key, doubt.id) for doubt, _ in doubts]
             loaded = await self._core.load((*wants, *traces))
             for (doubt, meant), found in zip(doubts, loaded.rows[len(wants) :], strict=True):
-                if any(self._book.shows(row, doubt.id) for row in found):
-                    self._core.note(doubt, [], loaded.now)
+                if any(self._book.confirms(row, doubt.id) for row in found):
+                    self._core.publish_commit(doubt, [], loaded.now)
                     return meant
             rows = loaded.rows[: len(wants)]
-            before = after = self._book.sheet(self._key, (row for found in rows for row in found))
+            before = after = self._book.build_state(self._key, (row for found in rows for row in found))
             answers = []
             for asked in batch:
                 answer, after = asked.decide(after, loaded.now)
                 answers.append(answer)
             change_id = self._core.minter.change_id()
-            change = self._book.written(before, after, change_id)
+            change = self._book.change_between(before, after, change_id)
             if change is None:
                 return answers
             change = msgspec.structs.replace(change, id=change_id)
             try:
-                committed_at = await self._core.commits.add(change)
+                committed_at = await self._core.commit_queue.add(change)
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
                     doubts.append((change, answers))
-                await pause.or_raise()
+                await pause.sleep_or_raise()
                 continue
             if committed_at is not None:
-                self._core.note(change, [], committed_at)
+                self._core.publish_commit(change, [], committed_at)
                 return answers
             misses += 1
-            await asyncio.sleep(self._core.chance() * min(0.1, 0.001 * 2**misses))
+            await asyncio.sleep(self._core.random() * min(0.1, 0.001 * 2**misses))
 
 
-class Chains(Generic[S]):
+class AggregateRepository(Generic[S]):
     """The chains of one kind of root; one that has nothing to do is forgotten."""
 
-    def __init__(self, core: Core, book: Book[S]) -> None:
+    def __init__(self, core: Runtime, book: AggregateAdapter[S]) -> None:
         self._core = core
         self._book = book
-        self._chains: dict[OwnedId, Chain[S]] = {}
+        self._chains: dict[NamespacedId, AggregateQueue[S]] = {}
 
-    async def ask(self, key: OwnedId, decide: Decide[S, A], wants: tuple[Want, ...] = ()) -> A:
+    async def decide_and_commit(self, key: NamespacedId, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
         """Decide about the root of this key."""
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains[key] = Chain(self._core, self._book, key)
+            chain = self._chains[key] = AggregateQueue(self._core, self._book, key)
         try:
-            return await chain.ask(decide, wants)
+            return await chain.decide_and_commit(decide, wants)
         finally:
             if chain.is_idle and self._chains.get(key) is chain:
                 del self._chains[key]
 
-    async def look(self, keys: Sequence[OwnedId]) -> tuple[int, dict[OwnedId, S]]:
+    async def load(self, keys: Sequence[NamespacedId]) -> tuple[int, dict[NamespacedId, S]]:
         """Sheets as they are now, for reading only, and the store's time."""
-        groups = [self._book.wants(key) for key in keys]
+        groups = [self._book.reads(key) for key in keys]
         loaded = await self._core.load([want for group in groups for want in group])
         sheets, start = {}, 0
         for key, group in zip(keys, groups, strict=True):
             found = loaded.rows[start : start + len(group)]
-            sheets[key] = self._book.sheet(key, (row for rows in found for row in rows))
+            sheets[key] = self._book.build_state(key, (row for rows in found for row in rows))
             start += len(group)
         return loaded.now, sheets
 

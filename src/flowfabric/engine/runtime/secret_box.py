@@ -15,13 +15,13 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.settings import Secret
 
-SEALED = "sealed:1:"
-UNREADABLE = "<sealed>"  # what a secret reads as without its key: no secret, and not an empty one either
+SEALED_PREFIX = "sealed:1:"
+UNREADABLE_SECRET = "<sealed>"  # what a secret reads as without its key: no secret, and not an empty one either
 _SALT = b"flowfabric/secret-key/1"
 _NONCE_BYTES = 12
 
 
-class Vault:
+class SecretBox:
     """Seals and opens secrets; without a key it hands them through."""
 
     def __init__(self, key: Secret | None) -> None:
@@ -29,26 +29,26 @@ class Vault:
 
     def seal(self, secret: str, kid: str) -> str:
         """The secret as it is kept."""
-        if self._cipher is None or secret.startswith(SEALED):
+        if self._cipher is None or secret.startswith(SEALED_PREFIX):
             return secret
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._cipher.encrypt(nonce, secret.encode(), kid.encode())
-        return SEALED + base64.b64encode(nonce + sealed).decode()
+        return SEALED_PREFIX + base64.b64encode(nonce + sealed).decode()
 
     def open(self, kept: str, kid: str) -> str:
         """The secret itself; one that cannot be opened here is unreadable, and is refused by whoever wants to sign."""
-        if not kept.startswith(SEALED):
+        if not kept.startswith(SEALED_PREFIX):
             return kept
         if self._cipher is None:
-            return UNREADABLE
+            return UNREADABLE_SECRET
         from cryptography.exceptions import InvalidTag
 
         try:
-            data = base64.b64decode(kept.removeprefix(SEALED), validate=True)
+            data = base64.b64decode(kept.removeprefix(SEALED_PREFIX), validate=True)
             opened: bytes = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], kid.encode())
             return opened.decode()
         except (InvalidTag, ValueError):
-            return UNREADABLE
+            return UNREADABLE_SECRET
 
 
 def _cipher(key: Secret) -> Any:

@@ -7,60 +7,60 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from flowfabric.model.change import Change, Patch, Write
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.stream import Stream
 
 
-class Wakes:
+class Wakeups:
     """Waiting tasks of this process, by topic."""
 
     def __init__(self) -> None:
         # In the order in which they came: who is woken first claims first, and worlds of one seed must be alike.
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
-        self.ends = 0  # how often it was told that an execution ended, whichever
+        self.completion_count = 0  # how often it was told that an execution ended, whichever
         self._for_ends = 0  # how many wait for the end of one
 
     def __bool__(self) -> bool:
         """Whether anyone waits for anything."""
         return bool(self._waiters)
 
-    def fire(self, topics: Iterable[str]) -> None:
+    def notify(self, topics: Iterable[str]) -> None:
         """Wake everyone who waits for one of these."""
         for topic in topics:
-            if topic.startswith(END):
-                self.ends += 1
+            if topic.startswith(COMPLETION_PREFIX):
+                self.completion_count += 1
             for waiter in self._waiters.pop(topic, ()):
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def fire_ends(self, execution_ids: Collection[str]) -> None:
+    def notify_completions(self, execution_ids: Collection[str]) -> None:
         """Wake everyone who waits for the end of one of these, or for the feed, which tells of it."""
         if self._for_ends:
-            self.fire(map(end_topic, execution_ids))
+            self.notify(map(completion_topic, execution_ids))
         else:  # so it is where the work is done; then nobody needs their names
-            self.ends += len(execution_ids)
-        self.fire((FEED,))
+            self.completion_count += len(execution_ids)
+        self.notify((FEED_TOPIC,))
 
-    def fire_all(self, prefix: str) -> None:
+    def notify_prefix(self, prefix: str) -> None:
         """Wake everyone who waits for a topic that begins like this."""
-        self.fire([topic for topic in self._waiters if topic.startswith(prefix)])
+        self.notify([topic for topic in self._waiters if topic.startswith(prefix)])
 
-    def waiting(self, topic: str) -> int:
+    def subscriber_count(self, topic: str) -> int:
         """How many wait for a hint about this."""
         return len(self._waiters.get(topic, ()))
 
-    def expect(self, *topics: str) -> asyncio.Future[None]:
+    def subscribe(self, *topics: str) -> asyncio.Future[None]:
         """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for topic in topics:
             self._waiters.setdefault(topic, {})[waiter] = None
-            self._for_ends += topic.startswith(END)
+            self._for_ends += topic.startswith(COMPLETION_PREFIX)
         waiter.add_done_callback(lambda done: self._forget(topics, done))
         return waiter
 
     def _forget(self, topics: tuple[str, ...], waiter: asyncio.Future[None]) -> None:
         for topic in topics:
-            self._for_ends -= topic.startswith(END)
+            self._for_ends -= topic.startswith(COMPLETION_PREFIX)
             waiters = self._waiters.get(topic)
             if waiters is not None:
                 waiters.pop(waiter, None)
@@ -68,7 +68,7 @@ class Wakes:
                     del self._waiters[topic]
 
 
-async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
+async def wait_for_wakeup(waiter: asyncio.Future[None], timeout_s: float) -> bool:
     """Wait for a hint; False when none came in time."""
     try:
         async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled when a hint comes as well
@@ -80,7 +80,7 @@ async def waited(waiter: asyncio.Future[None], timeout_s: float) -> bool:
 
 def lane_topic(lane_id: str) -> str:
     """Work became claimable in this lane."""
-    return f"{LANE}{lane_id}"
+    return f"{LANE_PREFIX}{lane_id}"
 
 
 def stream_topic(execution_id: str) -> str:
@@ -88,9 +88,11 @@ def stream_topic(execution_id: str) -> str:
     return f"stream:{execution_id}"
 
 
-def end_topic(execution_id: str) -> str:
+def completion_topic(execution_id: str) -> str:
     """This execution ended."""
-    return f"{END}{execution_id[-8:]}"  # short, since it travels; a stranger that shares it costs one look
+    return (
+        f"{COMPLETION_PREFIX}{execution_id[-8:]}"  # short, since it travels; a stranger that shares it costs one look
+    )
 
 
 def due_topic(row: type, column: str) -> str:
@@ -98,19 +100,19 @@ def due_topic(row: type, column: str) -> str:
     return f"due:{row.__name__}.{column}"
 
 
-FEED = "feed"
-LANE = "lane:"
-END = "end:"
+FEED_TOPIC = "feed"
+LANE_PREFIX = "lane:"
+COMPLETION_PREFIX = "end:"
 
 
-def lines_of(change: Change) -> set[LineKey]:
+def queues_written(change: Change) -> set[QueueKey]:
     """The lines that a change puts executions into."""
-    found: set[LineKey] = set()
+    found: set[QueueKey] = set()
     _look_at(change.writes, found, set())
     return found
 
 
-def _look_at(writes: Iterable[Write], lines: set[LineKey], topics: set[str]) -> None:
+def _look_at(writes: Iterable[Write], lines: set[QueueKey], topics: set[str]) -> None:
     """Add the lines that writes put executions into, and the topics of the streams that they are about."""
     for write in writes:  # compared by type: this runs for every write, of which a graph has thousands
         row: Any = write.row
@@ -128,7 +130,7 @@ def _look_at(writes: Iterable[Write], lines: set[LineKey], topics: set[str]) -> 
                 topics.add(stream_topic(write.key[0]))
 
 
-def executions_put_in_line(change: Change) -> set[str]:
+def executions_enqueued(change: Change) -> set[str]:
     """The executions that a change puts into lines."""
     found: set[str] = set()
     for write in change.writes:
@@ -143,13 +145,13 @@ def executions_put_in_line(change: Change) -> set[str]:
 
 def topics_of(changes: Collection[Change]) -> set[str]:
     """What there is to look at once these changes are written."""
-    ended = [change.guards[0].key[0] for change in changes if change.form is not None]
+    ended = [change.guards[0].key[0] for change in changes if change.template is not None]
     events = [event for change in changes for event in change.events]
     ended += [event.execution_id for event in events if event.outcome is not None]
-    topics = set(map(end_topic, ended))
+    topics = set(map(completion_topic, ended))
     if ended or events:
-        topics.add(FEED)
-    lines: set[LineKey] = set()
+        topics.add(FEED_TOPIC)
+    lines: set[QueueKey] = set()
     _look_at([write for change in changes for write in change.writes], lines, topics)
     topics.update([lane_topic(line.lane_id) for line in lines])
     return topics

@@ -13,54 +13,54 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.flows.bulk_cancel import readable
-from flowfabric.engine.flows.join_resolver import Child, Settled
-from flowfabric.engine.operations.flow_cancels import FlowCancels
-from flowfabric.engine.operations.flow_reads import FlowReads
+from flowfabric.engine.flows.bulk_cancel import load_readable
+from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream
+from flowfabric.engine.operations.flow_cancels import FlowCancelOperations
+from flowfabric.engine.operations.flow_reads import FlowReadOperations
 from flowfabric.engine.runtime.after_commit import first
-from flowfabric.engine.sweeps.sweeper import Choice, Pass, Sweep
-from flowfabric.model.answers.flow import Disposition, SiblingReconcile
+from flowfabric.engine.sweeps.sweeper import Sweep, SweepFilter, SweepResult
+from flowfabric.model.answers.flow import MemberCancelResult, SiblingReconcile
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     CancelBacklog,
+    CompletionDispatch,
     Dependency,
-    Dispatch,
     EdgeGroup,
     Flow,
-    PendingCancel,
-    PendingCancelGroup,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import joins, successors
-from flowfabric.stores.queries import Scan, Unreadable, Want, Where
+from flowfabric.stores.queries import Read, Scan, UnreadableRow, Where
 
 logger = logging.getLogger("flowfabric.sweeper")
 
-GROUPS = 50
-EDGES = 20  # of one group that waits, resolved in one pass
-LOOKED_AT = 500  # of its edges, to find those; the next pass looks at the next ones
-MOST_EDGES = 100_000  # of one group, when one of them cannot be read
-FLOWS = 100
-FLOW_PAGES = 5  # projected in one pass, which takes a few seconds; the next one goes on with what is left
-BACKLOGS = 50
-MEMBERS = 500  # of one backlog, cancelled in one pass
-PERMANENT = (errors.ValidationError, errors.BugError)
+MAX_GROUPS = 50
+MAX_EDGES_PER_GROUP = 20  # of one group that waits, resolved in one pass
+MAX_SCANNED_EDGES = 500  # of its edges, to find those; the next pass looks at the next ones
+MAX_UNREADABLE_GROUP_EDGES = 100_000  # of one group, when one of them cannot be read
+FLOWS_PAGE_SIZE = 100
+MAX_FLOW_PAGES = 5  # projected in one pass, which takes a few seconds; the next one goes on with what is left
+MAX_BACKLOGS = 50
+MAX_MEMBERS_PER_BACKLOG = 500  # of one backlog, cancelled in one pass
+PERMANENT_ERRORS = (errors.ValidationError, errors.BugError)
 
 
-class Page(NamedTuple):
+class ReadablePage(NamedTuple):
     """Rows of a table, and the places of those that could not be read."""
 
     rows: list[Any]
-    places: tuple[Any, ...] = ()
+    unread_keys: tuple[Any, ...] = ()
 
     @property
-    def unread(self) -> int:
+    def unread_count(self) -> int:
         """How many could not be read."""
-        return len(self.places)
+        return len(self.unread_keys)
 
 
-class Rotation:
+class RotatingScan:
     """Pages of a table by an instant, going round: the next page begins after one that could not be moved."""
 
     def __init__(self, row: type[msgspec.Struct], column: str, key: tuple[str, ...]) -> None:
@@ -68,21 +68,21 @@ class Rotation:
         self._order = (column, *key)
         self._after: tuple[Any, ...] | None = None
 
-    async def page(self, engine: FlowCancels, limit: int, *where: Where) -> Page:
+    async def page(self, engine: FlowCancelOperations, limit: int, *where: Where) -> ReadablePage:
         """The next rows whose instant has come, earliest first."""
         now = await engine.store.ping()
-        engine.estimate.hear(now)
+        engine.estimate.update(now)
         due = (Where(self._order[0], "<=", now), *where)
         rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
         if not rows and self._after is not None:
             self._after = None
             rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
         self._after = self._place(rows[-1]) if len(rows) == limit else None
-        return readable_rows(rows)
+        return readable_page(rows)
 
     def _place(self, row: Any) -> tuple[Any, ...]:
-        if isinstance(row, Unreadable):
-            return row.place[: len(self._order)]
+        if isinstance(row, UnreadableRow):
+            return row.sort_key[: len(self._order)]
         return tuple(getattr(row, name) for name in self._order)
 
     def rewind(self) -> None:
@@ -90,144 +90,144 @@ class Rotation:
         self._after = None
 
 
-def readable_rows(found: Sequence[Any]) -> Page:
+def readable_page(found: Sequence[Any]) -> ReadablePage:
     """Leave out the rows of a tolerant list that cannot be read, and name each of them in the log."""
-    unread = tuple(row for row in found if isinstance(row, Unreadable))
+    unread = tuple(row for row in found if isinstance(row, UnreadableRow))
     for row in unread:
-        logger.error("%s cannot be read and is passed over: %s", row.place, row.fault)
-    rows = [row for row in found if not isinstance(row, Unreadable)] if unread else [*found]
-    return Page(rows, tuple(row.place for row in unread))
+        logger.error("%s cannot be read and is passed over: %s", row.sort_key, row.error)
+    rows = [row for row in found if not isinstance(row, UnreadableRow)] if unread else [*found]
+    return ReadablePage(rows, tuple(row.sort_key for row in unread))
 
 
 class FlowSweeps:
     """One pass of each sweep of flows; the places where the next pass goes on are kept here."""
 
-    def __init__(self, engine: FlowCancels, reads: FlowReads) -> None:
+    def __init__(self, engine: FlowCancelOperations, reads: FlowReadOperations) -> None:
         self._engine = engine
         self._reads = reads
-        self._waiting = Rotation(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))
-        self._flows = Rotation(Flow, "project_at", ("flow_id",))
-        self._backlogs = Rotation(CancelBacklog, "due_at", ("flow_id",))
+        self._waiting = RotatingScan(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))
+        self._flows = RotatingScan(Flow, "project_at", ("flow_id",))
+        self._backlogs = RotatingScan(CancelBacklog, "due_at", ("flow_id",))
         key = ("flow_id", "downstream_execution_id")
-        self._flagged = Rotation(PendingCancelGroup, "flagged_at", key)
-        self._reconciled = Rotation(PendingCancelGroup, "flagged_at", key)
+        self._flagged = RotatingScan(PendingSiblingCancel, "flagged_at", key)
+        self._reconciled = RotatingScan(PendingSiblingCancel, "flagged_at", key)
         edge = ("downstream_execution_id", "edge_id")
-        self._noted = Rotation(Dependency, "unfolded_at", edge)
-        self._renoted = Rotation(Dependency, "unfolded_at", edge)
-        self._owed = Rotation(Dispatch, "due_at", ("execution_id",))
+        self._noted = RotatingScan(Dependency, "unfolded_at", edge)
+        self._renoted = RotatingScan(Dependency, "unfolded_at", edge)
+        self._owed = RotatingScan(CompletionDispatch, "due_at", ("execution_id",))
         self._looks = 0
 
     def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
         """The sweeps by their names; `chosen` restricts those that act on single executions."""
-        choice = Choice.of(self._engine.settings.sweeps, chosen)
+        choice = SweepFilter.of(self._engine.settings.sweeps, chosen)
 
-        def filtered(run: Callable[[Choice], Awaitable[Pass]]) -> Callable[[int], Awaitable[Pass]]:
+        def filtered(run: Callable[[SweepFilter], Awaitable[SweepResult]]) -> Callable[[int], Awaitable[SweepResult]]:
             return lambda _: run(choice)
 
         return (
-            Sweep("completion_dispatch", whole=self.dispatch_completions),
-            Sweep("dependency_reconciler", whole=filtered(self.reconcile_dependencies)),
-            Sweep("flow_projector", whole=self.project_flows, goes_round=True),
+            Sweep("completion_dispatch", run_pass=self.dispatch_completions),
+            Sweep("dependency_reconciler", run_pass=filtered(self.reconcile_dependencies)),
+            Sweep("flow_projector", run_pass=self.project_flows, cyclic=True),
             Sweep("flow_retention", "purge_check_at", lambda row: self._engine.purge_flow(row.flow_id), row=Flow),
-            Sweep("cancel_reconciler", whole=filtered(self.reconcile_cancels)),
-            Sweep("edge_cancel_dispatcher", whole=self.dispatch_sibling_cancels),
-            Sweep("edge_cancel_reconciler", whole=self.reconcile_sibling_cancels),
+            Sweep("cancel_reconciler", run_pass=filtered(self.reconcile_cancels)),
+            Sweep("edge_cancel_dispatcher", run_pass=self.dispatch_sibling_cancels),
+            Sweep("edge_cancel_reconciler", run_pass=self.reconcile_sibling_cancels),
         )
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    async def dispatch_completions(self, batch: int) -> Pass:
+    async def dispatch_completions(self, batch: int) -> SweepResult:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
         noted = await self._noted.page(self._engine, batch)
         settled, unread = await self._ended(noted.rows)
         folded = await self._fold(settled)
-        faults = delivered.errors + noted.unread + unread + folded.errors
-        return Pass(delivered.processed + folded.processed, faults)
+        faults = delivered.errors + noted.unread_count + unread + folded.errors
+        return SweepResult(delivered.processed + folded.processed, faults)
 
-    async def reconcile_dependencies(self, choice: Choice) -> Pass:
+    async def reconcile_dependencies(self, choice: SweepFilter) -> SweepResult:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        noted = await self._renoted.page(self._engine, GROUPS * EDGES)
+        noted = await self._renoted.page(self._engine, MAX_GROUPS * MAX_EDGES_PER_GROUP)
         settled, unread = await self._ended(noted.rows)
         # An end with many edges goes to all of them, whoever may be chosen.
-        delivered = await self._deliver(GROUPS) if not choice.filters else Pass(0, 0)
-        waiting = await self._waiting.page(self._engine, GROUPS)
+        delivered = await self._deliver(MAX_GROUPS) if not choice.filters else SweepResult(0, 0)
+        waiting = await self._waiting.page(self._engine, MAX_GROUPS)
         more, unread_too = await self._unnoticed(waiting.rows)
         accepted, unread_children = await self._accepted(settled + more, choice)
         folded = await self._fold(accepted)
-        faults = noted.unread + unread + waiting.unread + unread_too + unread_children
+        faults = noted.unread_count + unread + waiting.unread_count + unread_too + unread_children
         faults += delivered.errors + folded.errors
-        return Pass(delivered.processed + folded.processed, faults)
+        return SweepResult(delivered.processed + folded.processed, faults)
 
-    async def _deliver(self, limit: int) -> Pass:
+    async def _deliver(self, limit: int) -> SweepResult:
         """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
         owed = await self._owed.page(self._engine, limit)
-        processed, faults = 0, owed.unread
+        processed, faults = 0, owed.unread_count
         for row in owed.rows:
             try:
-                done = await self._engine.dispatcher.deliver(row.execution_id)
-                processed += done.settled + await self._cascade(done.skipped)
+                done = await self._engine.dispatcher.fan_out(row.execution_id)
+                processed += done.resolved + await self._cascade(done.skipped)
             except errors.StoreUnavailable:
                 raise
             except errors.FabricError:
                 logger.exception("the end of %s was left for the next pass", row.execution_id)
                 faults += 1
-        return Pass(processed, faults)
+        return SweepResult(processed, faults)
 
-    async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> tuple[list[Settled], int]:
+    async def _unnoticed(self, groups: Sequence[EdgeGroup]) -> tuple[list[CompletedEdge], int]:
         """Unresolved edges of waiting groups whose upstream is terminal, and how many upstreams cannot be read."""
         if not groups:
             return [], 0
         found, unread_edges = await self._inbound([group.downstream_execution_id for group in groups])
         self._looks += 1
         open_edges = [one for each in found for one in _some([one for one in each if one.outcome is None], self._looks)]
-        ended: dict[Child, list[Settled]] = {}
+        ended: dict[Downstream, list[CompletedEdge]] = {}
         settled, unread = await self._ended(open_edges)
         for one in settled:
-            ended.setdefault(one.child, []).append(one)
-        return [one for each in ended.values() for one in each[:EDGES]], unread + unread_edges
+            ended.setdefault(one.downstream, []).append(one)
+        return [one for each in ended.values() for one in each[:MAX_EDGES_PER_GROUP]], unread + unread_edges
 
     async def _inbound(self, names: Sequence[str]) -> tuple[list[list[Dependency]], int]:
         """The applied edges of each of these, and how many cannot be read."""
         try:
-            return await self._load([Want(Dependency, (name,)) for name in names]), 0
+            return await self._load([Read(Dependency, (name,)) for name in names]), 0
         except errors.Corruption:
-            pages = [readable_rows(await self._engine.scan(_edges_of(name))) for name in names]
-            return [page.rows for page in pages], sum(page.unread for page in pages)
+            pages = [readable_page(await self._engine.scan(_edges_of(name))) for name in names]
+            return [page.rows for page in pages], sum(page.unread_count for page in pages)
 
-    async def _ended(self, edges: Sequence[Dependency]) -> tuple[list[Settled], int]:
+    async def _ended(self, edges: Sequence[Dependency]) -> tuple[list[CompletedEdge], int]:
         """Those of these edges whose upstream has ended, and does not live again by now; how many cannot be read."""
         names = sorted({one.upstream_execution_id for one in edges})
-        upstreams = await readable(self._engine, names)
+        upstreams = await load_readable(self._engine, names)
         settled = []
         for one in edges:
             if one.upstream_execution_id not in upstreams:
                 continue
             upstream = upstreams[one.upstream_execution_id]
-            outcome = joins.end_of(one, upstream)
+            outcome = joins.current_outcome(one, upstream)
             if outcome is not None:
                 noted = one.unfolded_at is not None and one.outcome is outcome  # and counted only while it still is
-                child = Child(one.flow_id, one.downstream_execution_id)
+                child = Downstream(one.flow_id, one.downstream_execution_id)
                 many = upstream if successors.has_many(upstream) else None
                 if noted:
-                    settled.append(Settled(child, one.edge_id, of_many=many is not None))
+                    settled.append(CompletedEdge(child, one.edge_id, of_fan_out=many is not None))
                 else:
-                    settled.append(Settled(child, one.edge_id, outcome, one.revision, seen=many))
+                    settled.append(CompletedEdge(child, one.edge_id, outcome, one.revision, expected_upstream=many))
         return settled, len(names) - len(upstreams)
 
-    async def _accepted(self, settled: list[Settled], choice: Choice) -> tuple[list[Settled], int]:
+    async def _accepted(self, settled: list[CompletedEdge], choice: SweepFilter) -> tuple[list[CompletedEdge], int]:
         """Those of these edges whose child may be touched; how many children cannot be read."""
         if not choice.filters:
             return settled, 0
-        names = sorted({one.child.execution_id for one in settled})
-        rows = await readable(self._engine, names)
+        names = sorted({one.downstream.execution_id for one in settled})
+        rows = await load_readable(self._engine, names)
         chosen = {name for name, row in rows.items() if choice.accepts(row)}
-        return [one for one in settled if one.child.execution_id in chosen], len(names) - len(rows)
+        return [one for one in settled if one.downstream.execution_id in chosen], len(names) - len(rows)
 
-    async def _fold(self, settled: list[Settled]) -> Pass:
-        folds = await self._engine.folding.fold(settled)
-        more = await self._cascade([fold.child.execution_id for fold in folds if fold.skipped])
-        return Pass(sum(fold.resolved for fold in folds) + more, sum(fold.refused is not None for fold in folds))
+    async def _fold(self, settled: list[CompletedEdge]) -> SweepResult:
+        folds = await self._engine.join_resolver.resolve(settled)
+        more = await self._cascade([fold.downstream.execution_id for fold in folds if fold.skipped])
+        return SweepResult(sum(fold.resolved for fold in folds) + more, sum(fold.refused is not None for fold in folds))
 
     async def _cascade(self, skipped: list[str]) -> int:
         """Tell those who waited for these; how many edges that resolved."""
@@ -235,29 +235,29 @@ class FlowSweeps:
 
     # -- summaries ------------------------------------------------------------------------------------------------
 
-    async def project_flows(self, batch: int) -> Pass:
+    async def project_flows(self, batch: int) -> SweepResult:
         """Write the summaries of flows that are still going on, of each once, a page after the other."""
         processed = faults = 0
         seen: set[Any] = set()
-        for _ in range(FLOW_PAGES):
-            page = await self._flows.page(self._engine, FLOWS)
+        for _ in range(MAX_FLOW_PAGES):
+            page = await self._flows.page(self._engine, FLOWS_PAGE_SIZE)
             rows = [row for row in page.rows if row.flow_id not in seen]
-            unread = [place for place in page.places if place not in seen]
+            unread = [place for place in page.unread_keys if place not in seen]
             faults += len(unread)
             if not rows and not unread:  # those it begins with are up again
                 self._flows.rewind()
                 break
             seen.update(unread, (row.flow_id for row in rows))
-            done = await self._each(Page(rows), lambda row: self._reads.project_flow_summary(row.flow_id))
+            done = await self._each(ReadablePage(rows), lambda row: self._reads.project_flow_summary(row.flow_id))
             processed, faults = processed + done.processed, faults + done.errors
-        return Pass(processed, faults)
+        return SweepResult(processed, faults)
 
     # -- cancels --------------------------------------------------------------------------------------------------
 
-    async def reconcile_cancels(self, choice: Choice) -> Pass:
+    async def reconcile_cancels(self, choice: SweepFilter) -> SweepResult:
         """Cancel what the backlog of cancelled flows lists, after the grace."""
-        backlogs = await self._backlogs.page(self._engine, BACKLOGS)
-        processed, faults = 0, backlogs.unread
+        backlogs = await self._backlogs.page(self._engine, MAX_BACKLOGS)
+        processed, faults = 0, backlogs.unread_count
         for backlog in backlogs.rows:
             try:
                 done, failed = await self._reconcile_backlog(backlog, choice)
@@ -267,11 +267,11 @@ class FlowSweeps:
                 logger.exception("cancel_reconciler: flow %s was left for the next pass", backlog.flow_id)
                 done, failed = 0, 1
             processed, faults = processed + done, faults + failed
-        return Pass(processed, faults)
+        return SweepResult(processed, faults)
 
-    async def _reconcile_backlog(self, backlog: CancelBacklog, choice: Choice) -> tuple[int, int]:
+    async def _reconcile_backlog(self, backlog: CancelBacklog, choice: SweepFilter) -> tuple[int, int]:
         flow_id = backlog.flow_id
-        wants = (Want(Flow, (flow_id,)), Want(PendingCancel, (flow_id,)))
+        wants = (Read(Flow, (flow_id,)), Read(PendingMemberCancel, (flow_id,)))
         flows, pending = await self._load(wants)
         if not flows or not pending:
             await self._drop(flow_id)
@@ -279,50 +279,54 @@ class FlowSweeps:
         broken = [one.execution_id for one in pending if not _is_execution_id(one.execution_id)]
         names = [one.execution_id for one in pending if one.execution_id not in broken]
         if choice.filters:
-            rows = await self._load([Want(Execution, (name,)) for name in names])
+            rows = await self._load([Read(Execution, (name,)) for name in names])
             names = [name for name, row in zip(names, rows, strict=True) if choice.accepts(first(row))]
         reason = flow_cancel.member_reason(first(flows))
-        done = await self._engine.cancelling.cancel_many(names[:MEMBERS], reason, listed_by=flow_id)
+        done = await self._engine.bulk_canceller.cancel_many(
+            names[:MAX_MEMBERS_PER_BACKLOG], reason, backlog_flow_id=flow_id
+        )
         gone = list(broken)
         faults = len(broken)
         for name, one in done.items():
-            if isinstance(one, Disposition):
+            if isinstance(one, MemberCancelResult):
                 gone.append(name)
-            elif isinstance(one, PERMANENT):
+            elif isinstance(one, PERMANENT_ERRORS):
                 logger.error("cancel_reconciler: %s cannot be cancelled and is given up: %s", name, one)
                 gone.append(name)
                 faults += 1
             else:
                 faults += 1
-        struck = await self._engine.cancelling.acknowledge(flow_id, gone)
+        struck = await self._engine.bulk_canceller.acknowledge(flow_id, gone)
         return struck, faults
 
     async def _drop(self, flow_id: str) -> bool:
-        return await self._engine.settle(
-            (Want(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(first(rows[0]))
+        return await self._engine.decide_and_commit(
+            (Read(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(first(rows[0]))
         )
 
-    async def dispatch_sibling_cancels(self, batch: int) -> Pass:
+    async def dispatch_sibling_cancels(self, batch: int) -> SweepResult:
         """Cancel the remaining upstreams of fired groups."""
 
-        async def cancel(row: PendingCancelGroup) -> bool | None:
-            done = await self._engine.cancelling.cancel_siblings(Child(row.flow_id, row.downstream_execution_id))
-            return True if all(isinstance(one, Disposition) for one in done.values()) else None
+        async def cancel(row: PendingSiblingCancel) -> bool | None:
+            done = await self._engine.bulk_canceller.cancel_siblings(
+                Downstream(row.flow_id, row.downstream_execution_id)
+            )
+            return True if all(isinstance(one, MemberCancelResult) for one in done.values()) else None
 
-        return await self._each(await self._flagged.page(self._engine, GROUPS), cancel)
+        return await self._each(await self._flagged.page(self._engine, MAX_GROUPS), cancel)
 
-    async def reconcile_sibling_cancels(self, batch: int) -> Pass:
+    async def reconcile_sibling_cancels(self, batch: int) -> SweepResult:
         """Finish drains that a crash interrupted."""
 
-        async def reconcile(row: PendingCancelGroup) -> bool:
+        async def reconcile(row: PendingSiblingCancel) -> bool:
             done = await self._engine.reconcile_sibling_cancel_group(row.flow_id, row.downstream_execution_id)
-            self._engine.meters.count("ff_sibling_cancel_reconcile", action=done.value)
+            self._engine.metrics.count("ff_sibling_cancel_reconcile", action=done.value)
             return done is not SiblingReconcile.NO_OP
 
-        return await self._each(await self._reconciled.page(self._engine, GROUPS), reconcile)
+        return await self._each(await self._reconciled.page(self._engine, MAX_GROUPS), reconcile)
 
-    async def _each(self, page: Page, act: Callable[[Any], Awaitable[bool | None]]) -> Pass:
-        processed, faults = 0, page.unread
+    async def _each(self, page: ReadablePage, act: Callable[[Any], Awaitable[bool | None]]) -> SweepResult:
+        processed, faults = 0, page.unread_count
         for row in page.rows:
             try:
                 did = await act(row)
@@ -332,23 +336,23 @@ class FlowSweeps:
                 logger.exception("a row was left for the next pass: %r", row)
                 did = None
             processed, faults = processed + (did is True), faults + (did is None)
-        return Pass(processed, faults)
+        return SweepResult(processed, faults)
 
-    async def _load(self, wants: Sequence[Want]) -> list[list[Any]]:
+    async def _load(self, wants: Sequence[Read]) -> list[list[Any]]:
         return (await self._engine.load(wants)).rows if wants else []
 
 
 def _some(edges: list[Dependency], turn: int) -> list[Dependency]:
     """As many edges as are looked at in one turn, other ones in the next turn if there are more."""
-    turns = max(1, -(-len(edges) // LOOKED_AT))
-    start = turn % turns * LOOKED_AT
-    return edges[start : start + LOOKED_AT]
+    turns = max(1, -(-len(edges) // MAX_SCANNED_EDGES))
+    start = turn % turns * MAX_SCANNED_EDGES
+    return edges[start : start + MAX_SCANNED_EDGES]
 
 
 def _edges_of(name: str) -> Scan:
     """The applied edges of one execution, whether or not all of them can be read."""
     key = ("downstream_execution_id", "edge_id")
-    return Scan(Dependency, (Where(key[0], "=", name),), key, limit=MOST_EDGES, tolerant=True)
+    return Scan(Dependency, (Where(key[0], "=", name),), key, limit=MAX_UNREADABLE_GROUP_EDGES, tolerant=True)
 
 
 def _is_uuid(text: str) -> bool:

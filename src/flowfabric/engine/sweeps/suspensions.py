@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from flowfabric import errors
-from flowfabric.engine.sweeps.sweeper import Pass, Sweep
-from flowfabric.model.gate import ChildEnd
+from flowfabric.engine.sweeps.sweeper import Sweep, SweepResult
+from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.rules.suspension.resume import Expiry
+from flowfabric.rules.suspension.resume import SuspensionExpiry
 from flowfabric.settings import FEED_RETENTION_MS, Settings
 from flowfabric.stores.port import Store
 
@@ -19,36 +19,36 @@ logger = logging.getLogger("flowfabric.sweeper")
 
 T = TypeVar("T")
 
-UNTOUCHED = (Expiry.NOT_DUE, Expiry.NOT_SUSPENDED)
+UNTOUCHED = (SuspensionExpiry.NOT_DUE, SuspensionExpiry.NOT_SUSPENDED)
 
 
-class Waiting(Protocol):
+class SuspensionSweepEngine(Protocol):
     """What these sweeps need of an engine."""
 
     store: Store
     settings: Settings
 
-    async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T: ...
-    async def expire_suspension(self, execution_id: str) -> Expiry: ...
+    async def retry_while_unavailable(self, ask: Callable[[], Awaitable[T]]) -> T: ...
+    async def expire_suspension(self, execution_id: str) -> SuspensionExpiry: ...
     async def expire_pending_waitpoint(self, waitpoint: Waitpoint) -> bool: ...
-    async def take_in_children(self, parent_id: str) -> int: ...
+    async def deliver_child_completions(self, parent_id: str) -> int: ...
     async def trim_feed(self) -> int: ...
     async def restore_queue(self, execution_id: str) -> bool: ...
 
 
-def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
+def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
     """All of them."""
 
     async def time_out(row: Suspension) -> bool:
         return await engine.expire_suspension(row.execution_id) not in UNTOUCHED
 
-    async def take_in(row: ChildEnd) -> bool:
-        return await engine.take_in_children(row.parent_id) > 0
+    async def take_in(row: ChildCompletion) -> bool:
+        return await engine.deliver_child_completions(row.parent_id) > 0
 
-    async def trim(_: int) -> Pass:
-        return Pass(await engine.trim_feed(), 0)
+    async def trim(_: int) -> SweepResult:
+        return SweepResult(await engine.trim_feed(), 0)
 
-    async def restore(batch: int) -> Pass:
+    async def restore(batch: int) -> SweepResult:
         return await _restore_queues(engine, batch)
 
     # Processes may be told to keep events for different times. The shortest holds, whoever else sweeps.
@@ -64,20 +64,20 @@ def sweeps(engine: Waiting) -> tuple[Sweep, ...]:
             row=Waitpoint,
             owner="execution_id",
         ),
-        Sweep("child_ends", "due_at", take_in, row=ChildEnd),
-        Sweep("feed_trimmer", whole=trim, variant=keeps),
-        Sweep("queue_reconciler", whole=restore),
+        Sweep("child_ends", "due_at", take_in, row=ChildCompletion),
+        Sweep("feed_trimmer", run_pass=trim, variant=keeps),
+        Sweep("queue_reconciler", run_pass=restore),
     )
 
 
-async def _restore_queues(engine: Waiting, batch: int) -> Pass:
+async def _restore_queues(engine: SuspensionSweepEngine, batch: int) -> SweepResult:
     """Put executions whose ready queue was lost back into their queues. One that cannot be read holds up no other."""
     restored = failed = 0
-    for execution_id in await engine.patiently(lambda: engine.store.unlisted(batch)):
+    for execution_id in await engine.retry_while_unavailable(lambda: engine.store.executions_in_missing_queues(batch)):
         try:
             restored += await engine.restore_queue(execution_id)
             logger.warning("%s: its ready queue was missing and was restored", execution_id)
         except errors.FabricError as fault:
             failed += 1
             logger.warning("%s: its ready queue is missing and could not be restored: %s", execution_id, fault)
-    return Pass(restored, failed)
+    return SweepResult(restored, failed)

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.grants import Claims
+from flowfabric.engine.operations.grants import GrantOperations
 from flowfabric.engine.runtime.wakeups import due_topic
-from flowfabric.engine.sweeps.failure_backoff import Forbearance
+from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
 from flowfabric.engine.validation import execution as validate
 from flowfabric.ids import scan_jitter
 from flowfabric.model.answers import execution as answers
@@ -36,18 +36,18 @@ from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Sweeps
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.queries import Scan, Want, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
 logger = logging.getLogger("flowfabric.sweeper")
 
-LEAST_INTERVAL_MS = 100
-LONGEST_PAUSE_S = 30.0
-RESTART_S = 5.0
-MOST_PAGES = 20
-LONG_PASS = 0.05  # of its lease: after a pass that took longer the lease is renewed
+MIN_INTERVAL_MS = 100
+MAX_PAUSE_S = 30.0
+RESTART_DELAY_S = 5.0
+MAX_PAGES = 20
+LONG_PASS_SHARE = 0.05  # of its lease: after a pass that took longer the lease is renewed
 
 
-class Pass(msgspec.Struct, frozen=True):
+class SweepResult(msgspec.Struct, frozen=True):
     """What one pass of a sweep did, and when the next row falls due."""
 
     processed: int
@@ -56,18 +56,21 @@ class Pass(msgspec.Struct, frozen=True):
     next_at: int | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class SweepFilter(msgspec.Struct, frozen=True):
     """The executions that sweeps may touch: those that every one of these filters accepts."""
 
     filters: tuple[Filter, ...] = ()
 
     @classmethod
-    def of(cls, settings: Sweeps, chosen: Filter | None) -> Choice:
+    def of(cls, settings: Sweeps, chosen: Filter | None) -> SweepFilter:
         """What the settings say, and what is asked for on top of that."""
-        filters = (validate.chosen(Filter(settings.namespace, settings.instance_tag)), validate.chosen(chosen))
+        filters = (
+            validate.validate_filter(Filter(settings.namespace, settings.instance_tag)),
+            validate.validate_filter(chosen),
+        )
         return cls(tuple(one for one in filters if one != Filter()))
 
-    def names(self, sweep: str) -> str:
+    def lease_name(self, sweep: str) -> str:
         """What a process holds that does this sweep for these executions: others may do it for others meanwhile."""
         if not self.filters:
             return sweep
@@ -79,7 +82,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 # By sweep and choice: behind which rows its next pass goes on, if the last one did nothing and did not see the end.
-Places = dict[tuple[str, Choice], tuple[Any, ...]]
+SweepCursors = dict[tuple[str, SweepFilter], tuple[Any, ...]]
 
 
 class Sweep(msgspec.Struct, frozen=True):
@@ -96,10 +99,10 @@ class Sweep(msgspec.Struct, frozen=True):
     column: str = ""
     act: Callable[[Any], Awaitable[bool]] | None = None
     where: tuple[Where, ...] = ()
-    whole: Callable[[int], Awaitable[Pass]] | None = None
+    run_pass: Callable[[int], Awaitable[SweepResult]] | None = None
     row: type[msgspec.Struct] = Execution
     owner: str | None = None
-    goes_round: bool = False
+    cyclic: bool = False
     variant: str = ""
 
 
@@ -108,11 +111,11 @@ class Sweeper:
 
     def __init__(
         self,
-        engine: Claims,
+        engine: GrantOperations,
         settings: Sweeps,
         more: Iterable[Sweep] = (),
         chosen: Filter | None = None,
-        places: Places | None = None,
+        places: SweepCursors | None = None,
     ) -> None:
         """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say.
 
@@ -120,12 +123,12 @@ class Sweeper:
         """
         self._engine = engine
         self._settings = settings
-        self._choice = Choice.of(settings, chosen)
+        self._choice = SweepFilter.of(settings, chosen)
         self._holder = engine.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._forbearance: dict[str, Forbearance] = {}
-        self._places: Places = {} if places is None else places
+        self._forbearance: dict[str, FailureBackoff] = {}
+        self._places: SweepCursors = {} if places is None else places
         self._outdated = False
         self.restarts = 0
         self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
@@ -137,7 +140,7 @@ class Sweeper:
         for sweep in self.sweeps.values():
             interval = getattr(self._settings, f"{sweep.name}_ms")
             if interval > 0:
-                self._tasks.append(asyncio.create_task(self._supervise(sweep, max(interval, LEAST_INTERVAL_MS))))
+                self._tasks.append(asyncio.create_task(self._supervise(sweep, max(interval, MIN_INTERVAL_MS))))
 
     async def stop(self, grace_s: float = 15.0) -> int:
         """Stop after the items in hand; how many sweeps did not make it in time and were cut off."""
@@ -150,7 +153,7 @@ class Sweeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if late:
-            self._engine.meters.count("ff_shutdown_timeout", len(late))
+            self._engine.metrics.count("ff_shutdown_timeout", len(late))
         return len(late)
 
     async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
@@ -165,10 +168,10 @@ class Sweeper:
                 return
             except Exception:
                 self.restarts += 1
-                self._engine.meters.count("ff_scanner_restart", scanner=sweep.name)
-                logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_S)
+                self._engine.metrics.count("ff_scanner_restart", scanner=sweep.name)
+                logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_DELAY_S)
                 await self._leave(sweep)  # what this process cannot do another one may
-                await self._rest(RESTART_S)
+                await self._rest(RESTART_DELAY_S)
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
         failures = 0
@@ -177,7 +180,7 @@ class Sweeper:
         late_s = interval_ms / 1000 * self._settings.jitter * spread
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000 + late_s
-            hint = self._engine.wakes.expect(due_topic(sweep.row, sweep.column))
+            hint = self._engine.wakeups.subscribe(due_topic(sweep.row, sweep.column))
             self._plan(sweep, pause_s)  # an instant that is written while the pass is under way counts as well
             try:
                 if held_ms := await self._hold(sweep, interval_ms):
@@ -186,24 +189,24 @@ class Sweeper:
                     done = await self._kept(sweep, interval_ms)
                     if done.next_at is not None:
                         pause_s = min(pause_s, max(0.0, (done.next_at - done.now) / 1000))
-                    if done.processed >= self._batch(sweep) and not sweep.goes_round:
+                    if done.processed >= self._batch(sweep) and not sweep.cyclic:
                         pause_s = 0.0
                 failures = 0
             except errors.StoreUnavailable as away:
                 failures += 1
-                pause_s = min(LONGEST_PAUSE_S, pause_s * 2**failures)
+                pause_s = min(MAX_PAUSE_S, pause_s * 2**failures)
                 logger.warning("sweep %s: the store is away (%s); next try in %.1f s", sweep.name, away, pause_s)
             await self._sleep(sweep, pause_s, hint)
         await self._leave(sweep)
 
-    async def _kept(self, sweep: Sweep, lease_ms: int) -> Pass:
+    async def _kept(self, sweep: Sweep, lease_ms: int) -> SweepResult:
         """Make a pass; renew the lease while it takes long, and after that."""
         clock = asyncio.get_running_loop().time
         began, work = clock(), asyncio.create_task(self._timed(sweep))
         try:
             while not (await asyncio.wait({work}, timeout=lease_ms / 2000))[0]:
                 await self._renew(sweep, lease_ms)
-            if clock() - began > lease_ms / 1000 * LONG_PASS:
+            if clock() - began > lease_ms / 1000 * LONG_PASS_SHARE:
                 await self._renew(sweep, lease_ms)
             return work.result()
         finally:
@@ -225,7 +228,7 @@ class Sweeper:
 
     def _plan(self, sweep: Sweep, pause_s: float) -> dict[str, int]:
         """Say when the sweep looks next, so that a write of an earlier instant wakes it up."""
-        planned = self._engine.planned.setdefault(sweep.row, {})
+        planned = self._engine.next_sweep_at.setdefault(sweep.row, {})
         if sweep.column:
             planned[sweep.column] = self._engine.estimate.now() + int(pause_s * 1000)
         return planned
@@ -240,7 +243,7 @@ class Sweeper:
 
     # -- one pass -------------------------------------------------------------------------------------------------
 
-    async def sweep_once(self, name: str, batch: int | None = None) -> Pass:
+    async def sweep_once(self, name: str, batch: int | None = None) -> SweepResult:
         """One pass now, whoever holds the sweep."""
         sweep = self.sweeps.get(validation.text("sweep", name))
         if sweep is None:
@@ -249,27 +252,27 @@ class Sweeper:
             validation.integer("batch", batch, least=1, most=10_000)
         return await self._timed(sweep, batch)
 
-    async def _timed(self, sweep: Sweep, batch: int | None = None) -> Pass:
+    async def _timed(self, sweep: Sweep, batch: int | None = None) -> SweepResult:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             return await self._pass(sweep, self._batch(sweep) if batch is None else batch)
         finally:
-            self._engine.meters.count("ff_scanner_cycle", scanner=sweep.name)
-            self._engine.meters.took("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
+            self._engine.metrics.count("ff_scanner_cycle", scanner=sweep.name)
+            self._engine.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
 
     def _batch(self, sweep: Sweep) -> int:
         return self._settings.batches.get(sweep.name, self._settings.batch)
 
-    async def _pass(self, sweep: Sweep, batch: int) -> Pass:
-        if sweep.whole is not None:
-            return await sweep.whole(batch)
-        forbearance = self._forbearance.setdefault(sweep.name, Forbearance())
+    async def _pass(self, sweep: Sweep, batch: int) -> SweepResult:
+        if sweep.run_pass is not None:
+            return await sweep.run_pass(batch)
+        forbearance = self._forbearance.setdefault(sweep.name, FailureBackoff())
         forbearance.next_cycle()
         rows, now, next_at, place = await self._due(sweep, batch, forbearance)
         acts = await asyncio.gather(*(self._act(sweep, row) for row in rows))
         for row, act in zip(rows, acts, strict=True):
-            forbearance.note(_name(row), failed=isinstance(act, errors.FabricError))
+            forbearance.record(_name(row), failed=isinstance(act, errors.FabricError))
         failed = [act for act in acts if isinstance(act, errors.FabricError)]
         if failed and len(failed) == len(acts) and isinstance(failed[0], errors.StoreUnavailable):
             raise failed[0]
@@ -278,10 +281,10 @@ class Sweeper:
             self._places.pop((sweep.name, self._choice), None)
         else:
             self._places[sweep.name, self._choice] = place
-        return Pass(processed, len(failed), now, next_at)
+        return SweepResult(processed, len(failed), now, next_at)
 
     async def _due(
-        self, sweep: Sweep, batch: int, forbearance: Forbearance
+        self, sweep: Sweep, batch: int, forbearance: FailureBackoff
     ) -> tuple[list[Any], int, int | None, tuple[Any, ...] | None]:
         """The rows to act on: due, chosen, and not left alone for having failed too often; and the place behind them.
 
@@ -290,8 +293,10 @@ class Sweeper:
         """
         engine, column = self._engine, sweep.column
         where = sweep.where + self._wheres(sweep)
-        due = await engine.patiently(lambda: engine.store.due(sweep.row, column, limit=batch, where=where))
-        engine.estimate.hear(due.now)
+        due = await engine.retry_while_unavailable(
+            lambda: engine.store.due(sweep.row, column, limit=batch, where=where)
+        )
+        engine.estimate.update(due.now)
         order = (column, *(name for name in TABLE[sweep.row].key if name != column))
 
         def place_of(row: Any) -> tuple[Any, ...]:
@@ -303,7 +308,7 @@ class Sweeper:
         begins = self._places.get((sweep.name, self._choice))
         page = (begins and await behind(begins)) or due.rows
         rows = await self._wanted(sweep, page, forbearance)
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             if len(rows) >= batch or len(page) < batch:
                 break
             page = await behind(place_of(page[-1]))
@@ -319,14 +324,14 @@ class Sweeper:
         names = [one.namespace for one in self._choice.filters if one.namespace is not None]
         return tuple(Where("namespace", "=", name) for name in names)
 
-    async def _wanted(self, sweep: Sweep, page: list[Any], forbearance: Forbearance) -> list[Any]:
+    async def _wanted(self, sweep: Sweep, page: list[Any], forbearance: FailureBackoff) -> list[Any]:
         """Those of the rows that the filters choose and that have not failed too often."""
-        page = [row for row in page if not forbearance.spares(_name(row))]
+        page = [row for row in page if not forbearance.is_backing_off(_name(row))]
         if not self._choice.filters or not page or (sweep.row is not Execution and sweep.owner is None):
             return page
         owners = page
         if sweep.owner is not None:
-            loaded = await self._engine.load([Want(Execution, (getattr(row, sweep.owner),)) for row in page])
+            loaded = await self._engine.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
             owners = [found[0] if found else None for found in loaded.rows]
         return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
@@ -345,20 +350,20 @@ class Sweeper:
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
         """For how many milliseconds another process holds the sweep; 0 if this one does."""
         name = self._lease_name(sweep)
-        return await self._engine.settle(
-            (Want(SweepLease, (name,)),),
-            lambda rows, now: sweep_lease.hold(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
+        return await self._engine.decide_and_commit(
+            (Read(SweepLease, (name,)),),
+            lambda rows, now: sweep_lease.hold_sweep(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
 
     def _lease_name(self, sweep: Sweep) -> str:
-        return self._choice.names(f"{sweep.name}:{sweep.variant}" if sweep.variant else sweep.name)
+        return self._choice.lease_name(f"{sweep.name}:{sweep.variant}" if sweep.variant else sweep.name)
 
     async def _leave(self, sweep: Sweep) -> None:
         """Let others do the sweep; if that cannot be told, they may when the lease is over."""
         with contextlib.suppress(errors.FabricError):
-            await self._engine.settle(
-                (Want(SweepLease, (self._lease_name(sweep),)),),
-                lambda rows, _: sweep_lease.let_go(rows[0][0] if rows[0] else None, self._holder),
+            await self._engine.decide_and_commit(
+                (Read(SweepLease, (self._lease_name(sweep),)),),
+                lambda rows, _: sweep_lease.release_sweep(rows[0][0] if rows[0] else None, self._holder),
             )
 
 
@@ -366,7 +371,7 @@ def _name(row: Any) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in TABLE[type(row)].key)
 
 
-def _sweeps(engine: Claims) -> tuple[Sweep, ...]:
+def _sweeps(engine: GrantOperations) -> tuple[Sweep, ...]:
     async def mark(execution_id: str) -> bool:
         return isinstance(await engine.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
 

@@ -12,89 +12,89 @@ from itertools import groupby
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.claiming.admitted_claimer import Scheduler
-from flowfabric.engine.limits.unblocker import PAGE, Room
-from flowfabric.engine.sweeps.sweeper import Choice, Pass
+from flowfabric.engine.claiming.admitted_claimer import AdmittedClaimer
+from flowfabric.engine.limits.unblocker import PAGE_SIZE, Capacity
+from flowfabric.engine.sweeps.sweeper import SweepFilter, SweepResult
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
-from flowfabric.model.worker import Worker
+from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.scheduling import workers
-from flowfabric.rules.scheduling.queue import ASLEEP_ON, BLOCKED_ON
+from flowfabric.rules.scheduling.queue import ASLEEP_ON_PREFIX, BLOCKED_ON_PREFIX
 from flowfabric.stores.queries import Scan, Where
 
 ORDER = ("blocked_on", "rank", "execution_id")
-LAST = 2**63 - 1  # no rank comes after it
+LAST_POSITION = 2**63 - 1  # no rank comes after it
 
 
-class Unblocking:
+class UnblockSweep:
     """The passes of one engine over what is blocked."""
 
-    def __init__(self, engine: Scheduler) -> None:
+    def __init__(self, engine: AdmittedClaimer) -> None:
         self._engine = engine
         self._places: dict[str, tuple[Any, ...] | None] = {}
 
-    async def run(self, batch: int, choice: Choice) -> Pass:
+    async def run(self, batch: int, choice: SweepFilter) -> SweepResult:
         """One pass over each kind of block."""
         freed = failed = 0
-        for start in (*BLOCKED_ON.values(), ASLEEP_ON):
+        for start in (*BLOCKED_ON_PREFIX.values(), ASLEEP_ON_PREFIX):
             done = await self._pass_over(start, batch, choice)
             freed, failed = freed + done.processed, failed + done.errors
-        return Pass(freed, failed)
+        return SweepResult(freed, failed)
 
-    async def _pass_over(self, start: str, batch: int, choice: Choice) -> Pass:
-        room, routes = Room(self._engine), Routes(self._engine)
+    async def _pass_over(self, start: str, batch: int, choice: SweepFilter) -> SweepResult:
+        room, routes = Capacity(self._engine), WorkerRoutes(self._engine)
         place = self._places.get(start)
         seen = freed = failed = 0
         while seen < batch:
             where = (Where("blocked_on", "starts", start),)
-            page: list[Execution] = await self._engine.scan(Scan(Execution, where, ORDER, place, PAGE))
+            page: list[Execution] = await self._engine.scan(Scan(Execution, where, ORDER, place, PAGE_SIZE))
             for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
                 rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
                 try:
                     freed += await self._free(start, rows, room, routes)
                 except errors.FabricError:
                     failed += 1  # what cannot be read stays blocked
-                place = (on, LAST) if room.is_shut(on) else (on, page[-1].rank, page[-1].execution_id)
+                place = (on, LAST_POSITION) if room.is_list_full(on) else (on, page[-1].rank, page[-1].execution_id)
             seen += len(page)
-            if len(page) < PAGE:
+            if len(page) < PAGE_SIZE:
                 place = None
                 break
         self._places[start] = place
-        return Pass(freed, failed + len(room.unreadable))
+        return SweepResult(freed, failed + len(room.unreadable))
 
-    async def _free(self, start: str, rows: list[Execution], room: Room, routes: Routes) -> int:
+    async def _free(self, start: str, rows: list[Execution], room: Capacity, routes: WorkerRoutes) -> int:
         if not rows:
             return 0
-        if start == ASLEEP_ON:
-            return await self._engine.wake_sleepers(rows)
-        if start != BLOCKED_ON[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
-            return await self._engine.set_free(rows, room)
+        if start == ASLEEP_ON_PREFIX:
+            return await self._engine.resume_budget_suspended(rows)
+        if start != BLOCKED_ON_PREFIX[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
+            return await self._engine.unblock_rows(rows, room)
         freed = 0
         for row in rows:
-            if await routes.is_open(row):
-                freed += await self._engine.let_go(row.execution_id, row.blocking_reason)
+            if await routes.has_capable_worker(row):
+                freed += await self._engine.unblock_row(row.execution_id, row.blocking_reason)
         return freed
 
 
 def _waits(row: Execution, start: str) -> bool:
     """Whether an execution still waits for what its place in the lists says."""
-    if start == ASLEEP_ON:
+    if start == ASLEEP_ON_PREFIX:
         return row.lifecycle_phase is LifecyclePhase.SUSPENDED
-    return BLOCKED_ON.get(row.blocking_reason) == start
+    return BLOCKED_ON_PREFIX.get(row.blocking_reason) == start
 
 
-class Routes:
+class WorkerRoutes:
     """The live workers of each namespace, as seen in one pass."""
 
-    def __init__(self, engine: Scheduler) -> None:
+    def __init__(self, engine: AdmittedClaimer) -> None:
         self._engine = engine
-        self._workers: dict[str, list[Worker] | None] = {}
+        self._workers: dict[str, list[RegisteredWorker] | None] = {}
 
-    async def is_open(self, row: Execution) -> bool:
+    async def has_capable_worker(self, row: Execution) -> bool:
         """Whether somebody can run this; when that cannot be found out it may be tried, and will be blocked again."""
         if row.namespace not in self._workers:
             try:
-                self._workers[row.namespace] = await self._engine.workers_of(row.namespace)
+                self._workers[row.namespace] = await self._engine.list_live_workers(row.namespace)
             except errors.StoreUnavailable:
                 self._workers[row.namespace] = None
         known = self._workers[row.namespace]

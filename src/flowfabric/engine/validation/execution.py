@@ -14,9 +14,9 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.rules import validation
 from flowfabric.rules.execution import expire as expire_rules
-from flowfabric.rules.execution.create import CreateExecution, are_alike
-from flowfabric.rules.execution.grant import GrantOrder
-from flowfabric.rules.execution.lease import Fence, Holder
+from flowfabric.rules.execution.create import CreateExecution, share_template
+from flowfabric.rules.execution.grant import GrantRequest
+from flowfabric.rules.execution.lease import Fence, LeaseHolder
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.scheduling import capabilities
 
@@ -42,7 +42,7 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     namespaces: frozenset[str] | None = None
 
 
-def parsed(value: T | errors.FabricError) -> T:
+def value_or_raise(value: T | errors.FabricError) -> T:
     """What a rule made of a part of a request; its refusal is raised."""
     if isinstance(value, errors.FabricError):
         raise value
@@ -53,51 +53,51 @@ def parsed(value: T | errors.FabricError) -> T:
 # Names
 
 
-def execution(execution_id: object) -> ids.ExecutionId:
+def validate_execution_id(execution_id: object) -> ids.ExecutionId:
     """An execution id."""
-    if type(execution_id) is str and ids.is_canonical(execution_id):
+    if type(execution_id) is str and ids.is_canonical_execution_id(execution_id):
         return ids.ExecutionId(execution_id)
     return ids.parse_execution_id(validation.text("execution_id", execution_id))
 
 
-def member(name: str, execution_id: object) -> ids.ExecutionId:
+def validate_member_id(name: str, execution_id: object) -> ids.ExecutionId:
     """The id of an execution that plays a part, named as that part."""
     return ids.parse_execution_id(validation.text(name, execution_id))
 
 
-def flow(flow_id: object) -> ids.FlowId:
+def validate_flow_id(flow_id: object) -> ids.FlowId:
     """A flow's id."""
     return ids.FlowId(ids.parse_uuid(validation.text("flow_id", flow_id), "flow_id"))
 
 
-def edge(edge_id: object) -> str:
+def validate_edge_id(edge_id: object) -> str:
     """An edge's id."""
     return ids.parse_uuid(validation.text("edge_id", edge_id), "edge_id")
 
 
-def flow_partition(partition: object, counts: ids.PartitionCounts) -> int:
+def validate_flow_partition(partition: object, counts: ids.PartitionCounts) -> int:
     """Read a partition of flows and executions, by its number or its key; one that does not exist is refused."""
     if isinstance(partition, str):
         parsed = ids.parse_partition_key(partition)
-        if parsed.family is not ids.Family.FLOW:
-            raise errors.InvalidInput(f"partition: {validation.shown(partition)} holds no flows and no executions")
+        if parsed.family is not ids.PartitionFamily.FLOW:
+            raise errors.InvalidInput(f"partition: {validation.preview(partition)} holds no flows and no executions")
         partition = parsed.index
     return validation.integer("partition", partition, least=0, most=counts.flow - 1)
 
 
-def lane(lane_id: object) -> ids.LaneId:
+def validate_lane_id(lane_id: object) -> ids.LaneId:
     """A lane; which characters it may have is its own rule."""
     if not isinstance(lane_id, str):
         return ids.parse_lane_id(validation.text("lane_id", lane_id))
     return ids.parse_lane_id(lane_id if type(lane_id) is str else str.__str__(lane_id))
 
 
-def worker(worker_id: object) -> ids.WorkerId:
+def validate_worker_id(worker_id: object) -> ids.WorkerId:
     """A worker."""
     return ids.parse_worker_id(validation.text("worker_id", worker_id))
 
 
-def instance(worker_instance_id: object) -> ids.WorkerInstanceId:
+def validate_instance_id(worker_instance_id: object) -> ids.WorkerInstanceId:
     """One incarnation of a worker."""
     return ids.parse_worker_instance_id(validation.text("worker_instance_id", worker_instance_id))
 
@@ -107,7 +107,7 @@ def optional_uuid(name: str, value: object) -> str | None:
     return None if value is None else ids.parse_uuid(validation.text(name, value), name)
 
 
-def source(value: object) -> str | None:
+def validate_source(value: object) -> str | None:
     """Who does something, when that is not the holder."""
     return validation.optional_text("source", value, limit=validation.MAX_NAME_BYTES)
 
@@ -118,20 +118,20 @@ def source(value: object) -> str | None:
 
 def optional_instant(name: str, value: object) -> int | None:
     """An instant or nothing."""
-    return None if value is None else validation.instant(name, value)
+    return None if value is None else validation.instant_ms(name, value)
 
 
 def optional_duration(name: str, value: object) -> int | None:
     """A length of time, zero included, or nothing."""
-    return None if value is None else validation.duration(name, value, least=0)
+    return None if value is None else validation.duration_ms(name, value, least=0)
 
 
-def revision(name: str, value: object) -> int | None:
+def validate_revision(name: str, value: object) -> int | None:
     """A revision of a graph that a caller has seen or believes in, or nothing; there may be none that high."""
     return None if value is None else validation.integer(name, value, least=0, most=MAX_REVISION)
 
 
-def chosen(given: object) -> Filter:
+def validate_filter(given: object) -> Filter:
     """Which executions, or events of them, are wanted; all of them when nothing is said."""
     if given is None:
         return Filter()
@@ -146,16 +146,16 @@ def chosen(given: object) -> Filter:
     return Filter(namespace, (validation.text("instance_tag", tag[0]), validation.text("instance_tag", tag[1])))
 
 
-def each(name: str, values: object) -> Iterable[Any]:
+def validate_iterable(name: str, values: object) -> Iterable[Any]:
     """Something to go through; a text is not a list of its letters."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise errors.InvalidInput(f"{name}: not a list")
     return values
 
 
-def pairs(name: str, values: object) -> list[tuple[Any, Any]]:
+def validate_pairs(name: str, values: object) -> list[tuple[Any, Any]]:
     """A list of pairs."""
-    given = list(each(name, values))
+    given = list(validate_iterable(name, values))
     if not all(isinstance(one, tuple | list) and len(one) == 2 for one in given):
         raise errors.InvalidInput(f"{name}: not a list of pairs")
     return given
@@ -165,16 +165,16 @@ def pairs(name: str, values: object) -> list[tuple[Any, Any]]:
 # Whole requests
 
 
-def creation(ask: object) -> CreateExecution:
+def validate_create(ask: object) -> CreateExecution:
     """A create, its partition read from the id."""
     if not isinstance(ask, CreateExecution):
         raise errors.InvalidInput("ask: not a CreateExecution")
     name = validation.MAX_NAME_BYTES
-    execution_id = execution(ask.execution_id)
+    execution_id = validate_execution_id(ask.execution_id)
     return CreateExecution(
         execution_id=execution_id,
         partition=ids.partition_of(execution_id),
-        lane_id=lane(ask.lane_id),
+        lane_id=validate_lane_id(ask.lane_id),
         namespace=validation.text("namespace", ask.namespace, limit=name),
         execution_kind=validation.text("execution_kind", ask.execution_kind, limit=name),
         input_payload=validation.payload("input_payload", ask.input_payload),
@@ -182,7 +182,7 @@ def creation(ask: object) -> CreateExecution:
         priority=validation.integer("priority", ask.priority),
         creator_identity=validation.text("creator_identity", ask.creator_identity, limit=name),
         idempotency_key=validation.optional_text("idempotency_key", ask.idempotency_key),
-        tags=tags(ask.tags),
+        tags=validate_tags(ask.tags),
         policy=policy_text(ask.policy),
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
@@ -190,7 +190,7 @@ def creation(ask: object) -> CreateExecution:
     )
 
 
-class Accepting:
+class CreateValidator:
     """Accepts creates one after the other: what one shares with the one before it was looked at there."""
 
     __slots__ = ("_model",)
@@ -201,9 +201,9 @@ class Accepting:
     def __call__(self, ask: object) -> CreateExecution:
         """A create, its partition read from the id."""
         model = self._model
-        if not isinstance(ask, CreateExecution) or model is None or not are_alike(ask, model):
-            return self._remembered(creation(ask))
-        execution_id = execution(ask.execution_id)
+        if not isinstance(ask, CreateExecution) or model is None or not share_template(ask, model):
+            return self._remembered(validate_create(ask))
+        execution_id = validate_execution_id(ask.execution_id)
         return msgspec.structs.replace(
             model,
             execution_id=execution_id,
@@ -218,9 +218,9 @@ class Accepting:
         return accepted
 
 
-def creations(asks: object) -> list[CreateExecution]:
+def validate_creates(asks: object) -> list[CreateExecution]:
     """Creates that come together."""
-    return list(map(Accepting(), each("nodes", asks)))
+    return list(map(CreateValidator(), validate_iterable("nodes", asks)))
 
 
 def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
@@ -264,7 +264,7 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def tags(pairs: object) -> dict[str, str]:
+def validate_tags(pairs: object) -> dict[str, str]:
     """Tags as texts; whether the keys are keys is for the rules."""
     if type(pairs) is not dict and not isinstance(pairs, Mapping):
         raise errors.InvalidInput("tags: not a mapping")
@@ -281,7 +281,7 @@ def _tag_key(key: object) -> str:
     return validation.text("tags", key)
 
 
-def fence(given: object) -> Fence:
+def validate_fence(given: object) -> Fence:
     """A fence, each part that was given in its one form; a blank part was not given."""
     if not isinstance(given, Fence):
         raise errors.InvalidInput("fence: not a fence")
@@ -298,7 +298,7 @@ def uuid_unless_blank(name: str, value: object) -> str | None:
     return None if value == "" else optional_uuid(name, value)
 
 
-def expiry_reason(reason: object) -> str:
+def validate_expiry_reason(reason: object) -> str:
     """Which timer ends an execution."""
     why = validation.text("reason", reason)
     if why not in (expire_rules.ATTEMPT_TIMEOUT, expire_rules.EXECUTION_DEADLINE):
@@ -306,15 +306,15 @@ def expiry_reason(reason: object) -> str:
     return why
 
 
-def offered(tokens: object) -> frozenset[str]:
+def validate_capabilities(tokens: object) -> frozenset[str]:
     """The capabilities that a worker asks for work with."""
-    offer = frozenset(validation.text("capabilities", token) for token in each("capabilities", tokens))
+    offer = frozenset(validation.text("capabilities", token) for token in validate_iterable("capabilities", tokens))
     if refused := capabilities.check_offer(offer):
         raise refused
     return offer
 
 
-def claim_order(
+def build_claim_order(
     lane_id: object,
     worker_id: object,
     worker_instance_id: object,
@@ -326,24 +326,26 @@ def claim_order(
 ) -> ClaimOrder:
     """A worker's wish for work."""
     return ClaimOrder(
-        lane(lane_id),
-        worker(worker_id),
-        instance(worker_instance_id),
-        offered(tokens),
-        validation.duration("lease_ttl_ms", lease_ttl_ms),
+        validate_lane_id(lane_id),
+        validate_worker_id(worker_id),
+        validate_instance_id(worker_instance_id),
+        validate_capabilities(tokens),
+        validation.duration_ms("lease_ttl_ms", lease_ttl_ms),
         admission,
-        some_namespaces(namespaces),
+        validate_namespaces(namespaces),
     )
 
 
-def some_namespaces(names: object) -> frozenset[str] | None:
+def validate_namespaces(names: object) -> frozenset[str] | None:
     """The namespaces whose work is wanted; None is all."""
     return (
-        None if names is None else frozenset(validation.text("namespaces", name) for name in each("namespaces", names))
+        None
+        if names is None
+        else frozenset(validation.text("namespaces", name) for name in validate_iterable("namespaces", names))
     )
 
 
-def grant_order(
+def build_grant_request(
     lane_id: object,
     worker_id: object,
     worker_instance_id: object,
@@ -352,27 +354,27 @@ def grant_order(
     capability_hash: object = None,
     route_snapshot_json: object = None,
     admission_summary: object = None,
-) -> GrantOrder:
+) -> GrantRequest:
     """A worker's wish for a grant; its capabilities may be joined by commas, as in the list that it presents."""
     presented = [
         validation.text(
             "worker_capabilities", token, limit=validation.MAX_INTEGER
         )  # how long they may be is for the rule
-        for token in each("worker_capabilities", tokens)
+        for token in validate_iterable("worker_capabilities", tokens)
     ]
-    return GrantOrder(
-        lane_id=lane(lane_id),
-        worker_id=worker(worker_id),
-        worker_instance_id=instance(worker_instance_id),
-        capabilities=frozenset(capabilities.split(",".join(presented))),
-        grant_ttl_ms=validation.duration("grant_ttl_ms", grant_ttl_ms),
+    return GrantRequest(
+        lane_id=validate_lane_id(lane_id),
+        worker_id=validate_worker_id(worker_id),
+        worker_instance_id=validate_instance_id(worker_instance_id),
+        capabilities=frozenset(capabilities.split_tokens(",".join(presented))),
+        grant_ttl_ms=validation.duration_ms("grant_ttl_ms", grant_ttl_ms),
         capability_hash=validation.optional_text("capability_hash", capability_hash),
         route_snapshot_json=validation.optional_text("route_snapshot_json", route_snapshot_json),
         admission_summary=validation.optional_text("admission_summary", admission_summary),
     )
 
 
-def holder(
+def build_holder(
     worker_id: object,
     worker_instance_id: object,
     lane_id: object,
@@ -380,13 +382,13 @@ def holder(
     attempt_id: object,
     lease_ttl_ms: object,
     minter: ids.Minter,
-) -> Holder:
+) -> LeaseHolder:
     """Who redeems a grant; ids that are not given are minted, and a blank lane is the execution's own."""
-    return Holder(
-        worker(worker_id),
-        instance(worker_instance_id),
-        "" if lane_id == "" else lane(lane_id),
+    return LeaseHolder(
+        validate_worker_id(worker_id),
+        validate_instance_id(worker_instance_id),
+        "" if lane_id == "" else validate_lane_id(lane_id),
         optional_uuid("lease_id", lease_id) or minter.uuid(),
         optional_uuid("attempt_id", attempt_id) or minter.uuid(),
-        validation.duration("lease_ttl_ms", lease_ttl_ms),
+        validation.duration_ms("lease_ttl_ms", lease_ttl_ms),
     )

@@ -6,39 +6,47 @@ from collections.abc import Iterable, Mapping
 
 from flowfabric import errors, ids
 from flowfabric.engine.validation import execution as validate
-from flowfabric.model.owned_id import OwnedId
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.rules import validation
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import usage
 
 
-def budget(text: object) -> str:
+def validate_budget_id(text: object) -> str:
     """A budget's id."""
     return ids.parse_uuid(validation.text("budget_id", text), "budget_id")
 
 
-def owned(namespace: object, text: object) -> OwnedId:
+def build_owned_id(namespace: object, text: object) -> NamespacedId:
     """A budget by its owner and its id."""
-    return OwnedId(validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES), budget(text))
+    return NamespacedId(
+        validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES), validate_budget_id(text)
+    )
 
 
-def dimension(name: object) -> str:
+def validate_dimension(name: object) -> str:
     """The name of a dimension."""
     if not validation.text("dimension", name, limit=validation.MAX_NAME_BYTES):
         raise errors.InvalidInput("dimension: empty")
     return str(name)
 
 
-def limits_of(dimensions: object, hard_limits: object, soft_limits: object) -> usage.Limits:
+def build_limits(dimensions: object, hard_limits: object, soft_limits: object) -> usage.Limits:
     """The limits of some dimensions, each named once."""
-    names = [*validate.each("dimensions", dimensions)]
-    hard = [validation.integer("hard_limits", value, least=0) for value in validate.each("hard_limits", hard_limits)]
-    soft = [validation.integer("soft_limits", value, least=0) for value in validate.each("soft_limits", soft_limits)]
+    names = [*validate.validate_iterable("dimensions", dimensions)]
+    hard = [
+        validation.integer("hard_limits", value, least=0)
+        for value in validate.validate_iterable("hard_limits", hard_limits)
+    ]
+    soft = [
+        validation.integer("soft_limits", value, least=0)
+        for value in validate.validate_iterable("soft_limits", soft_limits)
+    ]
     if not len(names) == len(hard) == len(soft):
         lengths = f"{len(names)}, {len(hard)} and {len(soft)}"
         raise errors.InvalidInput(f"dimensions, hard_limits and soft_limits: of different lengths, {lengths}")
     _not_too_many(len(names))
-    names = [dimension(name) for name in names]
+    names = [validate_dimension(name) for name in names]
     if len(set(names)) < len(names):
         raise errors.InvalidInput("dimensions: one is named twice")
     return tuple(zip(names, hard, soft, strict=True))
@@ -53,16 +61,19 @@ def amounts_by_name(name: str, amounts: object) -> budget_rules.Amounts:
 
 def amounts_in_order(dimensions: object, deltas: object) -> budget_rules.Amounts:
     """Amounts of dimensions in the order given, added up where one is named twice."""
-    names, amounts = [*validate.each("dimensions", dimensions)], [*validate.each("deltas", deltas)]
+    names, amounts = (
+        [*validate.validate_iterable("dimensions", dimensions)],
+        [*validate.validate_iterable("deltas", deltas)],
+    )
     if len(names) != len(amounts):
         raise errors.InvalidInput(f"dimensions and deltas: of different lengths, {len(names)} and {len(amounts)}")
     return _amounts(zip(names, amounts, strict=True), by_name=False)
 
 
 def _amounts(pairs: Iterable[tuple[object, object]], *, by_name: bool) -> budget_rules.Amounts:
-    given = [(dimension(name), validation.integer(str(name), amount, least=0)) for name, amount in pairs]
+    given = [(validate_dimension(name), validation.integer(str(name), amount, least=0)) for name, amount in pairs]
     _not_too_many(len(given))
-    amounts = usage.combined(given, by_name=by_name)
+    amounts = usage.sum_by_dimension(given, by_name=by_name)
     for name, amount in amounts:
         validation.integer(name, amount, least=0)  # together they may be too much
     return amounts

@@ -15,25 +15,31 @@ from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules import validation
 from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable.gates import GateArgs
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import BestEffort
 from flowfabric.rules.suspension import conditions, signals
-from flowfabric.rules.suspension.arguments import Binding, Fresh, ResumePolicy, SuspendArgs, UsePending
+from flowfabric.rules.suspension.arguments import (
+    FreshWaitpoint,
+    ResumePolicy,
+    SuspendArgs,
+    UsePendingWaitpoint,
+    WaitpointBinding,
+)
 from flowfabric.rules.suspension.signals import SignalArgs
 
 AUTO_RESUME_ALIAS = "auto_resume"
-MOST_WAITPOINTS = 1000
+MAX_WAITPOINTS = 1000
 BEST_EFFORT = BestEffort()
 
 
-def waitpoint(waitpoint_id: object) -> str:
+def validate_waitpoint_id(waitpoint_id: object) -> str:
     """A waitpoint id."""
     return ids.parse_uuid(validation.text("waitpoint_id", waitpoint_id), "waitpoint_id")
 
 
-def token(value: object) -> WaitpointToken:
+def validate_waitpoint_token(value: object) -> WaitpointToken:
     """A token as a sender shows it; what is wrong with it is for the rules."""
     if isinstance(value, WaitpointToken):
         return value
@@ -42,13 +48,13 @@ def token(value: object) -> WaitpointToken:
     return WaitpointToken(value or "")
 
 
-def suspension(args: object) -> SuspendArgs:
+def validate_suspend(args: object) -> SuspendArgs:
     """What a suspend asks for."""
     if not isinstance(args, SuspendArgs):
         raise errors.InvalidInput("args: not a SuspendArgs")
-    bindings = [_binding(one) for one in validate.each("waitpoints", args.waitpoints)]
-    if len(bindings) > MOST_WAITPOINTS:
-        raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MOST_WAITPOINTS}")
+    bindings = [_binding(one) for one in validate.validate_iterable("waitpoints", args.waitpoints)]
+    if len(bindings) > MAX_WAITPOINTS:
+        raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MAX_WAITPOINTS}")
     return SuspendArgs(
         suspension_id=ids.parse_uuid(validation.text("suspension_id", args.suspension_id), "suspension_id"),
         waitpoints=tuple(bindings),
@@ -67,12 +73,12 @@ def suspension(args: object) -> SuspendArgs:
     )
 
 
-def _binding(binding: object) -> Binding:
+def _binding(binding: object) -> WaitpointBinding:
     match binding:
-        case Fresh(waitpoint_id=waitpoint_id, waitpoint_key=key):
-            return Fresh(waitpoint(waitpoint_id), validation.text("waitpoint_key", key))
-        case UsePending(waitpoint_id=waitpoint_id):
-            return UsePending(waitpoint(waitpoint_id))
+        case FreshWaitpoint(waitpoint_id=waitpoint_id, waitpoint_key=key):
+            return FreshWaitpoint(validate_waitpoint_id(waitpoint_id), validation.text("waitpoint_key", key))
+        case UsePendingWaitpoint(waitpoint_id=waitpoint_id):
+            return UsePendingWaitpoint(validate_waitpoint_id(waitpoint_id))
         case _:
             raise errors.InvalidInput("waitpoints: neither Fresh nor UsePending")
 
@@ -84,7 +90,7 @@ def _policy(policy: object) -> ResumePolicy:
         if not isinstance(getattr(policy, name), bool):
             raise errors.InvalidInput(f"{name}: neither true nor false")
     if policy.resume_delay_ms is not None:
-        validation.duration("resume_delay_ms", policy.resume_delay_ms, least=0)
+        validation.duration_ms("resume_delay_ms", policy.resume_delay_ms, least=0)
     return policy
 
 
@@ -100,7 +106,7 @@ def _member(kind: Any, name: str, value: object) -> Any:
         raise errors.InvalidInput(f"{name}: not a {kind.__name__}") from None
 
 
-def signal(args: object) -> SignalArgs:
+def validate_signal(args: object) -> SignalArgs:
     """A signal; a payload that is too large is refused before anything else is."""
     if not isinstance(args, SignalArgs):
         raise errors.InvalidInput("args: not a SignalArgs")
@@ -110,10 +116,10 @@ def signal(args: object) -> SignalArgs:
         for name in ("signal_name", "signal_category", "source_type", "source_identity", "target_scope")
     }
     return SignalArgs(
-        execution_id=validate.execution(args.execution_id),
-        waitpoint_id=waitpoint(args.waitpoint_id),
+        execution_id=validate.validate_execution_id(args.execution_id),
+        waitpoint_id=validate_waitpoint_id(args.waitpoint_id),
         signal_id=ids.parse_uuid(validation.text("signal_id", args.signal_id), "signal_id"),
-        waitpoint_token=token(args.waitpoint_token),
+        waitpoint_token=validate_waitpoint_token(args.waitpoint_token),
         payload=payload,
         payload_encoding=validation.optional_text(
             "payload_encoding", args.payload_encoding, limit=validation.MAX_NAME_BYTES
@@ -121,7 +127,7 @@ def signal(args: object) -> SignalArgs:
         correlation_id=validation.optional_text("correlation_id", args.correlation_id),
         idempotency_key=validation.optional_text("idempotency_key", args.idempotency_key) or None,
         created_at=validate.optional_instant("created_at", args.created_at),
-        dedup_ttl_ms=validation.duration("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
+        dedup_ttl_ms=validation.duration_ms("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
         resume_delay_ms=validate.optional_duration("resume_delay_ms", args.resume_delay_ms),
         max_signals_per_execution=validation.integer(
             "max_signals_per_execution", args.max_signals_per_execution, least=0
@@ -152,7 +158,7 @@ class FrameInput(msgspec.Struct, frozen=True):
     correlation_id: str | None
 
 
-def frame(
+def build_frame(
     payload: object, kind: object, frame_type: object, mode: object, best_effort: object, correlation_id: object
 ) -> FrameInput:
     """A frame; one that is too large is refused before anything is asked about the lease."""
@@ -183,13 +189,13 @@ def _best_effort(given: object) -> BestEffort:
     return given
 
 
-def message(args: object) -> MailArgs:
+def validate_mail(args: object) -> MessageArgs:
     """A message to an execution."""
-    if not isinstance(args, MailArgs):
+    if not isinstance(args, MessageArgs):
         raise errors.InvalidInput("args: not a MailArgs")
-    return MailArgs(
-        execution_id=validate.execution(args.execution_id),
-        mailbox=name_of("mailbox", args.mailbox),
+    return MessageArgs(
+        execution_id=validate.validate_execution_id(args.execution_id),
+        mailbox=validate_name("mailbox", args.mailbox),
         message_id=ids.parse_uuid(validation.text("message_id", args.message_id), "message_id"),
         payload=_small(args.payload, mailbox.MAX_PAYLOAD_BYTES),
         payload_encoding=validation.optional_text(
@@ -197,18 +203,20 @@ def message(args: object) -> MailArgs:
         ),
         sender=validation.text("sender", args.sender),
         idempotency_key=validation.optional_text("idempotency_key", args.idempotency_key) or None,
-        dedup_ttl_ms=validation.duration("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
+        dedup_ttl_ms=validation.duration_ms("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
     )
 
 
-def gate(args: object) -> GateArgs:
+def validate_gate(args: object) -> GateArgs:
     """A gate to be opened."""
     if not isinstance(args, GateArgs):
         raise errors.InvalidInput("args: not a GateArgs")
     kind = _member(GateKind, "kind", args.kind)
-    children = tuple(validate.execution(child) for child in validate.each("children", args.children))
+    children = tuple(
+        validate.validate_execution_id(child) for child in validate.validate_iterable("children", args.children)
+    )
     given: dict[str, Any] = {
-        "name": name_of("gate", args.name),
+        "name": validate_name("gate", args.name),
         "kind": kind,
         "expires_in_ms": validate.optional_duration("expires_in_ms", args.expires_in_ms),
         "expires_at": validate.optional_instant("expires_at", args.expires_at),
@@ -224,7 +232,7 @@ def gate(args: object) -> GateArgs:
                 raise errors.InvalidInput("waitpoints: not those that the condition names")
             return GateArgs(**given, condition=condition, waitpoints=bound)
         case GateKind.MAILBOX:
-            return GateArgs(**given, mailbox=name_of("mailbox", args.mailbox))
+            return GateArgs(**given, mailbox=validate_name("mailbox", args.mailbox))
         case GateKind.CHILDREN:
             if not children or len(set(children)) < len(children):
                 raise errors.InvalidInput("children: none, or one of them twice")
@@ -237,14 +245,14 @@ def gate(args: object) -> GateArgs:
 
 
 def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:
-    found = validate.pairs("waitpoints", waitpoints)
-    bound = tuple((waitpoint(one), validation.text("waitpoint_key", key)) for one, key in found)
+    found = validate.validate_pairs("waitpoints", waitpoints)
+    bound = tuple((validate_waitpoint_id(one), validation.text("waitpoint_key", key)) for one, key in found)
     if len({one for one, _ in bound}) < len(bound):
         raise errors.InvalidInput("waitpoints: one of them twice")
     return bound
 
 
-def name_of(field: str, value: object) -> str:
+def validate_name(field: str, value: object) -> str:
     """A name that can be part of a key."""
     name = validation.text(field, value, limit=validation.MAX_NAME_BYTES)
     if not name:
@@ -252,7 +260,7 @@ def name_of(field: str, value: object) -> str:
     return name
 
 
-def names(field: str, values: object) -> tuple[str, ...]:
+def validate_names(field: str, values: object) -> tuple[str, ...]:
     """Several of them, each once."""
-    found: Sequence[str] = [name_of(field, one) for one in validate.each(field, values)]
+    found: Sequence[str] = [validate_name(field, one) for one in validate.validate_iterable(field, values)]
     return tuple(dict.fromkeys(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
 
@@ -129,8 +130,10 @@ class Revoked(msgspec.Struct, frozen=True, gc=False):
     lease_epoch: int
 
 
-class AlreadySatisfied(msgspec.Struct, frozen=True, gc=False):
+class NothingToDo(msgspec.Struct, frozen=True, gc=False):
     """Nothing was left to do, and this is why."""
+
+    variant: ClassVar[str] = "AlreadySatisfied"
 
     reason: str
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
 
 from flowfabric.model.flow import CancellationPolicy
 
 
-class Created(msgspec.Struct, frozen=True):
+class FlowCreated(msgspec.Struct, frozen=True):
+    variant: ClassVar[str] = "Created"
     flow_id: str
 
 
-class AlreadySatisfied(msgspec.Struct, frozen=True):
+class FlowExists(msgspec.Struct, frozen=True):
     """The flow exists; nothing of the request was looked at."""
+
+    variant: ClassVar[str] = "AlreadySatisfied"
 
     flow_id: str
 
@@ -43,15 +47,16 @@ class Staged(msgspec.Struct, frozen=True):
     new_graph_revision: int
 
 
-class Applied(msgspec.Struct, frozen=True):
+class DependencyApplied(msgspec.Struct, frozen=True):
+    variant: ClassVar[str] = "Applied"
     unsatisfied_count: int
 
 
-class AlreadyApplied(msgspec.Struct, frozen=True):
-    pass
+class DependencyAlreadyApplied(msgspec.Struct, frozen=True):
+    variant: ClassVar[str] = "AlreadyApplied"
 
 
-class PolicySet(StrEnum):
+class SetJoinPolicyResult(StrEnum):
     SET = "set"
     ALREADY_SET = "already_set"
 
@@ -85,8 +90,10 @@ class Eligibility(StrEnum):
     ELIGIBLE = "eligible"
 
 
-class Cancelled(msgspec.Struct, frozen=True):
+class FlowCancelled(msgspec.Struct, frozen=True):
     """The flow is cancelled, and so is every member that the policy selected."""
+
+    variant: ClassVar[str] = "Cancelled"
 
     cancellation_policy: CancellationPolicy
     member_execution_ids: list[str]
@@ -136,7 +143,7 @@ class SiblingReconcile(StrEnum):
     COMPLETED_DRAIN = "completed_drain"
 
 
-class Disposition(StrEnum):
+class MemberCancelResult(StrEnum):
     """What became of the cancel of one member."""
 
     CANCELLED = "cancelled"

@@ -52,7 +52,7 @@ class HardBreach(msgspec.Struct, frozen=True):
     namespace: str | msgspec.UnsetType = msgspec.UNSET  # the owner of the budget, unless that is `default`
 
 
-Usage = Ok | AlreadyApplied | SoftBreach | HardBreach
+UsageResult = Ok | AlreadyApplied | SoftBreach | HardBreach
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -147,14 +147,14 @@ class ConcurrencyExceeded(msgspec.Struct, frozen=True):
     """All slots are taken."""
 
 
-Admission = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceeded
+AdmissionResult = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceeded
 
 
-class Released(msgspec.Struct, frozen=True):
+class AdmissionReleased(msgspec.Struct, frozen=True):
     """There is no slot for this execution (any more)."""
 
 
-class Hit(StrEnum):
+class QuotaLimitKind(StrEnum):
     """What a quota refused by: the label of its metric."""
 
     RATE = "rate"

@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Put, Write, at, live, seen
+from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Upsert, Write, from_now, live, seen
 from flowfabric.model.condition import Condition
 from flowfabric.model.execution import Execution
-from flowfabric.model.gate import ChildEnd, Gate, GateEnd, GateKind, GateMemo, Mail, Vote
-from flowfabric.model.obstacles import PASSING
+from flowfabric.model.gate import ChildCompletion, Gate, GateKind, GateMemo, GateOutcome, MailboxMessage, Vote
+from flowfabric.model.obstacles import TIMER_WAIT
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.model.text import some
+from flowfabric.model.text import join_some
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import mailbox
-from flowfabric.rules.durable.park import LookAt
+from flowfabric.rules.durable.park import NeedsMessage
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.security import keystore
@@ -32,29 +32,34 @@ from flowfabric.rules.suspension import conditions
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from flowfabric.rules.suspension.conditions import Arrival, Effect
+from flowfabric.rules.suspension.conditions import IncomingSignal, SignalEffect
 
-Closed = Mapping[str, tuple[Gate, GateEnd, Mail | None]]
+ClosedGates = Mapping[str, tuple[Gate, GateOutcome, MailboxMessage | None]]
 
 
-def vote(
-    row: Execution, root: Suspension, name: str, arrival: Arrival, seq: int, now: int
+def apply_vote(
+    row: Execution, root: Suspension, name: str, arrival: IncomingSignal, seq: int, now: int
 ) -> tuple[str, dict[str, Any], tuple[Write, ...]]:
     """A signal to one of the gate's waitpoints: its effect, what it changes of the root, and what else it writes."""
     gate = wait_state.open_gates(root)[name]
-    condition = conditions.read_condition(gate.condition or '"OperatorOnly"')
-    effect, progress = conditions.meet(condition, wait_encoding.progress(gate.progress), arrival)
-    if effect not in (Effect.SATISFIED, Effect.APPENDED):
+    condition = conditions.decode_condition(gate.condition or '"OperatorOnly"')
+    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(gate.progress), arrival)
+    if effect not in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
         return effect, {}, ()
     votes = (*gate.votes, Vote(arrival.waitpoint_id, seq))
-    gate = msgspec.structs.replace(gate, progress=wait_encoding.written(progress), votes=votes)
-    closed: Closed = {name: (gate, GateEnd.SATISFIED, None)} if effect == Effect.SATISFIED else {}
-    fields, writes = moved_on(row, root, {name: gate}, closed)
+    gate = msgspec.structs.replace(gate, progress=wait_encoding.encode_or_none(progress), votes=votes)
+    closed: ClosedGates = {name: (gate, GateOutcome.SATISFIED, None)} if effect == SignalEffect.SATISFIED else {}
+    fields, writes = update_gates(row, root, {name: gate}, closed)
     return effect, fields, writes
 
 
-def moved_on(
-    row: Execution, root: Suspension, changed: Mapping[str, Gate], closed: Closed, *, reason: str = wait_state.RESUMED
+def update_gates(
+    row: Execution,
+    root: Suspension,
+    changed: Mapping[str, Gate],
+    closed: ClosedGates,
+    *,
+    reason: str = wait_state.RESUMED,
 ) -> tuple[dict[str, Any], tuple[Write, ...]]:
     """What becomes of the root when gates changed and some closed, and what is written besides.
 
@@ -63,17 +68,17 @@ def moved_on(
     left = wait_state.open_gates(root) | dict(changed)
     for name in closed:
         left.pop(name, None)
-    fields: dict[str, Any] = {"gates": wait_encoding.written(left)}
+    fields: dict[str, Any] = {"gates": wait_encoding.encode_or_none(left)}
     writes: tuple[Write, ...] = tuple(
-        Insert(memo(row.execution_id, name, gate, end, mail)) for name, (gate, end, mail) in closed.items()
+        Insert(gate_memo(row.execution_id, name, gate, end, mail)) for name, (gate, end, mail) in closed.items()
     )
-    if wait_state.is_open(root) and not closed.keys().isdisjoint(waits_on(root)):
+    if wait_state.is_open(root) and not closed.keys().isdisjoint(parked_on(root)):
         fields |= {"satisfied_at": NOW, "closed_at": NOW, "close_reason": reason, "due_at": None}
-        writes += (wait_state.resumption(row, 0, ""),)
+        writes += (wait_state.resume_row(row, 0, ""),)
     return fields, writes
 
 
-def memo(execution_id: str, name: str, gate: Gate, end: GateEnd, mail: Mail | None) -> GateMemo:
+def gate_memo(execution_id: str, name: str, gate: Gate, end: GateOutcome, mail: MailboxMessage | None) -> GateMemo:
     """What is remembered of a gate that closes."""
     return GateMemo(
         execution_id=execution_id,
@@ -81,8 +86,8 @@ def memo(execution_id: str, name: str, gate: Gate, end: GateEnd, mail: Mail | No
         kind=gate.kind,
         ended_as=end,
         opened_at=gate.opened_at,
-        closed_at=at(0),
-        votes=wait_encoding.written(gate.votes),
+        closed_at=from_now(0),
+        votes=wait_encoding.encode_or_none(gate.votes),
         payload=mail.payload if mail is not None else None,
         payload_encoding=mail.payload_encoding if mail is not None else None,
         sender=mail.sender if mail is not None else None,
@@ -90,56 +95,62 @@ def memo(execution_id: str, name: str, gate: Gate, end: GateEnd, mail: Mail | No
     )
 
 
-def waits_on(root: Suspension | None) -> list[str]:
+def parked_on(root: Suspension | None) -> list[str]:
     """The gates that the function is parked on."""
     text = None if root is None else root.waits_on
     return [] if text is None else msgspec.json.decode(text, type=list[str])
 
 
-def awaited(name: str, gate: Gate) -> str:
+def describe_wait(name: str, gate: Gate) -> str:
     """What closes this gate, in words."""
     match gate.kind:
         case GateKind.TIMER:
-            return PASSING
+            return TIMER_WAIT
         case GateKind.MAILBOX:
             return f"a message to {gate.mailbox}"
         case GateKind.SIGNALS:
             return f"an answer to {name.removeprefix('approval:').partition('#')[0]}"
         case GateKind.CHILDREN:
             ended = {vote.member for vote in gate.votes}
-            return f"the end of {some([child for child in gate.children if child not in ended])}"
+            return f"the end of {join_some([child for child in gate.children if child not in ended])}"
 
 
-def past(root: Suspension | None, names: Iterable[str], now: int) -> dict[str, tuple[Gate, GateEnd, Mail | None]]:
+def expired_gates(
+    root: Suspension | None, names: Iterable[str], now: int
+) -> dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]]:
     """Those of the open gates whose own time is over, as what they close as: a timer is satisfied by that."""
     found = wait_state.open_gates(root)
     return {
-        name: (found[name], GateEnd.SATISFIED if found[name].kind is GateKind.TIMER else GateEnd.TIMED_OUT, None)
+        name: (
+            found[name],
+            GateOutcome.SATISFIED if found[name].kind is GateKind.TIMER else GateOutcome.TIMED_OUT,
+            None,
+        )
         for name in names
-        if name in found and wait_state.gate_is_past(found[name], now)
+        if name in found and wait_state.is_gate_expired(found[name], now)
     }
 
 
-def with_children(gate: Gate, ends: Mapping[str, str]) -> tuple[Gate, GateEnd | None]:
+def apply_child_outcomes(gate: Gate, ends: Mapping[str, str]) -> tuple[Gate, GateOutcome | None]:
     """The gate after these ends of children (the first of each counts), and how it closes, if it does."""
     known = {vote.member for vote in gate.votes}
     news = [Vote(child, 0, ends[child]) for child in gate.children if child in ends and child not in known]
     gate = msgspec.structs.replace(gate, votes=(*gate.votes, *news)) if news else gate
     outcomes = [vote.outcome for vote in gate.votes]
-    return gate, closed_by(outcomes, len(gate.children), gate.need, any_outcome=gate.any_outcome)
+    return gate, outcome_of_children(outcomes, len(gate.children), gate.need, any_outcome=gate.any_outcome)
 
 
-def closed_by(
+def outcome_of_children(
     outcomes: Collection[str | None], children: int, need: int, *, any_outcome: bool = False
-) -> GateEnd | None:
+) -> GateOutcome | None:
     """How these ends, of so many children, close a gate that needs some of them; None while they do not."""
     good = sum(any_outcome or outcome == TerminalOutcome.SUCCESS for outcome in outcomes)
     if good >= need:
-        return GateEnd.SATISFIED
-    return GateEnd.IMPOSSIBLE if good + children - len(outcomes) < need else None
+        return GateOutcome.SATISFIED
+    return GateOutcome.IMPOSSIBLE if good + children - len(outcomes) < need else None
 
 
-def voted(root: Suspension, waitpoint: Waitpoint) -> set[int]:
+def counted_signals(root: Suspension, waitpoint: Waitpoint) -> set[int]:
     """The places of the signals that count towards the waitpoint's gate."""
     gate = wait_state.open_gates(root).get(waitpoint.gate or "")
     votes: Sequence[Vote] = () if gate is None else gate.votes
@@ -169,19 +180,19 @@ class OpenGate(msgspec.Struct, frozen=True):
     kids: tuple[str, ...] = ()
 
 
-class Scene(msgspec.Struct, frozen=True):
+class GateRows(msgspec.Struct, frozen=True):
     """What opening a gate is decided on."""
 
     row: Execution | None
     root: Suspension | None
     memo: GateMemo | None = None
-    mail: Mail | None = None
-    ends: Sequence[ChildEnd] = ()
+    mail: MailboxMessage | None = None
+    ends: Sequence[ChildCompletion] = ()
     keys: Sequence[SigningKey] = ()
     waitpoints: Mapping[str, Waitpoint] = {}  # those of the ids it asks for that were used before
 
 
-def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | LookAt]:
+def open_gate(scene: GateRows, ask: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | NeedsMessage]:
     """Open a gate, find it open, or find what came of it."""
     row, root = scene.row, scene.root
     if row is None:
@@ -197,50 +208,50 @@ def open_gate(scene: Scene, ask: GateArgs, fence: Fence, now: int) -> Decision[O
         return Decision(OpenGate(ask.name, known))
     signer: SigningKey | None = None
     if ask.waitpoints:
-        if any(waitpoint_rules.is_taken(scene.waitpoints.get(one), row, root, now) for one, _ in ask.waitpoints):
+        if any(waitpoint_rules.is_id_in_use(scene.waitpoints.get(one), row, root, now) for one, _ in ask.waitpoints):
             return refuse(errors.WaitpointAlreadyExists())
         found = keystore.waitpoint_signer(scene.keys)
         if isinstance(found, errors.FabricError):
             return refuse(found)
         signer = found
     gate = _new(ask, now)
-    end: GateEnd | None = None
-    mail: Mail | None = None
+    end: GateOutcome | None = None
+    mail: MailboxMessage | None = None
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
     if ask.kind is GateKind.MAILBOX and (seq := mailbox.next_unread(root, ask.mailbox or "")) is not None:
         if scene.mail is None or scene.mail.seq != seq:
-            return Decision(LookAt(seq))
-        mail, end = scene.mail, GateEnd.SATISFIED
-        fields["mail"] = mailbox.taken(root, mail.mailbox)
-        writes += (Delete(Mail, (row.execution_id, mail.mailbox, mail.seq)),)
+            return Decision(NeedsMessage(seq))
+        mail, end = scene.mail, GateOutcome.SATISFIED
+        fields["mail"] = mailbox.mark_received(root, mail.mailbox)
+        writes += (Delete(MailboxMessage, (row.execution_id, mail.mailbox, mail.seq)),)
     if ask.kind is GateKind.CHILDREN:
-        gate, end = with_children(gate, {one.child_id: one.outcome for one in scene.ends})
+        gate, end = apply_child_outcomes(gate, {one.child_id: one.outcome for one in scene.ends})
     if signer is not None:
         fresh = (
-            waitpoint_rules.new_waitpoint(row, signer, *one, gate=ask.name, activated_at=at(0))
+            waitpoint_rules.new_waitpoint(row, signer, *one, gate=ask.name, activated_at=from_now(0))
             for one in ask.waitpoints
         )
         made = (msgspec.structs.replace(one, expires_at=gate.expires_at) for one in fresh)
-        writes += waitpoint_rules.placed(made, scene.waitpoints)
+        writes += waitpoint_rules.waitpoint_writes(made, scene.waitpoints)
     return _opened(scene, row, ask.name, gate, end, mail, fields, writes, signer)
 
 
 def _opened(
-    scene: Scene,
+    scene: GateRows,
     row: Execution,
     name: str,
     gate: Gate,
-    end: GateEnd | None,
-    mail: Mail | None,
+    end: GateOutcome | None,
+    mail: MailboxMessage | None,
     fields: dict[str, Any],
     writes: tuple[Write, ...],
     signer: SigningKey | None,
-) -> Decision[OpenGate | GateMemo | LookAt]:
-    root = wait_state.root_of(scene.root, row)
+) -> Decision[OpenGate | GateMemo | NeedsMessage]:
+    root = wait_state.suspension_or_new(scene.root, row)
     if end is None:
         answer: Any = OpenGate(name, gate, (signer.kid,) * len(gate.waitpoints) if signer is not None else ())
-        fields["gates"] = wait_encoding.written(wait_state.open_gates(root) | {name: gate})
+        fields["gates"] = wait_encoding.encode_or_none(wait_state.open_gates(root) | {name: gate})
     else:
         memo = gate_memo(row.execution_id, name, gate, end, mail)
         writes += (Insert(memo),)
@@ -249,8 +260,8 @@ def _opened(
             return msgspec.structs.replace(memo, closed_at=now)
 
     change = Change(
-        guards=(seen(row, live(row)), wait_state.guard_of(scene.root, row.execution_id)),
-        writes=(Put(msgspec.structs.replace(root, **fields)), *writes, *wait_state.marked(row)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
+        writes=(Upsert(msgspec.structs.replace(root, **fields)), *writes, *wait_state.mark_has_waits(row)),
     )
     return Decision(answer, change)
 
@@ -261,7 +272,7 @@ def _new(ask: GateArgs, now: int) -> Gate:
         kind=ask.kind,
         opened_at=now,
         expires_at=expires_at,
-        condition=None if ask.condition is None else conditions.write_condition(ask.condition),
+        condition=None if ask.condition is None else conditions.encode_condition(ask.condition),
         waitpoints=ask.waitpoints,
         mailbox=ask.mailbox,
         children=ask.children,
@@ -270,32 +281,34 @@ def _new(ask: GateArgs, now: int) -> Gate:
     )
 
 
-def take_in(row: Execution | None, root: Suspension | None, ends: Sequence[ChildEnd], now: int) -> Decision[int]:
+def deliver_child_completions(
+    row: Execution | None, root: Suspension | None, ends: Sequence[ChildCompletion], now: int
+) -> Decision[int]:
     """Let the open gates of a parent know of its children's ends; how many ends there were."""
     if not ends:
         return Decision(0)
     if row is None:
         parent = ends[0].parent_id
-        gone = tuple(Delete(ChildEnd, (parent, end.child_id, end.life)) for end in ends)
-        return Decision(len(ends), Change(guards=(wait_state.guard_of(root, parent),), writes=gone))
+        gone = tuple(Delete(ChildCompletion, (parent, end.child_id, end.life)) for end in ends)
+        return Decision(len(ends), Change(guards=(wait_state.seen_suspension(root, parent),), writes=gone))
     outcomes = {end.child_id: end.outcome for end in ends}
     changed: dict[str, Gate] = {}
-    closed: dict[str, tuple[Gate, GateEnd, Mail | None]] = {}
+    closed: dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]] = {}
     for name, gate in wait_state.open_gates(root).items():
-        if gate.kind is not GateKind.CHILDREN or wait_state.gate_is_past(gate, now):
+        if gate.kind is not GateKind.CHILDREN or wait_state.is_gate_expired(gate, now):
             continue
-        grown, end = with_children(gate, outcomes)
+        grown, end = apply_child_outcomes(gate, outcomes)
         if grown is not gate:
             changed[name] = grown
         if end is not None:
             closed[name] = (grown, end, None)
-    heard: tuple[Write, ...] = tuple(Put(msgspec.structs.replace(end, due_at=None)) for end in ends)
-    guards = (seen(row), wait_state.guard_of(root, row.execution_id))
+    heard: tuple[Write, ...] = tuple(Upsert(msgspec.structs.replace(end, due_at=None)) for end in ends)
+    guards = (seen(row), wait_state.seen_suspension(root, row.execution_id))
     if root is None or not changed:
         if row.lifecycle_phase is LifecyclePhase.ACTIVE:
             # A gate for them may be on its way, decided before they ended: it has to be decided again, with them.
             heard += (Patch(Execution, (row.execution_id,), {"last_mutation_at": NOW}),)
         return Decision(len(ends), Change(guards=guards, writes=heard))
-    fields, writes = moved_on(row, root, changed, closed)
-    kept = Put(msgspec.structs.replace(root, **fields))
+    fields, writes = update_gates(row, root, changed, closed)
+    kept = Upsert(msgspec.structs.replace(root, **fields))
     return Decision(len(ends), Change(guards=guards, writes=(kept, *heard, *writes)))

@@ -17,7 +17,7 @@ from uuid import UUID
 
 import msgspec
 
-from flowfabric.rules.durable.schema_limits import target
+from flowfabric.rules.durable.schema_limits import resolve_reference
 
 Schema = Mapping[str, Any]
 
@@ -47,19 +47,19 @@ _LENGTHS = (
 )
 
 
-class TooMuchWork(Exception):
+class SchemaCheckTooCostly(Exception):
     """The check was given up; the text says so to the person."""
 
 
-def misfit(value: Any, schema: Schema, root: Schema | None = None, name: str = "value") -> str | None:
+def find_violation(value: Any, schema: Schema, root: Schema | None = None, name: str = "value") -> str | None:
     """What is wrong with a value, in words for the person who gave it; None when it fits."""
     try:
-        return Checker(schema if root is None else root).misfit(value, schema, name)
-    except TooMuchWork as fault:
+        return SchemaChecker(schema if root is None else root).find_violation(value, schema, name)
+    except SchemaCheckTooCostly as fault:
         return f"{name}: {fault}"
 
 
-class Checker:
+class SchemaChecker:
     """One check of one value; it counts its steps."""
 
     def __init__(self, root: Schema, max_steps: int = MAX_STEPS) -> None:
@@ -68,10 +68,10 @@ class Checker:
         self._max_steps = max_steps
         self._depth = 0
 
-    def misfit(self, value: Any, schema: Schema, name: str) -> str | None:
+    def find_violation(self, value: Any, schema: Schema, name: str) -> str | None:
         """The first thing that is wrong; `TooMuchWork` when it cannot be told within the limits."""
         if self._depth >= MAX_DEPTH:
-            raise TooMuchWork("nested too deeply")
+            raise SchemaCheckTooCostly("nested too deeply")
         self._depth += 1
         try:
             return next(self._misfits(value, schema, name), None)
@@ -81,16 +81,16 @@ class Checker:
     def _count(self, steps: int) -> None:
         self.steps += steps
         if self.steps > self._max_steps:
-            raise TooMuchWork("too large to be checked; send less")
+            raise SchemaCheckTooCostly("too large to be checked; send less")
 
     def _each(self, value: Any, schemas: Any, name: str) -> Iterator[str | None]:
         for one in _list(schemas):
             if isinstance(one, dict):
-                yield self.misfit(value, one, name)
+                yield self.find_violation(value, one, name)
 
     def _misfits(self, value: Any, schema: Schema, name: str) -> Iterator[str]:
         self._count(1)
-        schema = target(schema, self.root)
+        schema = resolve_reference(schema, self.root)
         yield from filter(None, self._each(value, schema.get("allOf"), name))
         if choices := _list(schema.get("anyOf")) or _list(schema.get("oneOf")):
             wrong: str | None = None
@@ -129,7 +129,7 @@ class Checker:
         firsts, others = _list(schema.get("prefixItems")), schema.get("items")
         for place, one in enumerate(value):
             spec = firsts[place] if place < len(firsts) else others
-            if isinstance(spec, dict) and (wrong := self.misfit(one, spec, f"{name} {place + 1}")):
+            if isinstance(spec, dict) and (wrong := self.find_violation(one, spec, f"{name} {place + 1}")):
                 yield wrong
 
     def _fields(self, value: dict[str, Any], schema: Schema) -> Iterator[str]:
@@ -139,7 +139,7 @@ class Checker:
         yield from (f"{key} is missing" for key in required if isinstance(key, str) and key not in value)
         for key, one in value.items():
             spec = known.get(key, schema.get("additionalProperties"))
-            if isinstance(spec, dict) and (wrong := self.misfit(one, spec, key)):
+            if isinstance(spec, dict) and (wrong := self.find_violation(one, spec, key)):
                 yield wrong
 
 

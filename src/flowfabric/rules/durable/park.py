@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import Change, Put, at, lease_event, live, seen
+from flowfabric.model.change import Change, Upsert, from_now, lease_event, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import GateMemo
 from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior
@@ -22,20 +22,20 @@ from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 
 
-class LookAt(msgspec.Struct, frozen=True):
+class NeedsMessage(msgspec.Struct, frozen=True):
     """The rule has to see the message at this place before it can decide."""
 
     seq: int
 
 
-class Parked(msgspec.Struct, frozen=True):
+class ParkedExecution(msgspec.Struct, frozen=True):
     """The execution waits; the lease is gone."""
 
     suspension_id: str
     holder: HandleFields
 
 
-class Ready(msgspec.Struct, frozen=True):
+class GatesReady(msgspec.Struct, frozen=True):
     """Something that was to be waited for is there already; nothing was parked."""
 
     gates: tuple[str, ...]
@@ -52,7 +52,7 @@ def park(
     fence: Fence,
     holder: HandleFields,
     now: int,
-) -> Decision[Parked | Ready]:
+) -> Decision[ParkedExecution | GatesReady]:
     """Put the work away until one of these gates closes; if one has closed, or its time is over, go on at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -63,32 +63,32 @@ def park(
     if unknown or root is None or not names:
         return refuse(errors.InvalidInput(f"gates: {', '.join(unknown) or 'none'} to wait for"))
     if memos:
-        return Decision(Ready(tuple(name for name in names if name in memos)))
-    guards = (seen(row, live(row)), wait_state.guard_of(root, row.execution_id))
-    if past := gate_rules.past(root, names, now):
-        fields, writes = gate_rules.moved_on(row, root, {}, past)
-        kept = Put(msgspec.structs.replace(root, **fields))
-        return Decision(Ready(tuple(past)), Change(guards=guards, writes=(kept, *writes)))
+        return Decision(GatesReady(tuple(name for name in names if name in memos)))
+    guards = (seen(row, live(row)), wait_state.seen_suspension(root, row.execution_id))
+    if past := gate_rules.expired_gates(root, names, now):
+        fields, writes = gate_rules.update_gates(row, root, {}, past)
+        kept = Upsert(msgspec.structs.replace(root, **fields))
+        return Decision(GatesReady(tuple(past)), Change(guards=guards, writes=(kept, *writes)))
     waitpoint_id = next((gate.waitpoints[0][0] for name in names if (gate := found[name]).waitpoints), None)
-    shelf = suspend_rules.shelved(
+    shelf = suspend_rules.suspend_row(
         row,
         suspension_id=suspension_id,
         waitpoint_id=waitpoint_id,
         reason_code=reason_code,
         now=now,
-        waits_for=" or ".join(gate_rules.awaited(name, found[name]) for name in names),
+        waits_for=" or ".join(gate_rules.describe_wait(name, found[name]) for name in names),
         keys=[found[name].mailbox for name in names],
     )
     change = Change(
         guards=guards,
         writes=(
             shelf,
-            Put(_waiting(root, row, names, suspension_id, reason_code)),
-            *waitpoint_rules.let_go(root, ()),
+            Upsert(_waiting(root, row, names, suspension_id, reason_code)),
+            *waitpoint_rules.close_replaced_waitpoints(root, ()),
         ),
         events=(lease_event(row, "released", reason="suspend"),),
     )
-    return Decision(Parked(suspension_id, holder), change)
+    return Decision(ParkedExecution(suspension_id, holder), change)
 
 
 def _waiting(
@@ -107,9 +107,9 @@ def _waiting(
         suspension_id=suspension_id,
         attempt_index=row.attempt_index,
         reason_code=reason_code,
-        created_at=at(0),
+        created_at=from_now(0),
         timeout_at=timeout_at,
         timeout_behavior=TimeoutBehavior.AUTO_RESUME,
         due_at=NO_TIMEOUT if timeout_at is None else timeout_at,
-        waits_on=wait_encoding.written(list(names)),
+        waits_on=wait_encoding.encode_or_none(list(names)),
     )

@@ -14,7 +14,7 @@ import msgspec
 from flowfabric import json_limits
 from flowfabric.errors import InvalidInput
 
-ASK: Final = "ff.ask."
+SCHEMA_TAG_PREFIX: Final = "ff.ask."
 """The beginning of the tags that keep schemas."""
 
 MAX_BYTES: Final = 32 * 1024
@@ -54,7 +54,7 @@ def check_schema(text: str) -> InvalidInput | None:
     return None
 
 
-def target(schema: Schema, root: Schema) -> Schema:
+def resolve_reference(schema: Schema, root: Schema) -> Schema:
     """The schema that a chain of references ends at; an empty one when it names nothing, or only itself."""
     definitions = root.get("$defs")
     known = definitions if isinstance(definitions, dict) else {}
@@ -86,7 +86,7 @@ def _expanded(schema: Schema) -> Iterator[int]:
         node, around = waiting.pop()
         yield 1 + len(node)
         if isinstance(node, dict) and "$ref" in node:
-            found = target(node, schema)
+            found = resolve_reference(node, schema)
             if id(found) not in around:
                 waiting.append((found, around | {id(found)}))
             continue

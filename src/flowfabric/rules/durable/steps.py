@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Insert, Patch, at, live, seen
+from flowfabric.model.change import Change, Insert, Patch, from_now, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import StepMemo
 from flowfabric.rules.decision import Decision, refuse
@@ -23,7 +23,7 @@ def record_step(
         return refused
     if known is not None:
         return Decision(known)
-    kept = Insert(msgspec.structs.replace(memo, recorded_at=at(0)))
+    kept = Insert(msgspec.structs.replace(memo, recorded_at=from_now(0)))
     mark = () if row.has_steps else (Patch(Execution, (row.execution_id,), {"has_steps": True}),)
     change = Change(guards=(seen(row, live(row)),), writes=(kept, *mark))
     return Decision(lambda now: msgspec.structs.replace(memo, recorded_at=now), change)

@@ -16,23 +16,23 @@ from flowfabric.errors import Corruption, FabricError, InvalidInput
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.durable import schema_limits
-from flowfabric.rules.durable.json_schema import misfit
+from flowfabric.rules.durable.json_schema import find_violation
 from flowfabric.rules.execution import tags as tag_rules
 
 
-def ask_tag(name: str) -> str:
+def schema_tag(name: str) -> str:
     """The tag under which an execution keeps what its approval of this name wants to hear, as a JSON schema."""
-    return f"{schema_limits.ASK}{ids.digest8(name)}"
+    return f"{schema_limits.SCHEMA_TAG_PREFIX}{ids.digest8(name)}"
 
 
-def asked_by(waitpoint_key: str) -> str:
+def approval_name(waitpoint_key: str) -> str:
     """The name of the approval that a waitpoint belongs to."""
     return waitpoint_key.rpartition(".")[0] or waitpoint_key
 
 
-def schema_of(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | None:
+def vote_schema(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | None:
     """What an execution wants to hear at a waitpoint, when it said so."""
-    text = tags.get(ask_tag(asked_by(waitpoint_key)))
+    text = tags.get(schema_tag(approval_name(waitpoint_key)))
     try:
         schema = None if text is None else json_limits.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -40,18 +40,18 @@ def schema_of(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | N
     return schema if isinstance(schema, dict) else None
 
 
-def unfit(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> FabricError | None:
+def check_vote(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> FabricError | None:
     """Why a vote of this value would be of no use to the function that asked; None when it can be read."""
     if waitpoint.gate is None:
         return None
     try:
-        schema = schema_of(tag_rules.read_tags(row.tags), waitpoint.waitpoint_key)
+        schema = vote_schema(tag_rules.decode_tags(row.tags), waitpoint.waitpoint_key)
     except Corruption:
         schema = None
     if schema is None:
         return None
     try:
-        wrong = misfit(json_limits.decode(payload or b"null"), schema)
+        wrong = find_violation(json_limits.decode(payload or b"null"), schema)
     except json_limits.NumberTooLong as fault:
         wrong = f"value: {fault}"
     except msgspec.DecodeError:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Cancelled, ChildrenCancelled
-from flowfabric.model.change import Change, joined, live, seen
+from flowfabric.model.change import Change, live, merge_changes, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease, transitions
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import successors
-from flowfabric.rules.flow.sibling_cancel import sibling_form
+from flowfabric.rules.flow.sibling_cancel import sibling_cancel_template
 
 WORKER = "worker"
 PARENT = "parent"
@@ -36,23 +36,23 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         if row.terminal_outcome is TerminalOutcome.CANCELLED:
             return Decision(Cancelled(row.execution_id))
-        return refuse(lease.not_active(row))
+        return refuse(lease.not_active_error(row))
     if row.lifecycle_phase is LifecyclePhase.ACTIVE and source not in SYSTEM_SOURCES:
         if row.ownership_state is OwnershipState.LEASE_REVOKED:
             return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
         if fence.lease_id is None or fence.lease_epoch is None:
             return refuse(errors.InvalidInput("fence_required"))
         if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
-            return refuse(lease.stale(row))
+            return refuse(lease.stale_lease_error(row))
         if fence.attempt_id is not None and fence.attempt_id != row.attempt_id:
-            return refuse(lease.stale(row))
-    if form := sibling_form(row, source, reason):
-        also = successors.settled(row, TerminalOutcome.CANCELLED)
-        return Decision(Cancelled(row.execution_id), Change((seen(row),), also, form=form))
-    return Decision(Cancelled(row.execution_id), _ended(row, source, reason))
+            return refuse(lease.stale_lease_error(row))
+    if form := sibling_cancel_template(row, source, reason):
+        also = successors.outcome_writes(row, TerminalOutcome.CANCELLED)
+        return Decision(Cancelled(row.execution_id), Change((seen(row),), also, template=form))
+    return Decision(Cancelled(row.execution_id), _cancelled_change(row, source, reason))
 
 
-def leaves_no_note(row: Execution) -> bool:
+def may_omit_outcome(row: Execution) -> bool:
     """Whether the cancel of this execution may have said nothing on the edges that lead away from it.
 
     Those that its flow's cascade ended are counted by a reconciler, unneeded siblings by whoever cancelled them; but
@@ -87,23 +87,23 @@ def cancel_children(
         if child is None or child.parent_id != parent.execution_id:
             return refuse(errors.NotFound("execution", execution_id=name))
         if child.lifecycle_phase is not LifecyclePhase.TERMINAL:
-            changes.append(_ended(child, PARENT, reason))
+            changes.append(_cancelled_change(child, PARENT, reason))
         elif child.terminal_outcome is not TerminalOutcome.CANCELLED:
             ended.append(name)
     cancelled = tuple(name for name in children if name not in ended)
     holds = Change((seen(parent, live(parent)),))
-    return Decision(ChildrenCancelled(cancelled, tuple(ended)), joined(holds, *changes) if changes else None)
+    return Decision(ChildrenCancelled(cancelled, tuple(ended)), merge_changes(holds, *changes) if changes else None)
 
 
-def _ended(row: Execution, source: str, reason: str) -> Change:
-    return transitions.ended(
+def _cancelled_change(row: Execution, source: str, reason: str) -> Change:
+    return transitions.terminate(
         row,
         TerminalOutcome.CANCELLED,
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=f"cancelled: {reason}",
-        released="cancelled",
+        release_reason="cancelled",
         details=_revoked_by(source),
-        settles=source != FLOW_CASCADE,
+        records_outcome=source != FLOW_CASCADE,
         cancellation_reason=reason,
         cancelled_by=source or row.execution_id,
     )

@@ -24,14 +24,14 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease, operator
-from flowfabric.rules.execution.grant import _grant_for, _is_route_blocked, live_grant, while_granted
-from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.grant import _grant_for, _is_route_blocked, has_live_grant, limit_to_grant
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities, queue
 from flowfabric.rules.security.grant_key import GrantProof
 
 
-class Acquired(msgspec.Struct, frozen=True):
+class AcquiredLease(msgspec.Struct, frozen=True):
     """A lease that was just taken; the engine makes a handle of it."""
 
     execution_id: str
@@ -50,13 +50,13 @@ class Acquired(msgspec.Struct, frozen=True):
 
 def claim_execution(
     row: Execution | None,
-    holder: Holder,
+    holder: LeaseHolder,
     now: int,
     *,
     attempt_timeout_ms: int | None = None,
     execution_deadline_at: int | None = None,
     proof: GrantProof | None = None,
-) -> Decision[Acquired]:
+) -> Decision[AcquiredLease]:
     """Redeem a grant by beginning a new attempt; with `proof`, only if it covers the grant."""
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -70,17 +70,17 @@ def claim_execution(
     if isinstance(grant, errors.FabricError):
         return refuse(grant)
     begun = begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
-    return while_granted(begun, grant)
+    return limit_to_grant(begun, grant)
 
 
 def claim_resumed_execution(
     row: Execution | None,
-    holder: Holder,
+    holder: LeaseHolder,
     now: int,
     *,
     remaining_attempt_timeout_ms: int | None = None,
     proof: GrantProof | None = None,
-) -> Decision[Acquired]:
+) -> Decision[AcquiredLease]:
     """Redeem a grant by going on with the interrupted attempt; its id and index stay."""
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -97,16 +97,18 @@ def claim_resumed_execution(
         return Decision(grant, Change(guards=(seen(row),), writes=(patch,)))
     if isinstance(grant, errors.FabricError):
         return refuse(grant)
-    return while_granted(continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms), grant)
+    return limit_to_grant(continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms), grant)
 
 
-def claim_waiting(row: Execution, holder: Holder, offered: frozenset[str], now: int) -> Decision[Acquired | None]:
+def claim_ready(
+    row: Execution, holder: LeaseHolder, offered: frozenset[str], now: int
+) -> Decision[AcquiredLease | None]:
     """The ordinary claim's form: no grant is needed, but one in force for somebody is respected.
 
     What waits for a capable worker only is claimed as well: here is one.
     """
     waits = operator.is_eligible(row) or _is_route_blocked(row)
-    if not waits or row.ownership_state is not OwnershipState.UNOWNED or live_grant(row, now):
+    if not waits or row.ownership_state is not OwnershipState.UNOWNED or has_live_grant(row, now):
         return Decision(None)
     if capabilities.missing(row.required_capabilities, offered):
         return Decision(None)
@@ -115,7 +117,7 @@ def claim_waiting(row: Execution, holder: Holder, offered: frozenset[str], now: 
     return begin_attempt(row, holder)
 
 
-def issue_grant_and_claim(row: Execution | None, holder: Holder, now: int) -> Decision[Acquired]:
+def issue_grant_and_claim(row: Execution | None, holder: LeaseHolder, now: int) -> Decision[AcquiredLease]:
     """The operator's one-step claim: no capability, budget or quota is asked for, and no grant remains."""
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -127,7 +129,7 @@ def issue_grant_and_claim(row: Execution | None, holder: Holder, now: int) -> De
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     if row.attempt_state is AttemptState.RUNNING_ATTEMPT:
         return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
-    if live_grant(row, now):
+    if has_live_grant(row, now):
         return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
     if row.eligibility_state is not EligibilityState.ELIGIBLE_NOW:
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
@@ -140,40 +142,42 @@ def issue_grant_and_claim(row: Execution | None, holder: Holder, now: int) -> De
 
 def begin_attempt(
     row: Execution,
-    holder: Holder,
+    holder: LeaseHolder,
     *,
     reason: str | None = None,
     attempt_timeout_ms: int | None = None,
     deadline_at: int | None = None,
-) -> Decision[Acquired]:
+) -> Decision[AcquiredLease]:
     """A new attempt under a new lease; of the type that the row has been waiting for."""
-    attempt_type = queue.NEXT_TYPE.get(row.attempt_state, AttemptType.INITIAL)
+    attempt_type = queue.NEXT_ATTEMPT_TYPE.get(row.attempt_state, AttemptType.INITIAL)
     policy_timeout = decode_terms(row.terms).attempt_timeout_ms
     timeout = policy_timeout if attempt_timeout_ms is None else attempt_timeout_ms
     fields = lease.acquire(row, holder, attempt_type, lease.decode_lineage(row.lineage), timeout)
     if deadline_at:
         fields["deadline_at"] = deadline_at
-    return acquired(row, holder, fields, "acquired", reason=reason, attempt_type=attempt_type)
+    return acquire_decision(row, holder, fields, "acquired", reason=reason, attempt_type=attempt_type)
 
 
-def continue_attempt(row: Execution, holder: Holder, reason: str, timeout_ms: int | None) -> Decision[Acquired]:
+def continue_attempt(
+    row: Execution, holder: LeaseHolder, reason: str, timeout_ms: int | None
+) -> Decision[AcquiredLease]:
     """The interrupted attempt under a new lease, with the time it had left unless the claim names another."""
     timeout = row.next_timeout_ms if timeout_ms is None else timeout_ms
     fields = lease.acquire(row, holder, None, None, timeout)
-    return acquired(row, holder, fields, "acquired", reason=reason, attempt_type=row.attempt_type)
+    return acquire_decision(row, holder, fields, "acquired", reason=reason, attempt_type=row.attempt_type)
 
 
-def acquired(
+def acquire_decision(
     row: Execution,
-    holder: Holder,
+    holder: LeaseHolder,
     fields: dict[str, Any],
     event: str,
     *,
     attempt_type: AttemptType | None,
     reason: str | None = None,
     details: str | None = None,
-    also: tuple[Any, ...] = (),
-) -> Decision[Acquired]:
+    extra_writes: tuple[Any, ...] = (),
+) -> Decision[AcquiredLease]:
     """The decision that gives the row these fields and tells of the new lease."""
     epoch = row.lease_epoch + 1
     index = fields.get("attempt_index", row.attempt_index) or 0
@@ -193,11 +197,13 @@ def acquired(
         reason=reason,
         details=details,
     )
-    change = Change(guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *also), events=(told,))
+    change = Change(
+        guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *extra_writes), events=(told,)
+    )
     kind = attempt_type or AttemptType.INITIAL
 
-    def answer(now: int) -> Acquired:
-        return Acquired(
+    def answer(now: int) -> AcquiredLease:
+        return AcquiredLease(
             row.execution_id,
             holder.lease_id,
             epoch,

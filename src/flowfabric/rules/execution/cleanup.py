@@ -6,9 +6,9 @@ a row that is closed already keeps its time and reason.
 
 from __future__ import annotations
 
-from flowfabric.model.change import NOW, Patch, Put, Write, at
+from flowfabric.model.change import NOW, Patch, Upsert, Write, from_now
 from flowfabric.model.execution import Execution
-from flowfabric.model.gate import ChildEnd
+from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Stream
 from flowfabric.model.suspension import Suspension
@@ -32,7 +32,7 @@ def close_stream(row: Execution, reason: str) -> tuple[Write, ...]:
     if row.stream_index is None or row.stream_index != row.attempt_index:
         return ()
     fields = {"closed_at": NOW, "closed_reason": reason}
-    return (Patch(Stream, (row.execution_id, row.stream_index), fields, unless="closed_at"),)
+    return (Patch(Stream, (row.execution_id, row.stream_index), fields, unless_set="closed_at"),)
 
 
 def close_suspension(row: Execution, reason: str) -> tuple[Write, ...]:
@@ -40,11 +40,11 @@ def close_suspension(row: Execution, reason: str) -> tuple[Write, ...]:
     if row.current_suspension_id is None:
         return ()
     fields = {"closed_at": NOW, "close_reason": reason, "due_at": None}
-    return (Patch(Suspension, (row.execution_id,), fields, unless="closed_at"),)
+    return (Patch(Suspension, (row.execution_id,), fields, unless_set="closed_at"),)
 
 
-def tell_parent(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
+def report_to_parent(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
     """Leave word of a child's end with its parent: a row that nobody else writes, taken in by the parent's gates."""
     if row.parent_id is None:
         return ()
-    return (Put(ChildEnd(row.parent_id, row.execution_id, row.replay_count, outcome.value, at(0))),)
+    return (Upsert(ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, from_now(0))),)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Created, Duplicate
-from flowfabric.model.change import Change, Copies, Guard, Insert, Put, Write, absent, at
-from flowfabric.model.execution import Execution, IdempotencyKey, LineKey, Payload
+from flowfabric.model.change import BulkInsert, Change, Guard, Insert, Upsert, Write, absent, from_now
+from flowfabric.model.execution import Execution, IdempotencyKey, Payload, QueueKey
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,
@@ -25,7 +25,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.policy import Terms, encode_terms, parse_policy
-from flowfabric.rules.execution.tags import check_created_tags, write_tags
+from flowfabric.rules.execution.tags import check_created_tags, encode_tags
 from flowfabric.rules.scheduling import queue
 
 
@@ -55,7 +55,7 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return hashlib.sha256(scope.encode()).hexdigest()
 
 
-class Defaults(msgspec.Struct, frozen=True, gc=False):
+class PolicyDefaults(msgspec.Struct, frozen=True, gc=False):
     """What holds for executions whose policies do not say: how long they are kept, and how those of a lane age."""
 
     retention_ms: int | None = None
@@ -71,7 +71,7 @@ class Defaults(msgspec.Struct, frozen=True, gc=False):
         return replace(terms, **fields) if fields else None
 
 
-NO_DEFAULTS = Defaults()
+NO_DEFAULTS = PolicyDefaults()
 
 
 def create(
@@ -80,7 +80,7 @@ def create(
     ask: CreateExecution,
     now: int,
     *,
-    defaults: Defaults = NO_DEFAULTS,
+    defaults: PolicyDefaults = NO_DEFAULTS,
 ) -> Decision[Created | Duplicate]:
     """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
 
@@ -110,22 +110,22 @@ def create(
         revision = None if remembered is None else remembered.revision
         guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)
         if terms.dedup_window_ms > 0:
-            key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, at(terms.dedup_window_ms))
-            writes += (Insert(key) if remembered is None else Put(key),)
+            key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, from_now(terms.dedup_window_ms))
+            writes += (Insert(key) if remembered is None else Upsert(key),)
     earliest = [remembered.expires_at] if remembered is not None else []
     if delay_until is not None and not delayed:
         earliest.append(delay_until)
     change = Change(
         guards=guards,
         writes=writes,
-        lines=() if row.line else (queue.line_of(row),),  # lists its lane
+        queues=() if row.line else (queue.queue_of(row),),  # lists its lane
         not_before=max(earliest, default=None),
         not_after=delay_until - 1 if delay_until is not None and delayed else None,
     )
     return Decision(Created(ask.execution_id, row.public_state), change)
 
 
-class Alike(msgspec.Struct, frozen=True):
+class CreateTemplate(msgspec.Struct, frozen=True):
     """What was decided about a create that meets nothing, for others that differ only in their id and their input."""
 
     row: Execution
@@ -138,49 +138,49 @@ class Alike(msgspec.Struct, frozen=True):
         change = Change(guards=(absent(Execution, execution_id),), writes=(Insert(row), Insert(payload)))
         return Decision(Created(execution_id, row.public_state), change)
 
-    def create_all(self, execution_ids: Sequence[str], inputs: Sequence[bytes]) -> Change:
+    def create_many(self, execution_ids: Sequence[str], inputs: Sequence[bytes]) -> Change:
         """What `create` writes for all of these, as one change: all of them are new, or none is written."""
         kept = [one or None for one in inputs]
-        rows = Copies(self.row, {"execution_id": execution_ids})
-        payloads = Copies(self.payload, {"execution_id": execution_ids, "input_payload": kept})
+        rows = BulkInsert(self.row, {"execution_id": execution_ids})
+        payloads = BulkInsert(self.payload, {"execution_id": execution_ids, "input_payload": kept})
         return Change(guards=(), writes=(rows, payloads))
 
-    def created(self, execution_ids: Iterable[str]) -> list[Created]:
+    def answers(self, execution_ids: Iterable[str]) -> list[Created]:
         """The answers once that is written."""
         state = self.row.public_state
         return [Created(execution_id, state) for execution_id in execution_ids]
 
 
-def alike(decision: Decision[Created | Duplicate]) -> Alike | None:
+def template_of(decision: Decision[Created | Duplicate]) -> CreateTemplate | None:
     """What others can share of this decision; nothing when its key or its time had a part in it."""
     match decision.change:
         case Change(
             guards=(_,),
             writes=(Insert(row=Execution() as row), Insert(row=Payload() as payload)),
-            lines=(),
+            queues=(),
             not_before=None,
             not_after=None,
         ):
-            return Alike(row, payload)
+            return CreateTemplate(row, payload)
     return None
 
 
-def create_all(
-    asks: Iterable[CreateExecution], now: int, *, defaults: Defaults = NO_DEFAULTS
+def create_each(
+    asks: Iterable[CreateExecution], now: int, *, defaults: PolicyDefaults = NO_DEFAULTS
 ) -> Iterator[Decision[Created | Duplicate]]:
     """One after the other what `create` says of each when it meets nothing; most are like the one before."""
     model: CreateExecution | None = None
-    shared: Alike | None = None
+    shared: CreateTemplate | None = None
     for ask in asks:
-        if model is not None and shared is not None and are_alike(ask, model) and ask.partition == model.partition:
+        if model is not None and shared is not None and share_template(ask, model) and ask.partition == model.partition:
             yield shared.create(ask.execution_id, ask.input_payload)
             continue
         decision = create(None, None, ask, now, defaults=defaults)
-        model, shared = ask, alike(decision)
+        model, shared = ask, template_of(decision)
         yield decision
 
 
-def are_alike(ask: CreateExecution, other: CreateExecution) -> bool:
+def share_template(ask: CreateExecution, other: CreateExecution) -> bool:
     """Whether two asks differ in nothing but their ids and their inputs; True equals 1, and is no number."""
     return type(ask.priority) is int and other == replace(
         ask, execution_id=other.execution_id, partition=other.partition, input_payload=other.input_payload
@@ -191,10 +191,10 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
     waits = delay_until is not None
     priority = queue.clamp_priority(ask.priority)
     required = terms.required_capabilities or None
-    line: LineKey | None = None if waits else queue.line_for(ask.lane_id, required, terms)
+    line: QueueKey | None = None if waits else queue.queue_for(ask.lane_id, required, terms)
     deadline: Any = ask.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
-        deadline = at(terms.execution_deadline_ms)
+        deadline = from_now(terms.execution_deadline_ms)
     return replace(
         DELAYED if waits else CLAIMABLE,
         execution_id=ask.execution_id,
@@ -202,14 +202,14 @@ def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_unti
         namespace=ask.namespace,
         lane_id=ask.lane_id,
         priority=priority,
-        tags=write_tags(ask.tags),
+        tags=encode_tags(ask.tags),
         required_capabilities=required,
         terms=terms_text,
         current_lane=ask.lane_id,
         delay_until=delay_until,
         deadline_at=deadline or None,
         line=line,
-        rank=at(queue.rank_offset(priority, terms)),
+        rank=from_now(queue.position_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
         parent_id=ask.parent_id,
     )
@@ -221,9 +221,9 @@ CLAIMABLE = Execution(
     namespace="",
     lane_id="",
     priority=0,
-    created_at=at(0),
-    last_transition_at=at(0),
-    last_mutation_at=at(0),
+    created_at=from_now(0),
+    last_transition_at=from_now(0),
+    last_mutation_at=from_now(0),
     lifecycle_phase=LifecyclePhase.RUNNABLE,
     ownership_state=OwnershipState.UNOWNED,
     eligibility_state=EligibilityState.ELIGIBLE_NOW,

@@ -14,7 +14,7 @@ from flowfabric.rules.scheduling import queue
 
 
 def delay(
-    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int, *, why: str = ""
+    row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int, *, detail: str = ""
 ) -> Decision[Delayed]:
     """Put active work away until an instant, past ones included; the same attempt goes on afterwards.
 
@@ -27,20 +27,20 @@ def delay(
         return refuse(held)
     if refused := lease.check_lease(row, held, now):
         return refused
-    change = transitions.parked(
+    change = transitions.defer(
         row,
         eligibility=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
         reason=BlockingReason.WAITING_FOR_DELAY,
         suspension="worker_delay",
-        released="worker_delay",
+        release_reason="worker_delay",
         now=now,
         delay_until=until,
-        blocking_text=why or None,
+        blocking_text=detail or None,
     )
     return Decision(Delayed(row.execution_id), change)
 
 
-def wait_children(
+def defer_for_children(
     row: Execution | None, fence: Fence, source: str | None, *, unresolved: bool, now: int
 ) -> Decision[Moved]:
     """Put active work away until its dependencies are resolved; with none unresolved it is claimable at once."""
@@ -56,13 +56,13 @@ def wait_children(
         text, line = "waiting for child executions to complete", None
     else:
         eligibility, reason = EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER
-        text, line = None, queue.line_of(row)
-    change = transitions.parked(
+        text, line = None, queue.queue_of(row)
+    change = transitions.defer(
         row,
         eligibility=eligibility,
         reason=reason,
         suspension="waiting_children",
-        released="waiting_children",
+        release_reason="waiting_children",
         now=now,
         blocking_text=text,
         line=line,
@@ -81,6 +81,6 @@ def promote_delayed(row: Execution | None, now: int) -> Decision[Promotion]:
         return Decision(Promotion.NOT_DELAYED)
     if row.delay_until is not None and row.delay_until > now:
         return Decision(Promotion.NOT_YET_DUE)
-    fields = queue.entrance(row, row.attempt_state)
-    change = Change(guards=(seen(row),), writes=(transitions.moved(row, fields),), not_before=row.delay_until)
+    fields = queue.enqueue_fields(row, row.attempt_state)
+    change = Change(guards=(seen(row),), writes=(transitions.transition(row, fields),), not_before=row.delay_until)
     return Decision(Promotion.PROMOTED, change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.model.answers.execution import AlreadySatisfied, AlreadyTerminal, Expired, MarkedExpired, NotDue
+from flowfabric.model.answers.execution import AlreadyTerminal, Expired, MarkedExpired, NotDue, NothingToDo
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, LifecyclePhase, OwnershipState, TerminalOutcome
@@ -13,20 +13,20 @@ ATTEMPT_TIMEOUT = "attempt_timeout"
 EXECUTION_DEADLINE = "execution_deadline"
 
 
-def mark_lease_expired_if_due(row: Execution | None, now: int) -> Decision[MarkedExpired | AlreadySatisfied]:
+def mark_lease_expired_if_due(row: Execution | None, now: int) -> Decision[MarkedExpired | NothingToDo]:
     """Mark a lapsed lease; says why there was nothing to mark."""
     if row is None:
-        return Decision(AlreadySatisfied("execution_not_found"))
+        return Decision(NothingToDo("execution_not_found"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
-        return Decision(AlreadySatisfied("not_active"))
+        return Decision(NothingToDo("not_active"))
     if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
-        return Decision(AlreadySatisfied("already_expired"))
+        return Decision(NothingToDo("already_expired"))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
-        return Decision(AlreadySatisfied("already_revoked"))
+        return Decision(NothingToDo("already_revoked"))
     if row.ownership_state is OwnershipState.UNOWNED:
-        return Decision(AlreadySatisfied("unowned"))
-    if not lease.has_lapsed(row, now):
-        return Decision(AlreadySatisfied("not_yet_expired"))
+        return Decision(NothingToDo("unowned"))
+    if not lease.has_expired(row, now):
+        return Decision(NothingToDo("not_yet_expired"))
     return Decision(MarkedExpired(row.execution_id), lease.mark_expired(row))
 
 
@@ -34,7 +34,7 @@ def expire(row: Execution | None, execution_id: str, reason: str) -> Decision[Ex
     """End the execution as expired, without asking whether it was due and without a retry."""
     if row is None or row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return Decision(AlreadyTerminal(execution_id))
-    return Decision(Expired(execution_id), _expired(row, reason))
+    return Decision(Expired(execution_id), _expired_change(row, reason))
 
 
 def expire_if_due(
@@ -46,17 +46,17 @@ def expire_if_due(
     instant = row.attempt_timeout_at if reason == ATTEMPT_TIMEOUT else row.deadline_at
     if instant is None or instant > now:
         return Decision(NotDue(execution_id))
-    change = _expired(row, reason)
+    change = _expired_change(row, reason)
     return Decision(Expired(execution_id), Change(change.guards, change.writes, change.events, not_before=instant))
 
 
-def _expired(row: Execution, reason: str) -> Change:
-    return transitions.ended(
+def _expired_change(row: Execution, reason: str) -> Change:
+    return transitions.terminate(
         row,
         TerminalOutcome.EXPIRED,
         attempt=AttemptRecordState.ENDED_FAILURE,
         attempt_reason=reason,
-        released=f"expired:{reason}",
-        suspension=f"expired:{reason}",
+        release_reason=f"expired:{reason}",
+        suspension_reason=f"expired:{reason}",
         failure_reason=reason,
     )

@@ -41,17 +41,17 @@ def complete(
         return refused
     kept: tuple[Write, ...]
     kept = () if payload is None else (Insert(Result(row.execution_id, payload, encoding)),)  # a replay drops the last
-    if form := transitions.success_form(row):
+    if form := transitions.success_template(row):
         if row.successors is not None:
-            kept += successors.settled(row, TerminalOutcome.SUCCESS)
-        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, form=form))
-    change = transitions.ended(
+            kept += successors.outcome_writes(row, TerminalOutcome.SUCCESS)
+        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, template=form))
+    change = transitions.terminate(
         row,
         TerminalOutcome.SUCCESS,
         attempt=AttemptRecordState.ENDED_SUCCESS,
-        released="completed",
+        release_reason="completed",
         guard=seen(row, live(row)),
-        also=kept,
+        extra_writes=kept,
     )
     return Decision(Completed(row.execution_id), change)
 
@@ -87,13 +87,13 @@ def fail(
     retry = decode_terms(row.terms).retry if retry_policy is None else parse_retry(retry_policy)
     if may_retry(retry, row.retry_count, category):
         return _retry_later(row, backoff_ms(retry, row.retry_count, chance), reason, category)
-    change = transitions.ended(
+    change = transitions.terminate(
         row,
         TerminalOutcome.FAILED,
         attempt=AttemptRecordState.ENDED_FAILURE,
         attempt_reason=reason,
         category=category,
-        released="failed_terminal",
+        release_reason="failed_terminal",
         guard=seen(row, live(row)),
         failure_reason=reason,
     )
@@ -117,8 +117,8 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
     change = Change(
         guards=(seen(row, live(row)),),
         writes=(
-            transitions.moved(row, fields),
-            lease.attempt_ended(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
+            transitions.transition(row, fields),
+            lease.attempt_record(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
             *cleanup.close_stream(row, cleanup.ATTEMPT_FAILURE),
         ),
         events=(lease_event(row, "released", reason="failed_retry_scheduled"),),

@@ -16,14 +16,14 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions
-from flowfabric.rules.execution.claim import Acquired
-from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.claim import AcquiredLease
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities
 from flowfabric.rules.security.grant_key import GrantProof
 
 
-class GrantOrder(msgspec.Struct, frozen=True, kw_only=True):
+class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks for a grant, with what to show for it."""
 
     worker_id: str
@@ -37,16 +37,18 @@ class GrantOrder(msgspec.Struct, frozen=True, kw_only=True):
     admitted: bool = False  # budgets and quotas have let the execution run
 
 
-KeyMaker = Callable[[Execution, GrantOrder, int], str]  # signs a grant key for an expiry; returns the stored key id
+GrantSigner = Callable[
+    [Execution, GrantRequest, int], str
+]  # signs a grant key for an expiry; returns the stored key id
 
 
 def issue_claim_grant(
     row: Execution | None,
-    order: GrantOrder,
+    order: GrantRequest,
     now: int,
-    sign: KeyMaker | None = None,
+    sign: GrantSigner | None = None,
     *,
-    unblocking: bool = False,
+    include_route_blocked: bool = False,
 ) -> Decision[Granted]:
     """Offer a claimable execution to a worker; it stays claimable and in its place until the grant is used.
 
@@ -54,26 +56,26 @@ def issue_claim_grant(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if not operator.is_eligible(row) and not (unblocking and _is_route_blocked(row)):
+    if not operator.is_eligible(row) and not (include_route_blocked and _is_route_blocked(row)):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    if live_grant(row, now):
+    if has_live_grant(row, now):
         return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
     if order.lane_id != row.lane_id:
         return refuse(errors.ExecutionNotInEligibleSet(execution_id=row.execution_id))
     if refused := capabilities.check_presented(",".join(order.capabilities)):
         return refuse(refused)
     if missing := capabilities.missing(row.required_capabilities, order.capabilities):
-        return mismatch(row, errors.CapabilityMismatch(missing, execution_id=row.execution_id))
-    return Decision(Granted(row.execution_id), granted(row, order, "claim", now, sign))
+        return refuse_incapable(row, errors.CapabilityMismatch(missing, execution_id=row.execution_id))
+    return Decision(Granted(row.execution_id), grant_change(row, order, "claim", now, sign))
 
 
-def mismatch(row: Execution, answer: Any) -> Decision[Any]:
+def refuse_incapable(row: Execution, answer: Any) -> Decision[Any]:
     """Say no to a worker that lacks a capability, and note when that happened."""
     patch = Patch(Execution, (row.execution_id,), {"last_capability_mismatch_at": NOW, "last_mutation_at": NOW})
     return Decision(answer, Change(guards=(seen(row),), writes=(patch,)))
 
 
-def granted(row: Execution, order: GrantOrder, kind: str, now: int, sign: KeyMaker | None) -> Change:
+def grant_change(row: Execution, order: GrantRequest, kind: str, now: int, sign: GrantSigner | None) -> Change:
     """The change that puts a grant into the execution's one slot."""
     expires_at = now + order.grant_ttl_ms
     grant = Grant(
@@ -96,17 +98,17 @@ def granted(row: Execution, order: GrantOrder, kind: str, now: int, sign: KeyMak
     }
     patch = Patch(Execution, (row.execution_id,), fields)
     if _is_route_blocked(row):
-        patch = transitions.moved(row, operator.unblocked(row) | fields)
+        patch = transitions.transition(row, operator.unblock_fields(row) | fields)
     return Change(guards=(seen(row),), writes=(patch,))
 
 
-def while_granted(decision: Decision[Acquired], grant: Grant) -> Decision[Acquired]:
+def limit_to_grant(decision: Decision[AcquiredLease], grant: Grant) -> Decision[AcquiredLease]:
     """The same decision, to be written only while the grant that it redeems is good."""
     assert decision.change is not None
     return Decision(decision.answer, msgspec.structs.replace(decision.change, not_after=grant.expires_at - 1))
 
 
-def live_grant(row: Execution, now: int) -> bool:
+def has_live_grant(row: Execution, now: int) -> bool:
     """Whether the execution's grant slot is taken; a grant dies at its last millisecond."""
     return row.granted_until is not None and row.granted_until > now
 
@@ -134,7 +136,7 @@ def _is_route_blocked(row: Execution) -> bool:
     return row.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
 
 
-def _grant_for(row: Execution, holder: Holder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
+def _grant_for(row: Execution, holder: LeaseHolder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
     grant = stored_grant(row)
     if grant is None or grant.worker_id != holder.worker_id:
         return errors.InvalidClaimGrant(execution_id=row.execution_id)

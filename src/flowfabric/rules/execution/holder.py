@@ -31,12 +31,12 @@ def cancel_as_holder(row: Execution | None, fence: Fence, reason: str) -> Decisi
         is_theirs = (fence.lease_epoch, fence.attempt_id) == (row.lease_epoch, row.attempt_id)
         if row.terminal_outcome is TerminalOutcome.CANCELLED and is_theirs:
             return Decision(Cancelled(row.execution_id))
-        return refuse(lease.not_active(row))
+        return refuse(lease.not_active_error(row))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
         return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
     is_last = (fence.lease_id, fence.lease_epoch, fence.attempt_id) == (row.lease_id, row.lease_epoch, row.attempt_id)
     if not is_last or not lease.has_open_attempt(row):
-        return refuse(lease.stale(row))
+        return refuse(lease.stale_lease_error(row))
     return cancel.cancel(row, fence, cancel.WORKER, reason)
 
 
@@ -46,6 +46,6 @@ def set_tags_as_holder(row: Execution | None, fence: Fence, pairs: Mapping[str, 
         return refuse(errors.NotFound("execution"))
     if refused := lease.check_lease(row, fence, now):
         return refused
-    if bad := tag_rules.check_tags(pairs, reserved=True):
+    if bad := tag_rules.check_tags(pairs, allow_reserved=True):
         return refuse(bad)
     return tag_rules.set_tags(row, pairs, live(row))

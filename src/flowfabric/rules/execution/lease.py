@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, FromNow, Insert, Patch, at, lapsed, lease_event, seen
+from flowfabric.model.change import NOW, Change, FromNow, Insert, Patch, expired, from_now, lease_event, seen
 from flowfabric.model.execution import Attempt, Execution, Lineage
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -59,7 +59,7 @@ def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | e
     return errors.InvalidInput("fence_required")
 
 
-def not_active(row: Execution) -> errors.FabricError:
+def not_active_error(row: Execution) -> errors.FabricError:
     """The refusal for work that is not active, with the four facts that let a caller recognise its own doing."""
     return errors.ExecutionNotActive(
         terminal_outcome=row.terminal_outcome,
@@ -70,7 +70,7 @@ def not_active(row: Execution) -> errors.FabricError:
     )
 
 
-def stale(row: Execution) -> errors.FabricError:
+def stale_lease_error(row: Execution) -> errors.FabricError:
     """Somebody else holds the lease."""
     return errors.StaleLease(execution_id=row.execution_id, lease_epoch=row.lease_epoch)
 
@@ -78,17 +78,17 @@ def stale(row: Execution) -> errors.FabricError:
 def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
     """The refusal for a fence that does not hold the live lease; None when it does. A lapse found here is marked."""
     if row.lifecycle_phase is not _ACTIVE:
-        return refuse(not_active(row))
+        return refuse(not_active_error(row))
     if row.ownership_state is _REVOKED:
         return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
-    if has_lapsed(row, now):
+    if has_expired(row, now):
         return Decision(errors.LeaseExpired(execution_id=row.execution_id), mark_expired(row))
     if (fence.lease_id, fence.lease_epoch, fence.attempt_id) != (row.lease_id, row.lease_epoch, row.attempt_id):
-        return refuse(stale(row))
+        return refuse(stale_lease_error(row))
     return None
 
 
-def has_lapsed(row: Execution, now: int) -> bool:
+def has_expired(row: Execution, now: int) -> bool:
     """A lease is dead at its very last millisecond; one that was marked stays dead."""
     if row.ownership_state is _EXPIRED:
         return True
@@ -106,16 +106,16 @@ def mark_expired(row: Execution) -> Change | None:
         "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
         "lease_expired_at": NOW,
         "last_mutation_at": NOW,
-        "line": queue.takeover_line(row),
+        "line": queue.takeover_queue(row),
     }
     return Change(
-        guards=(seen(row, lapsed(row)),),
+        guards=(seen(row, expired(row)),),
         writes=(Patch(Execution, (row.execution_id,), fields), *cleanup.close_stream(row, cleanup.LEASE_EXPIRED)),
         events=(lease_event(row, "expired"),),
     )
 
 
-CLAIMED: dict[str, Any] = {
+CLAIMED_FIELDS: dict[str, Any] = {
     "lifecycle_phase": LifecyclePhase.ACTIVE,
     "ownership_state": OwnershipState.LEASED,
     "eligibility_state": EligibilityState.NOT_APPLICABLE,
@@ -137,7 +137,7 @@ CLAIMED: dict[str, Any] = {
 }
 
 
-class Holder(msgspec.Struct, frozen=True, gc=False):
+class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
     """Who acquires a lease, under which ids and for how long."""
 
     worker_id: str
@@ -149,13 +149,17 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 
 def acquire(
-    row: Execution, holder: Holder, attempt_type: AttemptType | None, lineage: Lineage | None, timeout_ms: int | None
+    row: Execution,
+    holder: LeaseHolder,
+    attempt_type: AttemptType | None,
+    lineage: Lineage | None,
+    timeout_ms: int | None,
 ) -> dict[str, Any]:
     """The fields of a row whose lease was acquired; `attempt_type` begins an attempt, None continues the current one.
 
     `stores.base.Take` is the batched form of this; a test holds the two together.
     """
-    fields = dict(CLAIMED)
+    fields = dict(CLAIMED_FIELDS)
     fields.update(
         lease_id=holder.lease_id,
         lease_epoch=row.lease_epoch + 1,
@@ -188,10 +192,10 @@ def acquire(
 
 def release(row: Execution) -> dict[str, Any]:
     """The fields of a row whose lease ended. Ids, epoch and index stay as the record of the last lease."""
-    return {**RELEASED, **LEASE_LEAVES.cleared(row)}
+    return {**RELEASED_FIELDS, **LEASE_FIELDS.clear(row)}
 
 
-class Leftovers:
+class ClearableFields:
     """Fields that something leaves behind."""
 
     def __init__(self, *names: str) -> None:
@@ -199,7 +203,7 @@ class Leftovers:
         self._values = attrgetter(*names)
         self._none = (None,) * len(names)
 
-    def cleared(self, row: Execution) -> dict[str, None]:
+    def clear(self, row: Execution) -> dict[str, None]:
         """Those that are set, to be unset; so that a change stays as narrow as what it changes."""
         values = self._values(row)
         if values == self._none:
@@ -207,8 +211,10 @@ class Leftovers:
         return {name: None for name, value in zip(self.names, values, strict=True) if value is not None}
 
 
-RELEASED: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
-LEASE_LEAVES = Leftovers("attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason")
+RELEASED_FIELDS: dict[str, Any] = {"ownership_state": OwnershipState.UNOWNED, "lease_expires_at": None}
+LEASE_FIELDS = ClearableFields(
+    "attempt_timeout_at", "line", "lease_expired_at", "lease_revoked_at", "lease_revoke_reason"
+)
 
 
 def has_open_attempt(row: Execution) -> bool:
@@ -216,12 +222,12 @@ def has_open_attempt(row: Execution) -> bool:
     return row.attempt_state in (AttemptState.RUNNING_ATTEMPT, AttemptState.ATTEMPT_INTERRUPTED)
 
 
-def keeps_success(row: Execution) -> bool:
+def holds_successful_attempt(row: Execution) -> bool:
     """Whether the attempt in the sheet is the one that ended this life successfully; it has no row of its own."""
     return row.terminal_outcome is TerminalOutcome.SUCCESS and row.attempt_index is not None
 
 
-def attempt_ended(
+def attempt_record(
     row: Execution,
     state: AttemptRecordState,
     *,
@@ -246,7 +252,7 @@ def attempt_ended(
             suspended_at=row.attempt_suspended_at,
             suspension_id=row.attempt_suspension,
             resumed_at=row.attempt_resumed_at,
-            ended_at=at(0) if ended_at is None else ended_at,
+            ended_at=from_now(0) if ended_at is None else ended_at,
             failure_reason=reason,
             failure_category=category,
         )
@@ -266,7 +272,7 @@ def decode_lineage(text: str | None) -> Lineage:
         raise errors.Corruption(f"exec_core: lineage: {fault}") from fault
 
 
-def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
+def check_renewal(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
     """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches.
 
     An operator's override does not count here: whoever renews has to hold the lease.
@@ -278,4 +284,4 @@ def renewable(row: Execution | None, attempt_index: int, fence: Fence, now: int)
         return refuse(held)
     if refused := check_lease(row, held, now):
         return refused
-    return Decision(None) if attempt_index == row.attempt_index else refuse(stale(row))
+    return Decision(None) if attempt_index == row.attempt_index else refuse(stale_lease_error(row))

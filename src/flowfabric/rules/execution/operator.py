@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.answers.execution import AlreadySatisfied, Blocked, Changed, Revoked, Unblocked
+from flowfabric.model.answers.execution import Blocked, Changed, NothingToDo, Revoked, Unblocked
 from flowfabric.model.change import NOW, Change, Patch, lease_event, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
@@ -23,7 +23,7 @@ from flowfabric.rules.execution import lease, transitions
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import queue
 
-BLOCKS = {
+ELIGIBILITY_OF_REASON = {
     BlockingReason.WAITING_FOR_BUDGET: EligibilityState.BLOCKED_BY_BUDGET,
     BlockingReason.WAITING_FOR_QUOTA: EligibilityState.BLOCKED_BY_QUOTA,
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: EligibilityState.BLOCKED_BY_ROUTE,
@@ -51,24 +51,24 @@ EXPECTABLE = frozenset(
 
 def revoke_lease(
     row: Execution | None, expected_lease_id: str, worker_instance_id: str, reason: str
-) -> Decision[Revoked | AlreadySatisfied]:
+) -> Decision[Revoked | NothingToDo]:
     """Take a lease away at once. The execution stays active until somebody reclaims, cancels or expires it."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
         if worker_instance_id:
-            return refuse(lease.not_active(row))
-        return Decision(AlreadySatisfied("no_active_lease"))
+            return refuse(lease.not_active_error(row))
+        return Decision(NothingToDo("no_active_lease"))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
-        return Decision(AlreadySatisfied("already_revoked"))
+        return Decision(NothingToDo("already_revoked"))
     if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
-        return Decision(AlreadySatisfied("already_expired"))
+        return Decision(NothingToDo("already_expired"))
     if row.ownership_state is not OwnershipState.LEASED:
         return refuse(errors.NoActiveLease(execution_id=row.execution_id))
     if worker_instance_id and worker_instance_id != row.worker_instance_id:
-        return Decision(AlreadySatisfied("different_worker_instance_id"))
+        return Decision(NothingToDo("different_worker_instance_id"))
     if expected_lease_id and expected_lease_id != row.lease_id:
-        return refuse(lease.stale(row))
+        return refuse(lease.stale_lease_error(row))
     fields = {
         "ownership_state": OwnershipState.LEASE_REVOKED,
         "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
@@ -78,7 +78,7 @@ def revoke_lease(
         "lease_revoke_reason": reason,
         "lease_expires_at": None,
         "last_mutation_at": NOW,
-        "line": queue.takeover_line(row),
+        "line": queue.takeover_queue(row),
     }
     change = Change(
         guards=(seen(row),),
@@ -97,7 +97,7 @@ def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
     priority = queue.clamp_priority(priority)
     fields = {
         "priority": priority,
-        "rank": row.created_at + queue.rank_offset(priority, decode_terms(row.terms)),
+        "rank": row.created_at + queue.position_offset(priority, decode_terms(row.terms)),
         "last_mutation_at": NOW,
     }
     details = msgspec.json.encode({"old_priority": row.priority, "new_priority": priority}).decode()
@@ -117,25 +117,25 @@ def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Deci
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
-        return refuse(lease.not_active(row))
+        return refuse(lease.not_active_error(row))
     if not is_eligible(row):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    blocks = {key.value: key for key in BLOCKS}
+    blocks = {key.value: key for key in ELIGIBILITY_OF_REASON}
     if reason not in blocks:
         return refuse(errors.InvalidBlockingReason(reason))
     blocking = blocks[reason]
     fields: dict[str, object] = {
-        "eligibility_state": BLOCKS[blocking],
+        "eligibility_state": ELIGIBILITY_OF_REASON[blocking],
         "blocking_reason": blocking,
         "blocking_text": detail or None,
-        "blocked_on": queue.blocked_list(row, blocking, on),
+        "blocked_on": queue.blocked_list_key(row, blocking, on),
         "blocked_at": NOW,
     }
     if blocking is BlockingReason.WAITING_FOR_CAPABLE_WORKER:
-        fields["blocked_on"] = queue.blocked_on(blocking, row.lane_id)
+        fields["blocked_on"] = queue.blocked_on_key(blocking, row.lane_id)
     else:
         fields["line"] = None
-    change = Change(guards=(seen(row),), writes=(transitions.moved(row, fields),))
+    change = Change(guards=(seen(row),), writes=(transitions.transition(row, fields),))
     return Decision(Blocked(row.execution_id, reason), change)
 
 
@@ -149,13 +149,13 @@ def unblock(row: Execution | None, expected_reason: str | None) -> Decision[Unbl
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     if expected_reason and row.blocking_reason != expected_reason:
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    change = Change(guards=(seen(row),), writes=(transitions.moved(row, unblocked(row)),))
+    change = Change(guards=(seen(row),), writes=(transitions.transition(row, unblock_fields(row)),))
     return Decision(Unblocked(row.execution_id), change)
 
 
-def unblocked(row: Execution) -> dict[str, Any]:
+def unblock_fields(row: Execution) -> dict[str, Any]:
     """The fields of a blocked row that becomes claimable again, with the time that its attempt had left."""
-    return queue.entrance(row, row.attempt_state) | {"next_timeout_ms": row.next_timeout_ms}
+    return queue.enqueue_fields(row, row.attempt_state) | {"next_timeout_ms": row.next_timeout_ms}
 
 
 def is_eligible(row: Execution) -> bool:

@@ -21,11 +21,8 @@ import msgspec
 from flowfabric import json_limits
 from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidPolicyJson
 from flowfabric.ids import parse_uuid
+from flowfabric.rules.execution.retry import BackoffPolicy, ExponentialBackoff, FixedBackoff, RetryPolicy
 from flowfabric.rules.scheduling.capabilities import required_capabilities
-
-"""The failure classes that no policy retries."""
-"""What a policy may say; anything else in it is passed over."""
-from flowfabric.rules.execution.retry import Backoff, Exponential, Fixed, Retry
 
 T = TypeVar("T")
 
@@ -38,7 +35,7 @@ WEAKEST_AGEING_MS: Final = 10**12  # a step of priority outweighs any age withou
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an execution's policy says to the rules. Lengths are milliseconds; None is unset."""
 
-    retry: Retry | None = None
+    retry: RetryPolicy | None = None
     attempt_timeout_ms: int | None = None
     execution_deadline_ms: int | None = None
     max_reclaim_count: int | None = None
@@ -134,7 +131,7 @@ def read_policy(policy: str | bytes | Document | None) -> Terms:
     return _read_shared(policy) if len(policy) <= _REMEMBERED_LENGTH else _read_text(policy)
 
 
-def parse_retry(text: str | bytes | None) -> Retry | None:
+def parse_retry(text: str | bytes | None) -> RetryPolicy | None:
     """The retry policy given with a failure; one that cannot be read means that nothing is retried."""
     try:
         return _retry(_document(text)) if text else None
@@ -187,30 +184,30 @@ def _read(policy: Document) -> Terms:
     )
 
 
-def _retry(document: Document, path: str = "") -> Retry:
-    default = Retry()
+def _retry(document: Document, path: str = "") -> RetryPolicy:
+    default = RetryPolicy()
     backoff = _part(document, "backoff", path)
-    return Retry(
+    return RetryPolicy(
         max_retries=_or(_number(document, "max_retries", path), default.max_retries),
         backoff=default.backoff if backoff is None else _backoff(backoff, f"{path}backoff."),
         retryable_categories=_texts(document, "retryable_categories", path),
     )
 
 
-def _backoff(document: Document, path: str) -> Backoff:
+def _backoff(document: Document, path: str) -> BackoffPolicy:
     match document.get("type"):
         case "fixed":
-            return Fixed(_or(_length(document, "delay_ms", path), Fixed().delay_ms))
+            return FixedBackoff(_or(_length(document, "delay_ms", path), FixedBackoff().delay_ms))
         case "exponential":
-            default = Exponential()
-            return Exponential(
+            default = ExponentialBackoff()
+            return ExponentialBackoff(
                 initial_delay_ms=_or(_length(document, "initial_delay_ms", path), default.initial_delay_ms),
                 max_delay_ms=_or(_length(document, "max_delay_ms", path), default.max_delay_ms),
                 multiplier=_or(_factor(document, "multiplier", path), default.multiplier),
                 jitter=_or(_flag(document, "jitter", path), default.jitter),
             )
         case _:
-            return Fixed()
+            return FixedBackoff()
 
 
 def _quota_policy_ids(policy: Document) -> tuple[str, ...]:

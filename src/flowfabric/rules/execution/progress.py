@@ -14,20 +14,20 @@ from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
 
 
-def progress(
+def update_progress(
     row: Execution | None, fence: Fence, pct: int | None, message: str | None, now: int
 ) -> Decision[ProgressNoted]:
     """Overwrite what is given and keep the rest; a lapsed lease is refused without being marked."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
-        return refuse(lease.not_active(row))
+        return refuse(lease.not_active_error(row))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
         return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
-    if lease.has_lapsed(row, now):
+    if lease.has_expired(row, now):
         return refuse(errors.LeaseExpired(execution_id=row.execution_id))
     if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
-        return refuse(lease.stale(row))
+        return refuse(lease.stale_lease_error(row))
     fields: dict[str, Any] = {"progress_updated_at": NOW, "last_mutation_at": NOW}
     if pct is not None:
         fields["progress_pct"] = pct

@@ -16,17 +16,17 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import cleanup, lease, transitions
-from flowfabric.rules.execution.claim import Acquired, acquired, claim_waiting
+from flowfabric.rules.execution.claim import AcquiredLease, acquire_decision, claim_ready
 from flowfabric.rules.execution.grant import (
-    GrantOrder,
-    KeyMaker,
-    granted,
-    live_grant,
-    mismatch,
+    GrantRequest,
+    GrantSigner,
+    grant_change,
+    has_live_grant,
+    limit_to_grant,
+    refuse_incapable,
     stored_grant,
-    while_granted,
 )
-from flowfabric.rules.execution.lease import Holder
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities
 from flowfabric.rules.security.grant_key import GrantProof
@@ -37,7 +37,7 @@ WARNED_EVERY = 100  # reclaims of one execution that are worth a word in the log
 
 
 def issue_reclaim_grant(
-    row: Execution | None, order: GrantOrder, now: int, sign: KeyMaker | None = None
+    row: Execution | None, order: GrantRequest, now: int, sign: GrantSigner | None = None
 ) -> Decision[Granted | NotReclaimable | ReclaimCapExceeded]:
     """Offer interrupted work to a worker. A lapsed lease must have been marked before (the engine does so)."""
     if row is None:
@@ -47,22 +47,22 @@ def issue_reclaim_grant(
     cap = reclaim_cap(row, None)
     if row.lease_reclaim_count >= cap:
         return Decision(ReclaimCapExceeded(cap))
-    if live_grant(row, now):
+    if has_live_grant(row, now):
         return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
     if refused := capabilities.check_presented(",".join(order.capabilities)):
         return refuse(refused)
     if missing := capabilities.missing(row.required_capabilities, order.capabilities):
-        return mismatch(row, NotReclaimable(f"capability_mismatch: {missing}"))
-    return Decision(Granted(row.execution_id), granted(row, order, "reclaim", now, sign))
+        return refuse_incapable(row, NotReclaimable(f"capability_mismatch: {missing}"))
+    return Decision(Granted(row.execution_id), grant_change(row, order, "reclaim", now, sign))
 
 
 def reclaim_execution(
     row: Execution | None,
-    holder: Holder,
+    holder: LeaseHolder,
     max_reclaim_count: int | None,
     now: int,
     proof: GrantProof | None = None,
-) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded | GrantNotFound]:
+) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded | GrantNotFound]:
     """Redeem a reclaim grant; at the cap the execution ends as failed, with or without one.
 
     With `proof`, a grant that it does not cover counts as not found.
@@ -73,44 +73,44 @@ def reclaim_execution(
         return Decision(NotReclaimable())
     cap = reclaim_cap(row, max_reclaim_count)
     if row.lease_reclaim_count >= cap:
-        return cap_reached(row, cap)
+        return fail_at_cap(row, cap)
     grant = stored_grant(row)
     if grant is None or grant.expires_at <= now or grant.worker_id != holder.worker_id:
         return Decision(GrantNotFound(row.execution_id))
     if proof is not None and not proof.covers(grant, now):
         return Decision(GrantNotFound(row.execution_id))
-    return while_granted(reclaimed(row, holder), grant)
+    return limit_to_grant(begin_reclaimed_attempt(row, holder), grant)
 
 
 def take_over(
-    row: Execution | None, holder: Holder, offered: frozenset[str], now: int
-) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded]:
+    row: Execution | None, holder: LeaseHolder, offered: frozenset[str], now: int
+) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded]:
     """The ordinary claim's form: no grant is needed, but one in force for somebody is respected."""
-    if row is None or not is_reclaimable(row) or live_grant(row, now):
+    if row is None or not is_reclaimable(row) or has_live_grant(row, now):
         return Decision(NotReclaimable())
     if missing := capabilities.missing(row.required_capabilities, offered):
         return Decision(NotReclaimable(f"capability_mismatch: {missing}"))
     cap = reclaim_cap(row, None)
     if row.lease_reclaim_count >= cap:
-        return cap_reached(row, cap)
-    return reclaimed(row, holder)
+        return fail_at_cap(row, cap)
+    return begin_reclaimed_attempt(row, holder)
 
 
-def take_up(
-    row: Execution | None, holder: Holder, offered: frozenset[str], now: int
-) -> Decision[Acquired | NotReclaimable | ReclaimCapExceeded | None]:
+def claim_guarded(
+    row: Execution | None, holder: LeaseHolder, offered: frozenset[str], now: int
+) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded | None]:
     """The ordinary claim of a row in a decided line: take over what lost its lease, or claim what waits."""
     if row is None or is_reclaimable(row):
         return take_over(row, holder, offered, now)
-    return claim_waiting(row, holder, offered, now)
+    return claim_ready(row, holder, offered, now)
 
 
-def end_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]:
+def fail_if_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]:
     """End interrupted work that has been reclaimed as often as it may; otherwise change nothing."""
     if row is None or not is_reclaimable(row):
         return Decision(None)
     cap = reclaim_cap(row, None)
-    return cap_reached(row, cap) if row.lease_reclaim_count >= cap else Decision(None)
+    return fail_at_cap(row, cap) if row.lease_reclaim_count >= cap else Decision(None)
 
 
 def is_reclaimable(row: Execution) -> bool:
@@ -126,22 +126,22 @@ def reclaim_cap(row: Execution, asked: int | None) -> int:
     return DEFAULT_RECLAIM_CAP if asked is None else asked
 
 
-def reclaimed(row: Execution, holder: Holder) -> Decision[Acquired]:
+def begin_reclaimed_attempt(row: Execution, holder: LeaseHolder) -> Decision[AcquiredLease]:
     """End the interrupted attempt and begin the next one under a new lease."""
     why = _why_gone(row)
     lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=why)
     fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, whole_timeout_ms(row))
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
     details = {"old_lease_epoch": row.lease_epoch}
-    return acquired(
+    return acquire_decision(
         row,
         holder,
         fields,
         "reclaimed",
         attempt_type=AttemptType.RECLAIM,
         details=msgspec.json.encode(details).decode(),
-        also=(
-            lease.attempt_ended(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),
+        extra_writes=(
+            lease.attempt_record(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),
             *cleanup.close_stream(row, cleanup.RECLAIMED),
         ),
     )
@@ -160,15 +160,15 @@ def whole_timeout_ms(row: Execution) -> int | None:
     return row.attempt_timeout_at - armed_at
 
 
-def cap_reached(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
+def fail_at_cap(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
     """End work that was interrupted too often."""
-    change = transitions.ended(
+    change = transitions.terminate(
         row,
         TerminalOutcome.FAILED,
         attempt=AttemptRecordState.INTERRUPTED_RECLAIMED,
         attempt_reason=_why_gone(row),
-        released=CAP_REASON,
-        stream=cleanup.RECLAIMED,
+        release_reason=CAP_REASON,
+        stream_reason=cleanup.RECLAIMED,
         failure_reason=CAP_REASON,
     )
     return Decision(ReclaimCapExceeded(cap), change)

@@ -25,7 +25,7 @@ from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
 from flowfabric.rules.scheduling import queue
 
-FORMER_LIFE_LEAVES = lease.Leftovers(
+FORMER_LIFE_FIELDS = lease.ClearableFields(
     "failure_reason",
     "cancellation_reason",
     "cancelled_by",
@@ -46,7 +46,7 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
         return refuse(errors.ExecutionNotTerminal(execution_id=row.execution_id))
     if row.replay_count >= decode_terms(row.terms).max_replay_count:
         return refuse(errors.MaxReplaysExhausted(execution_id=row.execution_id))
-    fields = queue.entrance(row, AttemptState.PENDING_REPLAY_ATTEMPT)
+    fields = queue.enqueue_fields(row, AttemptState.PENDING_REPLAY_ATTEMPT)
     fields.update(
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         terminal_outcome=TerminalOutcome.NONE,
@@ -55,21 +55,21 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
         lineage=lease.encode_lineage(Lineage(replayed_from_attempt_index=row.attempt_index)),
         completed_at=None,
         purge_at=None,
-        **FORMER_LIFE_LEAVES.cleared(row),
+        **FORMER_LIFE_FIELDS.clear(row),
     )
     details = {"replay_count": row.replay_count + 1, "replay_type": branch, "branch": branch}
     if groups_reset is not None:
         details["groups_reset"] = groups_reset
-    writes: tuple[Write, ...] = (transitions.moved(row, fields), Delete(Result, (row.execution_id,)))
-    if lease.keeps_success(row):  # the sheet needs the room
-        writes += (lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
+    writes: tuple[Write, ...] = (transitions.transition(row, fields), Delete(Result, (row.execution_id,)))
+    if lease.holds_successful_attempt(row):  # the sheet needs the room
+        writes += (lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
     if row.flow_id is not None:
         # The summary of its flow may have been closed. Written even if it is open: a projector that has just seen all
         # members ended would close it.
         writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}),)
     change = Change(
         guards=(seen(row),),
-        writes=writes + _forgotten(row) + successors.taken_back(row),
+        writes=writes + _forgotten(row) + successors.retraction_writes(row),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)

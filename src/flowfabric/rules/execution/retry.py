@@ -12,13 +12,13 @@ import msgspec
 NEVER_RETRIED: Final = frozenset({"permanent", "cancelled"})
 
 
-class Fixed(msgspec.Struct, frozen=True, tag="fixed", omit_defaults=True):
+class FixedBackoff(msgspec.Struct, frozen=True, tag="fixed", omit_defaults=True):
     """The same pause before every retry."""
 
     delay_ms: int = 1000
 
 
-class Exponential(msgspec.Struct, frozen=True, tag="exponential", omit_defaults=True):
+class ExponentialBackoff(msgspec.Struct, frozen=True, tag="exponential", omit_defaults=True):
     """A pause that grows with every retry, up to a longest one."""
 
     initial_delay_ms: int = 1000
@@ -27,14 +27,14 @@ class Exponential(msgspec.Struct, frozen=True, tag="exponential", omit_defaults=
     jitter: bool = False
 
 
-Backoff: TypeAlias = Fixed | Exponential
+BackoffPolicy: TypeAlias = FixedBackoff | ExponentialBackoff
 
 
-class Retry(msgspec.Struct, frozen=True, omit_defaults=True):
+class RetryPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     """How often and how soon a failed attempt is followed by another."""
 
     max_retries: int = 3
-    backoff: Backoff = Fixed()
+    backoff: BackoffPolicy = FixedBackoff()
     retryable_categories: tuple[str, ...] = ()
 
 
@@ -42,7 +42,9 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True):
 # Deciding by the terms
 
 
-def may_retry(retry: Retry | None, retry_count: int, category: str, klass: str | None = None) -> TypeGuard[Retry]:
+def may_retry(
+    retry: RetryPolicy | None, retry_count: int, category: str, klass: str | None = None
+) -> TypeGuard[RetryPolicy]:
     """Whether a failure is followed by another attempt; `retry_count` is the count before this failure.
 
     On the wire the category is all that tells the class, so without `klass` it stands for both.
@@ -52,15 +54,15 @@ def may_retry(retry: Retry | None, retry_count: int, category: str, klass: str |
     return not retry.retryable_categories or category in retry.retryable_categories
 
 
-def backoff_ms(retry: Retry, retry_count: int, chance: float) -> int:
+def backoff_ms(retry: RetryPolicy, retry_count: int, chance: float) -> int:
     """The pause before the next attempt; `retry_count` is the count before this failure.
 
     With jitter, `chance` (from 0 up to but not including 1) picks evenly between half the pause and the whole.
     """
     match retry.backoff:
-        case Fixed(delay_ms=delay):
+        case FixedBackoff(delay_ms=delay):
             return delay
-        case Exponential() as growing:
+        case ExponentialBackoff() as growing:
             delay = _grown(growing, retry_count)
             if not growing.jitter:
                 return delay
@@ -70,7 +72,7 @@ def backoff_ms(retry: Retry, retry_count: int, chance: float) -> int:
             assert_never(retry.backoff)
 
 
-def _grown(growing: Exponential, retry_count: int) -> int:
+def _grown(growing: ExponentialBackoff, retry_count: int) -> int:
     if not growing.initial_delay_ms:
         return 0
     try:

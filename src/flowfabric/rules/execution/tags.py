@@ -59,7 +59,7 @@ def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:
     return None if tags else InvalidInput("tags: empty")
 
 
-def check_tags(tags: Mapping[str, str], *, reserved: bool = False) -> InvalidTagKey | InvalidInput | None:
+def check_tags(tags: Mapping[str, str], *, allow_reserved: bool = False) -> InvalidTagKey | InvalidInput | None:
     """What is wrong with the tags of a batch: a bad key, a value that is no text, too large a schema.
 
     `reserved` lets reserved keys pass, for the holder of the lease.
@@ -67,11 +67,11 @@ def check_tags(tags: Mapping[str, str], *, reserved: bool = False) -> InvalidTag
     for key, value in tags.items():
         if not is_tag_key(key):
             return InvalidTagKey(key)
-        if not reserved and is_reserved(key):
+        if not allow_reserved and is_reserved(key):
             return _reserved(key)
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             return InvalidInput(f"tags: value of {key} is not valid Unicode")
-        if key.startswith(schema_limits.ASK) and (odd := schema_limits.check_schema(value)):
+        if key.startswith(schema_limits.SCHEMA_TAG_PREFIX) and (odd := schema_limits.check_schema(value)):
             return InvalidInput(f"tags: {key}: {odd.detail}")
     return None
 
@@ -99,15 +99,15 @@ def set_tags(row: Execution | None, tags: Mapping[str, str], held: LeaseCheck | 
     """Upsert tags; events from now on carry them. `held` is a lease that has to run when they are written."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    merged = read_tags(row.tags) | dict(tags)
+    merged = decode_tags(row.tags) | dict(tags)
     if too_large := check_tags_size(merged):
         return refuse(too_large)
-    fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
+    fields = {"tags": encode_tags(merged), "last_mutation_at": NOW}
     change = Change(guards=(seen(row, held),), writes=(Patch(Execution, (row.execution_id,), fields),))
     return Decision(len(tags), change)
 
 
-def read_tags(text: str | None) -> dict[str, str]:
+def decode_tags(text: str | None) -> dict[str, str]:
     """Tags as a mapping, in key order; `Corruption` when what is kept are none."""
     try:
         return {} if text is None else msgspec.json.decode(text, type=dict[str, str])
@@ -115,6 +115,6 @@ def read_tags(text: str | None) -> dict[str, str]:
         raise errors.Corruption(f"exec_core: tags: {fault}") from fault
 
 
-def write_tags(tags: Mapping[str, str]) -> str | None:
+def encode_tags(tags: Mapping[str, str]) -> str | None:
     """Tags as the text that the sheet and its events keep; no tags are no text."""
     return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None

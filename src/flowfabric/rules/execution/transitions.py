@@ -9,13 +9,13 @@ from typing import Any
 from flowfabric.model.change import (
     NOW,
     Change,
-    Form,
+    ColumnRef,
     FromNow,
     Guard,
-    Own,
     Patch,
+    RowTemplate,
     Write,
-    as_form,
+    as_template,
     lease_event,
     live,
     seen,
@@ -40,7 +40,7 @@ from flowfabric.rules.limits import quota
 DEFAULT_RETENTION_MS = 24 * 60 * 60 * 1000
 
 
-def moved(row: Execution, fields: dict[str, Any]) -> Patch:
+def transition(row: Execution, fields: dict[str, Any]) -> Patch:
     """The row with these fields of its vector, its public state derived, its times moved."""
     fields["public_state"] = public_state(
         fields.get("lifecycle_phase", row.lifecycle_phase),
@@ -52,20 +52,20 @@ def moved(row: Execution, fields: dict[str, Any]) -> Patch:
     return Patch(Execution, (row.execution_id,), fields)
 
 
-def ended(
+def terminate(
     row: Execution,
     outcome: TerminalOutcome,
     *,
     attempt: AttemptRecordState,
     attempt_reason: str | None = None,
     category: str | None = None,
-    released: str,
+    release_reason: str,
     details: str | None = None,
     guard: Guard | None = None,
-    also: tuple[Write, ...] = (),
-    stream: str | None = None,
-    suspension: str | None = None,
-    settles: bool = True,
+    extra_writes: tuple[Write, ...] = (),
+    stream_reason: str | None = None,
+    suspension_reason: str | None = None,
+    records_outcome: bool = True,
     **fields: Any,
 ) -> Change:
     """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
@@ -77,39 +77,41 @@ def ended(
     leaves those who wait for this end to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
-    fields |= ENDED
+    fields |= TERMINAL_FIELDS
     fields["terminal_outcome"] = outcome
     fields["purge_at"] = FromNow(retention_ms(row))
     if row.blocking_reason is not BlockingReason.NONE:
         fields["blocking_reason"] = BlockingReason.NONE
     if row.attempt_index is not None:
         fields.setdefault("attempt_state", AttemptState.ATTEMPT_TERMINAL)
-    fields |= LIFE_LEAVES.cleared(row)
+    fields |= LIFE_FIELDS.clear(row)
     if was_active:
         fields |= lease.release(row)
     elif row.line is not None:
         fields["line"] = None
-    writes: tuple[Write, ...] = (moved(row, fields),)
+    writes: tuple[Write, ...] = (transition(row, fields),)
     if lease.has_open_attempt(row) and outcome is not TerminalOutcome.SUCCESS:
-        writes += (lease.attempt_ended(row, attempt, reason=attempt_reason, category=category),)
-    writes += cleanup.close_stream(row, stream or cleanup.STREAM_REASON[outcome])
-    writes += cleanup.close_suspension(row, suspension or outcome.value)
-    writes += cleanup.tell_parent(row, outcome)
-    if settles:
-        also += successors.settled(row, outcome)
+        writes += (lease.attempt_record(row, attempt, reason=attempt_reason, category=category),)
+    writes += cleanup.close_stream(row, stream_reason or cleanup.STREAM_REASON[outcome])
+    writes += cleanup.close_suspension(row, suspension_reason or outcome.value)
+    writes += cleanup.report_to_parent(row, outcome)
+    if records_outcome:
+        extra_writes += successors.outcome_writes(row, outcome)
     return Change(
         guards=(guard or seen(row),),
-        writes=writes + also + quota.released_at_end(row),
-        events=(completion(row, outcome, released=released if was_active else None, details=details),),
+        writes=writes + extra_writes + quota.release_messages(row),
+        events=(
+            completion_event(row, outcome, release_reason=release_reason if was_active else None, details=details),
+        ),
     )
 
 
-ENDED: dict[str, Any] = {
+TERMINAL_FIELDS: dict[str, Any] = {
     "lifecycle_phase": LifecyclePhase.TERMINAL,
     "eligibility_state": EligibilityState.NOT_APPLICABLE,
     "completed_at": NOW,
 }
-LIFE_LEAVES = lease.Leftovers(
+LIFE_FIELDS = lease.ClearableFields(
     "blocking_text",
     "delay_until",
     "deadline_at",
@@ -131,15 +133,15 @@ ORDINARY: dict[str, Any] = {
     "terminal_outcome": TerminalOutcome.NONE,
     "stream_index": None,
     "parent_id": None,
-    **dict.fromkeys(LIFE_LEAVES.names),
-    **dict.fromkeys(lease.LEASE_LEAVES.names),
+    **dict.fromkeys(LIFE_FIELDS.names),
+    **dict.fromkeys(lease.LEASE_FIELDS.names),
 }
 _TIMED = "attempt_timeout_at"
 _ordinary = attrgetter(*(name for name in ORDINARY if name != _TIMED))
 _ORDINARY_VALUES = tuple(value for name, value in ORDINARY.items() if name != _TIMED)
 
 
-def success_form(row: Execution) -> Form | None:
+def success_template(row: Execution) -> RowTemplate | None:
     """The success of an ordinary row: what `ended` makes of it, for every such row alike; None for others.
 
     Those who wait for the end of a row are no part of it: what it leaves for them is written beside the form.
@@ -149,10 +151,10 @@ def success_form(row: Execution) -> Form | None:
     terms = decode_terms(row.terms)
     if terms.quota_policy_ids:
         return None
-    return _success_form(_kept_ms(terms), row.attempt_timeout_at is not None, row.flow_id is not None)
+    return _success_template(_kept_ms(terms), row.attempt_timeout_at is not None, row.flow_id is not None)
 
 
-def concerns_others(row: Execution) -> bool:
+def affects_others(row: Execution) -> bool:
     """Whether others may go on because this one ends: its successors, its parent, those who wait for its limits."""
     if row.successors is not None or row.parent_id is not None:
         return True
@@ -160,25 +162,29 @@ def concerns_others(row: Execution) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _success_form(kept_ms: int, timed: bool, is_member: bool) -> Form:
-    known = ORDINARY | ({_TIMED: Own(_TIMED)} if timed else {})
-    row = unseen(known, kept_ms, is_member=is_member)
-    return as_form(ended(row, TerminalOutcome.SUCCESS, attempt=AttemptRecordState.ENDED_SUCCESS, released="completed"))
+def _success_template(kept_ms: int, timed: bool, is_member: bool) -> RowTemplate:
+    known = ORDINARY | ({_TIMED: ColumnRef(_TIMED)} if timed else {})
+    row = template_row(known, kept_ms, is_member=is_member)
+    return as_template(
+        terminate(row, TerminalOutcome.SUCCESS, attempt=AttemptRecordState.ENDED_SUCCESS, release_reason="completed")
+    )
 
 
-def unseen(known: dict[str, Any], kept_ms: int, *, is_member: bool) -> Execution:
+def template_row(known: dict[str, Any], kept_ms: int, *, is_member: bool) -> Execution:
     """A row of which only this is known, to make a form of its end."""
-    columns = {name: Own(name) for name in Execution.__struct_fields__} | known
+    columns = {name: ColumnRef(name) for name in Execution.__struct_fields__} | known
     columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=kept_ms))}
     return Execution(**columns if is_member else columns | {"flow_id": None})
 
 
-def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None, details: str | None = None) -> Event:
+def completion_event(
+    row: Execution, outcome: TerminalOutcome, *, release_reason: str | None, details: str | None = None
+) -> Event:
     """The completion event; the same row tells the lease history of the lease that ended with it, if one did.
 
     A revoked lease had already left the history's books, yet its end is told too: the last holder's attempt ends here.
     """
-    if released is None:
+    if release_reason is None:
         return Event(
             execution_id=row.execution_id,
             namespace=row.namespace,
@@ -187,16 +193,16 @@ def completion(row: Execution, outcome: TerminalOutcome, *, released: str | None
             outcome=outcome.value,
             details=details,
         )
-    return lease_event(row, "released", reason=released, outcome=outcome.value, details=details)
+    return lease_event(row, "released", reason=release_reason, outcome=outcome.value, details=details)
 
 
-def parked(
+def defer(
     row: Execution,
     *,
     eligibility: EligibilityState,
     reason: BlockingReason,
     suspension: str,
-    released: str,
+    release_reason: str,
     now: int,
     **fields: Any,
 ) -> Change:
@@ -209,17 +215,17 @@ def parked(
         attempt_suspended_at=NOW,
         attempt_suspension=suspension,
         next_type=None,
-        next_timeout_ms=remaining_ms(row, now),
+        next_timeout_ms=remaining_timeout_ms(row, now),
     )
     fields = {**lease.release(row), **fields}
     return Change(
         guards=(seen(row, live(row)),),
-        writes=(moved(row, fields),),
-        events=(lease_event(row, "released", reason=released),),
+        writes=(transition(row, fields),),
+        events=(lease_event(row, "released", reason=release_reason),),
     )
 
 
-def remaining_ms(row: Execution, now: int) -> int | None:
+def remaining_timeout_ms(row: Execution, now: int) -> int | None:
     """What is left of the attempt's time; at least a millisecond, so that a timer which was armed stays armed."""
     return None if row.attempt_timeout_at is None else max(1, row.attempt_timeout_at - now)
 

@@ -152,7 +152,7 @@ def renewal_deadline(row: Execution) -> int | None:
     return row.lease_renewed_at + (row.lease_expires_at - row.lease_renewed_at) * 2 // 3
 
 
-def vector(row: Execution) -> StateVector:
+def make_state_vector(row: Execution) -> StateVector:
     """The seven dimensions by name."""
     return StateVector(
         row.lifecycle_phase.value,
@@ -165,7 +165,7 @@ def vector(row: Execution) -> StateVector:
     )
 
 
-def snapshot(row: Execution) -> ExecutionSnapshot:
+def execution_snapshot(row: Execution) -> ExecutionSnapshot:
     """The execution for a reader."""
     attempt = None
     if row.attempt_id is not None and row.attempt_index is not None:
@@ -194,11 +194,11 @@ def snapshot(row: Execution) -> ExecutionSnapshot:
         created_at=row.created_at,
         last_mutation_at=last_mutation_at(row),
         total_attempt_count=row.total_attempt_count,
-        tags=tag_rules.read_tags(row.tags),
+        tags=tag_rules.decode_tags(row.tags),
     )
 
 
-def info(row: Execution, payload: Payload) -> ExecutionInfo:
+def execution_info(row: Execution, payload: Payload) -> ExecutionInfo:
     """The execution for the API."""
     return ExecutionInfo(
         execution_id=row.execution_id,
@@ -206,7 +206,7 @@ def info(row: Execution, payload: Payload) -> ExecutionInfo:
         lane_id=row.lane_id,
         priority=row.priority,
         execution_kind=payload.execution_kind,
-        state_vector=vector(row),
+        state_vector=make_state_vector(row),
         public_state=row.public_state,
         created_at=row.created_at,
         started_at=row.started_at,
@@ -217,13 +217,13 @@ def info(row: Execution, payload: Payload) -> ExecutionInfo:
     )
 
 
-def attempts(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptView]:
+def attempt_views(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptView]:
     """Every attempt by index: the ended ones, and the one in the sheet."""
     views = [_attempt_view(attempt) for attempt in ended]
     if row is None:
         return views
-    if lease.keeps_success(row):
-        kept = lease.attempt_ended(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
+    if lease.holds_successful_attempt(row):
+        kept = lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
         return [*views, _attempt_view(kept.row)]
     if not lease.has_open_attempt(row):
         return views
@@ -250,7 +250,7 @@ def attempts(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptVie
     return views
 
 
-def own_history(row: Execution, told: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
+def current_history(row: Execution, told: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
     """What the lease feed tells of this execution, without what it tells of an earlier one of the same name.
 
     Events outlive a purge, and clocks are set back, so instants do not say whose they are. But every execution begins
@@ -284,7 +284,7 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
         "partition_id": row.partition,
         "priority": row.priority,
         "creator_identity": payload.creator_identity,
-        **msgspec.structs.asdict(vector(row)),
+        **msgspec.structs.asdict(make_state_vector(row)),
         "blocking_detail": blocking_detail(row) or None,
         "total_attempt_count": row.total_attempt_count,
         "retry_count": row.retry_count,

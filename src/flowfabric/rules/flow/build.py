@@ -12,8 +12,8 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.answers.flow import Added, AlreadyMember, AlreadySatisfied, Created, PolicySet, Staged
-from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, Put, Write, absent, at, seen
+from flowfabric.model.answers.flow import Added, AlreadyMember, FlowCreated, FlowExists, SetJoinPolicyResult, Staged
+from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, Upsert, Write, absent, from_now, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     DependencyKind,
@@ -22,61 +22,61 @@ from flowfabric.model.flow import (
     Flow,
     FlowMember,
     FlowState,
+    JoinPolicyKind,
     OnSatisfied,
-    PolicyVariant,
 )
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution.tags import check_tags_size, read_tags, write_tags
+from flowfabric.rules.execution.tags import check_tags_size, decode_tags, encode_tags
 
 MAX_QUORUM = 2**31 - 1
-FLOW_CHECK_MS = 60 * 60 * 1000  # after which retention checks whether a flow has a member left
-TERMINAL = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
+RETENTION_CHECK_MS = 60 * 60 * 1000  # after which retention checks whether a flow has a member left
+TERMINAL_FLOW_STATES = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
 
 
-class Policy(msgspec.Struct, frozen=True):
+class JoinPolicy(msgspec.Struct, frozen=True):
     """When a join fires, and what becomes of the upstreams that it no longer needs."""
 
-    variant: PolicyVariant = PolicyVariant.ALL_OF
+    variant: JoinPolicyKind = JoinPolicyKind.ALL_OF
     on_satisfied: OnSatisfied | None = None
     k: int = 0
 
-    def wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, Any]:
         """The form in which a policy is given and shown."""
         shown: dict[str, Any] = {"kind": self.variant.value}
-        if self.variant is PolicyVariant.QUORUM:
+        if self.variant is JoinPolicyKind.QUORUM:
             shown["k"] = self.k
         if self.on_satisfied is not None:
             shown["on_satisfied"] = self.on_satisfied.value
         return shown
 
 
-def parse_policy(given: object) -> Policy | errors.FabricError:
+def parse_join_policy(given: object) -> JoinPolicy | errors.FabricError:
     """A policy from its wire form: `{"kind": "quorum", "k": 2, "on_satisfied": "let_run"}` and its like."""
     if not isinstance(given, dict):
         return errors.InvalidInput("policy: not an object")
     kind = given.get("kind")
-    if kind == PolicyVariant.QUORUM:
+    if kind == JoinPolicyKind.QUORUM:
         k = given.get("k")
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_QUORUM:
             return errors.InvalidInput(f"policy: k must be a whole number from 1 to {MAX_QUORUM}")
-    if kind in (PolicyVariant.ANY_OF, PolicyVariant.QUORUM):
+    if kind in (JoinPolicyKind.ANY_OF, JoinPolicyKind.QUORUM):
         then = given.get("on_satisfied")
         if not isinstance(then, str) or then not in set(OnSatisfied):
             return errors.InvalidInput("policy: on_satisfied must be cancel_remaining or let_run")
-        size = given["k"] if kind == PolicyVariant.QUORUM else 1
-        return Policy(PolicyVariant(kind), OnSatisfied(then), size)
-    if kind == PolicyVariant.ALL_OF:
-        return Policy()
-    return errors.InvalidInput(f"policy: {validation.shown(kind)} is none of all_of, any_of, quorum")
+        size = given["k"] if kind == JoinPolicyKind.QUORUM else 1
+        return JoinPolicy(JoinPolicyKind(kind), OnSatisfied(then), size)
+    if kind == JoinPolicyKind.ALL_OF:
+        return JoinPolicy()
+    return errors.InvalidInput(f"policy: {validation.preview(kind)} is none of all_of, any_of, quorum")
 
 
-def policy_of(group: EdgeGroup) -> Policy:
+def join_policy_of(group: EdgeGroup) -> JoinPolicy:
     """The policy that a group has."""
-    return Policy(group.policy_variant, group.on_satisfied, group.k)
+    return JoinPolicy(group.policy_variant, group.on_satisfied, group.k)
 
 
-def new_group(flow_id: str, downstream: str, policy: Policy, **fields: Any) -> EdgeGroup:
+def new_group(flow_id: str, downstream: str, policy: JoinPolicy, **fields: Any) -> EdgeGroup:
     """A group without any end counted yet."""
     return EdgeGroup(flow_id, downstream, policy.variant, policy.on_satisfied, policy.k, **fields)
 
@@ -91,24 +91,26 @@ def seen_group(group: EdgeGroup | None, flow_id: str, downstream: str) -> Guard:
     return Guard(EdgeGroup, (flow_id, downstream), None if group is None else group.revision)
 
 
-def parse_kind(given: object) -> DependencyKind | errors.FabricError:
+def parse_dependency_kind(given: object) -> DependencyKind | errors.FabricError:
     """Which ends satisfy an edge."""
     try:
         return DependencyKind(given)  # type: ignore[arg-type]
     except ValueError:
-        return errors.InvalidInput(f"dependency_kind: {validation.shown(given)} is none of {', '.join(DependencyKind)}")
+        return errors.InvalidInput(
+            f"dependency_kind: {validation.preview(given)} is none of {', '.join(DependencyKind)}"
+        )
 
 
-def create(
+def create_flow(
     existing: Flow | None, flow_id: str, partition: int, flow_kind: str, namespace: str
-) -> Decision[Created | AlreadySatisfied]:
+) -> Decision[FlowCreated | FlowExists]:
     """A new flow; one that exists in this namespace is left as it is, whatever the kind says."""
     if existing is not None:
         if existing.namespace != namespace:
             return refuse(errors.IdInOtherNamespace(flow_id=flow_id))
-        return Decision(AlreadySatisfied(flow_id))
-    flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, at(0), at(0))
-    return Decision(Created(flow_id), Change(guards=(absent(Flow, flow_id),), writes=(Insert(flow),)))
+        return Decision(FlowExists(flow_id))
+    flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, from_now(0), from_now(0))
+    return Decision(FlowCreated(flow_id), Change(guards=(absent(Flow, flow_id),), writes=(Insert(flow),)))
 
 
 def add_member(
@@ -117,7 +119,7 @@ def add_member(
     """Make an execution of the flow's namespace a member; again changes no number."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
-    if flow.public_flow_state in TERMINAL:
+    if flow.public_flow_state in TERMINAL_FLOW_STATES:
         return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -134,7 +136,7 @@ def add_member(
     if row.flow_id is None:
         # The flow is written as well, for a member of before whose id was used again, too: retention, which has just
         # found no member left, is refused.
-        fields = {"purge_check_at": at(FLOW_CHECK_MS)}
+        fields = {"purge_check_at": from_now(RETENTION_CHECK_MS)}
         writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
     if member is None:
         fields |= {
@@ -169,21 +171,21 @@ class StageEdge(msgspec.Struct, frozen=True, gc=False):
     expected_graph_revision: int | None
 
 
-def stage(
+def stage_edge(
     flow: Flow | None,
     existing: Edge | None,
     members: tuple[FlowMember | None, FlowMember | None],
     group: EdgeGroup | None,
     ask: StageEdge,
     *,
-    closes_circle: bool,
+    closes_cycle: bool,
 ) -> Decision[Staged]:
     """Add an edge to the graph. The downstream does not wait for it before it is applied."""
     if ask.upstream == ask.downstream:
         return refuse(errors.SelfReferencingEdge(execution_id=ask.upstream))
     if flow is None:
         return refuse(errors.NotFound("flow"))
-    if flow.public_flow_state in TERMINAL:
+    if flow.public_flow_state in TERMINAL_FLOW_STATES:
         return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
     expected = ask.expected_graph_revision
     if expected is not None and expected != flow.graph_revision:
@@ -191,7 +193,7 @@ def stage(
     for member, execution_id in zip(members, (ask.upstream, ask.downstream), strict=True):
         if member is None:
             return refuse(errors.ExecutionNotInFlow(execution_id=execution_id))
-    if closes_circle:
+    if closes_cycle:
         return refuse(errors.CycleDetected(f"{ask.upstream} already comes after {ask.downstream}"))
     if existing is not None:
         return refuse(errors.DependencyAlreadyExists(existing=edge_snapshot(existing)))
@@ -199,13 +201,13 @@ def stage(
     fields = {"graph_revision": revision, "edge_count": flow.edge_count + 1, "last_mutation_at": NOW}
     key = (ask.flow_id, ask.downstream)
     joined: Write = (
-        Insert(new_group(*key, Policy(), staged=1))
+        Insert(new_group(*key, JoinPolicy(), staged=1))
         if group is None
         else Patch(EdgeGroup, key, {"staged": group.staged + 1})
     )
     change = Change(
         guards=(seen_flow(flow), seen_group(group, *key)),
-        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(edge_row(ask))),
+        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(new_edge(ask))),
     )
     return Decision(Staged(ask.edge_id, revision), change)
 
@@ -238,15 +240,15 @@ def edge_snapshot(edge: Edge) -> EdgeSnapshot:
     )
 
 
-def edge_row(ask: StageEdge) -> Edge:
+def new_edge(ask: StageEdge) -> Edge:
     """The row of a staged edge."""
     ref = ask.data_passing_ref or None
-    return Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, at(0), ref)
+    return Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, from_now(0), ref)
 
 
-def set_policy(
-    flow: Flow | None, group: EdgeGroup | None, flow_id: str, downstream: str, policy: Policy
-) -> Decision[PolicySet]:
+def set_join_policy(
+    flow: Flow | None, group: EdgeGroup | None, flow_id: str, downstream: str, policy: JoinPolicy
+) -> Decision[SetJoinPolicyResult]:
     """Fix how a downstream joins its upstreams, as long as no edge into it is staged; it need not be a member yet."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
@@ -256,20 +258,20 @@ def set_policy(
         return refuse(
             errors.InvalidInput(f"edge_group_policy_already_fixed: {group.staged} edge(s) lead to {downstream}")
         )
-    if group is not None and policy_of(group) == policy:
-        return Decision(PolicySet.ALREADY_SET)
-    put = Put(new_group(flow_id, downstream, policy))
+    if group is not None and join_policy_of(group) == policy:
+        return Decision(SetJoinPolicyResult.ALREADY_SET)
+    put = Upsert(new_group(flow_id, downstream, policy))
     # Decided on the flow as well: a join must not outlive a flow that retention removes meanwhile.
     guards = (seen_flow(flow), seen_group(group, flow_id, downstream))
-    return Decision(PolicySet.SET, Change(guards=guards, writes=(put,)))
+    return Decision(SetJoinPolicyResult.SET, Change(guards=guards, writes=(put,)))
 
 
-def set_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:
+def set_flow_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:
     """Set one tag of a flow."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
-    merged = read_tags(flow.tags) | {key: value}
+    merged = decode_tags(flow.tags) | {key: value}
     if too_large := check_tags_size(merged):
         return refuse(too_large)
-    fields = {"tags": write_tags(merged), "last_mutation_at": NOW}
+    fields = {"tags": encode_tags(merged), "last_mutation_at": NOW}
     return Decision(None, Change(guards=(seen_flow(flow),), writes=(Patch(Flow, (flow.flow_id,), fields),)))

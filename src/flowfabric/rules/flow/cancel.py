@@ -15,7 +15,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers.execution import Replayed
 from flowfabric.model.answers.flow import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
-from flowfabric.model.change import NOW, Change, Delete, FromNow, Guard, Insert, Patch, Write, at, joined
+from flowfabric.model.change import NOW, Change, Delete, FromNow, Guard, Insert, Patch, Write, from_now, merge_changes
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
@@ -26,15 +26,15 @@ from flowfabric.model.flow import (
     Flow,
     FlowMember,
     FlowState,
-    PendingCancel,
-    PendingCancelGroup,
+    PendingMemberCancel,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import cancel, transitions
 from flowfabric.rules.flow import sibling_cancel
-from flowfabric.rules.flow.build import TERMINAL, seen_flow, seen_group
+from flowfabric.rules.flow.build import TERMINAL_FLOW_STATES, seen_flow, seen_group
 
 GRACE_MS = 30_000
 MAX_GRACE_MS = 2**53 - 1
@@ -42,7 +42,7 @@ FALLBACK_REASON = "flow_cancelled"
 PENDING_PHASES = frozenset({LifecyclePhase.SUBMITTED, LifecyclePhase.RUNNABLE})
 
 
-def parse_policy(given: object) -> CancellationPolicy | errors.FabricError:
+def parse_cancellation_policy(given: object) -> CancellationPolicy | errors.FabricError:
     """A cancellation policy by its name; `cancel_flow_only` is another name of `flow_only`."""
     if given == "cancel_flow_only":
         return CancellationPolicy.FLOW_ONLY
@@ -50,7 +50,7 @@ def parse_policy(given: object) -> CancellationPolicy | errors.FabricError:
         return CancellationPolicy(given)  # type: ignore[arg-type]
     except ValueError:
         return errors.InvalidInput(
-            f"cancellation_policy: {validation.shown(given)} is none of {', '.join(CancellationPolicy)}"
+            f"cancellation_policy: {validation.preview(given)} is none of {', '.join(CancellationPolicy)}"
         )
 
 
@@ -72,7 +72,7 @@ def selects(policy: CancellationPolicy, row: Execution) -> bool:
             return False
 
 
-def header(
+def cancel_header(
     flow: Flow | None,
     members: Sequence[FlowMember],
     rows: Mapping[str, Execution],
@@ -89,7 +89,7 @@ def header(
     if flow is None:
         return refuse(errors.NotFound("flow"))
     everyone = [member.execution_id for member in members]
-    if flow.public_flow_state in TERMINAL:
+    if flow.public_flow_state in TERMINAL_FLOW_STATES:
         return Decision(HeaderAlreadyTerminal(flow.cancellation_policy, flow.cancel_reason, everyone))
     wanted = {name for name, row in rows.items() if selects(policy, row)}
     if policy is CancellationPolicy.CANCEL_ALL:
@@ -106,8 +106,8 @@ def header(
         fields["purge_check_at"] = FromNow(transitions.DEFAULT_RETENTION_MS)
     writes: tuple[Write, ...] = (Patch(Flow, (flow.flow_id,), fields),)
     if chosen:
-        writes += (Insert(CancelBacklog(flow.flow_id, at(grace_ms), len(chosen))),)
-        writes += tuple(Insert(PendingCancel(flow.flow_id, name)) for name in chosen)
+        writes += (Insert(CancelBacklog(flow.flow_id, from_now(grace_ms), len(chosen))),)
+        writes += tuple(Insert(PendingMemberCancel(flow.flow_id, name)) for name in chosen)
     details = {
         "flow_id": flow.flow_id,
         "cancellation_policy": policy.value,
@@ -131,7 +131,7 @@ def member_reason(flow: Flow | None) -> str:
     return (flow.cancel_reason if flow is not None else None) or FALLBACK_REASON
 
 
-def ack(backlog: CancelBacklog | None, pending: Iterable[PendingCancel]) -> Decision[int]:
+def acknowledge_cancels(backlog: CancelBacklog | None, pending: Iterable[PendingMemberCancel]) -> Decision[int]:
     """Strike members off the backlog, and the backlog off when it is empty; how many were struck off."""
     found = tuple(pending)
     if backlog is None or not found:
@@ -139,19 +139,19 @@ def ack(backlog: CancelBacklog | None, pending: Iterable[PendingCancel]) -> Deci
     left = backlog.remaining - len(found)
     key = (backlog.flow_id,)
     done: Write = Patch(CancelBacklog, key, {"remaining": left}) if left > 0 else Delete(CancelBacklog, key)
-    writes = (done, *(Delete(PendingCancel, (one.flow_id, one.execution_id)) for one in found))
+    writes = (done, *(Delete(PendingMemberCancel, (one.flow_id, one.execution_id)) for one in found))
     guard = Guard(CancelBacklog, key, backlog.revision)
     return Decision(len(found), Change(guards=(guard,), writes=writes))
 
 
-def spared(
-    replay: Decision[Replayed], backlog: CancelBacklog | None, pending: Iterable[PendingCancel]
+def without_pending_cancel(
+    replay: Decision[Replayed], backlog: CancelBacklog | None, pending: Iterable[PendingMemberCancel]
 ) -> Decision[Replayed]:
     """The replay of a member, struck off the backlog if it stands there: what the cancel was for has ended."""
-    struck = ack(backlog, pending).change
+    struck = acknowledge_cancels(backlog, pending).change
     if replay.change is None or struck is None:
         return replay
-    return Decision(replay.answer, joined(replay.change, struck))
+    return Decision(replay.answer, merge_changes(replay.change, struck))
 
 
 def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
@@ -160,10 +160,12 @@ def drop_backlog(backlog: CancelBacklog | None) -> Decision[bool]:
         return Decision(False)
     key = (backlog.flow_id,)
     guard = Guard(CancelBacklog, key, backlog.revision)
-    return Decision(True, Change(guards=(guard,), writes=(Delete(CancelBacklog, key), Delete(PendingCancel, key))))
+    return Decision(
+        True, Change(guards=(guard,), writes=(Delete(CancelBacklog, key), Delete(PendingMemberCancel, key)))
+    )
 
 
-class Flagged(msgspec.Struct, frozen=True):
+class SiblingCancels(msgspec.Struct, frozen=True):
     """The upstreams that a fired group wants cancelled, and why; `revision` is that of the entry which says so.
 
     Whoever has just flagged them knows the group's edges, and one of those that have ended.
@@ -176,19 +178,19 @@ class Flagged(msgspec.Struct, frozen=True):
     ended: Execution | None = None
 
 
-def siblings(group: EdgeGroup) -> list[str]:
+def siblings_to_cancel(group: EdgeGroup) -> list[str]:
     """The upstreams that a fired group wants cancelled."""
     return _listed(group.cancel_siblings_pending_members)
 
 
-def flagged(entry: PendingCancelGroup, group: EdgeGroup | None) -> Flagged:
+def sibling_cancels_of(entry: PendingSiblingCancel, group: EdgeGroup | None) -> SiblingCancels:
     """What a group says of those; it may want nobody cancelled."""
     if group is None or not group.cancel_siblings_pending_flag:
-        return Flagged([], "", entry.revision)
-    return Flagged(siblings(group), group.cancel_siblings_reason or "", entry.revision)
+        return SiblingCancels([], "", entry.revision)
+    return SiblingCancels(siblings_to_cancel(group), group.cancel_siblings_reason or "", entry.revision)
 
 
-def flagged_by(change: Change, key: tuple[str, str], known: Sequence[Any]) -> Flagged | None:
+def sibling_cancels_in(change: Change, key: tuple[str, str], known: Sequence[Any]) -> SiblingCancels | None:
     """What the group of this key says of those after a change that fires it; None when that does not tell.
 
     `known` are the rows that the change was decided on. Of a group that fires again they do not tell enough: when its
@@ -208,41 +210,43 @@ def flagged_by(change: Change, key: tuple[str, str], known: Sequence[Any]) -> Fl
                 inbound = tuple([edge for edge in edges if edge.downstream_execution_id == key[1]])
                 upstreams = {one.upstream_execution_id for one in inbound} - set(names)
                 ended = (row for row in known if type(row) is Execution and row.execution_id in upstreams)
-                return Flagged(names, reason or "", change.id, inbound, next(ended, None))
+                return SiblingCancels(names, reason or "", change.id, inbound, next(ended, None))
     return None
 
 
-def untouched(flagged: Flagged) -> list[Dependency]:
+def presumably_unstarted(flagged: SiblingCancels) -> list[Dependency]:
     """The edges of those that may be as they were created; none when nothing is known of that."""
     wanted = set(flagged.siblings) if flagged.ended is not None else ()
     return [edge for edge in flagged.inbound if edge.upstream_execution_id in wanted]
 
 
-def cancelled_unseen(flagged: Flagged, edges: Sequence[Dependency]) -> list[tuple[Change, Execution]]:
+def cancel_siblings_without_load(
+    flagged: SiblingCancels, edges: Sequence[Dependency]
+) -> list[tuple[Change, Execution]]:
     """The cancels of the upstreams of some of these edges, each with the row as it is supposed to be."""
     if flagged.ended is None:
         return []
-    return sibling_cancel.cancel_unseen(edges, len(flagged.inbound), flagged.ended, flagged.reason)
+    return sibling_cancel.cancel_without_load(edges, len(flagged.inbound), flagged.ended, flagged.reason)
 
 
-def is_unnoted(edge: Dependency) -> bool:
+def has_no_outcome(edge: Dependency) -> bool:
     """Whether no end of the upstream has been noted on this edge, or counted."""
     return edge.outcome is None and edge.last_resolved_at is None
 
 
-def unnoted_end(upstream: Execution | None) -> TerminalOutcome | None:
+def unrecorded_outcome(upstream: Execution | None) -> TerminalOutcome | None:
     """How the upstream of such an edge has ended; None for one that lives, or whose end will be noted by itself."""
     if upstream is None or upstream.lifecycle_phase is not LifecyclePhase.TERMINAL:
         return None
-    return upstream.terminal_outcome if cancel.leaves_no_note(upstream) else None
+    return upstream.terminal_outcome if cancel.may_omit_outcome(upstream) else None
 
 
 def _listed(members: str | None) -> list[str]:
     return members.split("|") if members else []
 
 
-def drain(
-    entry: PendingCancelGroup | None, group: EdgeGroup | None, revision: int | None = None
+def drain_siblings(
+    entry: PendingSiblingCancel | None, group: EdgeGroup | None, revision: int | None = None
 ) -> Decision[SiblingDrain]:
     """Every sibling has been dealt with: clear flag and list, keep the reason.
 
@@ -255,8 +259,8 @@ def drain(
     return Decision(answer, _drained(entry, group))
 
 
-def reconcile(
-    entry: PendingCancelGroup | None,
+def reconcile_siblings(
+    entry: PendingSiblingCancel | None,
     group: EdgeGroup | None,
     members: Mapping[str, Execution],
     inbound: Sequence[Dependency],
@@ -271,15 +275,15 @@ def reconcile(
         return Decision(SiblingReconcile.STALE_REMOVED, _drained(entry, None))
     if any(row.lifecycle_phase is not LifecyclePhase.TERMINAL for row in members.values()):
         return Decision(SiblingReconcile.NO_OP)
-    if any(is_unnoted(edge) and unnoted_end(members.get(edge.upstream_execution_id)) for edge in inbound):
+    if any(has_no_outcome(edge) and unrecorded_outcome(members.get(edge.upstream_execution_id)) for edge in inbound):
         return Decision(SiblingReconcile.NO_OP)
     return Decision(SiblingReconcile.COMPLETED_DRAIN, _drained(entry, group))
 
 
-def _drained(entry: PendingCancelGroup, group: EdgeGroup | None) -> Change:
+def _drained(entry: PendingSiblingCancel, group: EdgeGroup | None) -> Change:
     key = (entry.flow_id, entry.downstream_execution_id)
-    guards: tuple[Guard, ...] = (Guard(PendingCancelGroup, key, entry.revision),)
-    writes: tuple[Write, ...] = (Delete(PendingCancelGroup, key),)
+    guards: tuple[Guard, ...] = (Guard(PendingSiblingCancel, key, entry.revision),)
+    writes: tuple[Write, ...] = (Delete(PendingSiblingCancel, key),)
     if group is not None:
         guards += (seen_group(group, *key),)
         fields = {"cancel_siblings_pending_flag": False, "cancel_siblings_pending_members": None}

@@ -9,8 +9,20 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Moved, Replayed
-from flowfabric.model.answers.flow import AlreadyApplied, Applied, Eligibility
-from flowfabric.model.change import NOW, Change, Delete, Guard, Insert, Patch, Put, Write, at, joined, seen
+from flowfabric.model.answers.flow import DependencyAlreadyApplied, DependencyApplied, Eligibility
+from flowfabric.model.change import (
+    NOW,
+    Change,
+    Delete,
+    Guard,
+    Insert,
+    Patch,
+    Upsert,
+    Write,
+    from_now,
+    merge_changes,
+    seen,
+)
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     Dependency,
@@ -19,9 +31,9 @@ from flowfabric.model.flow import (
     Edge,
     EdgeGroup,
     GroupState,
+    JoinPolicyKind,
     OnSatisfied,
-    PendingCancelGroup,
-    PolicyVariant,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import (
     EligibilityState,
@@ -34,7 +46,7 @@ from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import delay, replay, transitions
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import joins
-from flowfabric.rules.flow.build import Policy, new_group, seen_group
+from flowfabric.rules.flow.build import JoinPolicy, new_group, seen_group
 from flowfabric.rules.flow.successors import successor, with_successors
 from flowfabric.rules.scheduling import queue
 
@@ -53,14 +65,14 @@ class ApplyDependency(msgspec.Struct, frozen=True):
     graph_revision: int | None = None
 
 
-def apply(
+def apply_dependency(
     child: Execution | None,
     upstream: Execution | None,
     edge: Edge | None,
     existing: Dependency | None,
     group: EdgeGroup | None,
     ask: ApplyDependency,
-) -> Decision[Applied | AlreadyApplied]:
+) -> Decision[DependencyApplied | DependencyAlreadyApplied]:
     """Let the downstream wait for the upstream. Nothing is resolved here, even when the upstream has ended."""
     if child is None:
         return refuse(errors.NotFound("execution"))
@@ -73,7 +85,7 @@ def apply(
             )
         )
     if existing is not None:
-        return Decision(AlreadyApplied())
+        return Decision(DependencyAlreadyApplied())
     if edge is None:
         return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is not staged"))
     if (edge.upstream_execution_id, edge.downstream_execution_id) != (ask.upstream, ask.downstream):
@@ -83,7 +95,7 @@ def apply(
     if upstream is None:
         return refuse(errors.InvalidDependency(f"the upstream of edge {ask.edge_id} has been removed"))
 
-    after = grown(group, ask)
+    after = with_applied_edge(group, ask)
     dependency = Dependency(
         ask.downstream,
         ask.edge_id,
@@ -93,7 +105,7 @@ def apply(
         data_passing_ref=ask.data_passing_ref or edge.data_passing_ref,
         # An end that has come already is noted for the reconciler, as it would have been when it came.
         outcome=upstream.terminal_outcome if _has_ended(upstream) else None,
-        unfolded_at=at(0) if _has_ended(upstream) else None,
+        unfolded_at=from_now(0) if _has_ended(upstream) else None,
     )
     follows = successor(
         ask.edge_id,
@@ -101,42 +113,42 @@ def apply(
         edge.dependency_kind,
         inbound=after.n,
         ref=dependency.data_passing_ref,
-        line=queue.line_of(child) if after.policy_variant is PolicyVariant.ALL_OF else None,
+        queue=queue.queue_of(child) if after.policy_variant is JoinPolicyKind.ALL_OF else None,
     )
     fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
     unresolved = after.n - after.succeeded - after.failed - after.skipped
     writes: tuple[Write, ...] = (
-        Put(after),
+        Upsert(after),
         Insert(dependency),
         Patch(Execution, (upstream.execution_id,), fields),
     )
-    if blocks(child, after):
+    if must_wait(child, after):
         text = f"{unresolved} dep(s) unresolved, the last one applied is edge {ask.edge_id}"
-        writes += (transitions.moved(child, joins.waits(text)),)
+        writes += (transitions.transition(child, joins.waiting_fields(text)),)
     guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))
-    return Decision(Applied(unresolved), Change(guards=guards, writes=writes))
+    return Decision(DependencyApplied(unresolved), Change(guards=guards, writes=writes))
 
 
 def _has_ended(row: Execution) -> bool:
     return row.lifecycle_phase is LifecyclePhase.TERMINAL
 
 
-def grown(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
+def with_applied_edge(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
     """The group with one more edge applied: all_of that was satisfied waits again, whatever else fired stays fired."""
     if group is None:
-        group = new_group(ask.flow_id, ask.downstream, Policy(), staged=1)
+        group = new_group(ask.flow_id, ask.downstream, JoinPolicy(), staged=1)
     fields: dict[str, Any] = {"n": group.n + 1}
     if ask.graph_revision is not None:
         fields["last_flow_graph_revision"] = ask.graph_revision
-    reopens = group.policy_variant is PolicyVariant.ALL_OF and group.group_state is GroupState.SATISFIED
+    reopens = group.policy_variant is JoinPolicyKind.ALL_OF and group.group_state is GroupState.SATISFIED
     if reopens:
         fields.update(group_state=GroupState.PENDING, satisfied_at=None)
     if reopens or (group.group_state is GroupState.PENDING and group.waiting_since is None):
-        fields["waiting_since"] = at(0)
+        fields["waiting_since"] = from_now(0)
     return msgspec.structs.replace(group, **fields)
 
 
-def blocks(child: Execution, group: EdgeGroup) -> bool:
+def must_wait(child: Execution, group: EdgeGroup) -> bool:
     """Whether a child has to wait for the edge that was applied last.
 
     Not when the group has fired: its policy is met, or nothing could ever set the child free again.
@@ -157,13 +169,13 @@ def wait_children(
     somebody replayed it. Decided on the group too: one that fires meanwhile must not leave the execution parked.
     """
     unresolved = group is not None and group.n > 0 and group.group_state is GroupState.PENDING
-    decision = delay.wait_children(row, fence, source, unresolved=unresolved, now=now)
+    decision = delay.defer_for_children(row, fence, source, unresolved=unresolved, now=now)
     if decision.change is None or row is None or row.flow_id is None:
         return decision
     if isinstance(decision.answer, errors.FabricError):
         return decision
     guard = seen_group(group, row.flow_id, row.execution_id)
-    change = joined(decision.change, Change(guards=(guard,)))
+    change = merge_changes(decision.change, Change(guards=(guard,)))
     return Decision(decision.answer, change)
 
 
@@ -182,11 +194,11 @@ def promote_blocked(row: Execution | None, group: EdgeGroup | None) -> Decision[
     guards: tuple[Guard, ...] = (seen(row),)
     if row.flow_id is not None:
         guards += (seen_group(group, row.flow_id, row.execution_id),)
-    change = Change(guards=guards, writes=(joins.released(row),))
+    change = Change(guards=guards, writes=(joins.release_child(row),))
     return Decision(Moved(row.execution_id, PublicState.WAITING), change)
 
 
-def eligibility(row: Execution | None, group: EdgeGroup | None) -> Eligibility:
+def dependency_eligibility(row: Execution | None, group: EdgeGroup | None) -> Eligibility:
     """Whether dependencies let an execution run; the first that applies."""
     if row is None:
         return Eligibility.NOT_FOUND
@@ -208,7 +220,7 @@ def is_skipped_member(row: Execution | None) -> bool:
     return row is not None and row.flow_id is not None and row.terminal_outcome is TerminalOutcome.SKIPPED
 
 
-def replay_member(
+def replay_skipped_member(
     row: Execution,
     group: EdgeGroup | None,
     dependencies: Sequence[Dependency],
@@ -253,17 +265,17 @@ def replay_member(
     )
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
         going = [name for name, above in upstreams.items() if not _has_ended(above)]
-        writes = (Patch(EdgeGroup, key, fields | joins.flagged(going, satisfied=True)), *writes[1:])
-        writes += (Put(PendingCancelGroup(*key, at(0))),)
+        writes = (Patch(EdgeGroup, key, fields | joins.sibling_cancel_fields(going, satisfied=True)), *writes[1:])
+        writes += (Upsert(PendingSiblingCancel(*key, from_now(0))),)
     elif group.cancel_siblings_pending_flag:
-        writes += (Delete(PendingCancelGroup, key),)
-    change = joined(normal.change, Change(guards=guards, writes=writes))
+        writes += (Delete(PendingSiblingCancel, key),)
+    change = merge_changes(normal.change, Change(guards=guards, writes=writes))
     if fires:
         return Decision(Replayed(PublicState.WAITING), change)
     back = normal.change.writes[0]
     assert isinstance(back, Patch)
-    waiting = transitions.moved(
-        row, back.fields | joins.waits(f"{group.n - satisfied} dep(s) unsatisfied after replay")
+    waiting = transitions.transition(
+        row, back.fields | joins.waiting_fields(f"{group.n - satisfied} dep(s) unsatisfied after replay")
     )
     change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
     return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
@@ -283,21 +295,21 @@ def _skipped_again(row: Execution, group: EdgeGroup) -> Decision[Replayed]:
         terminal_outcome=TerminalOutcome.NONE,
         replay_count=row.replay_count + 1,
     )
-    ended = joins.skip(life)
+    ended = joins.skip_child(life)
     patch = ended.writes[0]
     assert isinstance(patch, Patch)
-    fields = {"replay_count": life.replay_count, **replay.FORMER_LIFE_LEAVES.cleared(row), **patch.fields}
+    fields = {"replay_count": life.replay_count, **replay.FORMER_LIFE_FIELDS.clear(row), **patch.fields}
     event = msgspec.structs.replace(replayed.events[0], outcome=TerminalOutcome.SKIPPED.value)
     change = Change(
         guards=(seen(row), seen_group(group, group.flow_id, group.downstream_execution_id)),
-        writes=(transitions.moved(life, fields), *ended.writes[1:]),
+        writes=(transitions.transition(life, fields), *ended.writes[1:]),
         events=(event,),
     )
     return Decision(Replayed(PublicState.SKIPPED), change)
 
 
 def _reset(one: Dependency, upstream: Execution | None) -> Patch:
-    outcome = joins.end_of(one, upstream)
+    outcome = joins.current_outcome(one, upstream)
     fields = {
         "state": DependencyState.UNSATISFIED,
         "outcome": outcome,

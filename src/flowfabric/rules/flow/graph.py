@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.answers.flow import AlreadySatisfied, GraphCreated
-from flowfabric.model.change import Change, Insert, Write, absent, at
+from flowfabric.model.answers.flow import FlowExists, GraphCreated
+from flowfabric.model.change import Change, Insert, Write, absent, from_now
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, Flow, FlowMember, FlowState
 from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, Defaults, create_all
+from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create_each
 from flowfabric.rules.flow import joins
-from flowfabric.rules.flow.build import FLOW_CHECK_MS, Policy, StageEdge, edge_row, new_group
-from flowfabric.rules.flow.successors import Successor, listed, successor
+from flowfabric.rules.flow.build import RETENTION_CHECK_MS, JoinPolicy, StageEdge, new_edge, new_group
+from flowfabric.rules.flow.successors import Successor, encode_successors, successor
 from flowfabric.rules.scheduling import queue
 
 MAX_NODES = 10_000
@@ -33,10 +33,10 @@ class CreateGraph(msgspec.Struct, frozen=True):
     namespace: str
     nodes: Sequence[CreateExecution]
     edges: Sequence[StageEdge]
-    policies: Mapping[str, Policy] = {}
+    policies: Mapping[str, JoinPolicy] = {}
 
 
-def check(ask: CreateGraph) -> errors.FabricError | None:
+def check_graph(ask: CreateGraph) -> errors.FabricError | None:
     """What is wrong with a graph in itself."""
     if len(ask.nodes) > MAX_NODES:
         return errors.InvalidInput(f"nodes: {len(ask.nodes)} of them, the limit is {MAX_NODES}")
@@ -89,13 +89,13 @@ def create_graph(
     ask: CreateGraph,
     now: int,
     *,
-    defaults: Defaults = NO_DEFAULTS,
-) -> Decision[GraphCreated | AlreadySatisfied]:
+    defaults: PolicyDefaults = NO_DEFAULTS,
+) -> Decision[GraphCreated | FlowExists]:
     """All of it or nothing; a flow that exists in this namespace is left as it is, so that the call can be repeated."""
     if flow is not None:
         if flow.namespace != ask.namespace:
             return refuse(errors.IdInOtherNamespace(flow_id=ask.flow_id))
-        return Decision(AlreadySatisfied(ask.flow_id))
+        return Decision(FlowExists(ask.flow_id))
     namespaces = {node.execution_id: node.namespace for node in ask.nodes} if existing else {}
     for known in existing.values():
         if known.namespace != namespaces.get(known.execution_id, ask.namespace):
@@ -114,7 +114,7 @@ def create_graph(
     not_after: list[int] = []
     not_before: list[int] = []
     born: dict[str, Execution] = {}
-    for node, decision in zip(ask.nodes, create_all(ask.nodes, now, defaults=defaults), strict=True):
+    for node, decision in zip(ask.nodes, create_each(ask.nodes, now, defaults=defaults), strict=True):
         if isinstance(decision.answer, errors.FabricError):
             return Decision(decision.answer)
         assert decision.change is not None
@@ -136,15 +136,15 @@ def create_graph(
             group = new_group(
                 ask.flow_id,
                 name,
-                ask.policies.get(name, Policy()),
+                ask.policies.get(name, JoinPolicy()),
                 staged=applied,
                 n=applied,
-                waiting_since=at(0) if applied else None,
+                waiting_since=from_now(0) if applied else None,
             )
             writes.append(Insert(group))
     # Of those that wait nothing stands in line yet; where no other node does, the lane would not be listed.
     claimable = {row.line for name, row in born.items() if not inbound[name]}
-    waiting = {row.line or queue.line_of(row) for name, row in born.items() if inbound[name] or row.line is None}
+    waiting = {row.line or queue.queue_of(row) for name, row in born.items() if inbound[name] or row.line is None}
     lines = {name: None if name in ask.policies else row.line for name, row in born.items()}
     for name, row in born.items():
         follow = [
@@ -154,13 +154,13 @@ def create_graph(
                 edge.kind,
                 inbound=len(inbound[edge.downstream]),
                 ref=edge.data_passing_ref,
-                line=lines[edge.downstream],
+                queue=lines[edge.downstream],
             )
             for edge in outbound[name]
         ]
         writes.append(Insert(_member(row, ask.flow_id, len(inbound[name]), follow)))
     for edge in ask.edges:
-        writes.append(Insert(edge_row(edge)))
+        writes.append(Insert(new_edge(edge)))
         ref = edge.data_passing_ref or None
         writes.append(
             Insert(
@@ -171,7 +171,7 @@ def create_graph(
     change = Change(
         guards=(absent(Flow, ask.flow_id),),  # an insert of a member that exists is refused by itself
         writes=tuple(writes),
-        lines=tuple(sorted(waiting - claimable)),
+        queues=tuple(sorted(waiting - claimable)),
         not_before=max(not_before, default=None),
         not_after=min(not_after, default=None),
     )
@@ -186,13 +186,13 @@ def _flow(ask: CreateGraph) -> Flow:
         ask.flow_kind,
         ask.namespace,
         FlowState.OPEN,
-        at(0),
-        at(0),
+        from_now(0),
+        from_now(0),
         graph_revision=nodes + edges,
         node_count=nodes,
         edge_count=edges,
-        project_at=at(0) if nodes else None,
-        purge_check_at=at(FLOW_CHECK_MS) if nodes else None,
+        project_at=from_now(0) if nodes else None,
+        purge_check_at=from_now(RETENTION_CHECK_MS) if nodes else None,
     )
 
 
@@ -200,8 +200,8 @@ def _member(born: Execution, flow_id: str, waits_for: int, follow: list[Successo
     """The execution as a member: named by those it waits for, naming those who wait for it."""
     fields: dict[str, object] = {"flow_id": flow_id}
     if follow:
-        fields["successors"] = listed(follow)
+        fields["successors"] = encode_successors(follow)
     if waits_for:
-        fields |= joins.waits(f"{waits_for} dep(s) unresolved")
+        fields |= joins.waiting_fields(f"{waits_for} dep(s) unresolved")
         fields["public_state"] = PublicState.WAITING_CHILDREN
     return msgspec.structs.replace(born, **fields)

@@ -24,9 +24,21 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Guard, Like, Own, Patch, Put, Write, at, seen, supposed
+from flowfabric.model.change import (
+    NOW,
+    Change,
+    ColumnRef,
+    Expected,
+    Guard,
+    Patch,
+    Upsert,
+    Write,
+    expect,
+    from_now,
+    seen,
+)
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, LineKey, Payload, Result
+from flowfabric.model.execution import Execution, Payload, QueueKey, Result
 from flowfabric.model.flow import (
     Dependency,
     DependencyKind,
@@ -34,9 +46,9 @@ from flowfabric.model.flow import (
     EdgeGroup,
     Flow,
     GroupState,
+    JoinPolicyKind,
     OnSatisfied,
-    PendingCancelGroup,
-    PolicyVariant,
+    PendingSiblingCancel,
 )
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -66,7 +78,7 @@ class Verdict(StrEnum):
     ALREADY_RESOLVED = "already_resolved"
 
 
-class Settlement(msgspec.Struct, frozen=True, gc=False):
+class UpstreamOutcome(msgspec.Struct, frozen=True, gc=False):
     """An edge and how its upstream ended.
 
     An end that is not noted on the edge counts only while the edge is as it was seen: another life of the upstream
@@ -75,22 +87,22 @@ class Settlement(msgspec.Struct, frozen=True, gc=False):
 
     dependency: Dependency
     outcome: TerminalOutcome
-    is_noted: bool = True
+    is_recorded: bool = True
     upstream: Execution | None = None
 
 
-class Tally(msgspec.Struct, frozen=True):
+class JoinCounts(msgspec.Struct, frozen=True):
     """A group after some ends were counted: what is to be written, and what that means."""
 
     succeeded: int
     failed: int
     skipped: int
     state: GroupState
-    counted: tuple[Settlement, ...]
+    counted: tuple[UpstreamOutcome, ...]
     verdicts: tuple[Verdict, ...]  # one for each settlement, counted or not
     fired_by: Dependency | None = None
 
-    def flags_siblings(self, group: EdgeGroup) -> bool:
+    def cancels_siblings(self, group: EdgeGroup) -> bool:
         """Whether the other upstreams have to be cancelled now."""
         return self.fired_by is not None and group.on_satisfied is OnSatisfied.CANCEL_REMAINING
 
@@ -98,13 +110,13 @@ class Tally(msgspec.Struct, frozen=True):
         """Whether the child can no longer run."""
         return self.fired_by is not None and self.state is GroupState.IMPOSSIBLE and _is_open(child)
 
-    def carriers(self, group: EdgeGroup, child: Execution | None) -> list[Dependency]:
+    def result_edges(self, group: EdgeGroup, child: Execution | None) -> list[Dependency]:
         """The edges whose upstream's result becomes the child's input: the first of them that has a result does."""
         if not _is_open(child) or group.group_state is not GroupState.PENDING:
             return []
-        if group.policy_variant is PolicyVariant.ALL_OF:
+        if group.policy_variant is JoinPolicyKind.ALL_OF:
             # Up to the end that made it impossible: a replay of the child goes on from what had come until then.
-            found = [one.dependency for one in takewhile(ends_well, self.counted)]
+            found = [one.dependency for one in takewhile(is_satisfying, self.counted)]
         else:
             found = [] if self.fired_by is None or self.state is GroupState.IMPOSSIBLE else [self.fired_by]
         return [one for one in reversed(found) if one.data_passing_ref]
@@ -121,12 +133,12 @@ def satisfies(kind: DependencyKind, outcome: TerminalOutcome) -> bool:
     return (outcome is TerminalOutcome.SUCCESS) == (kind is DependencyKind.SUCCESS_ONLY)
 
 
-def ends_well(one: Settlement) -> bool:
+def is_satisfying(one: UpstreamOutcome) -> bool:
     """Whether the upstream ended as its edge asks."""
     return satisfies(one.dependency.dependency_kind, one.outcome)
 
 
-def end_of(one: Dependency, upstream: Execution | None) -> TerminalOutcome | None:
+def current_outcome(one: Dependency, upstream: Execution | None) -> TerminalOutcome | None:
     """How the upstream of an edge has ended as things are now; None for one that lives, even if it had ended before.
 
     Of an upstream that retention has removed, what it left on the edge is the last word.
@@ -138,7 +150,7 @@ def end_of(one: Dependency, upstream: Execution | None) -> TerminalOutcome | Non
 
 def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
     """What these counts make of a pending group."""
-    if group.policy_variant is PolicyVariant.ALL_OF:
+    if group.policy_variant is JoinPolicyKind.ALL_OF:
         if succeeded == group.n:
             return GroupState.SATISFIED
         return GroupState.IMPOSSIBLE if unsuccessful else GroupState.PENDING
@@ -147,17 +159,17 @@ def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
     return GroupState.IMPOSSIBLE if unsuccessful > group.n - group.k else GroupState.PENDING
 
 
-def tally(group: EdgeGroup, settlements: Sequence[Settlement]) -> Tally:
+def count_outcomes(group: EdgeGroup, settlements: Sequence[UpstreamOutcome]) -> JoinCounts:
     """Count the ends in the order in which they came; an edge that was counted before is passed over."""
     succeeded, failed, skipped = group.succeeded, group.failed, group.skipped
     state, fired_by = group.group_state, None
     counted, verdicts = [], []
-    for one in sorted(settlements, key=arrival) if len(settlements) > 1 else settlements:
+    for one in sorted(settlements, key=arrival_order) if len(settlements) > 1 else settlements:
         if one.dependency.state is not DependencyState.UNSATISFIED:
             verdicts.append(Verdict.ALREADY_RESOLVED)
             continue
         counted.append(one)
-        if ends_well(one):
+        if is_satisfying(one):
             succeeded += 1
         elif one.outcome is TerminalOutcome.SKIPPED:
             skipped += 1
@@ -170,24 +182,24 @@ def tally(group: EdgeGroup, settlements: Sequence[Settlement]) -> Tally:
         if state is not GroupState.PENDING:
             fired_by = one.dependency
         verdicts.append(Verdict(state.value))
-    return Tally(succeeded, failed, skipped, state, tuple(counted), tuple(verdicts), fired_by)
+    return JoinCounts(succeeded, failed, skipped, state, tuple(counted), tuple(verdicts), fired_by)
 
 
-def arrival(one: Settlement) -> tuple[int, str]:
+def arrival_order(one: UpstreamOutcome) -> tuple[int, str]:
     """The order in which ends are counted: when they came, then by edge."""
     return one.dependency.unfolded_at or 0, one.dependency.edge_id
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class JoinContext(msgspec.Struct, frozen=True):
     """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
 
     siblings: Sequence[str] = ()  # the upstreams that have not ended, when they are flagged
-    carried: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it if it may
+    passed_result: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it if it may
     flow: Flow | None = None  # when the child is skipped
     cancel_pending: bool = False  # the child is about to be cancelled with its flow
 
 
-def siblings(inbound: Sequence[Dependency], counts: Tally, again: Mapping[str, Execution]) -> list[str]:
+def running_siblings(inbound: Sequence[Dependency], counts: JoinCounts, again: Mapping[str, Execution]) -> list[str]:
     """The upstreams that have not ended: no end came to their edges, or they live all the same (`again`)."""
     over = {one.dependency.upstream_execution_id for one in counts.counted}
     going = {one.upstream_execution_id for one in inbound if one.outcome is None} - over
@@ -195,7 +207,7 @@ def siblings(inbound: Sequence[Dependency], counts: Tally, again: Mapping[str, E
     return sorted(going & {one.upstream_execution_id for one in inbound})
 
 
-class Folded(msgspec.Struct, frozen=True):
+class JoinResolution(msgspec.Struct, frozen=True):
     """What a fold did: a verdict for each settlement in order of arrival, and whether the child ended by it."""
 
     verdicts: tuple[Verdict, ...]
@@ -203,13 +215,15 @@ class Folded(msgspec.Struct, frozen=True):
     skipped: bool = False
 
 
-def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surroundings) -> Decision[Folded]:
+def resolve_join(
+    group: EdgeGroup, child: Execution | None, counts: JoinCounts, around: JoinContext
+) -> Decision[JoinResolution]:
     """Count settled edges and do what follows: let the child run, skip it, flag its other upstreams.
 
     The change is decided on the group; and on the child and its flow where those are touched.
     """
     if not counts.counted:
-        return Decision(Folded(counts.verdicts))
+        return Decision(JoinResolution(counts.verdicts))
     total = counts.succeeded + counts.failed + counts.skipped
     if total > group.n:
         return Decision(errors.BugError(f"invariant_violation: {total} ends of {group.n} edges"))
@@ -223,31 +237,34 @@ def fold(group: EdgeGroup, child: Execution | None, counts: Tally, around: Surro
     }
     writes: list[Write] = [Patch(EdgeGroup, key, fields), *map(_resolved, counts.counted)]
     events: tuple[Event, ...] = ()
-    if counts.flags_siblings(group):
-        writes.append(Put(PendingCancelGroup(*key, at(0))))
-    carriers = counts.carriers(group, child)
-    carried = around.carried if carriers else None
+    if counts.cancels_siblings(group):
+        writes.append(Upsert(PendingSiblingCancel(*key, from_now(0))))
+    carriers = counts.result_edges(group, child)
+    carried = around.passed_result if carriers else None
     if child is not None and (counts.fired_by is not None or carried is not None):
         # Also when the child is left as it is: its worker may be about to park it until this group fires.
         guards.append(seen(child))
-    relied_on = [*_without_result(carriers, carried), *(one.dependency for one in counts.counted if not one.is_noted)]
+    relied_on = [
+        *_without_result(carriers, carried),
+        *(one.dependency for one in counts.counted if not one.is_recorded),
+    ]
     guards += {one.edge_id: seen_dependency(one) for one in relied_on}.values()
     lived = {one.upstream.execution_id: one.upstream for one in counts.counted if one.upstream is not None}
     guards += map(seen, lived.values())
     if carried is not None:
-        writes.append(_carry(*carried))
+        writes.append(_pass_result(*carried))
     skips = counts.skips(child) and not around.cancel_pending
     if skips and child is not None:
-        ended = skip(child)
+        ended = skip_child(child)
         writes += ended.writes
         events = ended.events
         if around.flow is not None:
             # Decided on the flow as well: its cancel, when it comes first, wants the child for itself.
             guards.append(seen_flow(around.flow))
-    elif counts.fired_by is not None and counts.state is GroupState.SATISFIED and is_waiting(child):
-        writes.append(released(child))
+    elif counts.fired_by is not None and counts.state is GroupState.SATISFIED and waits_for_dependencies(child):
+        writes.append(release_child(child))
     change = Change(guards=tuple(guards), writes=tuple(writes), events=events)
-    return Decision(Folded(counts.verdicts, len(counts.counted), skips), change)
+    return Decision(JoinResolution(counts.verdicts, len(counts.counted), skips), change)
 
 
 def seen_dependency(one: Dependency) -> Guard:
@@ -261,23 +278,25 @@ def _without_result(carriers: Sequence[Dependency], carried: tuple[Payload, Resu
     return takewhile(lambda one: one.upstream_execution_id != found, carriers)
 
 
-def advance(group: EdgeGroup, child: Execution, settlement: Settlement, around: Surroundings) -> Change | None:
+def inline_release(
+    group: EdgeGroup, child: Execution, settlement: UpstreamOutcome, around: JoinContext
+) -> Change | None:
     """The fold of a child that waits for this edge alone, to be written with whatever settles the edge.
 
     None when it waits for others by now, has counted an end already, or needs a closer look than this.
     """
     if group.n != 1 or group.succeeded or group.failed or group.skipped:
         return None
-    counts = tally(group, [settlement])
-    if counts.flags_siblings(group) or counts.skips(child):
+    counts = count_outcomes(group, [settlement])
+    if counts.cancels_siblings(group) or counts.skips(child):
         return None
-    return fold(group, child, counts, around).change
+    return resolve_join(group, child, counts, around).change
 
 
 # A group that waits for one edge and has counted nothing, and a child that has never run and waits for that alone.
-UNCOUNTED = Like(
+EXPECTED_GROUP = Expected(
     {
-        "policy_variant": PolicyVariant.ALL_OF,
+        "policy_variant": JoinPolicyKind.ALL_OF,
         "n": 1,
         "succeeded": 0,
         "failed": 0,
@@ -285,7 +304,7 @@ UNCOUNTED = Like(
         "group_state": GroupState.PENDING,
     }
 )
-WAITING = Like(
+EXPECTED_CHILD = Expected(
     {
         "lifecycle_phase": LifecyclePhase.RUNNABLE,
         "ownership_state": OwnershipState.UNOWNED,
@@ -297,8 +316,8 @@ WAITING = Like(
 )
 
 
-def advance_unseen(
-    flow_id: str, edge_id: str, child: str, line: LineKey, carried: tuple[Payload, Result] | None = None
+def inline_release_without_load(
+    flow_id: str, edge_id: str, child: str, line: QueueKey, carried: tuple[Payload, Result] | None = None
 ) -> Change:
     """What `advance` says of a success when group and child are as applying the edge left them; the store proves it.
 
@@ -312,25 +331,29 @@ def advance_unseen(
         Patch(Execution, (child,), stands),
     )
     if carried is not None:
-        writes += (_carry(*carried),)
-    guards = (supposed(EdgeGroup, UNCOUNTED, *key), supposed(Execution, WAITING, child))
+        writes += (_pass_result(*carried),)
+    guards = (expect(EdgeGroup, EXPECTED_GROUP, *key), expect(Execution, EXPECTED_CHILD, child))
     return Change(guards=guards, writes=writes)
 
 
 @lru_cache(maxsize=1024)
-def _advanced(line: LineKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _advanced(line: QueueKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The fields that group, dependency and child get, taken from what the rule makes of rows that look like that."""
     group = EdgeGroup(
-        **({name: Own(name) for name in EdgeGroup.__struct_fields__} | {"on_satisfied": None} | UNCOUNTED.fields)
+        **(
+            {name: ColumnRef(name) for name in EdgeGroup.__struct_fields__}
+            | {"on_satisfied": None}
+            | EXPECTED_GROUP.fields
+        )
     )
-    columns = {name: Own(name) for name in Execution.__struct_fields__} | {
+    columns = {name: ColumnRef(name) for name in Execution.__struct_fields__} | {
         "lane_id": "",
         "required_capabilities": None,
         "terms": None,
     }
-    child = Execution(**(columns | WAITING.fields))
-    settlement = Settlement(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
-    change = advance(group, child, settlement, Surroundings())
+    child = Execution(**(columns | EXPECTED_CHILD.fields))
+    settlement = UpstreamOutcome(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
+    change = inline_release(group, child, settlement, JoinContext())
     assert change is not None
     counted, resolved, stands = (write.fields for write in change.writes if isinstance(write, Patch))
     # A first attempt has had its kind and its time since the create.
@@ -338,7 +361,7 @@ def _advanced(line: LineKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
     return counted, resolved, stands | {"line": line}
 
 
-def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, Any]:
+def _fired(group: EdgeGroup, counts: JoinCounts, around: JoinContext) -> dict[str, Any]:
     if counts.fired_by is None:
         return {}
     satisfied = counts.state is GroupState.SATISFIED
@@ -347,12 +370,12 @@ def _fired(group: EdgeGroup, counts: Tally, around: Surroundings) -> dict[str, A
         "waiting_since": None,
         "satisfied_at": NOW if satisfied else None,
     }
-    if counts.flags_siblings(group):
-        fields.update(flagged(around.siblings, satisfied=satisfied))
+    if counts.cancels_siblings(group):
+        fields.update(sibling_cancel_fields(around.siblings, satisfied=satisfied))
     return fields
 
 
-def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
+def sibling_cancel_fields(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     """The fields of a fired group whose other upstreams are to be cancelled; the list may be empty."""
     return {
         "cancel_siblings_pending_flag": True,
@@ -361,9 +384,9 @@ def flagged(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
     }
 
 
-def _resolved(one: Settlement) -> Patch:
+def _resolved(one: UpstreamOutcome) -> Patch:
     fields = {
-        "state": DependencyState.SATISFIED if ends_well(one) else DependencyState.IMPOSSIBLE,
+        "state": DependencyState.SATISFIED if is_satisfying(one) else DependencyState.IMPOSSIBLE,
         "outcome": one.outcome,
         "last_resolved_at": NOW,
         "unfolded_at": None,
@@ -371,13 +394,13 @@ def _resolved(one: Settlement) -> Patch:
     return Patch(Dependency, (one.dependency.downstream_execution_id, one.dependency.edge_id), fields)
 
 
-def _carry(payload: Payload, result: Result) -> Put:
+def _pass_result(payload: Payload, result: Result) -> Upsert:
     """The upstream's result in place of the child's input, bytes and encoding."""
     encoding = result.encoding or payload.payload_encoding
-    return Put(msgspec.structs.replace(payload, input_payload=result.payload or None, payload_encoding=encoding))
+    return Upsert(msgspec.structs.replace(payload, input_payload=result.payload or None, payload_encoding=encoding))
 
 
-def is_waiting(child: Execution | None) -> bool:
+def waits_for_dependencies(child: Execution | None) -> bool:
     """Whether the child waits for its dependencies and for nothing else."""
     return (
         child is not None
@@ -388,18 +411,18 @@ def is_waiting(child: Execution | None) -> bool:
     )
 
 
-def released(child: Execution | None) -> Patch:
+def release_child(child: Execution | None) -> Patch:
     """A child whose dependencies are met stands in line for a worker."""
     assert child is not None
     fields: dict[str, Any] = {}
     state = child.attempt_state
     if state is AttemptState.NONE:
         fields["attempt_state"] = state = AttemptState.PENDING_FIRST_ATTEMPT
-    fields.update(queue.entrance(child, state))
-    return transitions.moved(child, fields)
+    fields.update(queue.enqueue_fields(child, state))
+    return transitions.transition(child, fields)
 
 
-def waits(text: str) -> dict[str, Any]:
+def waiting_fields(text: str) -> dict[str, Any]:
     """The fields of an execution that waits for others and can be claimed by nobody."""
     return {
         "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
@@ -412,15 +435,15 @@ def waits(text: str) -> dict[str, Any]:
     }
 
 
-def skip(child: Execution) -> Change:
+def skip_child(child: Execution) -> Change:
     """The end of an execution that can never run: nothing it waits for can come any more."""
     fields: dict[str, Any] = {} if lease.has_open_attempt(child) else {"attempt_state": AttemptState.NONE}
-    return transitions.ended(
+    return transitions.terminate(
         child,
         TerminalOutcome.SKIPPED,
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=IMPOSSIBLE_REASON,
-        released=IMPOSSIBLE_REASON,
-        suspension=TerminalOutcome.CANCELLED.value,
+        release_reason=IMPOSSIBLE_REASON,
+        suspension_reason=TerminalOutcome.CANCELLED.value,
         **fields,
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Form, Like, as_form, supposed
+from flowfabric.model.change import Change, Expected, RowTemplate, as_template, expect
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency
 from flowfabric.model.states import AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.execution import lease, transitions
-from flowfabric.rules.execution.cancel import SIBLING_REASONS, _ended
+from flowfabric.rules.execution.cancel import SIBLING_REASONS, _cancelled_change
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
 
@@ -27,28 +27,28 @@ UNSTARTED: dict[str, Any] = {
     "attempt_index": None,
     "stream_index": None,
     "parent_id": None,
-    **{name: None for name in transitions.LIFE_LEAVES.names if name != "blocking_text"},
+    **{name: None for name in transitions.LIFE_FIELDS.names if name != "blocking_text"},
 }
 _known = attrgetter(*UNSTARTED)
 _UNSTARTED_VALUES = tuple(UNSTARTED.values())
 
 
-def sibling_form(row: Execution, source: str, reason: str) -> Form | None:
+def sibling_cancel_template(row: Execution, source: str, reason: str) -> RowTemplate | None:
     """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
     if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
         return None
     if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
-    return _sibling_form(transitions.retention_ms(row), reason, row.flow_id is not None)
+    return _sibling_template(transitions.retention_ms(row), reason, row.flow_id is not None)
 
 
 # Born with another one: what is known of both by the birth of one. Who waits for it is known from its edge.
-BORN = ("lane_id", "flow_id", "created_at", "terms")
-AS_BORN = Like(UNSTARTED, own=(*BORN, "successors"))
-_born = attrgetter(*BORN)
+CREATION_COLUMNS = ("lane_id", "flow_id", "created_at", "terms")
+EXPECTED_AS_CREATED = Expected(UNSTARTED, per_row=(*CREATION_COLUMNS, "successors"))
+_born = attrgetter(*CREATION_COLUMNS)
 
 
-def cancel_unseen(
+def cancel_without_load(
     edges: Iterable[Dependency], inbound: int, other: Execution, reason: str
 ) -> list[tuple[Change, Execution]]:
     """What `cancel` says of the upstreams of these edges if they are as they were born, with `other`; stores prove it.
@@ -62,22 +62,26 @@ def cancel_unseen(
     if reason not in SIBLING_REASONS or decode_terms(other.terms).quota_policy_ids:
         return []
     kept_ms, born = transitions.retention_ms(other), _born(other)
-    form = _sibling_form(kept_ms, reason, other.flow_id is not None)
-    model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(BORN, born, strict=True)))
+    form = _sibling_template(kept_ms, reason, other.flow_id is not None)
+    model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(CREATION_COLUMNS, born, strict=True)))
     found = []
     for edge in edges:
-        name, waits = edge.upstream_execution_id, successors.only(edge, inbound)
+        name, waits = edge.upstream_execution_id, successors.encode_only_successor(edge, inbound)
         row = msgspec.structs.replace(model, execution_id=name, successors=waits)
-        guard = supposed(Execution, AS_BORN, name, own=(*born, waits))
-        found.append((Change((guard,), form=form), row))
+        guard = expect(Execution, EXPECTED_AS_CREATED, name, expected_values=(*born, waits))
+        found.append((Change((guard,), template=form), row))
     return found
 
 
 @lru_cache(maxsize=256)
 def _unseen_sibling(kept_ms: int) -> Execution:
-    return transitions.unseen(UNSTARTED, kept_ms, is_member=True)
+    return transitions.template_row(UNSTARTED, kept_ms, is_member=True)
 
 
 @lru_cache(maxsize=256)
-def _sibling_form(kept_ms: int, reason: str, is_member: bool) -> Form:
-    return as_form(_ended(transitions.unseen(UNSTARTED, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason))
+def _sibling_template(kept_ms: int, reason: str, is_member: bool) -> RowTemplate:
+    return as_template(
+        _cancelled_change(
+            transitions.template_row(UNSTARTED, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason
+        )
+    )

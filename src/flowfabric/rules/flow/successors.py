@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Patch, Put, Write, at, seen
-from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.flow import Dependency, DependencyKind, Dispatch, Edge
+from flowfabric.model.change import NOW, Change, Delete, Patch, Upsert, Write, from_now, seen
+from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules.decision import Decision
 
-FEW = 128  # edges that are named on the sheet, with about a hundred bytes each
+MAX_NAMED_SUCCESSORS = 128  # edges that are named on the sheet, with about a hundred bytes each
 MANY = "many"
 
 
@@ -30,10 +30,10 @@ class Successor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     edge_id: str
     execution_id: str
-    alone: bool = False  # when the edge was applied it waited for this success only
-    passes: bool = False  # the result becomes its input
+    is_sole: bool = False  # when the edge was applied it waited for this success only
+    passes_result: bool = False  # the result becomes its input
     # Where it will stand when it waits for nothing else; () when that is not known.
-    line: tuple[str | int | bool, ...] = ()
+    queue: tuple[str | int | bool, ...] = ()
 
 
 _read = msgspec.json.Decoder(list[Successor]).decode
@@ -47,20 +47,22 @@ def successor(
     *,
     inbound: int,
     ref: str | None,
-    line: LineKey | None,
+    queue: QueueKey | None,
 ) -> Successor:
     """An applied edge as its upstream names it; `inbound` counts the edges that lead to the downstream."""
     alone = inbound == 1 and kind is not DependencyKind.FAILURE_ONLY
-    return Successor(edge_id, execution_id, alone, bool(ref), _told(line) if alone and line else ())
+    return Successor(edge_id, execution_id, alone, bool(ref), _encode_queue(queue) if alone and queue else ())
 
 
-def only(edge: Dependency, inbound: int) -> str:
+def encode_only_successor(edge: Dependency, inbound: int) -> str:
     """The field of a sheet with this applied edge and no other; `inbound` counts the edges to its downstream."""
     kind, ref = edge.dependency_kind, edge.data_passing_ref
-    return listed([successor(edge.edge_id, edge.downstream_execution_id, kind, inbound=inbound, ref=ref, line=None)])
+    return encode_successors(
+        [successor(edge.edge_id, edge.downstream_execution_id, kind, inbound=inbound, ref=ref, queue=None)]
+    )
 
 
-def _told(line: LineKey) -> tuple[str | int | bool, ...]:
+def _encode_queue(line: QueueKey) -> tuple[str | int | bool, ...]:
     """A line as its values, without those at the end that most lines have."""
     values = msgspec.structs.astuple(line)
     while values[-1] == _USUAL[len(values) - 1]:
@@ -68,10 +70,10 @@ def _told(line: LineKey) -> tuple[str | int | bool, ...]:
     return values
 
 
-_USUAL = msgspec.structs.astuple(LineKey(""))
+_USUAL = msgspec.structs.astuple(QueueKey(""))
 
 
-def named(row: Execution) -> list[Successor]:
+def named_successors(row: Execution) -> list[Successor]:
     """The successors that the sheet names; none when there are none, or too many. `Corruption` for no successors."""
     try:
         return [] if row.successors is None or row.successors == MANY else _read(row.successors)
@@ -86,55 +88,55 @@ def has_many(row: Execution | None) -> bool:
 
 def with_successors(row: Execution, more: list[Successor]) -> str:
     """The field of the sheet when these edges have been applied as well."""
-    return MANY if row.successors == MANY else listed(named(row) + more)
+    return MANY if row.successors == MANY else encode_successors(named_successors(row) + more)
 
 
-def listed(successors: list[Successor]) -> str:
+def encode_successors(successors: list[Successor]) -> str:
     """The field of a sheet with exactly these successors."""
-    return MANY if len(successors) > FEW else _write(successors).decode()
+    return MANY if len(successors) > MAX_NAMED_SUCCESSORS else _write(successors).decode()
 
 
-def settled(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
+def outcome_writes(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
     """What the end of this execution writes for those who wait for it."""
     if row.successors is None:
         return ()
     if row.successors == MANY:
-        return (Put(Dispatch(row.execution_id, row.flow_id or "", outcome, at(0))),)
-    return tuple(settle(one.execution_id, one.edge_id, outcome) for one in named(row))
+        return (Upsert(CompletionDispatch(row.execution_id, row.flow_id or "", outcome, from_now(0))),)
+    return tuple(record_outcome(one.execution_id, one.edge_id, outcome) for one in named_successors(row))
 
 
 @lru_cache(maxsize=1024)
-def line_told(values: tuple[Any, ...]) -> LineKey:
+def decode_queue(values: tuple[Any, ...]) -> QueueKey:
     """The line that a successor names."""
-    return LineKey(*values)
+    return QueueKey(*values)
 
 
-def settle(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
+def record_outcome(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
     """Note on a dependency how its upstream ended; the first end that is counted counts.
 
     One that nobody had counted when the upstream was given another life is no end any more, and is written over.
     """
     fields = {"outcome": outcome, "unfolded_at": NOW}
-    return Patch(Dependency, (downstream, edge_id), fields, unless="last_resolved_at")
+    return Patch(Dependency, (downstream, edge_id), fields, unless_set="last_resolved_at")
 
 
-def taken_back(row: Execution) -> tuple[Write, ...]:
+def retraction_writes(row: Execution) -> tuple[Write, ...]:
     """What another life of this execution takes back of what its end left: notes that nobody has counted yet.
 
     Of many edges the notes were taken back before (`take_back`), in changes of their own.
     """
     if row.successors == MANY:
-        return (Delete(Dispatch, (row.execution_id,)),)
-    return tuple(unsettle(one.execution_id, one.edge_id) for one in named(row))
+        return (Delete(CompletionDispatch, (row.execution_id,)),)
+    return tuple(clear_outcome(one.execution_id, one.edge_id) for one in named_successors(row))
 
 
-def unsettle(downstream: str, edge_id: str) -> Patch:
+def clear_outcome(downstream: str, edge_id: str) -> Patch:
     """Take back the note of an end that nobody has counted; whoever is about to count it is refused."""
     fields = {"outcome": None, "unfolded_at": None}
-    return Patch(Dependency, (downstream, edge_id), fields, unless="last_resolved_at")
+    return Patch(Dependency, (downstream, edge_id), fields, unless_set="last_resolved_at")
 
 
-def take_back(row: Execution | None, edges: Sequence[Edge], revision: int | None) -> Decision[int | None]:
+def retract_outcomes(row: Execution | None, edges: Sequence[Edge], revision: int | None) -> Decision[int | None]:
     """Take back what the end of an execution with many edges left on some of them, before it is given another life.
 
     The answer is the revision of the execution that this was decided on; None if there is nothing to do, or if the
@@ -145,6 +147,6 @@ def take_back(row: Execution | None, edges: Sequence[Edge], revision: int | None
         return Decision(None)
     if revision is not None and row.revision != revision:
         return Decision(None)
-    writes: tuple[Write, ...] = (Delete(Dispatch, (row.execution_id,)),)
-    writes += tuple(unsettle(edge.downstream_execution_id, edge.edge_id) for edge in edges)
+    writes: tuple[Write, ...] = (Delete(CompletionDispatch, (row.execution_id,)),)
+    writes += tuple(clear_outcome(edge.downstream_execution_id, edge.edge_id) for edge in edges)
     return Decision(row.revision, Change(guards=(seen(row),), writes=writes))

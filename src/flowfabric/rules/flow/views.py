@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Patch, Put, at
+from flowfabric.model.change import NOW, Change, Patch, Upsert, from_now
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, Flow, FlowState, FlowSummary
 from flowfabric.model.states import LifecyclePhase, PublicState
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution.tags import read_tags
-from flowfabric.rules.flow.build import policy_of, seen_flow
+from flowfabric.rules.execution.tags import decode_tags
+from flowfabric.rules.flow.build import join_policy_of, seen_flow
 
-FAILING = (PublicState.FAILED, PublicState.CANCELLED, PublicState.EXPIRED)
-HINDERED = (PublicState.SUSPENDED, PublicState.DELAYED, PublicState.RATE_LIMITED, PublicState.WAITING_CHILDREN)
+FAILURE_STATES = (PublicState.FAILED, PublicState.CANCELLED, PublicState.EXPIRED)
+BLOCKED_STATES = (PublicState.SUSPENDED, PublicState.DELAYED, PublicState.RATE_LIMITED, PublicState.WAITING_CHILDREN)
 COUNTED = tuple(state for state in PublicState if f"members_{state.value}" in FlowSummary.__struct_fields__)
 
 
@@ -67,7 +67,7 @@ def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
     counted = group.succeeded + group.failed + group.skipped
     return EdgeGroupSnapshot(
         group.downstream_execution_id,
-        policy_of(group).wire(),
+        join_policy_of(group).to_wire(),
         group.n,
         group.succeeded,
         group.failed,
@@ -77,7 +77,7 @@ def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
     )
 
 
-def snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
+def flow_snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
     """The flow for a reader, with the joins that edges lead to."""
     policy = flow.cancellation_policy
     return FlowSnapshot(
@@ -101,12 +101,12 @@ def snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
 def tags_of(flow: Flow) -> dict[str, str]:
     """The flow's tags; a text that is no tags is corruption."""
     try:
-        return read_tags(flow.tags)
+        return decode_tags(flow.tags)
     except errors.Corruption as fault:
         raise errors.Corruption(f"tags of flow {flow.flow_id}") from fault
 
 
-def status(flow: Flow) -> FlowStatus:
+def flow_status(flow: Flow) -> FlowStatus:
     """The flow for a list."""
     match flow.public_flow_state:
         case FlowState.OPEN | FlowState.RUNNING | FlowState.BLOCKED:
@@ -119,18 +119,18 @@ def status(flow: Flow) -> FlowStatus:
 def derived_state(counts: Counter[PublicState]) -> FlowState:
     """The state of a flow that follows from its members; the first that applies."""
     if all(state in _FINAL for state in counts):
-        return FlowState.FAILED if any(state in counts for state in FAILING) else FlowState.COMPLETED
+        return FlowState.FAILED if any(state in counts for state in FAILURE_STATES) else FlowState.COMPLETED
     if PublicState.ACTIVE in counts:
         return FlowState.RUNNING
-    if any(state in counts for state in HINDERED):
+    if any(state in counts for state in BLOCKED_STATES):
         return FlowState.BLOCKED
     return FlowState.OPEN
 
 
-_FINAL = frozenset({*FAILING, PublicState.COMPLETED, PublicState.SKIPPED})
+_FINAL = frozenset({*FAILURE_STATES, PublicState.COMPLETED, PublicState.SKIPPED})
 
 
-def project(flow: Flow | None, total: int, rows: Iterable[Execution]) -> Decision[bool]:
+def project_summary(flow: Flow | None, total: int, rows: Iterable[Execution]) -> Decision[bool]:
     """Write the summary of a flow; False when the flow is gone or none of its members has a record.
 
     A flow all of whose members have ended needs no further looks, until it gets a new member.
@@ -148,12 +148,12 @@ def project(flow: Flow | None, total: int, rows: Iterable[Execution]) -> Decisio
     summary = FlowSummary(
         flow.flow_id,
         derived_state(counts),
-        at(0),
+        from_now(0),
         total,
         len(found),
         **{f"members_{state.value}": counts[state] for state in COUNTED},
     )
-    writes: tuple[Any, ...] = (Put(summary),)
+    writes: tuple[Any, ...] = (Upsert(summary),)
     if flow.project_at is not None:
         writes = (look, *writes)
     return Decision(True, Change(guards=(seen_flow(flow),), writes=writes))

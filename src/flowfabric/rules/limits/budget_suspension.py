@@ -12,7 +12,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import at
+from flowfabric.model.change import from_now
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.signing_key import SigningKey
@@ -20,33 +20,33 @@ from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import mailbox
-from flowfabric.rules.durable.mailbox import MailArgs
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.limits.budget import Need
+from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.rules.security import keystore
 from flowfabric.rules.suspension import resume
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
 
-REASON = "paused_by_budget"
+BUDGET_REASON_CODE = "paused_by_budget"
 
 
-class Bed(msgspec.Struct, frozen=True):
+class BudgetSuspensionIds(msgspec.Struct, frozen=True):
     """What is minted for a sleep beforehand."""
 
     suspension_id: str
     waitpoint_id: str
 
 
-def sleep(
+def suspend_for_budget(
     row: Execution | None,
     root: Suspension | None,
     keys: Sequence[SigningKey],
-    need: Need,
-    bed: Bed,
+    need: BudgetNeed,
+    bed: BudgetSuspensionIds,
     holder: HandleFields,
     now: int,
 ) -> Decision[bool]:
@@ -57,16 +57,16 @@ def sleep(
     """
     if row is None:
         return Decision(False)
-    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in suspend_rules.needs(row, root):
+    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in suspend_rules.budget_needs(row, root):
         return Decision((row.attempt_id, row.lease_epoch) == (holder.attempt_id, holder.lease_epoch))
     refused = lease.check_lease(row, Fence(holder.lease_id, holder.lease_epoch, holder.attempt_id), now)
     if refused is not None:
         return Decision(False, refused.change)
     args = SuspendArgs(
         suspension_id=bed.suspension_id,
-        waitpoints=(Fresh(bed.waitpoint_id, need.key),),
+        waitpoints=(FreshWaitpoint(bed.waitpoint_id, need.key),),
         resume_condition=Single(need.key),
-        reason_code=REASON,
+        reason_code=BUDGET_REASON_CODE,
         now=now,
     )
     signer = keystore.waitpoint_signer(keys)
@@ -76,26 +76,32 @@ def sleep(
         bed.waitpoint_id,
         need.key,
         suspension_id=bed.suspension_id,
-        activated_at=at(0),
+        activated_at=from_now(0),
     )
-    scene = suspend_rules.Scene(row, root, remembered=None, waitpoints={}, buffered=(), keys=keys)
-    return Decision(True, suspend_rules.suspended(scene, row, args, holder, [waitpoint], {}, [], now).change)
+    scene = suspend_rules.SuspendRows(row, root, remembered=None, waitpoints={}, buffered=(), keys=keys)
+    return Decision(True, suspend_rules.suspend_on(scene, row, args, holder, [waitpoint], {}, [], now).change)
 
 
-def wake(row: Execution | None, root: Suspension | None, need: Need, message_id: str, now: int) -> Decision[bool]:
+def resume_from_budget(
+    row: Execution | None, root: Suspension | None, need: BudgetNeed, message_id: str, now: int
+) -> Decision[bool]:
     """Let an execution that sleeps on this need go on; nothing when it does not, or not any more."""
-    if row is None or row.lifecycle_phase is not LifecyclePhase.SUSPENDED or need not in suspend_rules.needs(row, root):
+    if (
+        row is None
+        or row.lifecycle_phase is not LifecyclePhase.SUSPENDED
+        or need not in suspend_rules.budget_needs(row, root)
+    ):
         return Decision(False)
     if root is not None and root.waits_on is not None:
         waiting = (gate for gate in wait_state.open_gates(root).values() if gate.mailbox == need.key)
-        if all(wait_state.gate_is_past(gate, now) for gate in waiting):  # its timeout wakes it
+        if all(wait_state.is_gate_expired(gate, now) for gate in waiting):  # its timeout wakes it
             return Decision(False)
-        room = MailArgs(
+        room = MessageArgs(
             execution_id=row.execution_id,
             mailbox=need.key,
             message_id=message_id,
             payload=b"null",
             sender=need.budget_id,
         )
-        return Decision(True, mailbox.send(row, root, None, room, now).change)
+        return Decision(True, mailbox.send_message(row, root, None, room, now).change)
     return Decision(True, resume.resume_execution(row, root, 0).change)

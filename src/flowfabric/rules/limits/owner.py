@@ -13,30 +13,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
 
 
-class Root(Protocol):
+class LimitRoot(Protocol):
     """The root row of a budget or quota policy."""
 
     @property
     def defined(self) -> bool: ...
 
 
-def candidates(namespace: str, ids: Iterable[str]) -> list[OwnedId]:
+def candidates(namespace: str, ids: Iterable[str]) -> list[NamespacedId]:
     """Every budget or quota policy that these ids may stand for in a namespace."""
     names = dict.fromkeys((namespace, DEFAULT_NAMESPACE))
-    return [OwnedId(name, one) for one in ids for name in names]
+    return [NamespacedId(name, one) for one in ids for name in names]
 
 
-def owner(namespace: str, one: str, roots: Mapping[OwnedId, Root | None]) -> OwnedId:
+def resolve_owner(namespace: str, one: str, roots: Mapping[NamespacedId, LimitRoot | None]) -> NamespacedId:
     """What an id stands for in a namespace, given the roots of its candidates."""
-    own = OwnedId(namespace, one)
+    own = NamespacedId(namespace, one)
     if own.is_shared or is_defined(roots.get(own)) or not is_defined(roots.get(own.shared)):
         return own
     return own.shared
 
 
-def is_defined(root: Root | None) -> bool:
+def is_defined(root: LimitRoot | None) -> bool:
     """True for a root that somebody defined, not only used."""
     return root is not None and root.defined

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.change import Change, Delete, Guard, Put, Write
+from flowfabric.model.change import Change, Delete, Guard, Upsert, Write
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, OwnedId
+from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules import outbox
@@ -28,12 +28,12 @@ from flowfabric.rules.execution.policy import decode_terms
 DEFAULT_DIMENSION = "default"
 DEFAULT_WINDOW_MS = 60_000  # of a policy with window 0, for the scheduler
 
-RELEASE = "release_admission"  # the kind of message that the end of a life sends to its quota policies
+RELEASE_ADMISSION = "release_admission"  # the kind of message that the end of a life sends to its quota policies
 
 A = TypeVar("A")
 
 
-class Release(msgspec.Struct, frozen=True):
+class ReleaseAdmission(msgspec.Struct, frozen=True):
     """The body of that message: whose slot, of which life.
 
     The slot is one of a policy of the execution's namespace, or of a shared one; the end does not know which. A message
@@ -45,7 +45,7 @@ class Release(msgspec.Struct, frozen=True):
     namespace: str = DEFAULT_NAMESPACE
 
 
-class QuotaSheet(msgspec.Struct, frozen=True):
+class QuotaState(msgspec.Struct, frozen=True):
     """A quota policy as it was loaded, with all its slots and windows."""
 
     quota_policy_id: str
@@ -56,19 +56,19 @@ class QuotaSheet(msgspec.Struct, frozen=True):
     namespace: str = DEFAULT_NAMESPACE
 
     @property
-    def key(self) -> OwnedId:
+    def key(self) -> NamespacedId:
         """What begins the key of every row."""
-        return OwnedId(self.namespace, self.quota_policy_id)
+        return NamespacedId(self.namespace, self.quota_policy_id)
 
-    def row(self) -> QuotaPolicy:
+    def root_or_new(self) -> QuotaPolicy:
         """The root, or the one that admissions of an undefined policy make."""
         return self.root or QuotaPolicy(self.quota_policy_id, self.partition, namespace=self.namespace)
 
 
-Told = tuple[A | errors.FabricError, QuotaSheet]
+QuotaDecision = tuple[A | errors.FabricError, QuotaState]
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks to be admitted, by which numbers (0 is no limit)."""
 
     execution_id: str
@@ -78,15 +78,15 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     jitter_ms: int = 0
     dimension: str = DEFAULT_DIMENSION
     life: int = 0
-    admission: int  # names this call
-    taking_over: bool = False  # whether a slot that the execution has already is this call's from now on
+    call_id: int  # names this call
+    takes_over_slot: bool = False  # whether a slot that the execution has already is this call's from now on
     provisional: bool = False  # whether other policies are asked after this one
     chance: float = 0.0
 
 
-def sheet_of(
+def quota_state(
     quota_policy_id: str, partition: int, rows: Iterable[Any], namespace: str = DEFAULT_NAMESPACE
-) -> QuotaSheet:
+) -> QuotaState:
     """The sheet of whatever rows were loaded."""
     root: QuotaPolicy | None = None
     slots, requests = {}, {}
@@ -98,30 +98,30 @@ def sheet_of(
                 slots[row.execution_id] = row
             case QuotaRequest():
                 requests[row.dimension, row.execution_id] = row
-    return QuotaSheet(quota_policy_id, partition, root, slots, requests, namespace)
+    return QuotaState(quota_policy_id, partition, root, slots, requests, namespace)
 
 
-def written(before: QuotaSheet, after: QuotaSheet) -> Change | None:
+def change_between(before: QuotaState, after: QuotaState) -> Change | None:
     """What makes the one of the other; None when nothing differs."""
     name = before.key
     writes: list[Write] = [Delete(QuotaSlot, (*name, key)) for key in before.slots.keys() - after.slots.keys()]
     writes += [Delete(QuotaRequest, (*name, *key)) for key in before.requests.keys() - after.requests.keys()]
-    writes += [Put(row) for key, row in after.slots.items() if before.slots.get(key) != row]
-    writes += [Put(row) for key, row in after.requests.items() if before.requests.get(key) != row]
+    writes += [Upsert(row) for key, row in after.slots.items() if before.slots.get(key) != row]
+    writes += [Upsert(row) for key, row in after.requests.items() if before.requests.get(key) != row]
     if not writes and after.root == before.root:
         return None
     revision = None if before.root is None else before.root.revision
-    return Change(guards=(Guard(QuotaPolicy, name, revision),), writes=(Put(after.row()), *writes))
+    return Change(guards=(Guard(QuotaPolicy, name, revision),), writes=(Upsert(after.root_or_new()), *writes))
 
 
-def create(
-    sheet: QuotaSheet, limits: limit_answers.QuotaLimits, now: int
-) -> Told[limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists]:
+def define_policy(
+    sheet: QuotaState, limits: limit_answers.QuotaLimits, now: int
+) -> QuotaDecision[limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists]:
     """Define a policy once."""
     if sheet.root is not None and sheet.root.defined:
         return limit_answers.QuotaPolicyExists(sheet.quota_policy_id), sheet
     root = replace(
-        sheet.row(),
+        sheet.root_or_new(),
         defined=True,
         requests_per_window_seconds=limits.requests_per_window_seconds,
         max_requests_per_window=limits.max_requests_per_window,
@@ -147,17 +147,17 @@ def limits_of(root: QuotaPolicy | None) -> limit_answers.QuotaLimits | errors.Fa
     return limit_answers.QuotaLimits(*numbers)
 
 
-def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[limit_answers.Admission]:
+def admit(sheet: QuotaState, ask: AdmissionRequest, now: int) -> QuotaDecision[limit_answers.AdmissionResult]:
     """Admit an execution, or say what is in the way; a refusal leaves no trace."""
     held = sheet.slots.get(ask.execution_id)
     # A slot of an earlier life was given back by the end of that life, whether or not the word has arrived.
-    if held is not None and held.life >= ask.life and is_live(held, now):
-        if abs(held.admission) == ask.admission:
+    if held is not None and held.life >= ask.life and is_slot_live(held, now):
+        if abs(held.admission) == ask.call_id:
             return limit_answers.Admitted(), sheet  # this very call, whose first answer got lost
-        if not ask.taking_over:
+        if not ask.takes_over_slot:
             return limit_answers.AlreadyAdmitted(), sheet
         stays_provisional = ask.provisional and held.admission < 0
-        mine = replace(held, admission=-ask.admission if stays_provisional else ask.admission)
+        mine = replace(held, admission=-ask.call_id if stays_provisional else ask.call_id)
         return limit_answers.AlreadyAdmitted(), _with_slot(sheet, mine)
     passed = now - ask.window_ms
     window = _window(sheet, ask.dimension, passed)
@@ -165,13 +165,13 @@ def check(sheet: QuotaSheet, ask: Asking, now: int) -> Told[limit_answers.Admiss
         oldest = min(request.admitted_at for request in window)
         jitter = min(int(ask.chance * (ask.jitter_ms + 1)), ask.jitter_ms)
         return limit_answers.RateExceeded(max(0, oldest + ask.window_ms - now) + jitter), sheet
-    row = sheet.row()
+    row = sheet.root_or_new()
     others = row.active - (held is not None and held.counted)
     if ask.concurrency_cap and others >= ask.concurrency_cap:
         return limit_answers.ConcurrencyExceeded(), sheet
     counts = ask.concurrency_cap > 0
     until = now + ask.window_ms if ask.window_ms else None
-    name = -ask.admission if ask.provisional else ask.admission
+    name = -ask.call_id if ask.provisional else ask.call_id
     whose, policy = sheet.namespace, sheet.quota_policy_id
     slot = QuotaSlot(policy, ask.execution_id, ask.life, name, counts, until, whose)
     request = QuotaRequest(policy, ask.dimension, ask.execution_id, now, now + ask.window_ms, whose)
@@ -188,23 +188,23 @@ def life_of(row: Execution | None) -> int:
     return row.replay_count + (row.lifecycle_phase is LifecyclePhase.TERMINAL)
 
 
-def is_over(row: Execution, found: Execution | None) -> bool:
+def is_life_over(row: Execution, found: Execution | None) -> bool:
     """Whether the life for which a row was admitted is over, by what was found of it since."""
     if found is None:
         return True
     return found.replay_count == row.replay_count and found.lifecycle_phase is LifecyclePhase.TERMINAL
 
 
-def is_held_up(row: Execution, found: Execution | None) -> bool:
+def is_blocked_by_quota(row: Execution, found: Execution | None) -> bool:
     """Whether it waits for a quota in that life, although it was admitted."""
     if found is None or found.replay_count != row.replay_count:
         return False
     return found.eligibility_state is EligibilityState.BLOCKED_BY_QUOTA
 
 
-def release(
-    sheet: QuotaSheet, execution_id: str, *, life: int | None = None, admission: int | None = None
-) -> Told[limit_answers.Released]:
+def release_slot(
+    sheet: QuotaState, execution_id: str, *, life: int | None = None, admission: int | None = None
+) -> QuotaDecision[limit_answers.AdmissionReleased]:
     """Give an execution's slot back.
 
     The end of a life names that life and leaves a later one's slot alone; a call that could not use its admission
@@ -212,17 +212,19 @@ def release(
     """
     held = sheet.slots.get(execution_id)
     if held is None or (life is not None and held.life > life):
-        return limit_answers.Released(), sheet
+        return limit_answers.AdmissionReleased(), sheet
     if admission is not None and held.admission != admission:
-        return limit_answers.Released(), sheet
-    row = sheet.row()
+        return limit_answers.AdmissionReleased(), sheet
+    row = sheet.root_or_new()
     slots = {key: slot for key, slot in sheet.slots.items() if key != execution_id}
-    return limit_answers.Released(), replace(
+    return limit_answers.AdmissionReleased(), replace(
         sheet, slots=slots, root=replace(row, active=max(0, row.active - held.counted))
     )
 
 
-def confirm(sheet: QuotaSheet, ask: Asking, now: int, *, got: bool) -> Told[limit_answers.Admission]:
+def confirm(
+    sheet: QuotaState, ask: AdmissionRequest, now: int, *, acquired: bool
+) -> QuotaDecision[limit_answers.AdmissionResult]:
     """Make a provisional admission one to rely on, now that the other policies admit as well.
 
     `Admitted` says that the slot is this call's to give back: it `got` it, and has it still. One that another call had
@@ -230,16 +232,21 @@ def confirm(sheet: QuotaSheet, ask: Asking, now: int, *, got: bool) -> Told[limi
     for again.
     """
     held = sheet.slots.get(ask.execution_id)
-    if held is None or held.life < ask.life or not is_live(held, now):
-        return check(sheet, replace(ask, provisional=False), now)
-    is_mine = got and abs(held.admission) == ask.admission
+    if held is None or held.life < ask.life or not is_slot_live(held, now):
+        return admit(sheet, replace(ask, provisional=False), now)
+    is_mine = acquired and abs(held.admission) == ask.call_id
     verdict = limit_answers.Admitted() if is_mine else limit_answers.AlreadyAdmitted()
-    return verdict, _with_slot(sheet, replace(held, admission=ask.admission))
+    return verdict, _with_slot(sheet, replace(held, admission=ask.call_id))
 
 
-def take_back(
-    sheet: QuotaSheet, execution_id: str, admission: int, *, got: bool, before: QuotaRequest | None = None
-) -> Told[limit_answers.Released]:
+def undo_admission(
+    sheet: QuotaState,
+    execution_id: str,
+    admission: int,
+    *,
+    acquired: bool,
+    previous_request: QuotaRequest | None = None,
+) -> QuotaDecision[limit_answers.AdmissionReleased]:
     """Undo the admission of a call whose execution another policy refused: it made no request then, as after a refusal.
 
     `got` says that this call got it, and `before` which request stood in the window until then. What it took over is
@@ -247,56 +254,56 @@ def take_back(
     Nothing is undone when another call has the slot by now.
     """
     held = sheet.slots.get(execution_id)
-    if held is None or abs(held.admission) != admission or not (got or held.admission < 0):
-        return limit_answers.Released(), sheet
+    if held is None or abs(held.admission) != admission or not (acquired or held.admission < 0):
+        return limit_answers.AdmissionReleased(), sheet
     place = (DEFAULT_DIMENSION, execution_id)
     requests = {key: one for key, one in sheet.requests.items() if key != place}
-    if before is not None:
-        requests[place] = before
-    return release(replace(sheet, requests=requests), execution_id)
+    if previous_request is not None:
+        requests[place] = previous_request
+    return release_slot(replace(sheet, requests=requests), execution_id)
 
 
-def released_at_end(row: Execution) -> tuple[Put, ...]:
+def release_messages(row: Execution) -> tuple[Upsert, ...]:
     """The messages by which the end of a life gives its slots back, in the commit that ends it."""
     policies = decode_terms(row.terms).quota_policy_ids
     if not policies:
         return ()
     origin = row.execution_id.partition("}")[0] + "}"
     return tuple(
-        outbox.message(
+        outbox.send(
             origin,
-            f"{RELEASE}:{policy}:{row.execution_id}:{row.replay_count}",
-            RELEASE,
+            f"{RELEASE_ADMISSION}:{policy}:{row.execution_id}:{row.replay_count}",
+            RELEASE_ADMISSION,
             policy,
-            Release(row.execution_id, row.replay_count, row.namespace),
+            ReleaseAdmission(row.execution_id, row.replay_count, row.namespace),
         )
         for policy in policies
     )
 
 
-def reconcile(sheet: QuotaSheet, idle: frozenset[str], now: int) -> Told[bool]:
+def reconcile(sheet: QuotaState, idle: frozenset[str], now: int) -> QuotaDecision[bool]:
     """Drop what the windows have passed over and dead slots, and make the counter equal a recount; True if it moved.
 
     `idle` are executions that were asked and are not active: only their slots are dead once they lapsed.
     """
     requests = {key: one for key, one in sheet.requests.items() if one.expires_at > now}
-    slots = {key: slot for key, slot in sheet.slots.items() if is_live(slot, now) or key not in idle}
-    row = sheet.row()
+    slots = {key: slot for key, slot in sheet.slots.items() if is_slot_live(slot, now) or key not in idle}
+    row = sheet.root_or_new()
     if row.active_concurrency_cap or not row.defined:
         row = replace(row, active=sum(slot.counted for slot in slots.values()))
     else:  # without a cap nothing is recounted; what callers had counted by numbers of their own goes with its slot
         gone = sum(slot.counted for key, slot in sheet.slots.items() if key not in slots)
         row = replace(row, active=max(0, row.active - gone))
     after = replace(sheet, requests=requests, slots=slots, root=row if sheet.root is not None else None)
-    return written(sheet, after) is not None, after
+    return change_between(sheet, after) is not None, after
 
 
-def holders(sheet: QuotaSheet, now: int) -> frozenset[tuple[str, int]]:
+def slot_holders(sheet: QuotaState, now: int) -> frozenset[tuple[str, int]]:
     """The executions, with their lives, that have a live slot: for them there is room whatever others do."""
-    return frozenset((slot.execution_id, slot.life) for slot in sheet.slots.values() if is_live(slot, now))
+    return frozenset((slot.execution_id, slot.life) for slot in sheet.slots.values() if is_slot_live(slot, now))
 
 
-def room(sheet: QuotaSheet, now: int) -> int | None:
+def free_capacity(sheet: QuotaState, now: int) -> int | None:
     """How many more could be admitted by the stored limits; None when there is no limit."""
     limits = limits_of(sheet.root)
     if not isinstance(limits, limit_answers.QuotaLimits) or limits.unlimited:
@@ -306,11 +313,11 @@ def room(sheet: QuotaSheet, now: int) -> int | None:
         window = _window(sheet, DEFAULT_DIMENSION, now - window_ms(limits))
         rooms.append(limits.max_requests_per_window - len(window))
     if limits.active_concurrency_cap:
-        rooms.append(limits.active_concurrency_cap - sheet.row().active)
+        rooms.append(limits.active_concurrency_cap - sheet.root_or_new().active)
     return max(0, min(rooms))
 
 
-def next_passing(sheet: QuotaSheet, now: int) -> int | None:
+def next_capacity_at(sheet: QuotaState, now: int) -> int | None:
     """When the window of the stored limits passes over its oldest request; None when it holds none."""
     limits = limits_of(sheet.root)
     if not isinstance(limits, limit_answers.QuotaLimits) or not limits.max_requests_per_window:
@@ -324,14 +331,14 @@ def window_ms(limits: limit_answers.QuotaLimits) -> int:
     return limits.requests_per_window_seconds * 1000 or DEFAULT_WINDOW_MS
 
 
-def is_live(slot: QuotaSlot, now: int) -> bool:
+def is_slot_live(slot: QuotaSlot, now: int) -> bool:
     """Whether a slot still stands for its execution without asking it."""
     return slot.expires_at is None or slot.expires_at > now
 
 
-def _window(sheet: QuotaSheet, dimension: str, passed: int) -> list[QuotaRequest]:
+def _window(sheet: QuotaState, dimension: str, passed: int) -> list[QuotaRequest]:
     return [one for key, one in sheet.requests.items() if key[0] == dimension and one.admitted_at > passed]
 
 
-def _with_slot(sheet: QuotaSheet, slot: QuotaSlot) -> QuotaSheet:
+def _with_slot(sheet: QuotaState, slot: QuotaSlot) -> QuotaState:
     return replace(sheet, slots={**sheet.slots, slot.execution_id: slot})

@@ -18,11 +18,11 @@ import msgspec
 from flowfabric.model.execution import Execution
 from flowfabric.rules.scheduling import fairness, queue
 
-LaneTurns = Mapping[str, fairness.Turns]
+LaneCredits = Mapping[str, fairness.Credits]
 
 
 def unblock_order(
-    rows: Sequence[Execution], turns: LaneTurns, now: int, *, cut: Set[str] = frozenset()
+    rows: Sequence[Execution], turns: LaneCredits, now: int, *, truncated: Set[str] = frozenset()
 ) -> list[Execution]:
     """The rows in the order in which they should be unblocked.
 
@@ -31,8 +31,8 @@ def unblock_order(
     """
     heap = []
     for lane, queued in _by_lane(rows).items():
-        keys = _keys(queued, cut)
-        picks, _ = fairness.plan(queued, turns.get(lane, {}), now, len(queued), cut=keys)
+        keys = _keys(queued, truncated)
+        picks, _ = fairness.fair_order(queued, turns.get(lane, {}), now, len(queued), truncated=keys)
         heap.append((*_place(picks[0], now), picks, 0, bool(keys)))
     heapify(heap)
     order: list[Execution] = []
@@ -46,19 +46,21 @@ def unblock_order(
     return order
 
 
-def turns_after(
+def credits_after(
     rows: Sequence[Execution],
-    turns: LaneTurns,
+    turns: LaneCredits,
     now: int,
     unblocked: Iterable[Execution],
     *,
-    cut: Set[str] = frozenset(),
-) -> LaneTurns:
+    truncated: Set[str] = frozenset(),
+) -> LaneCredits:
     """The turns after the first of these rows were unblocked; keys of which nothing waited have none."""
     counts = Counter(row.lane_id for row in unblocked)
     after = {}
     for lane, queued in _by_lane(rows).items():
-        _, kept = fairness.plan(queued, turns.get(lane, {}), now, counts[lane], cut=_keys(queued, cut))
+        _, kept = fairness.fair_order(
+            queued, turns.get(lane, {}), now, counts[lane], truncated=_keys(queued, truncated)
+        )
         if any(kept.values()):
             after[lane] = kept
     return after
@@ -68,14 +70,14 @@ def _by_lane(rows: Iterable[Execution]) -> dict[str, list[Execution]]:
     """The rows with the ready queues that they will stand in, by lane."""
     lanes: dict[str, list[Execution]] = {}
     for row in rows:
-        queued = msgspec.structs.replace(row, line=queue.line_of(row))
+        queued = msgspec.structs.replace(row, line=queue.queue_of(row))
         lanes.setdefault(row.lane_id, []).append(queued)
     return lanes
 
 
 def _keys(rows: Iterable[Execution], cut: Set[str]) -> set[str]:
     """The fairness keys of which more rows may wait."""
-    return {fairness.key_of(row) for row in rows if row.blocked_on in cut}
+    return {fairness.fairness_key_of(row) for row in rows if row.blocked_on in cut}
 
 
 def _place(row: Execution, now: int) -> tuple[int, int, str]:

@@ -14,15 +14,23 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.rules.limits.budget import Amounts, BudgetSheet, Told, applied, breached, hard_breach, heard
-from flowfabric.rules.limits.reservation import without_lapsed
+from flowfabric.rules.limits.budget import (
+    Amounts,
+    BudgetDecision,
+    BudgetState,
+    apply_usage,
+    find_hard_breach,
+    record_breach,
+    was_applied,
+)
+from flowfabric.rules.limits.reservation import without_expired
 
 MOST_DIMENSIONS = 64
 
 Limits = tuple[tuple[str, int, int], ...]  # dimension, hard limit, soft limit
 
 
-class Definition(msgspec.Struct, frozen=True):
+class BudgetDefinition(msgspec.Struct, frozen=True):
     """What a budget is created with."""
 
     scope_type: str
@@ -35,7 +43,7 @@ class Definition(msgspec.Struct, frozen=True):
     declaration: str | None = None  # a digest of what an application declares in its code
 
 
-class Report(msgspec.Struct, frozen=True):
+class UsageReport(msgspec.Struct, frozen=True):
     """Usage to apply: in this order, once per digest, and for an execution's ledger if one is named."""
 
     amounts: Amounts
@@ -43,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
     execution_id: str | None = None
 
 
-def combined(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amounts:
+def sum_by_dimension(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amounts:
     """Each dimension once, its amounts added up; in order of name or of first appearance."""
     sums: dict[str, int] = {}
     for dimension, amount in pairs:
@@ -51,12 +59,12 @@ def combined(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amounts:
     return tuple(sorted(sums.items()) if by_name else sums.items())
 
 
-def digest_of(key: str) -> str:
+def usage_key_digest(key: str) -> str:
     """What an idempotency key is remembered by, whatever its length."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[limit_answers.BudgetDefined]:
+def define_budget(sheet: BudgetState, ask: BudgetDefinition, now: int) -> BudgetDecision[limit_answers.BudgetDefined]:
     """Define a budget once; what was used before that counts.
 
     A declaration in code counts again when it has changed. Until then the limits that an operator set since stay,
@@ -66,9 +74,9 @@ def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[limit_answers.
         if ask.declaration in (None, sheet.root.declaration):
             return limit_answers.BudgetExists(sheet.budget_id), sheet
         answer, after = change_limits(sheet, ask.limits, now)
-        return answer, replace(after, root=replace(after.row(), declaration=ask.declaration))
+        return answer, replace(after, root=replace(after.root_or_new(), declaration=ask.declaration))
     root = replace(
-        sheet.row(),
+        sheet.root_or_new(),
         defined=True,
         scope_type=ask.scope_type,
         scope_id=ask.scope_id,
@@ -84,7 +92,7 @@ def create(sheet: BudgetSheet, ask: Definition, now: int) -> Told[limit_answers.
     return limit_answers.BudgetCreated(sheet.budget_id), replace(_limited(sheet, ask.limits), root=root)
 
 
-def change_limits(sheet: BudgetSheet, limits: Limits, now: int) -> Told[limit_answers.LimitsChanged]:
+def change_limits(sheet: BudgetState, limits: Limits, now: int) -> BudgetDecision[limit_answers.LimitsChanged]:
     """Give dimensions of a defined budget other limits, or new dimensions their first ones; the rest stays."""
     if sheet.root is None or not sheet.root.defined:
         return errors.NotFound("budget"), sheet
@@ -94,7 +102,7 @@ def change_limits(sheet: BudgetSheet, limits: Limits, now: int) -> Told[limit_an
     return limit_answers.LimitsChanged(sheet.budget_id), after
 
 
-def _limited(sheet: BudgetSheet, limits: Limits) -> BudgetSheet:
+def _limited(sheet: BudgetState, limits: Limits) -> BudgetState:
     dimensions = dict(sheet.dimensions)
     following = max((row.position + 1 for row in dimensions.values() if row.position is not None), default=0)
     for name, hard, soft in limits:
@@ -106,17 +114,17 @@ def _limited(sheet: BudgetSheet, limits: Limits) -> BudgetSheet:
     return replace(sheet, dimensions=dimensions)
 
 
-def report(sheet: BudgetSheet, ask: Report, now: int) -> Told[limit_answers.Usage]:
+def report_usage(sheet: BudgetState, ask: UsageReport, now: int) -> BudgetDecision[limit_answers.UsageResult]:
     """Apply usage in all its dimensions, or in none when a hard limit would be exceeded."""
-    if ask.digest is not None and heard(sheet, ask.digest, now):
+    if ask.digest is not None and was_applied(sheet, ask.digest, now):
         return limit_answers.AlreadyApplied(), sheet
-    sheet = without_lapsed(sheet, now)
-    if breach := hard_breach(sheet, ask.amounts):
-        return breached(sheet, breach, now)
-    return applied(sheet, ask.amounts, ask.digest, ask.execution_id, now)
+    sheet = without_expired(sheet, now)
+    if breach := find_hard_breach(sheet, ask.amounts):
+        return record_breach(sheet, breach, now)
+    return apply_usage(sheet, ask.amounts, ask.digest, ask.execution_id, now)
 
 
-def release(sheet: BudgetSheet, execution_id: str, now: int) -> Told[limit_answers.BudgetReleased]:
+def release_spends(sheet: BudgetState, execution_id: str, now: int) -> BudgetDecision[limit_answers.BudgetReleased]:
     """Give back what an execution has spent since the last reset, and forget its ledger."""
     mine = {key: row for key, row in sheet.spends.items() if key[0] == execution_id}
     if not mine:
@@ -127,12 +135,12 @@ def release(sheet: BudgetSheet, execution_id: str, now: int) -> Told[limit_answe
         dimensions[row.dimension] = replace(known, usage=max(0, (known.usage or 0) - row.amount))
     spends = {key: row for key, row in sheet.spends.items() if key not in mine}
     given = {row.dimension: row.amount for row in mine.values()}
-    root = replace(sheet.row(), last_updated_at=now)
+    root = replace(sheet.root_or_new(), last_updated_at=now)
     after = replace(sheet, root=root, dimensions=dimensions, spends=spends)
     return limit_answers.BudgetReleased(sheet.budget_id, given), after
 
 
-def reset(sheet: BudgetSheet, now: int) -> Told[limit_answers.BudgetReset]:
+def reset_budget(sheet: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset]:
     """Begin a new period: nothing is used, no ledger is kept. What is reserved stays reserved, keys are remembered."""
     root = sheet.root
     if root is None or not root.defined:
@@ -148,19 +156,19 @@ def reset(sheet: BudgetSheet, now: int) -> Told[limit_answers.BudgetReset]:
         next_reset_at=next_at,
     )
     dimensions = {name: row if row.usage is None else replace(row, usage=0) for name, row in sheet.dimensions.items()}
-    after = replace(sheet, root=root, dimensions=dimensions, spends={}, wiped=True)
+    after = replace(sheet, root=root, dimensions=dimensions, spends={}, spends_cleared=True)
     return limit_answers.BudgetReset(next_at or 0), after
 
 
-def reset_if_due(sheet: BudgetSheet, now: int) -> Told[limit_answers.BudgetReset | None]:
+def reset_if_due(sheet: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset | None]:
     """The sweep's form: None when somebody reset it meanwhile, or it has no next reset."""
     root = sheet.root
     if root is None or not root.defined or root.next_reset_at is None or root.next_reset_at > now:
         return None, sheet
-    return reset(sheet, now)
+    return reset_budget(sheet, now)
 
 
-def mark_breach(sheet: BudgetSheet, now: int) -> Told[bool]:
+def mark_breach(sheet: BudgetState, now: int) -> BudgetDecision[bool]:
     """The reconciler's note on a budget that never resets: set while usage exceeds a hard limit; True if it moved."""
     root = sheet.root
     if root is None or not root.defined or root.reset_interval_ms:

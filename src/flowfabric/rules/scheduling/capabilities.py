@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from flowfabric.errors import InvalidCapabilities, InvalidInput, InvalidPolicyJson
-from flowfabric.ids import blank_or_control
+from flowfabric.ids import has_blank_or_control
 
 MAX_TOKENS: Final = 256
 MAX_BYTES: Final = 4096
@@ -71,7 +71,7 @@ def check_offer(tokens: Collection[str]) -> InvalidInput | None:
             return InvalidInput("capabilities: empty token")
         if "," in token:
             return InvalidInput(f"capabilities: comma in token: {token!r}")
-        if blank_or_control(token):
+        if has_blank_or_control(token):
             return InvalidInput(f"capabilities: control or whitespace character in token: {token!r}")
     if len(tokens) > MAX_TOKENS:
         return InvalidInput(f"capabilities: more than {MAX_TOKENS} tokens")
@@ -88,7 +88,7 @@ def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities 
     joined = capabilities if isinstance(capabilities, str) else ",".join(capabilities)
     if len(joined.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         return InvalidCapabilities("worker:too_many_bytes")
-    if len(split(joined)) > MAX_TOKENS:
+    if len(split_tokens(joined)) > MAX_TOKENS:
         return InvalidCapabilities("worker:too_many_tokens")
     return None
 
@@ -96,10 +96,10 @@ def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities 
 @lru_cache(maxsize=1024)
 def tokens_of(capabilities: str) -> frozenset[str]:
     """The tokens of a comma-joined list; the blanks that stray commas leave behind are no tokens."""
-    return frozenset(split(capabilities))
+    return frozenset(split_tokens(capabilities))
 
 
-def split(capabilities: str) -> list[str]:
+def split_tokens(capabilities: str) -> list[str]:
     """The tokens of a comma-joined list as they stand there, without the blanks."""
     # Only ordinary spaces are blank here: a rarer one is a character like any other in what an execution requires.
     return [token for token in capabilities.split(",") if token.strip(" ")]

@@ -16,7 +16,7 @@ import msgspec
 from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.policy import decode_terms
 
-Turns = Mapping[str, int]  # what each key has in hand: the one with the most is next
+Credits = Mapping[str, int]  # what each key has in hand: the one with the most is next
 
 MOST_ABSENT = 1024  # keys without claimable work whose turns are kept
 
@@ -27,8 +27,8 @@ def effective_priority(row: Execution, now: int) -> int:
     return row.priority + (max(0, now - row.created_at) // ageing if ageing else 0)
 
 
-def plan(
-    rows: Iterable[Execution], turns: Turns, now: int, limit: int, *, cut: Set[str] = frozenset()
+def fair_order(
+    rows: Iterable[Execution], turns: Credits, now: int, limit: int, *, truncated: Set[str] = frozenset()
 ) -> tuple[list[Execution], dict[str, int]]:
     """The next `limit` of these rows in the order in which they should be claimed, and the turns afterwards.
 
@@ -36,7 +36,7 @@ def plan(
     """
     queues: dict[str, deque[Execution]] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
-        queues.setdefault(key_of(row), deque()).append(row)
+        queues.setdefault(fairness_key_of(row), deque()).append(row)
     in_turn = _InTurn(now)
     for key, queue in queues.items():
         in_turn.add(key, turns.get(key, 0), queue[0])
@@ -45,14 +45,14 @@ def plan(
         queue = queues[first]
         if not queue:
             break  # a row that was not read
-        in_turn.take_turn(first, queue[1] if len(queue) > 1 else queue[0] if first in cut else None)
+        in_turn.take_turn(first, queue[1] if len(queue) > 1 else queue[0] if first in truncated else None)
         picks.append(queue.popleft())
     return picks, in_turn.in_hand()
 
 
 def charge(
     rows: Iterable[Execution],
-    turns: Turns,
+    turns: Credits,
     now: int,
     claimed: Iterable[Execution],
     *,
@@ -64,10 +64,10 @@ def charge(
     """
     queues: dict[str, deque[Execution]] = {}
     for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
-        queues.setdefault(key_of(row), deque()).append(row)
+        queues.setdefault(fairness_key_of(row), deque()).append(row)
     in_hand = {key: turns.get(key, 0) for key in queues}
     for row in claimed:
-        level, taker = effective_priority(row, now), key_of(row)
+        level, taker = effective_priority(row, now), fairness_key_of(row)
         weights = {
             key: _weight(queue[0]) for key, queue in queues.items() if effective_priority(queue[0], now) == level
         }
@@ -84,7 +84,7 @@ def charge(
     return in_hand
 
 
-def keep_absent(before: Turns, after: Turns) -> dict[str, int]:
+def keep_idle_credits(before: Credits, after: Credits) -> dict[str, int]:
     """The turns after a claim, with those of keys that had no claimable row.
 
     Their work may wait for a limit. When it is claimable again it is their turn, if it was their turn before.
@@ -166,7 +166,7 @@ class _InTurn:
         return turn.base + turn.weight * turn.level.count
 
 
-def key_of(row: Execution) -> str:
+def fairness_key_of(row: Execution) -> str:
     """Whose turn a row takes."""
     return row.line.fairness_key if row.line is not None else ""
 

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from typing import Any
 
 from flowfabric.model.change import Change, Patch, seen
-from flowfabric.model.execution import Execution, LineKey
-from flowfabric.model.owned_id import OwnedId, parse_owned
+from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.owned_id import NamespacedId, parse_namespaced_id
 from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.policy import Terms, decode_terms
@@ -18,61 +18,61 @@ from flowfabric.rules.execution.policy import Terms, decode_terms
 PRIORITY_MAX = 9000
 PRIORITY_STEP = 10**12  # one step of priority outweighs any difference of age
 
-NEXT_TYPE = {
+NEXT_ATTEMPT_TYPE = {
     AttemptState.PENDING_FIRST_ATTEMPT: AttemptType.INITIAL,
     AttemptState.PENDING_RETRY_ATTEMPT: AttemptType.RETRY,
     AttemptState.PENDING_REPLAY_ATTEMPT: AttemptType.REPLAY,
 }
 
 
-BLOCKED_ON = {
+BLOCKED_ON_PREFIX = {
     BlockingReason.WAITING_FOR_BUDGET: "budget:",
     BlockingReason.WAITING_FOR_QUOTA: "quota:",
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
 }
 LIMITS = (BlockingReason.WAITING_FOR_BUDGET, BlockingReason.WAITING_FOR_QUOTA)
-ASLEEP_ON = "asleep:"  # started work, which waits for room of its own size; what a budget blocks waits for any
+ASLEEP_ON_PREFIX = "asleep:"  # started work, which waits for room of its own size; what a budget blocks waits for any
 
 
-def blocked_on(reason: BlockingReason, name: str) -> str | None:
+def blocked_on_key(reason: BlockingReason, name: str) -> str | None:
     """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
-    return BLOCKED_ON[reason] + name if reason in BLOCKED_ON else None
+    return BLOCKED_ON_PREFIX[reason] + name if reason in BLOCKED_ON_PREFIX else None
 
 
-def blocked_list(row: Execution, reason: BlockingReason, name: str) -> str | None:
+def blocked_list_key(row: Execution, reason: BlockingReason, name: str) -> str | None:
     """The list of blocked executions in which this one waits for a limit: one for each fairness key of each lane.
 
     What has no key waits in the list that bears the name of the limit alone, as does what an earlier release blocked.
     """
     key = decode_terms(row.terms).fairness_key
     if not key or not name or reason not in LIMITS:
-        return blocked_on(reason, name)
-    limit = parse_owned(name)
+        return blocked_on_key(reason, name)
+    limit = parse_namespaced_id(name)
     owner = "" if limit.is_shared else f"@{limit.namespace}"
-    return f"{fair_lists(reason, limit)}{_digest(row.lane_id, key)}{owner}"
+    return f"{fair_list_prefix(reason, limit)}{_digest(row.lane_id, key)}{owner}"
 
 
-def fair_lists(reason: BlockingReason, limit: OwnedId) -> str:
+def fair_list_prefix(reason: BlockingReason, limit: NamespacedId) -> str:
     """How the names of all lists begin in which executions with a fairness key wait for a limit.
 
     Digests keep the names short, and keep one namespace from choosing a name that begins like another's.
     """
-    return f"{BLOCKED_ON[reason]}{limit.id}#{_digest(limit.namespace)}."
+    return f"{BLOCKED_ON_PREFIX[reason]}{limit.id}#{_digest(limit.namespace)}."
 
 
 def _digest(*parts: str) -> str:
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def asleep_on(budget: OwnedId) -> str:
+def asleep_on_key(budget: NamespacedId) -> str:
     """What an execution that a budget put to sleep waits for."""
-    return f"{ASLEEP_ON}{budget}"
+    return f"{ASLEEP_ON_PREFIX}{budget}"
 
 
-def limit_in(blocked_on: str) -> OwnedId:
+def parse_blocking_limit(blocked_on: str) -> NamespacedId:
     """The budget or quota policy that an execution is blocked on."""
-    limit = parse_owned(blocked_on.partition(":")[2])
-    return OwnedId(limit.namespace, limit.id.partition("#")[0])
+    limit = parse_namespaced_id(blocked_on.partition(":")[2])
+    return NamespacedId(limit.namespace, limit.id.partition("#")[0])
 
 
 def clamp_priority(priority: int) -> int:
@@ -80,7 +80,7 @@ def clamp_priority(priority: int) -> int:
     return max(0, min(PRIORITY_MAX, priority))
 
 
-def rank_offset(priority: int, terms: Terms) -> int:
+def position_offset(priority: int, terms: Terms) -> int:
     """What to add to the creation time: lower ranks come first.
 
     With ageing, each `ageing` milliseconds of waiting weigh as much as one step of priority. That is linear, so the
@@ -89,36 +89,36 @@ def rank_offset(priority: int, terms: Terms) -> int:
     return -priority * (terms.ageing or PRIORITY_STEP)
 
 
-def line_for(lane_id: str, required: str | None, terms: Terms, *, decided: bool = False) -> LineKey:
+def queue_for(lane_id: str, required: str | None, terms: Terms, *, guarded: bool = False) -> QueueKey:
     """The line of work of this kind. Where budgets or quotas have a say, it is claimed by decision."""
-    return LineKey(
+    return QueueKey(
         lane_id=lane_id,
         required=required or "",
         fairness_key=terms.fairness_key or "",
         fairness_weight=terms.fairness_weight,
-        decided=decided or bool(terms.budget_ids or terms.quota_policy_ids),
+        guarded=guarded or bool(terms.budget_ids or terms.quota_policy_ids),
     )
 
 
-def line_of(row: Execution) -> LineKey:
+def queue_of(row: Execution) -> QueueKey:
     """The line where this execution waits for a worker."""
-    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
+    return queue_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
 
 
-def takeover_line(row: Execution) -> LineKey:
+def takeover_queue(row: Execution) -> QueueKey:
     """The line where this execution, its lease gone, waits to be taken over."""
-    return line_for(row.lane_id, row.required_capabilities, decode_terms(row.terms), decided=True)
+    return queue_for(row.lane_id, row.required_capabilities, decode_terms(row.terms), guarded=True)
 
 
 def restore_queue(row: Execution | None) -> Decision[bool]:
     """Put an execution whose ready queue was lost into the queue that its state asks for; otherwise change nothing."""
     if row is None or row.line is None:
         return Decision(False)
-    line = takeover_line(row) if row.lifecycle_phase is LifecyclePhase.ACTIVE else line_of(row)
+    line = takeover_queue(row) if row.lifecycle_phase is LifecyclePhase.ACTIVE else queue_of(row)
     return Decision(True, Change((seen(row),), (Patch(Execution, (row.execution_id,), {"line": line}),)))
 
 
-def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
+def enqueue_fields(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
     """The fields of a row that becomes claimable, at its original rank."""
     fields: dict[str, Any] = {
         "eligibility_state": EligibilityState.ELIGIBLE_NOW,
@@ -127,9 +127,9 @@ def entrance(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
         "delay_until": None,
         "blocked_on": None,
         "blocked_at": None,
-        "line": line_of(row),
-        "next_type": NEXT_TYPE.get(attempt_state),
+        "line": queue_of(row),
+        "next_type": NEXT_ATTEMPT_TYPE.get(attempt_state),
     }
-    if attempt_state in NEXT_TYPE:  # a fresh attempt has the whole time; a continued one what it had left
+    if attempt_state in NEXT_ATTEMPT_TYPE:  # a fresh attempt has the whole time; a continued one what it had left
         fields["next_timeout_ms"] = decode_terms(row.terms).attempt_timeout_ms
     return fields

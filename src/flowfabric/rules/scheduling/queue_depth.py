@@ -13,18 +13,18 @@ from enum import StrEnum
 import msgspec
 
 from flowfabric.model.states import OwnershipState, PublicState
-from flowfabric.model.worker import Worker
+from flowfabric.model.worker import RegisteredWorker
 
-BY = ("lane_id", "public_state", "ownership_state")
+GROUP_BY_COLUMNS = ("lane_id", "public_state", "ownership_state")
 
-Stand = tuple[str, PublicState, OwnershipState]
-Level = tuple[str, str, str | None]  # name, lane, state
+GroupKey = tuple[str, PublicState, OwnershipState]
+Gauge = tuple[str, str, str | None]  # name, lane, state
 
 
-class Place(StrEnum):
+class CountedIndex(StrEnum):
     """Where executions stand that have not ended."""
 
-    LINE = "line"
+    QUEUE = "line"
     DELAY = "delay"
     LIMIT = "limit"
     JOIN = "join"
@@ -32,13 +32,13 @@ class Place(StrEnum):
     SUSPENSION = "suspension"
 
 
-ANSWERS_FOR = {
-    Place.LINE: PublicState.WAITING,
-    Place.DELAY: PublicState.DELAYED,
-    Place.LIMIT: PublicState.RATE_LIMITED,
-    Place.JOIN: PublicState.WAITING_CHILDREN,
-    Place.LEASE: PublicState.ACTIVE,
-    Place.SUSPENSION: PublicState.SUSPENDED,
+STATE_OF_INDEX = {
+    CountedIndex.QUEUE: PublicState.WAITING,
+    CountedIndex.DELAY: PublicState.DELAYED,
+    CountedIndex.LIMIT: PublicState.RATE_LIMITED,
+    CountedIndex.JOIN: PublicState.WAITING_CHILDREN,
+    CountedIndex.LEASE: PublicState.ACTIVE,
+    CountedIndex.SUSPENSION: PublicState.SUSPENDED,
 }
 QUEUE, ACTIVE, SUSPENDED, WORKERS = (
     "ff_queue_depth",
@@ -49,19 +49,19 @@ QUEUE, ACTIVE, SUSPENDED, WORKERS = (
 NAMES = {PublicState.ACTIVE: ACTIVE, PublicState.SUSPENDED: SUSPENDED}
 
 
-def levels(
-    stands: Mapping[Place, Mapping[Stand, int]], workers: Iterable[Worker], lanes: Sequence[str]
-) -> dict[Level, int]:
+def queue_depths(
+    stands: Mapping[CountedIndex, Mapping[GroupKey, int]], workers: Iterable[RegisteredWorker], lanes: Sequence[str]
+) -> dict[Gauge, int]:
     """The levels of each lane; a lane where nothing is has zeros."""
-    found: Counter[Level] = Counter()
+    found: Counter[Gauge] = Counter()
     for lane in lanes:
         found.update({(QUEUE, lane, PublicState.WAITING.value): 0, (ACTIVE, lane, None): 0})
         found.update({(SUSPENDED, lane, None): 0, (WORKERS, lane, None): 0})
     for place, counts in stands.items():
         for (lane, state, owned), count in counts.items():
             # A revoked lease has no end any more: it is found where it waits for whoever takes it over.
-            is_lost = place is Place.LINE and owned is OwnershipState.LEASE_REVOKED
-            if state is ANSWERS_FOR[place] or is_lost:
+            is_lost = place is CountedIndex.QUEUE and owned is OwnershipState.LEASE_REVOKED
+            if state is STATE_OF_INDEX[place] or is_lost:
                 name = NAMES.get(state, QUEUE)
                 found[name, lane, state.value if name == QUEUE else None] += count
     for worker in workers:

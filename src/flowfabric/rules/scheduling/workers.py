@@ -12,11 +12,11 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.ids import fnv1a_64
-from flowfabric.model.change import Change, Delete, Guard, Put, Write
+from flowfabric.model.change import Change, Delete, Guard, Upsert, Write
 from flowfabric.model.worker import (
     MarkedDead,
     NotRegistered,
-    Worker,
+    RegisteredWorker,
     WorkerEntry,
     WorkerEvent,
     WorkerEventKind,
@@ -42,18 +42,18 @@ class Registration(msgspec.Struct, frozen=True):
     liveness_ttl_ms: int
 
 
-def is_live(row: Worker, now: int) -> bool:
+def is_live(row: RegisteredWorker, now: int) -> bool:
     """Whether the record counts."""
     return row.lapses_at > now
 
 
-def register(row: Worker | None, ask: Registration, now: int) -> Decision[WorkerRegistered | WorkerRefreshed]:
+def register(row: RegisteredWorker | None, ask: Registration, now: int) -> Decision[WorkerRegistered | WorkerRefreshed]:
     """Enter the registry, or renew what stands there under the same worker; an instance cannot change its worker."""
     live = row is not None and is_live(row, now)
     if row is not None and live and row.worker_id != ask.worker_id:
         return refuse(errors.InvalidInput("instance_id reassigned", worker_instance_id=row.worker_instance_id))
     lapses_at = now + ask.liveness_ttl_ms
-    entered = Worker(
+    entered = RegisteredWorker(
         namespace=ask.namespace,
         worker_instance_id=ask.worker_instance_id,
         partition=fnv1a_64(ask.worker_instance_id.encode()) % PARTITIONS,
@@ -65,37 +65,39 @@ def register(row: Worker | None, ask: Registration, now: int) -> Decision[Worker
         last_heartbeat_ms=now,
         lapses_at=lapses_at,
     )
-    change = _change(entered, row, now, WorkerEventKind.REGISTERED, Put(entered))
+    change = _change(entered, row, now, WorkerEventKind.REGISTERED, Upsert(entered))
     if live:
         return Decision(WorkerRefreshed(ask.worker_instance_id, lapses_at), change)
     return Decision(WorkerRegistered(ask.worker_instance_id, lapses_at), change)
 
 
-def heartbeat(row: Worker | None, worker_instance_id: str, now: int) -> Decision[WorkerRefreshed | NotRegistered]:
+def heartbeat(
+    row: RegisteredWorker | None, worker_instance_id: str, now: int
+) -> Decision[WorkerRefreshed | NotRegistered]:
     """A live worker says that it is; one that lapsed is not revived."""
     if row is None or not is_live(row, now):
         return Decision(NotRegistered(worker_instance_id))
     lapses_at = now + row.liveness_ttl_ms
     beating = msgspec.structs.replace(row, last_heartbeat_ms=now, lapses_at=lapses_at)
-    change = _change(row, row, now, WorkerEventKind.HEARTBEAT, Put(beating))
+    change = _change(row, row, now, WorkerEventKind.HEARTBEAT, Upsert(beating))
     return Decision(WorkerRefreshed(worker_instance_id, lapses_at), change)
 
 
 def mark_dead(
-    row: Worker | None, worker_instance_id: str, reason: str, now: int
+    row: RegisteredWorker | None, worker_instance_id: str, reason: str, now: int
 ) -> Decision[MarkedDead | NotRegistered]:
     """Take a live worker out of the registry; its leases are not touched."""
     if row is None or not is_live(row, now):
         return Decision(NotRegistered(worker_instance_id))
-    change = _change(row, row, now, WorkerEventKind.MARKED_DEAD, Delete(Worker, _key(row)), reason)
+    change = _change(row, row, now, WorkerEventKind.MARKED_DEAD, Delete(RegisteredWorker, _key(row)), reason)
     return Decision(MarkedDead(worker_instance_id), change)
 
 
-def sweep(row: Worker | None, now: int) -> Decision[bool]:
+def remove_expired(row: RegisteredWorker | None, now: int) -> Decision[bool]:
     """Remove a record that lapsed; True when it went."""
     if row is None or row.lapses_at >= now:
         return Decision(False)
-    return Decision(True, _change(row, row, now, WorkerEventKind.TTL_SWEPT, Delete(Worker, _key(row))))
+    return Decision(True, _change(row, row, now, WorkerEventKind.TTL_SWEPT, Delete(RegisteredWorker, _key(row))))
 
 
 def check_reason(reason: str) -> errors.FabricError | None:
@@ -107,22 +109,22 @@ def check_reason(reason: str) -> errors.FabricError | None:
     return None
 
 
-def serves(row: Worker, lane_id: str, required: str | None) -> bool:
+def serves(row: RegisteredWorker, lane_id: str, required: str | None) -> bool:
     """Whether this worker serves the lane and has everything that is required."""
-    return lane_id in lanes_of(row) and not lacks(row, required)
+    return lane_id in lanes_of(row) and not missing_capabilities(row, required)
 
 
-def lacks(row: Worker, required: str | None) -> str:
+def missing_capabilities(row: RegisteredWorker, required: str | None) -> str:
     """What this worker is missing of a requirement, sorted and comma-joined."""
     return capabilities.missing(required, capabilities.tokens_of(row.capabilities))
 
 
-def lanes_of(row: Worker) -> tuple[str, ...]:
+def lanes_of(row: RegisteredWorker) -> tuple[str, ...]:
     """The lanes that a worker serves, sorted."""
     return tuple(msgspec.json.decode(row.lanes, type=list[str]))
 
 
-def entry(row: Worker) -> WorkerEntry:
+def worker_view(row: RegisteredWorker) -> WorkerEntry:
     """The record for readers."""
     return WorkerEntry(
         row.namespace,
@@ -136,17 +138,22 @@ def entry(row: Worker) -> WorkerEntry:
     )
 
 
-def _key(row: Worker) -> tuple[str, str]:
+def _key(row: RegisteredWorker) -> tuple[str, str]:
     return row.namespace, row.worker_instance_id
 
 
 def _change(
-    row: Worker, seen: Worker | None, now: int, kind: WorkerEventKind, write: Write, reason: str | None = None
+    row: RegisteredWorker,
+    seen: RegisteredWorker | None,
+    now: int,
+    kind: WorkerEventKind,
+    write: Write,
+    reason: str | None = None,
 ) -> Change:
     """The change with its entry in the log; it holds only while the record is as live, or as lapsed, as it was seen."""
     event = WorkerEvent(row.namespace, row.worker_instance_id, now, kind.value, now + EVENT_LIFE_MS, reason)
     bounds: dict[str, Any] = {}
     if seen is not None:
         bounds = {"not_after": seen.lapses_at - 1} if is_live(seen, now) else {"not_before": seen.lapses_at}
-    guard = Guard(Worker, _key(row), None if seen is None else seen.revision)
-    return Change(guards=(guard,), writes=(write, Put(event)), **bounds)
+    guard = Guard(RegisteredWorker, _key(row), None if seen is None else seen.revision)
+    return Change(guards=(guard,), writes=(write, Upsert(event)), **bounds)

@@ -7,17 +7,17 @@ import hmac
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.api_token import ApiToken, Scope, TokenView
-from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, at
+from flowfabric.model.api_token import ApiScope, ApiToken, TokenView
+from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, from_now
 from flowfabric.rules.decision import Decision, refuse
 
 
-def make(
+def create(
     row: ApiToken | None,
     *,
     token_id: str,
     name: str,
-    scopes: frozenset[Scope],
+    scopes: frozenset[ApiScope],
     namespaces: frozenset[str] | None,
     digest: str,
     expires_in_ms: int | None,
@@ -30,9 +30,9 @@ def make(
         name=name,
         scopes=",".join(sorted(scopes)),
         digest=digest,
-        created_at=at(0),
+        created_at=from_now(0),
         namespaces=None if namespaces is None else msgspec.json.encode(sorted(namespaces)).decode(),
-        expires_at=None if expires_in_ms is None else at(expires_in_ms),
+        expires_at=None if expires_in_ms is None else from_now(expires_in_ms),
     )
     return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(made),)))
 
@@ -43,7 +43,7 @@ def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
         return refuse(errors.NotFound("api_token"))
     if row.digest == digest:
         return Decision(None)
-    fields = {"digest": digest, "previous_digest": row.digest, "previous_until": at(grace_ms)}
+    fields = {"digest": digest, "previous_digest": row.digest, "previous_until": from_now(grace_ms)}
     return Decision(None, _patch(row, fields))
 
 
@@ -62,7 +62,7 @@ def _patch(row: ApiToken, fields: dict[str, object]) -> Change:
     )
 
 
-def is_good(row: ApiToken, digest: str, now: int) -> bool:
+def is_valid(row: ApiToken, digest: str, now: int) -> bool:
     """Whether this secret is the token's now; both digests are compared, so that the time tells nothing."""
     current = hmac.compare_digest(row.digest, digest)
     previous = hmac.compare_digest(row.previous_digest or "", digest)
@@ -71,9 +71,9 @@ def is_good(row: ApiToken, digest: str, now: int) -> bool:
     return current or (previous and row.previous_until is not None and row.previous_until > now)
 
 
-def scopes_of(row: ApiToken) -> frozenset[Scope]:
+def scopes_of(row: ApiToken) -> frozenset[ApiScope]:
     """What a token is good for."""
-    return frozenset(Scope(name) for name in row.scopes.split(","))
+    return frozenset(ApiScope(name) for name in row.scopes.split(","))
 
 
 def namespaces_of(row: ApiToken) -> frozenset[str] | None:

@@ -12,7 +12,7 @@ import msgspec
 from flowfabric.ids import ExecutionId, uuid_of
 from flowfabric.model.execution import Grant
 from flowfabric.model.signing_key import SigningKey
-from flowfabric.rules.security.keystore import _HEX, Keys, _find, _sign
+from flowfabric.rules.security.keystore import _HEX, SigningKeys, _find, _sign
 
 # ---------------------------------------------------------------------------------------------------------------
 # Grant keys
@@ -55,7 +55,7 @@ def grant_id(grant_key: str) -> str:
     return hashlib.sha256(grant_key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def verify_grant(grant_key: str, grant: Grant | None, keys: Keys, now: int) -> GrantFault | None:
+def verify_grant(grant_key: str, grant: Grant | None, keys: SigningKeys, now: int) -> GrantFault | None:
     """Whether a key redeems the grant that is stored for the execution; None when it does.
 
     The signature is compared with the worker and instance of the stored grant. Every key still in the keystore

@@ -29,7 +29,7 @@ from flowfabric.errors import (
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.rules import validation
 
-Keys: TypeAlias = Sequence[SigningKey]
+SigningKeys: TypeAlias = Sequence[SigningKey]
 
 MAX_GRACE_MS: Final = 2**53 - 1
 FIRST_KID: Final = "k1"
@@ -43,20 +43,20 @@ _LEAST_DIGITS: Final = 64  # 32 bytes, the size of the digest: a shorter secret 
 # The keystore
 
 
-class Seeded(msgspec.Struct, frozen=True):
+class KeySeeded(msgspec.Struct, frozen=True):
     """The keystore was empty and now has this key."""
 
     kid: str
 
 
-class AlreadySeeded(msgspec.Struct, frozen=True):
+class KeyAlreadySeeded(msgspec.Struct, frozen=True):
     """The key was there before and stays as it was."""
 
     kid: str
     same_secret: bool
 
 
-class Rotated(msgspec.Struct, frozen=True):
+class KeyRotated(msgspec.Struct, frozen=True):
     """Another key signs now; the one before verifies a while longer."""
 
     previous_kid: str | None
@@ -64,7 +64,7 @@ class Rotated(msgspec.Struct, frozen=True):
     gc_count: int
 
 
-class Noop(msgspec.Struct, frozen=True):
+class KeyUnchanged(msgspec.Struct, frozen=True):
     """The key is known with this very secret; nothing changed."""
 
     kid: str
@@ -73,7 +73,7 @@ class Noop(msgspec.Struct, frozen=True):
 class KeyDecision(msgspec.Struct, frozen=True):
     """An answer (or a refusal) about the keystore, the rows that will be, and the kids that will be gone."""
 
-    answer: Seeded | AlreadySeeded | Rotated | Noop | FabricError
+    answer: KeySeeded | KeyAlreadySeeded | KeyRotated | KeyUnchanged | FabricError
     put: tuple[SigningKey, ...] = ()
     drop: tuple[str, ...] = ()
 
@@ -85,35 +85,35 @@ class VerifyingKid(msgspec.Struct, frozen=True):
     expires_at_ms: int
 
 
-class Kids(msgspec.Struct, frozen=True):
+class KeyIds(msgspec.Struct, frozen=True):
     """Which keys are in use."""
 
     current_kid: str | None
     verifying: tuple[VerifyingKid, ...]
 
 
-def seed(keys: Keys, kid: str, secret_hex: str) -> KeyDecision:
+def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision:
     """Put the first key into an empty keystore; safe to call on every boot, since it never overwrites one."""
     if not _is_kid(kid):
         return KeyDecision(InvalidInput("kid: empty or contains a colon"))
     if not _SEED_HEX(secret_hex):
         return KeyDecision(InvalidInput("secret_hex: exactly 64 hexadecimal digits expected"))
     if known := _find(keys, kid):
-        return KeyDecision(AlreadySeeded(kid, _same_secret(known, secret_hex)))
+        return KeyDecision(KeyAlreadySeeded(kid, _same_secret(known, secret_hex)))
     if current := current_key(keys):
         return KeyDecision(InvalidInput(f"kid {current.kid} is active; rotate to change keys", active_kid=current.kid))
-    return KeyDecision(Seeded(kid), put=(SigningKey(kid, secret_hex.lower(), current=True),))
+    return KeyDecision(KeySeeded(kid), put=(SigningKey(kid, secret_hex.lower(), current=True),))
 
 
-def install(keys: Keys, secret_hex: object) -> KeyDecision:
+def install_configured_key(keys: SigningKeys, secret_hex: object) -> KeyDecision:
     """What a booting server does with its configured secret: the first key, or nothing when there is one already."""
     if not isinstance(secret_hex, str) or not _HEX(secret_hex):
         return KeyDecision(InvalidSecretHex())
     if known := current_key(keys) or _find(keys, FIRST_KID):
-        return KeyDecision(AlreadySeeded(known.kid, _same_secret(known, secret_hex)))
+        return KeyDecision(KeyAlreadySeeded(known.kid, _same_secret(known, secret_hex)))
     if len(secret_hex) < _LEAST_DIGITS:  # one that is stored already holds, so that old deployments start
         return KeyDecision(_too_short(secret_hex))
-    return KeyDecision(Seeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
+    return KeyDecision(KeySeeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
 
 
 def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError | None:
@@ -125,14 +125,14 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError |
     if len(secret_hex) < _LEAST_DIGITS:
         return _too_short(secret_hex)
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float):
-        return InvalidGraceMs(validation.shown(grace_ms))
+        return InvalidGraceMs(validation.preview(grace_ms))
     # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
     if not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
-        return InvalidGraceMs(validation.shown(grace_ms))
+        return InvalidGraceMs(validation.preview(grace_ms))
     return None
 
 
-def rotate(keys: Keys, kid: str, secret_hex: str, grace_ms: float, now: int) -> KeyDecision:
+def rotate_key(keys: SigningKeys, kid: str, secret_hex: str, grace_ms: float, now: int) -> KeyDecision:
     """Let a new key sign. The one before verifies for `grace_ms` more; keys past their time are dropped.
 
     A key that is known with the same secret changes nothing, one known with another secret is a `RotationConflict`.
@@ -141,18 +141,18 @@ def rotate(keys: Keys, kid: str, secret_hex: str, grace_ms: float, now: int) -> 
         return KeyDecision(refused)
     if known := _find(keys, kid):
         if known.current and not known.secret_hex:
-            return KeyDecision(Noop(kid), put=(msgspec.structs.replace(known, secret_hex=secret_hex.lower()),))
-        return KeyDecision(Noop(kid) if _same_secret(known, secret_hex) else RotationConflict(kid=kid))
+            return KeyDecision(KeyUnchanged(kid), put=(msgspec.structs.replace(known, secret_hex=secret_hex.lower()),))
+        return KeyDecision(KeyUnchanged(kid) if _same_secret(known, secret_hex) else RotationConflict(kid=kid))
     current = current_key(keys)
     gone = tuple(key.kid for key in keys if not key.current and _is_past(key, now))
     fresh = SigningKey(kid, secret_hex.lower(), current=True)
     if current is None:
-        return KeyDecision(Rotated(None, kid, len(gone)), put=(fresh,), drop=gone)
+        return KeyDecision(KeyRotated(None, kid, len(gone)), put=(fresh,), drop=gone)
     retired = msgspec.structs.replace(current, current=False, expires_at=now + int(grace_ms))
-    return KeyDecision(Rotated(current.kid, kid, len(gone)), put=(retired, fresh), drop=gone)
+    return KeyDecision(KeyRotated(current.kid, kid, len(gone)), put=(retired, fresh), drop=gone)
 
 
-def list_kids(keys: Keys, now: int) -> Kids:
+def list_kids(keys: SigningKeys, now: int) -> KeyIds:
     """The current kid and the retired ones that still verify, sorted."""
     current = current_key(keys)
     verifying = sorted(
@@ -160,15 +160,15 @@ def list_kids(keys: Keys, now: int) -> Kids:
         for key in keys
         if not key.current and key.expires_at is not None and key.expires_at >= now
     )
-    return Kids(current.kid if current else None, tuple(VerifyingKid(kid, end) for kid, end in verifying))
+    return KeyIds(current.kid if current else None, tuple(VerifyingKid(kid, end) for kid, end in verifying))
 
 
-def current_key(keys: Keys) -> SigningKey | None:
+def current_key(keys: SigningKeys) -> SigningKey | None:
     """The key that signs."""
     return next((key for key in keys if key.current), None)
 
 
-def waitpoint_signer(keys: Keys) -> SigningKey | FabricError:
+def waitpoint_signer(keys: SigningKeys) -> SigningKey | FabricError:
     """The key for a new waitpoint token, or why none can be minted."""
     current = current_key(keys)
     if current is None:
@@ -176,7 +176,7 @@ def waitpoint_signer(keys: Keys) -> SigningKey | FabricError:
     return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
 
 
-def grant_signer(keys: Keys, op: str) -> SigningKey | FabricError:
+def grant_signer(keys: SigningKeys, op: str) -> SigningKey | FabricError:
     """The key for a new grant, or why nothing can be granted: without one every grant is refused."""
     current = current_key(keys)
     if current is None:
@@ -201,7 +201,7 @@ def _is_past(key: SigningKey, now: int) -> bool:
     return key.expires_at is None or key.expires_at <= 0 or key.expires_at < now
 
 
-def _find(keys: Keys, kid: str) -> SigningKey | None:
+def _find(keys: SigningKeys, kid: str) -> SigningKey | None:
     return next((key for key in keys if key.kid == kid), None)
 
 

@@ -12,7 +12,7 @@ from flowfabric.errors import (
     InvalidToken,
 )
 from flowfabric.model.signing_key import SigningKey
-from flowfabric.rules.security.keystore import _HEX, Keys, _find, _sign, current_key
+from flowfabric.rules.security.keystore import _HEX, SigningKeys, _find, _sign, current_key
 
 # ---------------------------------------------------------------------------------------------------------------
 # Waitpoint tokens
@@ -61,12 +61,12 @@ def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
     return f"{key.kid}:{_sign(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
 
 
-def is_of(token: str, kid: str, fingerprint: str) -> bool:
+def matches_stored(token: str, kid: str, fingerprint: str) -> bool:
     """Whether this is what is kept of a token: its kid and the beginning of its digest."""
     return _same_text(f"{token_kid(token)}:{token_fingerprint(token)}", f"{kid}:{fingerprint}")
 
 
-def token_of(keys: Keys, kid: str, execution_id: str, waitpoint_id: str) -> str:
+def remint_token(keys: SigningKeys, kid: str, execution_id: str, waitpoint_id: str) -> str:
     """The token that was given out under this kid; an empty digest, which verifies nothing, once the key is gone."""
     key = _find(keys, kid)
     return f"{kid}:" if key is None or not _HEX(key.secret_hex) else mint_token(key, execution_id, waitpoint_id)
@@ -74,7 +74,7 @@ def token_of(keys: Keys, kid: str, execution_id: str, waitpoint_id: str) -> str:
 
 def verify_token(
     token: str,
-    keys: Keys,
+    keys: SigningKeys,
     *,
     execution_id: str,
     waitpoint_id: str,

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, merge_patch
-from flowfabric.model.change import NOW, Change, Delete, Guard, Insert, Patch, Put, Write, live, seen
+from flowfabric.model.change import NOW, Change, Delete, Guard, Insert, Patch, Upsert, Write, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.model.stream import Frame, FrameMode, Stream, Summary
+from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
@@ -36,7 +36,7 @@ class BestEffort(msgspec.Struct, frozen=True):
     ema_alpha: float = ALPHA
 
     @property
-    def sane(self) -> BestEffort:
+    def normalized(self) -> BestEffort:
         """With every number that makes no sense replaced by its default."""
         floor = self.maxlen_floor if self.maxlen_floor > 0 else FLOOR
         ceiling = self.maxlen_ceiling if self.maxlen_ceiling > 0 else CEILING
@@ -64,12 +64,12 @@ class Appended(msgspec.Struct, frozen=True):
     summary_version: int | None = None
 
 
-Answers = list[Appended | errors.FabricError]
+AppendResults = list[Appended | errors.FabricError]
 
 
-def append(
-    row: Execution | None, stream: Stream | None, summary: Summary | None, asks: Sequence[FrameArgs], now: int
-) -> Decision[Answers]:
+def append_frames(
+    row: Execution | None, stream: Stream | None, summary: StreamSummary | None, asks: Sequence[FrameArgs], now: int
+) -> Decision[AppendResults]:
     """Append frames in order; each is accepted or refused on its own."""
     page = _Page(row, stream, summary, now)
     answers = [page.refused(ask) or page.add(ask) for ask in asks]
@@ -81,7 +81,7 @@ def append(
 class _Page:
     """The stream while frames are added to it."""
 
-    def __init__(self, row: Execution | None, stream: Stream | None, summary: Summary | None, now: int) -> None:
+    def __init__(self, row: Execution | None, stream: Stream | None, summary: StreamSummary | None, now: int) -> None:
         self.row = row
         self.now = now
         self.before = stream
@@ -93,13 +93,13 @@ class _Page:
         self.summary = summary
         self.document: dict[str, Any] | errors.FabricError = {}
         if summary is not None:
-            self.document = merge_patch.read_document(summary.document)
+            self.document = merge_patch.decode_document(summary.document)
 
     def refused(self, ask: FrameArgs) -> errors.FabricError | None:
         row = self.row
         if row is None or row.lifecycle_phase is not LifecyclePhase.ACTIVE:
             return errors.StreamClosed()
-        if row.ownership_state is not OwnershipState.LEASED or lease.has_lapsed(row, self.now):
+        if row.ownership_state is not OwnershipState.LEASED or lease.has_expired(row, self.now):
             return errors.StaleOwnerCannotAppend(execution_id=row.execution_id)
         held = (ask.attempt_index, ask.fence.lease_id, ask.fence.lease_epoch)
         if held != (row.attempt_index, row.lease_id, row.lease_epoch):
@@ -111,7 +111,7 @@ class _Page:
     def add(self, ask: FrameArgs) -> Appended | errors.FabricError:
         version = None
         if ask.mode is FrameMode.SUMMARY:
-            patch = merge_patch.read_patch(ask.payload)
+            patch = merge_patch.decode_patch(ask.payload)
             if isinstance(patch, errors.FabricError):
                 return patch
             if isinstance(self.document, errors.FabricError):
@@ -150,7 +150,7 @@ class _Page:
         first = self.now if kept is None else kept.first_applied_ms
         self.document = document
         # The text is written once, for the last version of the batch.
-        self.summary = Summary(state["execution_id"], state["attempt_index"], "", version, first, self.now)
+        self.summary = StreamSummary(state["execution_id"], state["attempt_index"], "", version, first, self.now)
         return version
 
     def _keep(self, ask: FrameArgs, number: int) -> None:
@@ -159,7 +159,7 @@ class _Page:
         if state["vanishes_at"] is not None and state["vanishes_at"] <= self.now:
             state["kept_from"], state["vanishes_at"] = number, None
         if ask.mode is FrameMode.BEST_EFFORT:
-            limit = self._best_effort(ask.best_effort.sane)
+            limit = self._best_effort(ask.best_effort.normalized)
         else:
             limit = KEPT[ask.mode]
             state["has_durable_frame"], state["vanishes_at"] = True, None
@@ -186,12 +186,12 @@ class _Page:
         self.pages = [page for page in self.pages if page[0] >= oldest]
         self.state["pages"] = msgspec.json.encode(self.pages).decode()
         frames = [frame for frame in self.frames if frame.page >= oldest]
-        writes: tuple[Write, ...] = (Put(Stream(**self.state)), *(Insert(frame) for frame in frames))
+        writes: tuple[Write, ...] = (Upsert(Stream(**self.state)), *(Insert(frame) for frame in frames))
         if self.before is None:
             writes += (Patch(Execution, (row.execution_id,), {"stream_index": key[1], "last_mutation_at": NOW}),)
         if self.summary is not None and not self.summary.document and isinstance(self.document, dict):
-            text = merge_patch.write_document(self.document)
-            writes += (Put(msgspec.structs.replace(self.summary, document=text)),)
+            text = merge_patch.encode_document(self.document)
+            writes += (Upsert(msgspec.structs.replace(self.summary, document=text)),)
         writes += tuple(Delete(Frame, (*key, page)) for page in gone)
         guard = Guard(Stream, key, None if self.before is None else self.before.revision)
         return Change(guards=(seen(row, live(row)), guard), writes=writes)

@@ -41,15 +41,15 @@ class SummaryView(msgspec.Struct, frozen=True):
     first_applied_ms: int
 
 
-class Position(msgspec.Struct, frozen=True, order=True):
+class StreamPosition(msgspec.Struct, frozen=True, order=True):
     """A place in a stream."""
 
     ms: int
     seq: int
 
 
-FIRST = Position(0, 0)
-LAST = Position(MAX_INTEGER, MAX_INTEGER)
+FIRST = StreamPosition(0, 0)
+LAST = StreamPosition(MAX_INTEGER, MAX_INTEGER)
 
 
 def parse_cursor(text: object) -> str | tuple[int, int | None]:
@@ -69,28 +69,28 @@ def parse_cursor(text: object) -> str | tuple[int, int | None]:
     return min(int(found[1]), MAX_INTEGER), None if seq is None else min(int(seq), MAX_INTEGER)
 
 
-def lower_bound(text: object) -> Position:
+def lower_bound(text: object) -> StreamPosition:
     """A cursor as the first place that counts."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         return FIRST if cursor == START else LAST
-    return Position(cursor[0], cursor[1] or 0)
+    return StreamPosition(cursor[0], cursor[1] or 0)
 
 
-def upper_bound(text: object) -> Position:
+def upper_bound(text: object) -> StreamPosition:
     """A cursor as the last place that counts; a bare time means its last entry."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         return FIRST if cursor == START else LAST
-    return Position(cursor[0], MAX_INTEGER if cursor[1] is None else cursor[1])
+    return StreamPosition(cursor[0], MAX_INTEGER if cursor[1] is None else cursor[1])
 
 
-def concrete(text: object) -> Position:
+def tail_position(text: object) -> StreamPosition:
     """A cursor that a tail can go on from."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         raise InvalidInput(f"stream cursor: {cursor} is no place to go on from; use an entry's id, such as 0-0")
-    return Position(cursor[0], cursor[1] or 0)
+    return StreamPosition(cursor[0], cursor[1] or 0)
 
 
 def check_count(count_limit: object) -> int:
@@ -102,19 +102,19 @@ def check_count(count_limit: object) -> int:
     return count_limit
 
 
-def first_page(stream: Stream, after: Position) -> int:
+def first_page(stream: Stream, after: StreamPosition) -> int:
     """The page on which the entry after a place stands, or a page before it."""
     pages: Sequence[Sequence[int]] = msgspec.json.decode(stream.pages)
-    starting = [page for page, ms, seq in pages if Position(ms, seq) <= after]
+    starting = [page for page, ms, seq in pages if StreamPosition(ms, seq) <= after]
     return max(starting, default=0)
 
 
-def is_vanished(stream: Stream, now: int) -> bool:
+def is_expired(stream: Stream, now: int) -> bool:
     """Whether all frames are best-effort ones whose time is over."""
     return stream.vanishes_at is not None and stream.vanishes_at <= now
 
 
-def view(frame: Frame) -> FrameView:
+def frame_view(frame: Frame) -> FrameView:
     """The entry as it is handed out; a payload that is no UTF-8 comes as base64."""
     try:
         payload, encoding = frame.payload.decode(), "utf8"

@@ -14,20 +14,20 @@ REMEMBER_GRACE_MS = 60_000
 REMEMBER_MOST_MS = 7 * 24 * 60 * 60 * 1000
 
 
-class Fresh(msgspec.Struct, frozen=True):
+class FreshWaitpoint(msgspec.Struct, frozen=True):
     """A waitpoint that the suspend makes."""
 
     waitpoint_id: str
     waitpoint_key: str
 
 
-class UsePending(msgspec.Struct, frozen=True):
+class UsePendingWaitpoint(msgspec.Struct, frozen=True):
     """A waitpoint that was made before; its key and token are its own."""
 
     waitpoint_id: str
 
 
-Binding = Fresh | UsePending
+WaitpointBinding = FreshWaitpoint | UsePendingWaitpoint
 
 
 class ResumePolicy(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class SuspendArgs(msgspec.Struct, frozen=True, kw_only=True):
     """What a suspend asks for. `now` is the caller's clock, for the checks of the arguments alone."""
 
     suspension_id: str
-    waitpoints: tuple[Binding, ...]
+    waitpoints: tuple[WaitpointBinding, ...]
     resume_condition: Condition
     reason_code: str
     now: int
@@ -56,7 +56,7 @@ class SuspendArgs(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str | None = None
 
     @property
-    def remember_ms(self) -> int:
+    def answer_ttl_ms(self) -> int:
         """How long the answer is remembered."""
         if self.timeout_at is None:
             return REMEMBER_MOST_MS
@@ -70,7 +70,7 @@ def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
         return errors.InvalidInput("waitpoints_empty")
     primary = bindings[0]
     if (
-        isinstance(primary, Fresh)
+        isinstance(primary, FreshWaitpoint)
         and isinstance(condition, Single)
         and condition.waitpoint_key != primary.waitpoint_key
     ):
@@ -86,13 +86,13 @@ def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
     return conditions.check_structure(condition)
 
 
-def _several(bindings: tuple[Binding, ...], condition: Condition) -> str | None:
+def _several(bindings: tuple[WaitpointBinding, ...], condition: Condition) -> str | None:
     for place, binding in enumerate(bindings[1:], start=1):
-        if isinstance(binding, UsePending):
+        if isinstance(binding, UsePendingWaitpoint):
             return f"additional_waitpoint_binding_must_be_fresh at waitpoints[{place}]"
-    if isinstance(bindings[0], UsePending):
+    if isinstance(bindings[0], UsePendingWaitpoint):
         return "use_pending_with_extras_unsupported"
-    fresh = [binding for binding in bindings if isinstance(binding, Fresh)]
+    fresh = [binding for binding in bindings if isinstance(binding, FreshWaitpoint)]
     for place, binding in enumerate(fresh[1:], start=1):
         if not binding.waitpoint_key:
             return f"additional_waitpoint_binding_empty_key at waitpoints[{place}]"

@@ -14,7 +14,7 @@ import msgspec
 
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.condition import (
-    AllOf,
+    AllConditions,
     ByName,
     Condition,
     Count,
@@ -23,7 +23,7 @@ from flowfabric.model.condition import (
     OperatorOnly,
     Single,
     TimeoutOnly,
-    Unknown,
+    UnknownCondition,
     Wildcard,
 )
 from flowfabric.rules import validation
@@ -38,7 +38,7 @@ LONGEST_SATISFIER = 100
 Progress = dict[str, list[str]]  # the satisfiers of each node, by its path
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class IncomingSignal(msgspec.Struct, frozen=True):
     """What a condition asks of a signal."""
 
     waitpoint_id: str
@@ -49,7 +49,7 @@ class Arrival(msgspec.Struct, frozen=True):
     source_identity: str
 
 
-class Effect:
+class SignalEffect:
     """What a signal did."""
 
     SATISFIED = "resume_condition_satisfied"
@@ -61,13 +61,13 @@ class Effect:
     BUFFERED = "buffered_for_pending_waitpoint"
 
 
-UNMATCHED = frozenset({Effect.NO_OP, Effect.NOT_IN_CONDITION, Effect.MATCHER_FAILED})
+UNMATCHED = frozenset({SignalEffect.NO_OP, SignalEffect.NOT_IN_CONDITION, SignalEffect.MATCHER_FAILED})
 
 
 def check_structure(condition: Condition) -> FabricError | None:
     """What is wrong with the tree: depth first, the first fault wins."""
     for path, depth, node in _walk(condition):
-        if isinstance(node, AllOf | Count) and depth > MAX_DEPTH:
+        if isinstance(node, AllConditions | Count) and depth > MAX_DEPTH:
             return InvalidInput(f"depth {depth} exceeds cap {MAX_DEPTH} at path {path}")
         if fault := _fault(node):
             return InvalidInput(fault if fault == EMPTY_NAME else f"{fault} at path {path}")
@@ -76,7 +76,7 @@ def check_structure(condition: Condition) -> FabricError | None:
 
 def _fault(node: Condition) -> str | None:
     match node:
-        case AllOf(members=()):
+        case AllConditions(members=()):
             return "allof_empty_members"
         case Count(n=0):
             return "count_n_zero"
@@ -115,14 +115,14 @@ def required_names(condition: Condition, waitpoint_key: str) -> list[str]:
     return list(names)
 
 
-def meet(condition: Condition, progress: Progress, arrival: Arrival) -> tuple[str, Progress]:
+def apply_signal(condition: Condition, progress: Progress, arrival: IncomingSignal) -> tuple[str, Progress]:
     """What a signal does to a condition, and how far it has come then."""
     candidates = [(path, node) for path, _, node in _walk(condition) if arrival.waitpoint_key in _keys(node)]
     matching = [(path, node) for path, node in candidates if _matches(node, arrival.signal_name)]
     if not matching:
         if isinstance(condition, Single | OperatorOnly | TimeoutOnly):
-            return Effect.NO_OP, progress
-        return (Effect.MATCHER_FAILED if candidates else Effect.NOT_IN_CONDITION), progress
+            return SignalEffect.NO_OP, progress
+        return (SignalEffect.MATCHER_FAILED if candidates else SignalEffect.NOT_IN_CONDITION), progress
     grown = {path: list(tokens) for path, tokens in progress.items()}
     news = False
     for path, node in matching:
@@ -131,20 +131,20 @@ def meet(condition: Condition, progress: Progress, arrival: Arrival) -> tuple[st
             tokens.append(token)
             news = True
     if not news:
-        return Effect.DUPLICATE, progress
-    return (Effect.SATISFIED if is_met(condition, grown) else Effect.APPENDED), grown
+        return SignalEffect.DUPLICATE, progress
+    return (SignalEffect.SATISFIED if is_satisfied(condition, grown) else SignalEffect.APPENDED), grown
 
 
-def is_met(condition: Condition, progress: Progress, path: str = "<root>") -> bool:
+def is_satisfied(condition: Condition, progress: Progress, path: str = "<root>") -> bool:
     """Whether the condition has come to its end."""
     match condition:
         case Single():
             return path in progress
         case Count(n=n):
             return len(progress.get(path, ())) >= n
-        case AllOf(members=members):
-            return all(is_met(member, progress, _below(path, place)) for place, member in enumerate(members))
-        case OperatorOnly() | TimeoutOnly() | Unknown():
+        case AllConditions(members=members):
+            return all(is_satisfied(member, progress, _below(path, place)) for place, member in enumerate(members))
+        case OperatorOnly() | TimeoutOnly() | UnknownCondition():
             return False
         case _:
             assert_never(condition)
@@ -155,7 +155,7 @@ def _matches(node: Condition, name: str) -> bool:
     return not isinstance(matcher, ByName) or matcher.name == name
 
 
-def _token(node: Condition, arrival: Arrival) -> str:
+def _token(node: Condition, arrival: IncomingSignal) -> str:
     if not isinstance(node, Count):
         return "met"
     match node.count_kind:
@@ -186,7 +186,7 @@ def _keys(node: Condition) -> tuple[str, ...]:
 
 def _walk(node: Condition, path: str = "<root>", depth: int = 1) -> Iterator[tuple[str, int, Condition]]:
     yield path, depth, node
-    if isinstance(node, AllOf):
+    if isinstance(node, AllConditions):
         for place, member in enumerate(node.members):
             yield from _walk(member, _below(path, place), depth + 1)
 
@@ -199,12 +199,12 @@ def _below(path: str, place: int) -> str:
 # The written form
 
 
-def write_condition(condition: Condition) -> str:
+def encode_condition(condition: Condition) -> str:
     """The condition as JSON text, tagged by the names of its variants."""
-    return msgspec.json.encode(to_plain(condition)).decode()
+    return msgspec.json.encode(condition_to_builtins(condition)).decode()
 
 
-def read_condition(text: str) -> Condition:
+def decode_condition(text: str) -> Condition:
     """The reverse, for what was stored; a node that is not known here is kept as it is."""
     return _node(msgspec.json.decode(text), strict=False)
 
@@ -212,10 +212,10 @@ def read_condition(text: str) -> Condition:
 def parse_condition(plain: object) -> Condition:
     """A condition as a caller gave it, in records or in JSON's own types; `InvalidInput` when it is none."""
     try:
-        if isinstance(plain, Single | OperatorOnly | TimeoutOnly | AllOf | Count):
-            plain = to_plain(plain)  # records are not checked when they are made
+        if isinstance(plain, Single | OperatorOnly | TimeoutOnly | AllConditions | Count):
+            plain = condition_to_builtins(plain)  # records are not checked when they are made
         condition = _node(plain, strict=True)
-        validation.text("resume_condition", write_condition(condition))
+        validation.text("resume_condition", encode_condition(condition))
     except (AssertionError, AttributeError, TypeError, ValueError, RecursionError) as fault:
         raise InvalidInput("resume_condition: not a condition") from fault
     for text in (*referenced_keys(condition), *_names(condition)):
@@ -223,7 +223,7 @@ def parse_condition(plain: object) -> Condition:
     return condition
 
 
-def to_plain(condition: Condition) -> Any:
+def condition_to_builtins(condition: Condition) -> Any:
     """The condition as JSON's own types."""
     match condition:
         case Single():
@@ -232,14 +232,14 @@ def to_plain(condition: Condition) -> Any:
             return "OperatorOnly"
         case TimeoutOnly():
             return "TimeoutOnly"
-        case AllOf(members=members):
-            return {"Composite": {"kind": "AllOf", "members": [to_plain(member) for member in members]}}
+        case AllConditions(members=members):
+            return {"Composite": {"kind": "AllOf", "members": [condition_to_builtins(member) for member in members]}}
         case Count():
             plain = {"kind": "Count", "n": condition.n, "count_kind": condition.count_kind.value}
             if condition.matcher is not None:
                 plain["matcher"] = _plain_matcher(condition.matcher)
             return {"Composite": plain | {"waitpoints": list(condition.waitpoints)}}
-        case Unknown(stored=stored):
+        case UnknownCondition(stored=stored):
             return stored
         case _:
             assert_never(condition)
@@ -265,8 +265,8 @@ def _node(plain: Any, *, strict: bool, depth: int = 1) -> Condition:
             return Single(key, found)
         case {"Composite": {"kind": "AllOf", "members": list(members)}}:
             if depth > READ_DEPTH:
-                return AllOf(())
-            return AllOf(tuple(_node(member, strict=strict, depth=depth + 1) for member in members))
+                return AllConditions(())
+            return AllConditions(tuple(_node(member, strict=strict, depth=depth + 1) for member in members))
         case {"Composite": {"kind": "Count", "n": int(n), "count_kind": str(kind), "waitpoints": list(keys)} as count}:
             matcher = _matcher(count["matcher"]) if "matcher" in count else None
             kinds = {known.value: known for known in CountKind}
@@ -277,7 +277,7 @@ def _node(plain: Any, *, strict: bool, depth: int = 1) -> Condition:
             pass
     if strict:
         raise InvalidInput("resume_condition: not a condition")
-    return Unknown(plain)
+    return UnknownCondition(plain)
 
 
 def _matcher(plain: Any) -> Matcher | None:

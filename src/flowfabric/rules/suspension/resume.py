@@ -8,16 +8,16 @@ from typing import Any, assert_never
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Insert, Patch, Write, at, seen
+from flowfabric.model.change import NOW, Change, Insert, Patch, Write, from_now, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, BlockingReason, LifecyclePhase, PublicState, TerminalOutcome
-from flowfabric.model.suspension import NO_TIMEOUT, Remembered, Signal, Suspension, TimeoutBehavior
+from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Signal, Suspension, TimeoutBehavior
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.execution import cleanup, transitions
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
-from flowfabric.rules.suspension.encoding import Place
+from flowfabric.rules.suspension.encoding import SignalRef
 
 AUTO_RESUMED = "timed_out_auto_resume"
 SCOPE = "resume"
@@ -28,7 +28,7 @@ class Resumed(msgspec.Struct, frozen=True):
     public_state: PublicState
 
 
-class Expiry(StrEnum):
+class SuspensionExpiry(StrEnum):
     """What became of a suspension whose timeout was looked at."""
 
     NOT_DUE = "not_due"
@@ -54,7 +54,7 @@ def resume_execution(
         return refuse(errors.ExecutionNotSuspended(execution_id=row.execution_id))
     trace: tuple[Write, ...] = ()
     if call_id is not None:
-        trace = (Insert(Remembered(row.execution_id, SCOPE, call_id, at(TRACE_LIFE_MS), "")),)
+        trace = (Insert(IdempotencyRecord(row.execution_id, SCOPE, call_id, from_now(TRACE_LIFE_MS), "")),)
     change = _resumed(row, root, {"close_reason": wait_state.RESUMED, "satisfied_at": NOW}, delay_ms, trace)
     return Decision(Resumed(PublicState.DELAYED if delay_ms > 0 else PublicState.WAITING), change)
 
@@ -64,16 +64,18 @@ def _resumed(
 ) -> Change:
     closed = {"closed_at": NOW, "due_at": None, **fields}
     return Change(
-        guards=(seen(row), wait_state.guard_of(root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
         writes=(
-            wait_state.resumption(row, delay_ms, f"resume delay {delay_ms}ms"),
+            wait_state.resume_row(row, delay_ms, f"resume delay {delay_ms}ms"),
             Patch(Suspension, (row.execution_id,), closed),
             *also,
         ),
     )
 
 
-def expire_suspension(row: Execution | None, root: Suspension | None, signal_id: str, now: int) -> Decision[Expiry]:
+def expire_suspension(
+    row: Execution | None, root: Suspension | None, signal_id: str, now: int
+) -> Decision[SuspensionExpiry]:
     """Do what the suspension wants done when its time is over; nothing before that. Retries are not asked.
 
     `signal_id` is for the signal by which a worker that is resumed can tell that nobody signalled.
@@ -84,21 +86,21 @@ def expire_suspension(row: Execution | None, root: Suspension | None, signal_id:
         or root is None
         or not wait_state.is_open(root)
     ):
-        return Decision(Expiry.NOT_SUSPENDED)
+        return Decision(SuspensionExpiry.NOT_SUSPENDED)
     if root.timeout_at is None or root.timeout_at > now:
-        return Decision(Expiry.NOT_DUE)
+        return Decision(SuspensionExpiry.NOT_DUE)
     behavior = root.timeout_behavior or TimeoutBehavior.FAIL
     match behavior:
         case TimeoutBehavior.FAIL:
-            answer, change = Expiry.FAILED, _ended(row, root, TerminalOutcome.FAILED, behavior)
+            answer, change = SuspensionExpiry.FAILED, _ended(row, root, TerminalOutcome.FAILED, behavior)
         case TimeoutBehavior.CANCEL:
-            answer, change = Expiry.CANCELLED, _ended(row, root, TerminalOutcome.CANCELLED, behavior)
+            answer, change = SuspensionExpiry.CANCELLED, _ended(row, root, TerminalOutcome.CANCELLED, behavior)
         case TimeoutBehavior.EXPIRE:
-            answer, change = Expiry.EXPIRED, _ended(row, root, TerminalOutcome.EXPIRED, behavior)
+            answer, change = SuspensionExpiry.EXPIRED, _ended(row, root, TerminalOutcome.EXPIRED, behavior)
         case TimeoutBehavior.AUTO_RESUME:
-            answer, change = Expiry.RESUMED, _auto_resumed(row, root, signal_id, now)
+            answer, change = SuspensionExpiry.RESUMED, _auto_resumed(row, root, signal_id, now)
         case TimeoutBehavior.ESCALATE:
-            answer, change = Expiry.ESCALATED, _escalated(row, root)
+            answer, change = SuspensionExpiry.ESCALATED, _escalated(row, root)
         case _:
             assert_never(behavior)
     return Decision(answer, msgspec.structs.replace(change, not_before=root.timeout_at))
@@ -107,29 +109,29 @@ def expire_suspension(row: Execution | None, root: Suspension | None, signal_id:
 def _ended(row: Execution, root: Suspension, outcome: TerminalOutcome, behavior: TimeoutBehavior) -> Change:
     cancelled = outcome is TerminalOutcome.CANCELLED
     reason = f"suspension_timeout:{behavior.value}"
-    change = transitions.ended(
+    change = transitions.terminate(
         row,
         outcome,
         attempt=AttemptRecordState.ENDED_CANCELLED if cancelled else AttemptRecordState.ENDED_FAILURE,
         attempt_reason=reason,
-        released=reason,
-        stream=cleanup.SUSPENSION_TIMEOUT,
-        suspension=f"timed_out_{behavior.value}",
+        release_reason=reason,
+        stream_reason=cleanup.SUSPENSION_TIMEOUT,
+        suspension_reason=f"timed_out_{behavior.value}",
         failure_reason=reason,
     )
-    return msgspec.structs.replace(change, guards=(*change.guards, wait_state.guard_of(root, row.execution_id)))
+    return msgspec.structs.replace(change, guards=(*change.guards, wait_state.seen_suspension(root, row.execution_id)))
 
 
 def _auto_resumed(row: Execution, root: Suspension, signal_id: str, now: int) -> Change:
     if root.waits_on is not None:
-        fields, writes = gate_rules.moved_on(
-            row, root, {}, gate_rules.past(root, gate_rules.waits_on(root), now), reason=AUTO_RESUMED
+        fields, writes = gate_rules.update_gates(
+            row, root, {}, gate_rules.expired_gates(root, gate_rules.parked_on(root), now), reason=AUTO_RESUMED
         )
         return Change(
-            guards=(seen(row), wait_state.guard_of(root, row.execution_id)),
+            guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
             writes=(Patch(Suspension, (row.execution_id,), fields), *writes),
         )
-    primary = wait_encoding.bound(root)[0].waitpoint_id
+    primary = wait_encoding.bound_waitpoints(root)[0].waitpoint_id
     signal = Signal(
         execution_id=row.execution_id,
         waitpoint_id=primary,
@@ -140,22 +142,22 @@ def _auto_resumed(row: Execution, root: Suspension, signal_id: str, now: int) ->
         source_type="system",
         source_identity="suspension_timeout",
         target_scope="execution",
-        created_at=at(0),
-        accepted_at=at(0),
+        created_at=from_now(0),
+        accepted_at=from_now(0),
         observed_effect=AUTO_RESUMED,
     )
     fields = {
         "close_reason": AUTO_RESUMED,
         "satisfied_at": NOW,
         "closer_signal_id": signal_id,
-        "satisfiers": wait_encoding.written([Place(primary, 0)]),
+        "satisfiers": wait_encoding.encode_or_none([SignalRef(primary, 0)]),
     }
     return _resumed(row, root, fields, also=(Insert(signal),))
 
 
 def _escalated(row: Execution, root: Suspension) -> Change:
     text = f"suspension escalated: timeout at {root.timeout_at}"
-    paused = transitions.moved(row, {"blocking_reason": BlockingReason.PAUSED_BY_OPERATOR, "blocking_text": text})
+    paused = transitions.transition(row, {"blocking_reason": BlockingReason.PAUSED_BY_OPERATOR, "blocking_text": text})
     fields = {
         "reason_code": "waiting_for_operator_review",
         "timeout_at": None,
@@ -163,6 +165,6 @@ def _escalated(row: Execution, root: Suspension) -> Change:
         "due_at": NO_TIMEOUT,
     }
     return Change(
-        guards=(seen(row), wait_state.guard_of(root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
         writes=(paused, Patch(Suspension, (row.execution_id,), fields)),
     )

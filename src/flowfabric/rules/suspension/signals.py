@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Put, Write, at, seen
+from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Upsert, Write, from_now, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
-from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.durable import vote_schema
@@ -22,8 +22,8 @@ from flowfabric.rules.suspension import conditions
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension.arguments import ResumePolicy
-from flowfabric.rules.suspension.conditions import UNMATCHED, Arrival, Effect
-from flowfabric.rules.suspension.encoding import Place
+from flowfabric.rules.suspension.conditions import UNMATCHED, IncomingSignal, SignalEffect
+from flowfabric.rules.suspension.encoding import SignalRef
 
 MAX_PAYLOAD_BYTES = 65_536
 DEDUP_TTL_MS = 24 * 60 * 60 * 1000
@@ -61,7 +61,7 @@ class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def dedups(self) -> bool:
+    def is_deduplicated(self) -> bool:
         """Whether a repetition of this one is recognised."""
         return bool(self.idempotency_key) and self.dedup_ttl_ms > 0
 
@@ -73,29 +73,31 @@ class Accepted(msgspec.Struct, frozen=True):
     effect: str
 
     @property
-    def counts(self) -> bool:
+    def is_useful(self) -> bool:
         """Whether somebody is helped by it: it was kept for a wait, or one came nearer to its end."""
-        return self.effect not in UNMATCHED and self.effect != Effect.DUPLICATE
+        return self.effect not in UNMATCHED and self.effect != SignalEffect.DUPLICATE
 
 
-class Duplicate(msgspec.Struct, frozen=True):
+class DuplicateDelivery(msgspec.Struct, frozen=True):
     """This signal was accepted before; nothing happened now."""
+
+    variant: ClassVar[str] = "Duplicate"
 
     existing_signal_id: str
 
 
-class Scene(msgspec.Struct, frozen=True):
+class SignalRows(msgspec.Struct, frozen=True):
     """What a delivery is decided on."""
 
     row: Execution | None
     root: Suspension | None
     waitpoint: Waitpoint | None
-    remembered: Remembered | None
+    remembered: IdempotencyRecord | None
     keys: Sequence[SigningKey]
     call: str = ""  # names the delivery: a sender may send the very same signal twice
 
 
-def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Duplicate]:
+def deliver_signal(scene: SignalRows, ask: SignalArgs, now: int) -> Decision[Accepted | DuplicateDelivery]:
     """Accept a signal once: buffer it before the wait, count it towards the condition, resume when that is met.
 
     The sender shows who it is before it hears anything about the state of what it sends to.
@@ -108,30 +110,30 @@ def deliver(scene: Scene, ask: SignalArgs, now: int) -> Decision[Accepted | Dupl
         return Decision(refused, Change(guards=(seen(row),), writes=(stamp,)))
     assert waitpoint is not None  # a token for one that does not exist is refused
     kept = scene.remembered
-    if ask.dedups and kept is not None and kept.expires_at > now:
-        told = event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED, scene.call)
-        return Decision(Duplicate(kept.answer), Change(guards=(seen(row),), events=(told,)))
+    if ask.is_deduplicated and kept is not None and kept.expires_at > now:
+        told = signal_event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED, scene.call)
+        return Decision(DuplicateDelivery(kept.answer), Change(guards=(seen(row),), events=(told,)))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
-    if wait_state.is_past(waitpoint, now):
+    if wait_state.is_pending_expired(waitpoint, now):
         return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
-    if wait_state.state_of(waitpoint, scene.root, now) is WaitpointState.CLOSED:
+    if wait_state.waitpoint_state(waitpoint, scene.root, now) is WaitpointState.CLOSED:
         if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
             return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
-    root = wait_state.root_of(scene.root, row)
+    root = wait_state.suspension_or_new(scene.root, row)
     if 0 < ask.max_signals_per_execution <= root.signal_count:
         return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
-    if wrong := vote_schema.unfit(row, waitpoint, ask.payload):
+    if wrong := vote_schema.check_vote(row, waitpoint, ask.payload):
         return refuse(wrong)
     return _accepted(scene, row, root, waitpoint, ask, now)
 
 
-def _verify(scene: Scene, ask: SignalArgs, now: int) -> errors.FabricError | None:
+def _verify(scene: SignalRows, ask: SignalArgs, now: int) -> errors.FabricError | None:
     waitpoint, token = scene.waitpoint, _shown(ask)
     # What is stored of a token is its kid and the beginning of its digest: signed with that key, it is the one that
     # was given out. A kid that was dropped and used anew, with another secret, signs other digests.
-    given_out = waitpoint is not None and waitpoint_tokens.is_of(
+    given_out = waitpoint is not None and waitpoint_tokens.matches_stored(
         token, waitpoint.token_kid, waitpoint.token_fingerprint
     )
     return waitpoint_tokens.verify_token(
@@ -151,9 +153,9 @@ def _shown(ask: SignalArgs) -> str:
 
 
 def _accepted(
-    scene: Scene, row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, now: int
-) -> Decision[Accepted | Duplicate]:
-    place = Place(waitpoint.waitpoint_id, waitpoint.signal_count + 1)
+    scene: SignalRows, row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, now: int
+) -> Decision[Accepted | DuplicateDelivery]:
+    place = SignalRef(waitpoint.waitpoint_id, waitpoint.signal_count + 1)
     effect, fields, writes = _evaluated(row, root, waitpoint, ask, place, now)
     fields |= {"signal_count": root.signal_count + 1}
     log_start = max(waitpoint.log_start, place.seq - ask.signal_maxlen + 1)
@@ -161,21 +163,21 @@ def _accepted(
         waitpoint,
         signal_count=place.seq,
         matched_signal_count=waitpoint.matched_signal_count + (effect not in UNMATCHED),
-        last_signal_at=at(0),
+        last_signal_at=from_now(0),
         log_start=log_start,
     )
-    kept = Put(Remembered(row.execution_id, *_remember_key(ask), at(ask.dedup_ttl_ms), ask.signal_id))
+    kept = Upsert(IdempotencyRecord(row.execution_id, *_remember_key(ask), from_now(ask.dedup_ttl_ms), ask.signal_id))
     change = Change(
-        guards=(seen(row), wait_state.guard_of(scene.root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(scene.root, row.execution_id)),
         writes=(
             Patch(Suspension, (row.execution_id,), fields),  # there since the first waitpoint
-            Put(counted),
+            Upsert(counted),
             Insert(_signal(ask, place.seq, effect)),
             *_trimmed(root, waitpoint, log_start),
-            *((kept,) if ask.dedups else ()),
+            *((kept,) if ask.is_deduplicated else ()),
             *writes,
         ),
-        events=(event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect, scene.call),),
+        events=(signal_event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect, scene.call),),
         not_before=_earliest(scene, ask),
         not_after=_latest(scene, ask),
     )
@@ -183,10 +185,10 @@ def _accepted(
 
 
 def _evaluated(
-    row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, place: Place, now: int
+    row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, place: SignalRef, now: int
 ) -> tuple[str, dict[str, Any], tuple[Write, ...]]:
     """The signal's effect, what it changes of the root, and what else it writes."""
-    arrival = Arrival(
+    arrival = IncomingSignal(
         waitpoint.waitpoint_id,
         waitpoint.waitpoint_key,
         ask.signal_id,
@@ -195,19 +197,19 @@ def _evaluated(
         ask.source_identity,
     )
     if waitpoint.gate is not None:
-        return gate_rules.vote(row, root, waitpoint.gate, arrival, place.seq, now)
+        return gate_rules.apply_vote(row, root, waitpoint.gate, arrival, place.seq, now)
     if waitpoint.suspension_id is None:
-        return Effect.BUFFERED, {}, ()
-    condition = conditions.read_condition(root.resume_condition or '"OperatorOnly"')
-    effect, progress = conditions.meet(condition, wait_encoding.progress(root.progress), arrival)
+        return SignalEffect.BUFFERED, {}, ()
+    condition = conditions.decode_condition(root.resume_condition or '"OperatorOnly"')
+    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(root.progress), arrival)
     fields: dict[str, Any] = {"last_signal_at": NOW}
-    if effect not in (Effect.SATISFIED, Effect.APPENDED):
+    if effect not in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
         return effect, fields, ()
     fields |= {
-        "progress": wait_encoding.written(progress),
-        "satisfiers": wait_encoding.written([*wait_encoding.satisfiers(root), place]),
+        "progress": wait_encoding.encode_or_none(progress),
+        "satisfiers": wait_encoding.encode_or_none([*wait_encoding.satisfiers(root), place]),
     }
-    if effect == Effect.APPENDED:
+    if effect == SignalEffect.APPENDED:
         return effect, fields, ()
     fields |= {
         "satisfied_at": NOW,
@@ -220,7 +222,7 @@ def _evaluated(
     return (
         effect,
         fields,
-        (wait_state.resumption(row, delay, f"resume delay {delay}ms after signal {ask.signal_name}"),),
+        (wait_state.resume_row(row, delay, f"resume delay {delay}ms after signal {ask.signal_name}"),),
     )
 
 
@@ -242,8 +244,8 @@ def _signal(ask: SignalArgs, seq: int, effect: str) -> Signal:
         source_type=ask.source_type,
         source_identity=ask.source_identity,
         target_scope=ask.target_scope,
-        created_at=at(0) if ask.created_at is None else ask.created_at,
-        accepted_at=at(0),
+        created_at=from_now(0) if ask.created_at is None else ask.created_at,
+        accepted_at=from_now(0),
         observed_effect=effect,
         correlation_id=ask.correlation_id or None,
         idempotency_key=ask.idempotency_key or None,
@@ -257,22 +259,22 @@ def _trimmed(root: Suspension, waitpoint: Waitpoint, log_start: int) -> tuple[Wr
     if log_start == waitpoint.log_start:
         return ()
     counted = {place.seq for place in wait_encoding.satisfiers(root) if place.waitpoint_id == waitpoint.waitpoint_id}
-    counted |= gate_rules.voted(root, waitpoint)
+    counted |= gate_rules.counted_signals(root, waitpoint)
     leaving = (seq for seq in range(waitpoint.log_start, log_start) if seq not in counted)
     return tuple(Delete(Signal, (waitpoint.execution_id, waitpoint.waitpoint_id, seq)) for seq in leaving)
 
 
 def _remember_key(ask: SignalArgs) -> tuple[str, str]:
-    return ask.waitpoint_id, wait_encoding.digest(ask.idempotency_key or "")
+    return ask.waitpoint_id, wait_encoding.key_digest(ask.idempotency_key or "")
 
 
-def _earliest(scene: Scene, ask: SignalArgs) -> int | None:
+def _earliest(scene: SignalRows, ask: SignalArgs) -> int | None:
     """A key whose time was over at the look must be over."""
     kept = scene.remembered
-    return kept.expires_at if ask.dedups and kept is not None else None
+    return kept.expires_at if ask.is_deduplicated and kept is not None else None
 
 
-def _latest(scene: Scene, ask: SignalArgs) -> int | None:
+def _latest(scene: SignalRows, ask: SignalArgs) -> int | None:
     """What was in time at the look must be in time: the key that signed, the waitpoint that was pending."""
     kid = waitpoint_tokens.token_kid(_shown(ask))
     ends = [key.expires_at for key in scene.keys if key.kid == kid and not key.current]
@@ -281,14 +283,14 @@ def _latest(scene: Scene, ask: SignalArgs) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def resumed_by(root: Suspension | None, attempt_index: int) -> list[Place]:
+def resuming_signals(root: Suspension | None, attempt_index: int) -> list[SignalRef]:
     """The signals that closed the latest suspension, if it was this attempt's and signals closed it."""
     if root is None or root.attempt_index != attempt_index:
         return []
-    return wait_encoding.closers(root)
+    return wait_encoding.closing_signals(root)
 
 
-def event(
+def signal_event(
     row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str, call: str = ""
 ) -> Event:
     """An entry of the signal feed; by the call's name it is known again when the answer got lost."""

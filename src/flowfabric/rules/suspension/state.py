@@ -21,22 +21,22 @@ def is_open(root: Suspension | None) -> bool:
     return root is not None and root.suspension_id is not None and root.closed_at is None
 
 
-def guard_of(root: Suspension | None, execution_id: str) -> Guard:
+def seen_suspension(root: Suspension | None, execution_id: str) -> Guard:
     """The root as it was seen, or its absence."""
     return Guard(Suspension, (execution_id,), None if root is None else root.revision)
 
 
-def root_of(root: Suspension | None, row: Execution) -> Suspension:
+def suspension_or_new(root: Suspension | None, row: Execution) -> Suspension:
     """The root, or the one that is yet to be."""
     return root or Suspension(row.execution_id, row.partition)
 
 
-def marked(row: Execution) -> tuple[Write, ...]:
+def mark_has_waits(row: Execution) -> tuple[Write, ...]:
     """The sheet's mark that there is a root, for the change that brings it into being."""
     return () if row.has_waits else (Patch(Execution, (row.execution_id,), {"has_waits": True}),)
 
 
-def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointState:
+def waitpoint_state(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointState:
     """Whether a waitpoint takes signals; a pending one whose time is over is closed, swept or not."""
     if waitpoint.closed_at is not None:
         return WaitpointState.CLOSED
@@ -44,15 +44,15 @@ def state_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> Waitpoi
         gate = open_gates(root).get(waitpoint.gate)
         # The gate of this name may be that of a later life, with waitpoints of its own.
         own = gate is not None and any(waitpoint.waitpoint_id == one for one, _ in gate.waitpoints)
-        holds = gate is not None and own and not gate_is_past(gate, now)
+        holds = gate is not None and own and not is_gate_expired(gate, now)
         return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
     if waitpoint.suspension_id is not None:
         holds = root is not None and root.suspension_id == waitpoint.suspension_id and root.closed_at is None
         return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
-    return WaitpointState.CLOSED if is_past(waitpoint, now) else WaitpointState.PENDING
+    return WaitpointState.CLOSED if is_pending_expired(waitpoint, now) else WaitpointState.PENDING
 
 
-def is_past(waitpoint: Waitpoint, now: int) -> bool:
+def is_pending_expired(waitpoint: Waitpoint, now: int) -> bool:
     """Whether a waitpoint waited for its activation until its time was over, swept or not."""
     return waitpoint.close_reason in (None, NEVER_COMMITTED) and was_never_activated(waitpoint, now)
 
@@ -63,11 +63,11 @@ def was_never_activated(waitpoint: Waitpoint, now: int) -> bool:
     return past and waitpoint.activated_at is None
 
 
-def close_reason_of(waitpoint: Waitpoint, root: Suspension | None, now: int) -> str | None:
+def waitpoint_close_reason(waitpoint: Waitpoint, root: Suspension | None, now: int) -> str | None:
     """Why a waitpoint is closed; None while it is open."""
     if waitpoint.close_reason is not None:
         return waitpoint.close_reason
-    if state_of(waitpoint, root, now) is not WaitpointState.CLOSED:
+    if waitpoint_state(waitpoint, root, now) is not WaitpointState.CLOSED:
         return None
     if waitpoint.suspension_id is None and waitpoint.gate is None:
         return NEVER_COMMITTED
@@ -81,14 +81,14 @@ def open_gates(root: Suspension | None) -> dict[str, Gate]:
     return {} if text is None else msgspec.json.decode(text, type=dict[str, Gate])
 
 
-def gate_is_past(gate: Gate, now: int) -> bool:
+def is_gate_expired(gate: Gate, now: int) -> bool:
     """Whether a gate's own time is over; from then on nothing counts, closed or not."""
     return gate.expires_at is not None and gate.expires_at <= now
 
 
-def resumption(row: Execution, delay_ms: int, detail: str) -> Patch:
+def resume_row(row: Execution, delay_ms: int, detail: str) -> Patch:
     """The suspended row on its way back: claimable at once, or after a delay that `detail` explains."""
-    fields = queue.entrance(row, AttemptState.ATTEMPT_INTERRUPTED)
+    fields = queue.enqueue_fields(row, AttemptState.ATTEMPT_INTERRUPTED)
     fields.update(lifecycle_phase=LifecyclePhase.RUNNABLE, current_suspension_id=None, current_waitpoint_id=None)
     if delay_ms > 0:
         fields.update(
@@ -98,7 +98,7 @@ def resumption(row: Execution, delay_ms: int, detail: str) -> Patch:
             delay_until=FromNow(delay_ms),
             line=None,
         )
-    return transitions.moved(row, fields)
+    return transitions.transition(row, fields)
 
 
 class ObservedSignal(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class ObservedSignal(msgspec.Struct, frozen=True):
     payload: bytes | None
 
 
-def observed(signal: Signal) -> ObservedSignal:
+def observed_signal(signal: Signal) -> ObservedSignal:
     """The signal for its receiver."""
     return ObservedSignal(
         signal.signal_id,

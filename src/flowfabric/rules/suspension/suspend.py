@@ -8,14 +8,14 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import NOW, Change, Patch, Put, Write, at, lease_event, live, seen
+from flowfabric.model.change import NOW, Change, Patch, Upsert, Write, from_now, lease_event, live, seen
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import (
     NO_TIMEOUT,
-    Remembered,
+    IdempotencyRecord,
     Signal,
     Suspension,
     Waitpoint,
@@ -32,11 +32,11 @@ from flowfabric.rules.suspension import conditions
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from flowfabric.rules.suspension.arguments import Fresh, SuspendArgs, UsePending
-from flowfabric.rules.suspension.conditions import Arrival, Effect
-from flowfabric.rules.suspension.encoding import Bound, Place
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs, UsePendingWaitpoint
+from flowfabric.rules.suspension.conditions import IncomingSignal, SignalEffect
+from flowfabric.rules.suspension.encoding import SignalRef, WaitpointRef
 
-BLOCKING = {
+BLOCKING_REASON_OF_CODE = {
     "waiting_for_signal": BlockingReason.WAITING_FOR_SIGNAL,
     "waiting_for_approval": BlockingReason.WAITING_FOR_APPROVAL,
     "waiting_for_callback": BlockingReason.WAITING_FOR_CALLBACK,
@@ -49,7 +49,7 @@ BLOCKING = {
 }
 
 
-def shelved(
+def suspend_row(
     row: Execution,
     *,
     suspension_id: str,
@@ -65,12 +65,12 @@ def shelved(
     what a function waits for.
     """
     words = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
-    need = next((need for key in keys if (need := budget_rules.read_need(key, row.namespace))), None)
+    need = next((need for key in keys if (need := budget_rules.parse_need(key, row.namespace))), None)
     fields = {
         **lease.release(row),
         "lifecycle_phase": LifecyclePhase.SUSPENDED,
         "eligibility_state": EligibilityState.NOT_APPLICABLE,
-        "blocking_reason": BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
+        "blocking_reason": BLOCKING_REASON_OF_CODE.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
         "blocking_text": f"suspended: {words if need is None else f'waiting for room in budget {need.budget_id}'}",
         "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
         "attempt_suspended_at": NOW,
@@ -79,27 +79,27 @@ def shelved(
         "current_waitpoint_id": waitpoint_id,
         "has_waits": True,
         "next_type": None,
-        "next_timeout_ms": transitions.remaining_ms(row, now),
+        "next_timeout_ms": transitions.remaining_timeout_ms(row, now),
     }
     if need is not None:
-        fields |= {"blocked_on": queue.asleep_on(need.budget), "blocked_at": NOW}
-    return transitions.moved(row, fields)
+        fields |= {"blocked_on": queue.asleep_on_key(need.budget), "blocked_at": NOW}
+    return transitions.transition(row, fields)
 
 
-def needs(row: Execution, root: Suspension | None) -> list[budget_rules.Need]:
+def budget_needs(row: Execution, root: Suspension | None) -> list[budget_rules.BudgetNeed]:
     """What an open suspension of an execution waits for, as far as that is room in budgets."""
     if root is None or not wait_state.is_open(root):
         return []
-    keys: list[str | None] = [one.waitpoint_key for one in wait_encoding.bound(root)]
+    keys: list[str | None] = [one.waitpoint_key for one in wait_encoding.bound_waitpoints(root)]
     found = wait_state.open_gates(root)
-    keys += [found[name].mailbox for name in gate_rules.waits_on(root) if name in found]
-    return [need for key in keys if (need := budget_rules.read_need(key, row.namespace))]
+    keys += [found[name].mailbox for name in gate_rules.parked_on(root) if name in found]
+    return [need for key in keys if (need := budget_rules.parse_need(key, row.namespace))]
 
 
 SCOPE = "suspend"
 
 
-class Minted(msgspec.Struct, frozen=True):
+class MintedWaitpoint(msgspec.Struct, frozen=True):
     """A waitpoint and the token that was given out for it."""
 
     waitpoint_id: str
@@ -107,34 +107,36 @@ class Minted(msgspec.Struct, frozen=True):
     kid: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SuspendOutcome(msgspec.Struct, frozen=True):
     """What became of a suspend, kept as long as its key is remembered; the engine makes tokens and a handle of it."""
 
     suspended: bool  # else the signals that were there already satisfied the condition
     suspension_id: str
-    waitpoints: tuple[Minted, ...]
+    waitpoints: tuple[MintedWaitpoint, ...]
     holder: HandleFields
 
 
-class Scene(msgspec.Struct, frozen=True):
+class SuspendRows(msgspec.Struct, frozen=True):
     """What a suspend is decided on."""
 
     row: Execution | None
     root: Suspension | None
-    remembered: Remembered | None
+    remembered: IdempotencyRecord | None
     waitpoints: Mapping[str, Waitpoint]
     buffered: Sequence[Signal]
     keys: Sequence[SigningKey]
 
 
-def suspend(scene: Scene, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int) -> Decision[Outcome]:
+def suspend(
+    scene: SuspendRows, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int
+) -> Decision[SuspendOutcome]:
     """Release the lease and wait; or find that what was waited for has come already, and change nothing of the work.
 
     `holder` is what the caller's handle says; without one (`fence` alone) it is read from the row.
     """
     kept, row, root = scene.remembered, scene.row, scene.root
     if kept is not None and kept.expires_at > now:
-        return Decision(msgspec.json.decode(kept.answer, type=Outcome))
+        return Decision(msgspec.json.decode(kept.answer, type=SuspendOutcome))
     if row is None:
         return refuse(errors.NotFound("execution"))
     held = lease.resolve_fence(row, fence, None)
@@ -148,22 +150,22 @@ def suspend(scene: Scene, args: SuspendArgs, fence: Fence, holder: HandleFields 
         return refuse(errors.AlreadySuspended(execution_id=row.execution_id))
     holder = holder or _holder_of(row)
     primary = args.waitpoints[0]
-    if isinstance(primary, UsePending):
+    if isinstance(primary, UsePendingWaitpoint):
         return _on_pending(scene, row, args, holder, scene.waitpoints.get(primary.waitpoint_id), now)
     minted = _minted(scene, row, args, now)
     if isinstance(minted, errors.FabricError):
         return refuse(minted)
-    return suspended(scene, row, args, holder, minted, {}, [], now)
+    return suspend_on(scene, row, args, holder, minted, {}, [], now)
 
 
 def _on_pending(
-    scene: Scene, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
-) -> Decision[Outcome]:
+    scene: SuspendRows, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
+) -> Decision[SuspendOutcome]:
     if waitpoint is None:
         return refuse(errors.WaitpointNotFound())
     if wait_state.was_never_activated(waitpoint, now):
         return refuse(errors.PendingWaitpointExpired())
-    if wait_state.state_of(waitpoint, scene.root, now) is not WaitpointState.PENDING:
+    if wait_state.waitpoint_state(waitpoint, scene.root, now) is not WaitpointState.PENDING:
         return refuse(errors.WaitpointNotPending())
     if (waitpoint.execution_id, waitpoint.attempt_index) != (row.execution_id, row.attempt_index):
         return refuse(errors.InvalidWaitpointForExecution())
@@ -175,23 +177,23 @@ def _on_pending(
     active = msgspec.structs.replace(
         waitpoint,
         suspension_id=args.suspension_id,
-        activated_at=at(0),
+        activated_at=from_now(0),
         expires_at=args.timeout_at,
         pending_until=None,
     )
     progress: conditions.Progress = {}
-    counted: list[Place] = []
+    counted: list[SignalRef] = []
     for signal in scene.buffered:
-        effect, progress = conditions.meet(condition, progress, _arrival(signal, waitpoint))
-        if effect in (Effect.SATISFIED, Effect.APPENDED):
-            counted.append(Place(signal.waitpoint_id, signal.seq))
-        if effect == Effect.SATISFIED:
+        effect, progress = conditions.apply_signal(condition, progress, _arrival(signal, waitpoint))
+        if effect in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
+            counted.append(SignalRef(signal.waitpoint_id, signal.seq))
+        if effect == SignalEffect.SATISFIED:
             return _satisfied(scene, row, args, holder, active, counted, signal)
-    return suspended(scene, row, args, holder, [active], progress, counted, now)
+    return suspend_on(scene, row, args, holder, [active], progress, counted, now)
 
 
-def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
-    return Arrival(
+def _arrival(signal: Signal, waitpoint: Waitpoint) -> IncomingSignal:
+    return IncomingSignal(
         waitpoint.waitpoint_id,
         waitpoint.waitpoint_key,
         signal.signal_id,
@@ -201,10 +203,10 @@ def _arrival(signal: Signal, waitpoint: Waitpoint) -> Arrival:
     )
 
 
-def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
-    fresh = [binding for binding in args.waitpoints if isinstance(binding, Fresh)]
+def _minted(scene: SuspendRows, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
+    fresh = [binding for binding in args.waitpoints if isinstance(binding, FreshWaitpoint)]
     for binding in fresh:
-        if waitpoint_rules.is_taken(scene.waitpoints.get(binding.waitpoint_id), row, scene.root, now):
+        if waitpoint_rules.is_id_in_use(scene.waitpoints.get(binding.waitpoint_id), row, scene.root, now):
             return errors.WaitpointAlreadyExists()
     signer = keystore.waitpoint_signer(scene.keys)
     if isinstance(signer, errors.FabricError):
@@ -216,38 +218,38 @@ def _minted(scene: Scene, row: Execution, args: SuspendArgs, now: int) -> list[W
             binding.waitpoint_id,
             binding.waitpoint_key,
             suspension_id=args.suspension_id,
-            activated_at=at(0),
+            activated_at=from_now(0),
             expires_at=args.timeout_at,
         )
         for binding in fresh
     ]
 
 
-def suspended(
-    scene: Scene,
+def suspend_on(
+    scene: SuspendRows,
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
     waitpoints: Sequence[Waitpoint],
     progress: conditions.Progress,
-    counted: Sequence[Place],
+    counted: Sequence[SignalRef],
     now: int,
-) -> Decision[Outcome]:
+) -> Decision[SuspendOutcome]:
     """The holder's work put away on these waitpoints, as far as its condition has come."""
     outcome = _outcome(args, holder, waitpoints, suspended=True)
-    activated = isinstance(args.waitpoints[0], UsePending)  # goes on with the signals that it kept
+    activated = isinstance(args.waitpoints[0], UsePendingWaitpoint)  # goes on with the signals that it kept
     root = _recorded(
         scene,
         row,
         args,
         waitpoints,
-        progress=wait_encoding.written(progress),
-        satisfiers=wait_encoding.written(list(counted)),
+        progress=wait_encoding.encode_or_none(progress),
+        satisfiers=wait_encoding.encode_or_none(list(counted)),
     )
     change = Change(
-        guards=(seen(row, live(row)), wait_state.guard_of(scene.root, row.execution_id)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
         writes=(
-            shelved(
+            suspend_row(
                 row,
                 suspension_id=args.suspension_id,
                 waitpoint_id=waitpoints[0].waitpoint_id,
@@ -255,9 +257,13 @@ def suspended(
                 now=now,
                 keys=[one.waitpoint_key for one in waitpoints],
             ),
-            Put(root),
-            *((Put(waitpoints[0]),) if activated else waitpoint_rules.placed(waitpoints, scene.waitpoints)),
-            *waitpoint_rules.let_go(scene.root, waitpoints),
+            Upsert(root),
+            *(
+                (Upsert(waitpoints[0]),)
+                if activated
+                else waitpoint_rules.waitpoint_writes(waitpoints, scene.waitpoints)
+            ),
+            *waitpoint_rules.close_replaced_waitpoints(scene.root, waitpoints),
             *_remembered(row, args, outcome),
         ),
         events=(lease_event(row, "released", reason="suspend"),),
@@ -268,33 +274,33 @@ def suspended(
 
 
 def _satisfied(
-    scene: Scene,
+    scene: SuspendRows,
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
     waitpoint: Waitpoint,
-    counted: Sequence[Place],
+    counted: Sequence[SignalRef],
     closer: Signal,
-) -> Decision[Outcome]:
+) -> Decision[SuspendOutcome]:
     outcome = _outcome(args, holder, [waitpoint], suspended=False)
     root = _recorded(
         scene,
         row,
         args,
         [waitpoint],
-        satisfiers=wait_encoding.written(list(counted)),
+        satisfiers=wait_encoding.encode_or_none(list(counted)),
         closer_signal_id=closer.signal_id,
-        satisfied_at=at(0),
-        closed_at=at(0),
+        satisfied_at=from_now(0),
+        closed_at=from_now(0),
         close_reason=wait_state.RESUMED,
         due_at=None,
     )
     change = Change(
-        guards=(seen(row, live(row)), wait_state.guard_of(scene.root, row.execution_id)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
         writes=(
-            Put(root),
-            Put(waitpoint),
-            *waitpoint_rules.let_go(scene.root, [waitpoint]),
+            Upsert(root),
+            Upsert(waitpoint),
+            *waitpoint_rules.close_replaced_waitpoints(scene.root, [waitpoint]),
             *_remembered(row, args, outcome),
         ),
         not_before=_not_before(scene, args),
@@ -304,10 +310,10 @@ def _satisfied(
 
 
 def _recorded(
-    scene: Scene, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
+    scene: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
 ) -> Suspension:
     """The root with this suspension in place of the one before; what belongs to the execution stays."""
-    before = wait_state.root_of(scene.root, row)
+    before = wait_state.suspension_or_new(scene.root, row)
     given: dict[str, object] = {
         "execution_id": before.execution_id,
         "partition": before.partition,
@@ -316,44 +322,48 @@ def _recorded(
         "mail": before.mail,
         "suspension_id": args.suspension_id,
         "attempt_index": row.attempt_index,
-        "waitpoints": wait_encoding.written([Bound(one.waitpoint_id, one.waitpoint_key) for one in waitpoints]),
+        "waitpoints": wait_encoding.encode_or_none(
+            [WaitpointRef(one.waitpoint_id, one.waitpoint_key) for one in waitpoints]
+        ),
         "reason_code": args.reason_code,
         "requested_by": args.requested_by,
         "continuation_metadata_pointer": args.continuation_metadata_pointer,
-        "created_at": at(0),
+        "created_at": from_now(0),
         "last_signal_at": waitpoints[0].last_signal_at,
         "timeout_at": args.timeout_at,
         "timeout_behavior": args.timeout_behavior,
         "due_at": NO_TIMEOUT if args.timeout_at is None else args.timeout_at,
-        "resume_condition": conditions.write_condition(args.resume_condition),
+        "resume_condition": conditions.encode_condition(args.resume_condition),
         "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
     }
     return Suspension(**(given | fields))  # type: ignore[arg-type]
 
 
-def _remembered(row: Execution, args: SuspendArgs, outcome: Outcome) -> tuple[Write, ...]:
+def _remembered(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> tuple[Write, ...]:
     if not args.idempotency_key:
         return ()
     answer = msgspec.json.encode(outcome).decode()
-    key = wait_encoding.digest(args.idempotency_key)
-    return (Put(Remembered(row.execution_id, SCOPE, key, at(args.remember_ms), answer)),)
+    key = wait_encoding.key_digest(args.idempotency_key)
+    return (Upsert(IdempotencyRecord(row.execution_id, SCOPE, key, from_now(args.answer_ttl_ms), answer)),)
 
 
-def _outcome(args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool) -> Outcome:
-    minted = tuple(Minted(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
-    return Outcome(suspended, args.suspension_id, minted, holder)
+def _outcome(
+    args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool
+) -> SuspendOutcome:
+    minted = tuple(MintedWaitpoint(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
+    return SuspendOutcome(suspended, args.suspension_id, minted, holder)
 
 
-def _not_before(scene: Scene, args: SuspendArgs) -> int | None:
+def _not_before(scene: SuspendRows, args: SuspendArgs) -> int | None:
     """A key whose time was over at the look must be over."""
     kept = scene.remembered
     return kept.expires_at if args.idempotency_key and kept is not None else None
 
 
-def _not_after(scene: Scene, args: SuspendArgs) -> int | None:
+def _not_after(scene: SuspendRows, args: SuspendArgs) -> int | None:
     """A waitpoint that was pending at the look may not be activated after its time."""
     primary = args.waitpoints[0]
-    if not isinstance(primary, UsePending):
+    if not isinstance(primary, UsePendingWaitpoint):
         return None
     until = scene.waitpoints[primary.waitpoint_id].pending_until
     return None if until is None else until - 1

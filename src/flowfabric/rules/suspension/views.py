@@ -50,11 +50,11 @@ class SuspensionRecord(msgspec.Struct, frozen=True):
     all_satisfier_signals: list[str]
 
 
-def record(root: Suspension, signals: Sequence[Signal]) -> SuspensionRecord | None:
+def suspension_record(root: Suspension, signals: Sequence[Signal]) -> SuspensionRecord | None:
     """The suspension in full, with the signals that closed it; None when there never was one."""
     if root.suspension_id is None:
         return None
-    bound = [BoundWaitpoint(one.waitpoint_id, one.waitpoint_key) for one in wait_encoding.bound(root)]
+    bound = [BoundWaitpoint(one.waitpoint_id, one.waitpoint_key) for one in wait_encoding.bound_waitpoints(root)]
     return SuspensionRecord(
         suspension_id=root.suspension_id,
         execution_id=root.execution_id,
@@ -62,14 +62,14 @@ def record(root: Suspension, signals: Sequence[Signal]) -> SuspensionRecord | No
         waitpoint_id=bound[0].waitpoint_id if bound else None,
         waitpoint_key=bound[0].waitpoint_key if bound else None,
         additional_waitpoints=bound[1:],
-        gates=gate_rules.waits_on(root),
+        gates=gate_rules.parked_on(root),
         reason_code=root.reason_code or "",
         requested_by=root.requested_by,
         continuation_metadata_pointer=root.continuation_metadata_pointer,
         created_at=root.created_at or 0,
         timeout_at=root.timeout_at,
         timeout_behavior=root.timeout_behavior,
-        resume_condition=None if root.resume_condition is None else conditions.read_condition(root.resume_condition),
+        resume_condition=None if root.resume_condition is None else conditions.decode_condition(root.resume_condition),
         resume_policy=msgspec.json.decode(root.resume_policy or "{}", type=ResumePolicy),
         last_signal_at=root.last_signal_at,
         satisfied_at=root.satisfied_at,

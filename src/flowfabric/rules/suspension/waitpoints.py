@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Put, Write, at, live, seen
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, from_now, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.model.suspension import Remembered, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
@@ -86,24 +86,24 @@ def create_waitpoint(
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
-        return refuse(lease.not_active(row))
+        return refuse(lease.not_active_error(row))
     if row.ownership_state is not OwnershipState.LEASED:
         return refuse(errors.NoActiveLease(execution_id=row.execution_id))
-    if lease.has_lapsed(row, now):
+    if lease.has_expired(row, now):
         return refuse(errors.LeaseExpired(execution_id=row.execution_id))
     if (attempt_index, fence.lease_id, fence.lease_epoch) != (row.attempt_index, row.lease_id, row.lease_epoch):
-        return refuse(lease.stale(row))
+        return refuse(lease.stale_lease_error(row))
     signer = keystore.waitpoint_signer(keys)
     if isinstance(signer, errors.FabricError):
         return refuse(signer)
     # No store keeps a later instant; near it, the sum is made of the time of this look.
-    until = at(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
+    until = from_now(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
     waitpoint = new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=until, pending_until=until)
     made: tuple[Write, ...] = (Insert(waitpoint),)
     guards: tuple[Guard, ...] = (seen(row, live(row)),)
     if root is None:
-        made += (Insert(Suspension(row.execution_id, row.partition)), *wait_state.marked(row))
-        guards += (wait_state.guard_of(None, row.execution_id),)
+        made += (Insert(Suspension(row.execution_id, row.partition)), *wait_state.mark_has_waits(row))
+        guards += (wait_state.seen_suspension(None, row.execution_id),)
     token = waitpoint_tokens.WaitpointToken(waitpoint_tokens.mint_token(signer, row.execution_id, waitpoint_id))
     return Decision(PendingWaitpoint(waitpoint_id, token), Change(guards=guards, writes=made))
 
@@ -114,7 +114,7 @@ def close_waitpoint(
     """Close a waitpoint by hand; what waits on it goes on waiting. True when it was open."""
     if waitpoint is None or row is None or root is None:
         return refuse(errors.WaitpointNotFound())
-    if wait_state.state_of(waitpoint, root, now) is WaitpointState.CLOSED:
+    if wait_state.waitpoint_state(waitpoint, root, now) is WaitpointState.CLOSED:
         return Decision(False)
     return Decision(True, _closed(row, root, waitpoint, reason))
 
@@ -133,27 +133,27 @@ def expire_pending(
 
 def _closed(row: Execution, root: Suspension, waitpoint: Waitpoint, reason: str) -> Change:
     """The root is written too, so that a signal on its way to the waitpoint is decided again."""
-    closed = msgspec.structs.replace(waitpoint, closed_at=at(0), close_reason=reason, pending_until=None)
+    closed = msgspec.structs.replace(waitpoint, closed_at=from_now(0), close_reason=reason, pending_until=None)
     return Change(
-        guards=(seen(row), wait_state.guard_of(root, row.execution_id)),
-        writes=(Patch(Suspension, (row.execution_id,), {"partition": root.partition}), Put(closed)),
+        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
+        writes=(Patch(Suspension, (row.execution_id,), {"partition": root.partition}), Upsert(closed)),
     )
 
 
-def open_token(
+def token_if_open(
     waitpoint: Waitpoint, root: Suspension | None, keys: Sequence[SigningKey], now: int
 ) -> waitpoint_tokens.WaitpointToken | None:
     """The token that was given out for a waitpoint; None when it is closed, or what signed it is gone."""
-    if not waitpoint.token_kid or wait_state.state_of(waitpoint, root, now) is WaitpointState.CLOSED:
+    if not waitpoint.token_kid or wait_state.waitpoint_state(waitpoint, root, now) is WaitpointState.CLOSED:
         return None
-    token = waitpoint_tokens.token_of(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
-    is_it = waitpoint_tokens.is_of(token, waitpoint.token_kid, waitpoint.token_fingerprint)
+    token = waitpoint_tokens.remint_token(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
+    is_it = waitpoint_tokens.matches_stored(token, waitpoint.token_kid, waitpoint.token_fingerprint)
     return waitpoint_tokens.WaitpointToken(token) if is_it else None
 
 
-def view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointView | None:
+def waitpoint_view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointView | None:
     """The waitpoint for a reviewer; None when it is closed."""
-    state = wait_state.state_of(waitpoint, root, now)
+    state = wait_state.waitpoint_state(waitpoint, root, now)
     if state is WaitpointState.CLOSED:
         return None
     return WaitpointView(
@@ -170,11 +170,11 @@ def view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointVi
     )
 
 
-def record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointRecord:
+def waitpoint_record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointRecord:
     """The waitpoint in full."""
     own = root is not None and root.suspension_id is not None and root.suspension_id == waitpoint.suspension_id
-    state = wait_state.state_of(waitpoint, root, now)
-    closed_at, reason = waitpoint.closed_at, wait_state.close_reason_of(waitpoint, root, now)
+    state = wait_state.waitpoint_state(waitpoint, root, now)
+    closed_at, reason = waitpoint.closed_at, wait_state.waitpoint_close_reason(waitpoint, root, now)
     if closed_at is None and own and root is not None:
         closed_at = root.closed_at
     resumed = reason in (wait_state.RESUMED, "timed_out_auto_resume")
@@ -212,7 +212,7 @@ def _names(waitpoint: Waitpoint, root: Suspension | None) -> list[str]:
         text = gate.condition
     elif waitpoint.suspension_id is not None and root is not None and root.suspension_id == waitpoint.suspension_id:
         text = root.resume_condition
-    return [] if text is None else conditions.required_names(conditions.read_condition(text), waitpoint.waitpoint_key)
+    return [] if text is None else conditions.required_names(conditions.decode_condition(text), waitpoint.waitpoint_key)
 
 
 def new_waitpoint(
@@ -226,40 +226,43 @@ def new_waitpoint(
         execution_id=row.execution_id,
         attempt_index=row.attempt_index or 0,
         waitpoint_key=waitpoint_key,
-        created_at=at(0),
+        created_at=from_now(0),
         token_kid="" if signer is None else signer.kid,
         token_fingerprint=waitpoint_tokens.token_fingerprint(token),
         **fields,
     )
 
 
-def is_taken(known: Waitpoint | None, row: Execution, root: Suspension | None, now: int) -> bool:
+def is_id_in_use(known: Waitpoint | None, row: Execution, root: Suspension | None, now: int) -> bool:
     """Whether a waitpoint's id cannot be used: it is open, or another execution's. A closed one may begin anew."""
     if known is None:
         return False
-    return known.execution_id != row.execution_id or wait_state.state_of(known, root, now) is not WaitpointState.CLOSED
+    return (
+        known.execution_id != row.execution_id
+        or wait_state.waitpoint_state(known, root, now) is not WaitpointState.CLOSED
+    )
 
 
-def placed(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
+def waitpoint_writes(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
     """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
     writes: list[Write] = []
     for one in waitpoints:
         key = (one.execution_id, one.waitpoint_id)
         if one.waitpoint_id in known:
-            writes += [Delete(Signal, key), Delete(Remembered, key), Put(one)]
+            writes += [Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(one)]
         else:
             writes.append(Insert(one))
     return tuple(writes)
 
 
-def let_go(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write, ...]:
+def close_replaced_waitpoints(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write, ...]:
     """What the waitpoints of the suspension before must know once its record is replaced: that and why they closed."""
     if before is None or before.closed_at is None:
         return ()
     anew = {one.waitpoint_id for one in made}
     fields = {"closed_at": before.closed_at, "close_reason": before.close_reason}
     return tuple(
-        Patch(Waitpoint, (one.waitpoint_id, before.partition), fields, unless="closed_at")
-        for one in wait_encoding.bound(before)
+        Patch(Waitpoint, (one.waitpoint_id, before.partition), fields, unless_set="closed_at")
+        for one in wait_encoding.bound_waitpoints(before)
         if one.waitpoint_id not in anew
     )

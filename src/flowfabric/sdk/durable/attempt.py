@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from flowfabric.engine.operations.durable import OpenedGate, Parked
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult
 from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.sdk.exceptions import Fatal
 
@@ -39,29 +39,29 @@ _branch: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_branch
 _step: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_step", default="")
 _depth: contextvars.ContextVar[int] = contextvars.ContextVar("flowfabric_depth", default=0)
 
-TURNS = 5  # of the loop, after which a task that was about to call the context has done so
+YIELDS_BEFORE_PARK = 5  # of the loop, after which a task that was about to call the context has done so
 
 
 class NonDeterministic(Fatal):
     """The function took another way than the one it is remembered to have taken."""
 
 
-class Crash(BaseException):
+class SimulatedCrash(BaseException):
     """Stands for the death of the process, in tests: nothing after it is written, and the lease lapses."""
 
 
-def is_crash(failure: BaseException) -> bool:
+def is_simulated_crash(failure: BaseException) -> bool:
     """Whether the process is to be taken for dead: a crash, or one among what a task group raised."""
     if isinstance(failure, BaseExceptionGroup):
-        return failure.subgroup(Crash) is not None
-    return isinstance(failure, Crash)
+        return failure.subgroup(SimulatedCrash) is not None
+    return isinstance(failure, SimulatedCrash)
 
 
-class Unwound(BaseException):
+class HandlerUnwound(BaseException):
     """Unwinds a plain function that has to wait; not an `Exception`, so that it passes the usual handlers."""
 
 
-class Durable:
+class DurableAttempt:
     """What one attempt of a durable function knows of the earlier ones, and what it is doing."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Durable:
         """
         self.engine = engine
         self.handle = handle
-        self.parked: Parked | None = None
+        self.parked: ParkResult | None = None
         self._is_over = False
         self._root = root
         self._flush = flush
@@ -100,16 +100,16 @@ class Durable:
 
     # -- names ----------------------------------------------------------------------------------------------------
 
-    def place(self, label: str) -> tuple[str, int]:
+    def next_occurrence(self, label: str) -> tuple[str, int]:
         """The name of the next thing of this label in this branch, and how many came before it."""
         name = f"{_branch.get()}{label}"
         occurrence = self._names[name]
         self._names[name] += 1
         return name, occurrence
 
-    def gate_name(self, label: str) -> str:
+    def next_gate_name(self, label: str) -> str:
         """The name of the next gate of this label in this branch."""
-        name, occurrence = self.place(label)
+        name, occurrence = self.next_occurrence(label)
         return f"{name}#{occurrence}"
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Durable:
             if known == name and other.digest == digest and place > occurrence:
                 steps[(name, occurrence)], steps[(known, place)] = other, memo
                 return other
-        self.mismatch(
+        self.report_mismatch(
             f"step {name!r} (number {occurrence}) is remembered with another input; what it returned then stands. Give "
             "steps that may swap places a key="
         )
@@ -138,7 +138,7 @@ class Durable:
         if self._steps is None:
             async with self._reading:
                 if self._steps is None:
-                    found = await self.engine.remembered_steps(self.handle)
+                    found = await self.engine.read_steps_as_holder(self.handle)
                     self._steps = {(memo.name, memo.occurrence): memo for memo in found}
         return self._steps
 
@@ -149,7 +149,7 @@ class Durable:
             return
         await asyncio.sleep(0)  # steps that are started together come to their places in one turn
         if left := self._passed_over(steps, branch):
-            self.mismatch(
+            self.report_mismatch(
                 f"step {name!r} (number {occurrence}) runs for the first time although {', '.join(left)} ran before: "
                 "was it renamed or moved? Give it its old name= or a key=, or let runs of the old function finish first"
             )
@@ -158,7 +158,7 @@ class Durable:
         left = (name for name, place in steps.keys() - self._met if _branch_of(name) == branch)
         return sorted({repr(name) for name in left if not name.startswith("key:")})
 
-    def mismatch(self, words: str) -> None:
+    def report_mismatch(self, words: str) -> None:
         """Say that the function took another way than before: once an attempt, or as an error that ends it."""
         words = f"{self.handle.fields.execution_id}: {words}"
         if self._strict:
@@ -170,7 +170,7 @@ class Durable:
 
     async def gather(self, awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
         """Run branches beside each other; each counts its steps and gates for itself. The first failure ends all."""
-        name, occurrence = self.place("gather")
+        name, occurrence = self.next_occurrence("gather")
         members = list(awaitables)
         branches = {f"{name}#{occurrence}.{number}/": member for number, member in enumerate(members)}
         going_on = set(branches)
@@ -193,16 +193,16 @@ class Durable:
         """End the waits that threads of these branches are still in: a thread does not hear that it was cancelled."""
         for name in [name for name in self._blocked if name.startswith(branches)]:
             if (waiting := self._wakes(name)) is not None:
-                waiting.set_exception(Unwound("another branch failed"))
+                waiting.set_exception(HandlerUnwound("another branch failed"))
 
-    def is_handler(self) -> bool:
+    def is_in_handler(self) -> bool:
         """Whether the code that asks is the handler or a branch of it; a step, or a task of the handler's own making,
         is neither."""
         if _step.get() or self.parked is not None:
             return False
         return self._root is None or asyncio.current_task() in (self._root, *self._branches)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """The function has ended: tasks that it left behind do nothing more, and do not put the run away."""
         self._is_over = True
         for name in self._aside:
@@ -213,7 +213,7 @@ class Durable:
         return self._root is not None and asyncio.current_task() not in (self._root, *self._branches)
 
     @asynccontextmanager
-    async def at_work(self) -> AsyncIterator[None]:
+    async def without_parking(self) -> AsyncIterator[None]:
         """Let nothing park while this lasts, except for a wait within it."""
         if self._parking.locked():
             async with self._parking:
@@ -234,7 +234,7 @@ class Durable:
 
     async def _look_again(self) -> None:
         """Park if nothing is under way; whoever goes on with another call gets the time to do so first."""
-        for _ in range(TURNS):
+        for _ in range(YIELDS_BEFORE_PARK):
             await asyncio.sleep(0)
         await self._park_if_blocked()
 
@@ -249,17 +249,17 @@ class Durable:
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
-    async def wait(self, args: GateArgs, *, then: Callable[[], Awaitable[Any]] | None = None) -> GateMemo:
+    async def open_and_wait(self, args: GateArgs, *, on_parked: Callable[[], Awaitable[Any]] | None = None) -> GateMemo:
         """What comes of a gate; parks the execution when nothing else is left to do, and does `then` when it has."""
-        async with self.at_work():
+        async with self.without_parking():
             opened = await self.engine.open_gate(self.handle, args)
         if isinstance(opened, GateMemo):
             return opened
-        if then is not None:
-            self._then.append(then)
-        return await self.wait_for(opened)
+        if on_parked is not None:
+            self._then.append(on_parked)
+        return await self.wait_for_gate(opened)
 
-    async def wait_for(self, opened: OpenedGate) -> GateMemo:
+    async def wait_for_gate(self, opened: OpenedGate) -> GateMemo:
         """The same for a gate that is open already."""
         closed: asyncio.Future[GateMemo] = asyncio.get_running_loop().create_future()
         within, aside = _depth.get(), self._is_aside()
@@ -302,7 +302,7 @@ class Durable:
                 names = tuple(self._blocked)
                 await self._flush()
                 answer = await self.engine.park(self.handle, names)
-                if isinstance(answer, Parked):
+                if isinstance(answer, ParkResult):
                     self.parked = answer
                     for then in self._then:
                         await then()
@@ -317,10 +317,10 @@ class Durable:
         """The lease is gone: end the handler where it waits."""
         if self._root is not None:
             self._root.cancel("parked")
-            self.end()
+            self.close()
             return
         for waiting in self._blocked.values():
-            waiting.set_exception(Unwound("parked"))
+            waiting.set_exception(HandlerUnwound("parked"))
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def in_step(name: str, occurrence: int) -> Iterator[None]:
         _step.reset(token)
 
 
-def here() -> str:
+def occurrence_scope() -> str:
     """The step that is running, else the branch: things that occur here are counted apart from those elsewhere."""
     return _step.get() or _branch.get()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from flowfabric.engine.types import GateArgs, Need
+from flowfabric.engine.types import BudgetNeed, GateArgs
 from flowfabric.errors import InvalidInput
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.gate import GateKind
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from flowfabric.engine.engine import Engine
-    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.durable.attempt import DurableAttempt
     from flowfabric.sdk.fabric import Fabric
 
 
@@ -39,7 +39,7 @@ class Reservation:
             self.used[dimension] = self.used.get(dimension, 0) + amount
 
 
-class Spending(ABC):
+class ContextBudgets(ABC):
     """The part of a context that deals with budgets."""
 
     app: Fabric
@@ -50,7 +50,7 @@ class Spending(ABC):
 
     @property
     @abstractmethod
-    def durable(self) -> Durable:
+    def durable(self) -> DurableAttempt:
         """What earlier attempts left behind."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Spending(ABC):
         """
         budget_id = await self._id_of(budget)
         counted = budget.amounts(amounts)
-        name, occurrence = self.durable.place(f"reserve:{budget.name}")
+        name, occurrence = self.durable.next_occurrence(f"reserve:{budget.name}")
         reservation_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}"))
         while True:
             answer = await self.engine.reserve_budget(
@@ -127,10 +127,10 @@ class Spending(ABC):
         if asked > limit:
             raise InvalidInput(f"budget {budget.name}: {dimension}={asked} is more than it ever has room for")
         owner = DEFAULT_NAMESPACE if breach.namespace is UNSET else breach.namespace
-        need = Need(budget_id, breach.dimension, amounts[breach.dimension], owner)
-        await self.durable.wait(
-            GateArgs(name=self.durable.gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
-            then=lambda: self.engine.wake_budget(budget_id, namespace=owner),
+        need = BudgetNeed(budget_id, breach.dimension, amounts[breach.dimension], owner)
+        await self.durable.open_and_wait(
+            GateArgs(name=self.durable.next_gate_name("budget"), kind=GateKind.MAILBOX, mailbox=need.key),
+            on_parked=lambda: self.engine.unblock_budget_waiters(budget_id, namespace=owner),
         )
 
     async def _id_of(self, budget: Budget) -> str:

@@ -13,22 +13,22 @@ import msgspec
 
 from flowfabric.errors import FabricError
 from flowfabric.handles import HandleKind
-from flowfabric.sdk.durable.attempt import here
+from flowfabric.sdk.durable.attempt import occurrence_scope
 from flowfabric.sdk.serialization.values import from_json, json_bytes, to_plain
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
 
-MOST_UNDER_WAY = 64  # pieces of one output that may be on their way; then `write` waits
-PAGE = 1000
-START = "0-0"
-NUMBERED = "#"  # stands between a piece's place and how many came before it there
+MAX_IN_FLIGHT = 64  # pieces of one output that may be on their way; then `write` waits
+PAGE_SIZE = 1000
+START_CURSOR = "0-0"
+NUMBER_SEPARATOR = "#"  # stands between a piece's place and how many came before it there
 
-Passed = Mapping[tuple[str, str], int]  # by output, and branch or step: how many pieces were written before
+WrittenCounts = Mapping[tuple[str, str], int]  # by output, and branch or step: how many pieces were written before
 
 
-class Saying(ABC):
+class ContextOutput(ABC):
     """The part of a context that talks to whoever watches."""
 
     engine: Engine
@@ -37,7 +37,7 @@ class Saying(ABC):
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
         self._said: dict[str, Any] | None = None
-        self._passed: Passed | None = None
+        self._passed: WrittenCounts | None = None
         self._reading = asyncio.Lock()
 
     @property
@@ -48,11 +48,11 @@ class Saying(ABC):
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
         """Say how far the work is: a JSON merge patch on what was said before, a message, or a percentage."""
         if self._said is None:
-            self._said = progress_of(*await self.engine.read_progress(self.run_id))
+            self._said = progress_document(*await self.engine.read_progress(self.run_id))
         given: dict[str, Any] = {"message": patch} if isinstance(patch, str) else dict(patch or {})
         if pct is not None:
             given["pct"] = pct
-        self._said = merged(self._said, given)
+        self._said = apply_merge_patch(self._said, given)
         share = self._said.get("pct")
         await self.engine.progress(
             self.handle,
@@ -66,12 +66,12 @@ class Saying(ABC):
             self._outputs[name] = Output(self.engine, self.handle, name, self._passed_by)
         return self._outputs[name]
 
-    async def _passed_by(self) -> Passed:
+    async def _passed_by(self) -> WrittenCounts:
         """What this attempt has written before it was put away; nothing, for one that was not."""
         async with self._reading:
             if self._passed is None:
                 resumed = self.handle.kind is HandleKind.RESUMED
-                self._passed = await frames_of(self.engine, self.handle) if resumed else {}
+                self._passed = await count_written_frames(self.engine, self.handle) if resumed else {}
         return self._passed
 
     async def flush(self) -> None:
@@ -98,14 +98,14 @@ class Output:
         engine: Engine,
         handle: Handle,
         name: str,
-        passed: Callable[[], Awaitable[Passed]],
+        passed: Callable[[], Awaitable[WrittenCounts]],
     ) -> None:
         self._engine = engine
         self._handle = handle
         self._name = name
         self._counts: Counter[str] = Counter()
         self._passed = passed
-        self._known: Passed | None = None
+        self._known: WrittenCounts | None = None
         self._written: list[str] = []
         self._under_way: set[asyncio.Task[Any]] = set()
 
@@ -119,7 +119,7 @@ class Output:
         else:
             payload = json_bytes(to_plain(piece))
         self._written.append(payload.decode("utf-8", "replace"))
-        place = here()
+        place = occurrence_scope()
         number = self._counts[place]
         self._counts[place] += 1
         if self._known is None:
@@ -128,14 +128,14 @@ class Output:
             return
         adding = asyncio.create_task(
             self._engine.append_frame(
-                self._handle, payload, frame_type=self._name, correlation_id=f"{place}{NUMBERED}{number}"
+                self._handle, payload, frame_type=self._name, correlation_id=f"{place}{NUMBER_SEPARATOR}{number}"
             )
         )
         adding.add_done_callback(_heard)
         self._under_way.add(adding)
         await asyncio.sleep(0)  # so that a handler that never waits does not hold its pieces back
         self._forget_written()
-        while len(self._under_way) >= MOST_UNDER_WAY:
+        while len(self._under_way) >= MAX_IN_FLIGHT:
             await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
             self._forget_written()
 
@@ -156,18 +156,18 @@ class Output:
         return "".join(self._written)
 
 
-async def frames_of(engine: Engine, handle: Handle) -> Passed:
+async def count_written_frames(engine: Engine, handle: Handle) -> WrittenCounts:
     """How many pieces an attempt has, by output and place; they were written in order."""
-    fields, after = handle.fields, START
+    fields, after = handle.fields, START_CURSOR
     passed: dict[tuple[str, str], int] = {}
     while True:
-        page = await engine.tail_stream(fields.execution_id, fields.attempt_index, after, count_limit=PAGE)
+        page = await engine.tail_stream(fields.execution_id, fields.attempt_index, after, count_limit=PAGE_SIZE)
         for frame in page.frames:
-            place, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBERED)
+            place, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBER_SEPARATOR)
             if numbered and number.isdecimal():
                 output = (frame.fields["frame_type"], place)
                 passed[output] = max(passed.get(output, 0), int(number) + 1)
-        if len(page.frames) < PAGE:
+        if len(page.frames) < PAGE_SIZE:
             return passed
         after = page.frames[-1].id
 
@@ -178,7 +178,7 @@ def _heard(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def progress_of(pct: int | None, message: str | None) -> dict[str, Any]:
+def progress_document(pct: int | None, message: str | None) -> dict[str, Any]:
     """What was said last, as one document."""
     said: Any = None
     if message is not None:
@@ -190,7 +190,7 @@ def progress_of(pct: int | None, message: str | None) -> dict[str, Any]:
     return said if pct is None else {**said, "pct": pct}
 
 
-def merged(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+def apply_merge_patch(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     """RFC 7396: what the patch names is replaced, null takes away, objects are merged in turn."""
     result = dict(document)
     for name, value in patch.items():
@@ -198,7 +198,7 @@ def merged(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
             result.pop(name, None)
         elif isinstance(value, dict):
             below = result.get(name)
-            result[name] = merged(below if isinstance(below, dict) else {}, value)
+            result[name] = apply_merge_patch(below if isinstance(below, dict) else {}, value)
         else:
             result[name] = value
     return result

@@ -14,61 +14,66 @@ import msgspec
 
 from flowfabric.errors import InvalidInput
 from flowfabric.model.gate import StepMemo
-from flowfabric.sdk.approvals import Link
-from flowfabric.sdk.serialization.values import Shape
-from flowfabric.sdk.worker.threads import without_stops
+from flowfabric.sdk.approvals import ApprovalLink
+from flowfabric.sdk.serialization.values import ValueCodec
+from flowfabric.sdk.worker.threads import call_future_safe
 
 if TYPE_CHECKING:
     from flowfabric.sdk.context import Context
-    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.durable.attempt import DurableAttempt
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepCall(msgspec.Struct, frozen=True):
     """One step of a durable function: by name and occurrence, with a digest of its input as a check."""
 
     label: str
     name: str
     occurrence: int
     digest: str
-    shape: Shape
+    codec: ValueCodec
     memo: StepMemo | None = None
 
     @property
-    def point(self) -> str:
+    def fault_point(self) -> str:
         """How a test names it."""
         return f"step:{self.label}"
 
     @property
-    def is_known(self) -> bool:
+    def is_recorded(self) -> bool:
         """Whether it ran before."""
         return self.memo is not None
 
-    def known_as(self, memo: StepMemo) -> Step:
+    def with_memo(self, memo: StepMemo) -> StepCall:
         """The step with what it returned."""
         return msgspec.structs.replace(self, memo=memo)
 
-    def dumped(self, value: Any) -> bytes:
+    def encode(self, value: Any) -> bytes:
         """What it returned, on its way into the store."""
-        return self.shape.to_json(value, self.label)
+        return self.codec.to_json(value, self.label)
 
-    def value(self) -> Any:
+    def result(self) -> Any:
         """What it returned."""
         assert self.memo is not None
-        return self.shape.parse(self.memo.result, self.label)
+        return self.codec.from_json(self.memo.result, self.label)
 
 
-def step_of(
-    durable: Durable, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
-) -> Step:
+def identify_step(
+    durable: DurableAttempt,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str | None,
+    key: str | None,
+) -> StepCall:
     """The step that this call is, at the place where it stands."""
     if not callable(function):
         raise InvalidInput(f"step: {function!r} is no function; write ctx.step(function, argument), without a call")
     label = str(key or name or getattr(function, "__name__", "step"))
-    known, occurrence = (f"key:{key}", 0) if key else durable.place(label)
-    return Step(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
+    known, occurrence = (f"key:{key}", 0) if key else durable.next_occurrence(label)
+    return StepCall(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
 
 
-def effect_of(function: Any, context: Context) -> Any:
+def step_function(function: Any, context: Context) -> Any:
     """What a step really calls: the function, the handler of a task that is used as one, or a test's stub for it."""
     stubs = context.app.stubs
     if stubs and isinstance(function, Hashable) and function in stubs:
@@ -91,7 +96,7 @@ async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Call it; a plain function runs in a thread, so that it cannot block the loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    value = await asyncio.to_thread(without_stops, function, *args, **kwargs)
+    value = await asyncio.to_thread(call_future_safe, function, *args, **kwargs)
     return await value if inspect.isawaitable(value) else value
 
 
@@ -106,8 +111,8 @@ def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _placed(value: Any) -> Any:
     """Links by where they lead: their tokens come and go."""
     match value:
-        case Link():
-            return value.place
+        case ApprovalLink():
+            return value.path
         case list() | tuple():
             return [_placed(item) for item in value]
         case dict():
@@ -124,16 +129,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _shape_of(function: Any) -> Shape:
+def _shape_of(function: Any) -> ValueCodec:
     try:
         return _known_shape(function)
     except TypeError:  # something callable that cannot be remembered
-        return Shape(_result_of(function))
+        return ValueCodec(_result_of(function))
 
 
 @lru_cache(maxsize=1000)
-def _known_shape(function: Any) -> Shape:
-    return Shape(_result_of(function))
+def _known_shape(function: Any) -> ValueCodec:
+    return ValueCodec(_result_of(function))
 
 
 def _result_of(function: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import msgspec
 
-from flowfabric.engine.types import Count, CountKind, GateArgs, ask_tag, check_schema, closed_by
+from flowfabric.engine.types import Count, CountKind, GateArgs, check_schema, outcome_of_children, schema_tag
 from flowfabric.errors import ContentionError, ExecutionNotActive, FabricError, InvalidInput, StateError
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.gate import GateEnd, GateKind, GateMemo, Vote
+from flowfabric.model.gate import GateKind, GateMemo, GateOutcome, Vote
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.sdk import validation
 from flowfabric.sdk.approvals import Approval
@@ -21,13 +21,13 @@ from flowfabric.sdk.durations import Duration, to_ms, to_seconds
 from flowfabric.sdk.exceptions import RunFailed
 from flowfabric.sdk.joins import AllOf, Join, Quorum
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.serialization.values import Shape, from_json, wanted
+from flowfabric.sdk.serialization.values import ValueCodec, from_json, incoming_codec
 
 if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.handles import Handle
     from flowfabric.sdk.context import Context
-    from flowfabric.sdk.durable.attempt import Durable
+    from flowfabric.sdk.durable.attempt import DurableAttempt
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.task import Call, Task
 
@@ -36,10 +36,10 @@ V = TypeVar("V")
 P = ParamSpec("P")
 
 ALL = AllOf()
-SHORT_MS = 1000  # a sleep this short is not worth giving the slot back
+MAX_INLINE_WAIT_MS = 1000  # a sleep this short is not worth giving the slot back
 
 
-class Waiting(ABC):
+class ContextWaits(ABC):
     """The waits of a context."""
 
     app: Fabric
@@ -58,7 +58,7 @@ class Waiting(ABC):
 
     @property
     @abstractmethod
-    def durable(self) -> Durable:
+    def durable(self) -> DurableAttempt:
         """What earlier attempts left behind."""
 
     @property
@@ -69,11 +69,11 @@ class Waiting(ABC):
     async def sleep(self, length: Duration) -> None:
         """Let time pass; the slot is free meanwhile, and the time goes on when the process does not."""
         length_ms = to_ms(length, "sleep")
-        if length_ms <= SHORT_MS:
+        if length_ms <= MAX_INLINE_WAIT_MS:
             await asyncio.sleep(length_ms / 1000)
             return
-        name = self.durable.gate_name("sleep")
-        await self.durable.wait(GateArgs(name=name, kind=GateKind.TIMER, expires_in_ms=length_ms))
+        name = self.durable.next_gate_name("sleep")
+        await self.durable.open_and_wait(GateArgs(name=name, kind=GateKind.TIMER, expires_in_ms=length_ms))
 
     @overload
     async def receive(self, name: str, shape: type[T]) -> T: ...
@@ -83,16 +83,16 @@ class Waiting(ABC):
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
         """The next message sent under this name, sent before or after; None when none came in time."""
-        asked = wanted(shape, f"receive {name}")
-        memo = await self.durable.wait(
+        asked = incoming_codec(shape, f"receive {name}")
+        memo = await self.durable.open_and_wait(
             GateArgs(
-                name=self.durable.gate_name(f"receive:{name}"),
+                name=self.durable.next_gate_name(f"receive:{name}"),
                 kind=GateKind.MAILBOX,
                 mailbox=name,
                 expires_in_ms=None if timeout is None else to_ms(timeout, "timeout"),
             )
         )
-        if memo.ended_as is GateEnd.TIMED_OUT:
+        if memo.ended_as is GateOutcome.TIMED_OUT:
             return None
         return asked.load(from_json(memo.payload or b"null"), name)
 
@@ -112,16 +112,16 @@ class Waiting(ABC):
         The links stay good over crashes and deploys. Await the approval for the votes. `show` is what the page
         behind a link tells of what is decided.
         """
-        validation.name(name)
+        validation.validate_name(name)
         count = approvers if approvers is not None else max(need, 1)
         if not 1 <= need <= count:
             raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
-        asked = wanted(shape, f"approval {name}")
+        asked = incoming_codec(shape, f"approval {name}")
         schema = asked.schema()  # what the page behind a link asks for
         if schema and (refused := check_schema(schema)):
             raise InvalidInput(f"approval {name}: {refused.detail}")
-        told = {} if show is None else {"ff.show": Shape(Any).to_json(show, "show").decode()}
-        gate = self.durable.gate_name(f"approval:{name}")
+        told = {} if show is None else {"ff.show": ValueCodec(Any).to_json(show, "show").decode()}
+        gate = self.durable.next_gate_name(f"approval:{name}")
         points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
         kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
         if self.app.on_ask is not None:
@@ -137,7 +137,7 @@ class Waiting(ABC):
             ),
         )
         if schema:
-            told[ask_tag(name)] = schema
+            told[schema_tag(name)] = schema
         if told and not isinstance(opened, GateMemo):
             await self.engine.set_tags(self.handle, told)
         return Approval(
@@ -160,26 +160,26 @@ class Waiting(ABC):
 
         Its id is derived from where it stands, so that no crash can make two of it. Awaiting its result frees the slot.
         """
-        from flowfabric.sdk.task import a_call
+        from flowfabric.sdk.task import as_call
 
-        [run] = await self._spawn([a_call(call, *args, **kwargs)])
+        [run] = await self._spawn([as_call(call, *args, **kwargs)])
         return run
 
     async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
         asks = []
         for call in calls:
-            place = self.durable.gate_name(f"child:{call.task.name}")
-            arguments = call.task.signature.bound(call.args, call.kwargs)
+            place = self.durable.next_gate_name(f"child:{call.task.name}")
+            arguments = call.task.signature.bind(call.args, call.kwargs)
             ask = await call.task.ask(self.engine, arguments, options=call.options, execution_id=self._child_id(place))
             asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
         runs: list[Run[Any]] = []
         for answer, ask, call in zip(await self.engine.create_executions(asks), asks, calls, strict=True):
             if isinstance(answer, FabricError):
                 raise answer
-            known = (answer.execution_id, call.task.name, call.task.signature.result)
+            known = (answer.execution_id, call.task.name, call.task.signature.result_codec)
             # Under a key somebody else's run may stand for this one: it has another parent, to whom its end is told.
             is_ours = answer.execution_id == ask.execution_id
-            runs.append(Child(*known, self) if is_ours else call.task.own_run(answer.execution_id, created=False))
+            runs.append(ChildRun(*known, self) if is_ours else call.task.own_run(answer.execution_id, created=False))
         return runs
 
     @overload
@@ -199,9 +199,9 @@ class Waiting(ABC):
 
         A child that the join did not need has None in its place.
         """
-        from flowfabric.sdk.task import calls_among
+        from flowfabric.sdk.task import child_calls
 
-        calls = calls_among(several)
+        calls = child_calls(several)
         if calls is not None:
             ended = await self._children(calls, join)
             return [await Run.result(run) if won else None for run, won in ended]  # which has ended: nobody waits
@@ -217,11 +217,11 @@ class Waiting(ABC):
 
     async def _children(self, calls: Sequence[Call[Any]], join: Join) -> list[tuple[Run[Any], bool]]:
         """Each child, and whether it succeeded before the join was done."""
-        from flowfabric.sdk.task import a_call
+        from flowfabric.sdk.task import as_call
 
         if not calls:
             return []
-        calls = [a_call(one) for one in calls]
+        calls = [as_call(one) for one in calls]
         for call in calls:
             if call.options.key is not None:
                 raise InvalidInput(
@@ -231,11 +231,11 @@ class Waiting(ABC):
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
         need = join.needed(len(ids))
-        ended = await self._ends(self.durable.gate_name("children"), ids, need)
+        ended = await self._ends(self.durable.next_gate_name("children"), ids, need)
         if join.cancel_rest:
             rest = [run.id for run in runs if run.id not in ended]
             await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
-        if closed_by(ended.values(), len(ids), need) is not GateEnd.SATISFIED:
+        if outcome_of_children(ended.values(), len(ids), need) is not GateOutcome.SATISFIED:
             failed = next(run for run in runs if ended.get(run.id, "success") != "success")
             await Run.result(failed)  # raises with its reason
             raise RunFailed(failed.id, failed.task, "too few children succeeded")
@@ -244,8 +244,8 @@ class Waiting(ABC):
     async def _ends(self, name: str, ids: tuple[str, ...], need: int) -> dict[str, str]:
         """How the children ended that have when it is decided whether enough of them succeed."""
         ended = _ends_among(ids, await self._gate_of(name, ids, need))
-        if closed_by(ended.values(), len(ids), need) is None:
-            self.durable.mismatch(
+        if outcome_of_children(ended.values(), len(ids), need) is None:
+            self.durable.report_mismatch(
                 f"{name} is remembered with other children; those of now are waited for. Was a gather added, moved or "
                 "changed? Let runs of the old function finish first"
             )
@@ -253,7 +253,7 @@ class Waiting(ABC):
         return ended
 
     async def _gate_of(self, name: str, ids: tuple[str, ...], need: int) -> GateMemo:
-        return await self.durable.wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
+        return await self.durable.open_and_wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
 
     def _derived(self, place: str, *parts: object) -> uuid.UUID:
         return uuid.uuid5(uuid.NAMESPACE_OID, "|".join(map(str, (self.run_id, place, *parts))))
@@ -269,28 +269,28 @@ def _ends_among(ids: tuple[str, ...], memo: GateMemo) -> dict[str, str]:
     return {child: ended[child] for child in ids if child in ended}
 
 
-class Child(Run[T]):
+class ChildRun(Run[T]):
     """A run that a handler spawned. While that works, it may cancel the child without being an operator."""
 
-    def __init__(self, run_id: str, task: str, shape: Shape, parent: Waiting) -> None:
+    def __init__(self, run_id: str, task: str, shape: ValueCodec, parent: ContextWaits) -> None:
         super().__init__(run_id, task, shape, parent.app, namespace=parent.app.namespace)
         self._parent = parent
 
     async def result(self, timeout: Duration | None = None) -> T:
         """What the child returned, as of any run. The parent's slot is free meanwhile, unless the wait is short."""
         longest_s = to_seconds(timeout)
-        if (longest_s is not None and longest_s * 1000 <= SHORT_MS) or not self._parent.may_park:
+        if (longest_s is not None and longest_s * 1000 <= MAX_INLINE_WAIT_MS) or not self._parent.may_park:
             return await super().result(timeout)
         durable = self._parent.durable
-        memo = await durable.wait(
+        memo = await durable.open_and_wait(
             GateArgs(
-                name=durable.gate_name(f"result:{self.id.rpartition(':')[2]}"),
+                name=durable.next_gate_name(f"result:{self.id.rpartition(':')[2]}"),
                 kind=GateKind.CHILDREN,
                 children=(self.id,),
                 expires_in_ms=None if longest_s is None else round(longest_s * 1000),
             )
         )
-        if memo.ended_as is GateEnd.TIMED_OUT:
+        if memo.ended_as is GateOutcome.TIMED_OUT:
             raise self.not_ended(longest_s)
         return await super().result()
 

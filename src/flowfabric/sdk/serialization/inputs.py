@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from flowfabric.engine.engine import Engine
     from flowfabric.model.execution import Payload
 
-PLAIN = "json"
-REFERRING = "json+results"
-NAMED_BUDGETS = "sdk_budgets"  # in the stored policy: the ids of a run's budgets by name
+JSON_ENCODING = "json"
+JSON_WITH_RESULTS_ENCODING = "json+results"
+BUDGET_IDS_KEY = "sdk_budgets"  # in the stored policy: the ids of a run's budgets by name
 
 
-class Referring(msgspec.Struct, frozen=True):
+class InputWithResults(msgspec.Struct, frozen=True):
     """An input some of whose parameters are the results of other runs."""
 
     input: dict[str, Any]
     results: dict[str, str | list[str]]  # parameter -> run, or runs
 
-    def dumped(self) -> bytes:
+    def to_json(self) -> bytes:
         """On its way into the store."""
         return json_bytes({"input": self.input, "results": self.results})
 
 
-def plain_input(payload: Payload | None) -> bytes:
+def inline_input(payload: Payload | None) -> bytes:
     """The parameters as a JSON object, if they stand in the payload as they are; else nothing."""
-    if payload is None or payload.payload_encoding == REFERRING:
+    if payload is None or payload.payload_encoding == JSON_WITH_RESULTS_ENCODING:
         return b""
     return payload.input_payload or b""
 
 
-async def read_input(engine: Engine, payload: Payload | None, namespace: str) -> bytes:
+async def resolve_input(engine: Engine, payload: Payload | None, namespace: str) -> bytes:
     """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure.
 
     The ids of the runs are derived. One that belongs to another namespace is not the run that was meant.
@@ -45,10 +45,10 @@ async def read_input(engine: Engine, payload: Payload | None, namespace: str) ->
     if payload is None:
         return b""
     given = payload.input_payload or b""
-    if payload.payload_encoding != REFERRING:
+    if payload.payload_encoding != JSON_WITH_RESULTS_ENCODING:
         return given
     try:
-        referring = msgspec.json.decode(given, type=Referring)
+        referring = msgspec.json.decode(given, type=InputWithResults)
     except msgspec.DecodeError as fault:
         raise InvalidInput(f"input: {fault}") from fault
     named = [run for runs in referring.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
@@ -71,9 +71,9 @@ async def read_input(engine: Engine, payload: Payload | None, namespace: str) ->
     return json_bytes({**referring.input, **results})
 
 
-def named_budgets(payload: Payload | None) -> dict[str, str]:
+def budget_ids_by_name(payload: Payload | None) -> dict[str, str]:
     """The ids of the budgets that were found for a run when it was submitted, by name."""
     if payload is None or payload.policy is None:
         return {}
-    named: dict[str, str] = msgspec.json.decode(payload.policy).get(NAMED_BUDGETS, {})
+    named: dict[str, str] = msgspec.json.decode(payload.policy).get(BUDGET_IDS_KEY, {})
     return named

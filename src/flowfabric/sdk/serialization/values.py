@@ -18,8 +18,8 @@ from flowfabric.errors import InvalidInput
 
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
-DEEPEST = 500
-OF_PYDANTIC = {"pydantic", "annotated_types"}  # where what it understands in `Annotated` comes from
+MAX_DEPTH = 500
+PYDANTIC_MODULES = {"pydantic", "annotated_types"}  # where what it understands in `Annotated` comes from
 
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"').sub
 _BRACKETS = re.compile(rb"[\[\]{}]").findall
@@ -36,17 +36,17 @@ def json_bytes(plain: Any) -> bytes:
         raise InvalidInput(f"not JSON: {_words(fault)}") from fault
     if b"null" in data and _has_no_number(plain):
         raise InvalidInput("not JSON: a number in it is not a number, or infinite")
-    return not_too_deep(data)
+    return check_depth(data)
 
 
-def not_too_deep(data: bytes) -> bytes:
+def check_depth(data: bytes) -> bytes:
     """Refuse JSON that is nested deeper than every Python can read: from 3.13 on the encoder goes far deeper."""
-    if data.count(b"[") + data.count(b"{") > DEEPEST:
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         depth = 0
         for mark in _BRACKETS(_STRINGS(b"", data)):
             depth += 1 if mark in b"[{" else -1
-            if depth > DEEPEST:
-                raise InvalidInput(f"not JSON that can be read again: it is nested deeper than {DEEPEST} levels")
+            if depth > MAX_DEPTH:
+                raise InvalidInput(f"not JSON that can be read again: it is nested deeper than {MAX_DEPTH} levels")
     return data
 
 
@@ -80,7 +80,7 @@ def _has_no_number(plain: Any) -> bool:
             return False
 
 
-class Shape:
+class ValueCodec:
     """One annotated type: values become plain JSON data and back, or `InvalidInput` names what is wrong."""
 
     def __init__(self, annotation: Any) -> None:
@@ -122,9 +122,9 @@ class Shape:
     def to_json(self, value: Any, name: str) -> bytes:
         """A value that fits the annotation, as JSON."""
         data = None if self._decode is None else _encoded(value, self._decode)
-        return json_bytes(self.dump(value, name)) if data is None else not_too_deep(data)
+        return json_bytes(self.dump(value, name)) if data is None else check_depth(data)
 
-    def parse(self, data: bytes | None, name: str) -> Any:
+    def from_json(self, data: bytes | None, name: str) -> Any:
         """The value that the JSON stands for; no JSON is null."""
         if self._decode is not None and data:
             try:
@@ -142,9 +142,9 @@ class Shape:
         return json_bytes(document).decode()
 
 
-def wanted(annotation: Any, name: str) -> Shape:
+def incoming_codec(annotation: Any, name: str) -> ValueCodec:
     """The shape of what somebody will be asked for; refused before anybody is when no answer could be read as it."""
-    shape = Shape(annotation)
+    shape = ValueCodec(annotation)
     if not shape.needs_pydantic and shape.annotation is not Any:
         try:
             msgspec.json.schema(shape.annotation)
@@ -168,7 +168,7 @@ class Signature:
         full = inspect.signature(handler)
         self.context_name: str | None = None
         kept = []
-        self.shapes: dict[str, Shape] = {}
+        self.parameter_codecs: dict[str, ValueCodec] = {}
         for name, parameter in full.parameters.items():
             annotation = hints.get(name, inspect.Parameter.empty)
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -179,43 +179,43 @@ class Signature:
                 self.context_name = name
                 continue
             kept.append(parameter)
-            self.shapes[name] = Shape(annotation)
+            self.parameter_codecs[name] = ValueCodec(annotation)
         self._signature = full.replace(parameters=kept)
         self._name = what
         self._is_simple = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in kept)
         self._needed = {parameter.name for parameter in kept if parameter.default is parameter.empty}
-        self._decode = _arguments_decoder(kept, self.shapes)
-        self.result = Shape(hints.get("return", Any))
-        if self.result.annotation is type(None):
-            self.result = Shape(Any)
+        self._decode = _arguments_decoder(kept, self.parameter_codecs)
+        self.result_codec = ValueCodec(hints.get("return", Any))
+        if self.result_codec.annotation is type(None):
+            self.result_codec = ValueCodec(Any)
 
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by the names of the parameters."""
         if self._is_simple:  # a tenth of what binding costs
-            given = dict(zip(self.shapes, args, strict=False)) | kwargs
-            if len(given) == len(args) + len(kwargs) and self._needed <= given.keys() <= self.shapes.keys():
-                return {name: given[name] for name in self.shapes if name in given}
+            given = dict(zip(self.parameter_codecs, args, strict=False)) | kwargs
+            if len(given) == len(args) + len(kwargs) and self._needed <= given.keys() <= self.parameter_codecs.keys():
+                return {name: given[name] for name in self.parameter_codecs if name in given}
         try:
             return dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as fault:
-            missing = self.context_name is None and "ctx" in self.shapes and "ctx" not in kwargs
+            missing = self.context_name is None and "ctx" in self.parameter_codecs and "ctx" not in kwargs
             hint = "; ctx is an ordinary parameter unless it is annotated: ctx: Context" if missing else ""
             raise InvalidInput(f"{self._name}: {fault}{hint}") from fault
 
-    def all(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments in the order of the parameters, with the defaults of those that are left out."""
         defaults = {name: one.default for name, one in self._signature.parameters.items()}
         known = {name: arguments.get(name, default) for name, default in defaults.items()}
         return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
 
-    def plain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def dump(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as plain JSON data; one that does not fit is refused."""
-        return {name: self.shapes[name].dump(value, name) for name, value in arguments.items()}
+        return {name: self.parameter_codecs[name].dump(value, name) for name, value in arguments.items()}
 
     def to_json(self, arguments: Mapping[str, Any]) -> bytes:
         """The same, as JSON."""
         data = None if self._decode is None else _encoded(arguments, self._decode)
-        return json_bytes(self.plain(arguments)) if data is None else not_too_deep(data)
+        return json_bytes(self.dump(arguments)) if data is None else check_depth(data)
 
     def load(self, payload: bytes) -> dict[str, Any]:
         """The keyword arguments that were dumped; parameters added since then take their defaults."""
@@ -233,7 +233,9 @@ class Signature:
             raise InvalidInput(f"input: {fault}") from fault
         if not isinstance(plain, dict):
             raise InvalidInput("input: not a JSON object of parameters")
-        arguments = {name: shape.load(plain[name], name) for name, shape in self.shapes.items() if name in plain}
+        arguments = {
+            name: shape.load(plain[name], name) for name, shape in self.parameter_codecs.items() if name in plain
+        }
         try:
             self._signature.bind(**arguments)
         except TypeError as fault:
@@ -262,7 +264,7 @@ def _decoder(annotation: Any) -> Callable[[bytes], Any] | None:
 
 
 def _arguments_decoder(
-    parameters: list[inspect.Parameter], shapes: Mapping[str, Shape]
+    parameters: list[inspect.Parameter], shapes: Mapping[str, ValueCodec]
 ) -> Callable[[bytes], dict[str, Any]] | None:
     """Reads all parameters in one go; None when some of them need more than that."""
     if any(shape.needs_pydantic for shape in shapes.values()):
@@ -307,7 +309,7 @@ def _mentions_model(annotation: Any, seen: tuple[Any, ...] = ()) -> bool:
         return True
     if typing.get_origin(annotation) is typing.Annotated:
         asks = (type(one).__module__.partition(".")[0] for one in annotation.__metadata__)
-        return any(one in OF_PYDANTIC for one in asks) or _mentions_model(annotation.__origin__, seen)
+        return any(one in PYDANTIC_MODULES for one in asks) or _mentions_model(annotation.__origin__, seen)
     parts = [*typing.get_args(annotation), *_fields_of(annotation)]
     return any(_mentions_model(part, (*seen, annotation)) for part in parts if part not in seen)
 

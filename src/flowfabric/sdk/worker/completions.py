@@ -19,40 +19,44 @@ from typing import Any
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.text import counted
+from flowfabric.model.text import pluralize
 from flowfabric.sdk.worker.outcome import (
-    LEASE_IS_OVER,
-    Away,
-    Done,
+    LEASE_LOST_KINDS,
     Failed,
+    NothingToReport,
     Outcome,
-    is_unfit,
-    is_verdict,
-    reason_of,
-    tell,
+    Succeeded,
+    failure_reason,
+    is_definitive,
+    is_unstorable,
+    report_outcome,
 )
 
 logger = logging.getLogger("flowfabric.worker")
 
-TOGETHER = 500  # successes that are told in one go
-LANES = 2  # how many goes may be under way
-FEW = 8  # under way that leave room for another go
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before an end that found nobody is sent again
+MAX_BATCH = 500  # successes that are told in one go
+MAX_BATCHES_IN_FLIGHT = 2  # how many goes may be under way
+SMALL_BATCH = 8  # under way that leave room for another go
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # before an end that found nobody is sent again
 
 
-class Ends:
+class OutcomeReporter:
     """The ends of one worker's attempts."""
 
     def __init__(
-        self, engine: Engine, over: Callable[[list[Claimed]], None], *, until: Callable[[str], int] = lambda _: 0
+        self,
+        engine: Engine,
+        over: Callable[[list[Claimed]], None],
+        *,
+        lease_expires_at: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`over` is called with attempts of which there is nothing more to tell; `until` tells the end of a lease."""
         self._engine = engine
         self._over = over
-        self._until = until
+        self._until = lease_expires_at
         self._surroundings = contextvars.copy_context()  # those of a handler are none of the store's business
         self._untold: dict[str, Claimed] = {}
-        self._successes: list[tuple[Claimed, Done]] = []  # that are not on their way yet
+        self._successes: list[tuple[Claimed, Succeeded]] = []  # that are not on their way yet
         self._lanes = 0
         self._on_their_way = 0
         self._is_starting = False  # a lane that will take whatever is there when its turn comes
@@ -67,23 +71,25 @@ class Ends:
     def add(self, claimed: Claimed, outcome: Outcome) -> None:
         """Tell how an attempt ended, soon."""
         self._untold[claimed.lease_id] = claimed
-        if type(outcome) is Done:
+        if type(outcome) is Succeeded:
             self._successes.append((claimed, outcome))
-            if not self._is_starting and self._lanes < (LANES if self._on_their_way <= FEW else 1):
+            if not self._is_starting and self._lanes < (
+                MAX_BATCHES_IN_FLIGHT if self._on_their_way <= SMALL_BATCH else 1
+            ):
                 self._is_starting = True
                 self._lanes += 1
                 self._start(self._tell_successes())
-        elif type(outcome) is Away:
+        elif type(outcome) is NothingToReport:
             self._forget([claimed])
         else:
             self._start(self._tell(claimed, outcome))
 
-    async def all_told(self) -> None:
+    async def flush(self) -> None:
         """Wait until nothing is left to tell."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def drop(self) -> list[Claimed]:
+    def discard(self) -> list[Claimed]:
         """Tell nothing more; what was not told yet."""
         for task in self._tasks:
             task.cancel()
@@ -103,13 +109,13 @@ class Ends:
     async def _tell_successes(self) -> None:
         self._is_starting = False
         try:
-            while some := self._successes[:TOGETHER]:
-                del self._successes[:TOGETHER]
+            while some := self._successes[:MAX_BATCH]:
+                del self._successes[:MAX_BATCH]
                 await self._tell_together(some)
         finally:
             self._lanes -= 1
 
-    async def _tell_together(self, successes: list[tuple[Claimed, Done]]) -> None:
+    async def _tell_together(self, successes: list[tuple[Claimed, Succeeded]]) -> None:
         claimed = [one for one, _ in successes]
         on_their_way = len(claimed)
         self._on_their_way += on_their_way
@@ -120,7 +126,7 @@ class Ends:
             self._on_their_way -= on_their_way
             on_their_way = 0
 
-        unheard: list[tuple[Claimed, Done, FabricError]] = []
+        unheard: list[tuple[Claimed, Succeeded, FabricError]] = []
         try:
             answers = await self._engine.complete_many(
                 [(one.handle, done.result) for one, done in successes], encoding="json", answered=answered
@@ -128,14 +134,14 @@ class Ends:
             for (one, done), answer in zip(successes, answers, strict=True):
                 if not isinstance(answer, FabricError):
                     self.succeeded += 1
-                elif is_unfit(answer):  # a result that cannot be kept will be none next time either
-                    await self._tell(one, Failed(reason_of(answer), "permanent"))
-                elif is_verdict(answer):
+                elif is_unstorable(answer):  # a result that cannot be kept will be none next time either
+                    await self._tell(one, Failed(failure_reason(answer), "permanent"))
+                elif is_definitive(answer):
                     _refused(one, answer)
                 else:
                     unheard.append((one, done, answer))
         except Exception:
-            logger.exception("%s could not be reported as completed", counted(len(claimed), "attempt"))
+            logger.exception("%s could not be reported as completed", pluralize(len(claimed), "attempt"))
         finally:
             answered()
             again = {one.lease_id for one, _, _ in unheard}
@@ -145,7 +151,7 @@ class Ends:
 
     async def _tell(self, claimed: Claimed, outcome: Outcome, away: FabricError | None = None) -> None:
         """Send one end until the store has judged it or the lease is over; `away` is why it was not heard so far."""
-        pause_s = FIRST_PAUSE_S
+        pause_s = FIRST_BACKOFF_S
         try:
             while True:
                 if away is not None:
@@ -156,14 +162,14 @@ class Ends:
                         return
                     logger.warning("%s: its end was not heard, and is sent again: %s", claimed.execution_id, away)
                     await asyncio.sleep(pause_s)
-                    pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                    pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 try:
-                    await tell(self._engine, claimed.handle, outcome)
-                    self.succeeded += type(outcome) is Done
+                    await report_outcome(self._engine, claimed.handle, outcome)
+                    self.succeeded += type(outcome) is Succeeded
                     self.failed += type(outcome) is Failed
                     return
                 except FabricError as refused:
-                    if is_verdict(refused):
+                    if is_definitive(refused):
                         _refused(claimed, refused)
                         return
                     away = refused
@@ -179,7 +185,7 @@ class Ends:
 
 
 def _refused(claimed: Claimed, refusal: FabricError) -> None:
-    if refusal.kind in LEASE_IS_OVER or isinstance(refusal, SchemaTooNew):
+    if refusal.kind in LEASE_LOST_KINDS or isinstance(refusal, SchemaTooNew):
         logger.warning("%s: its end was refused: %s", claimed.execution_id, refusal)
     else:
         logger.error("%s: its end could not be told", claimed.execution_id, exc_info=refusal)

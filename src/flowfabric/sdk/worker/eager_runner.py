@@ -16,13 +16,13 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-Call = Callable[[T, "asyncio.Task[None]"], Coroutine[Any, Any, None]]
+StartCoroutine = Callable[[T, "asyncio.Task[None]"], Coroutine[Any, Any, None]]
 
 
-class Turns(Generic[T]):
+class EagerRunner(Generic[T]):
     """Those whose turn has not come yet, and the tasks that they get."""
 
-    def __init__(self, call: Call[T]) -> None:
+    def __init__(self, call: StartCoroutine[T]) -> None:
         """`call` begins one, in the task that it is given."""
         self._call = call
         self._waiting: deque[T] = deque()
@@ -36,7 +36,7 @@ class Turns(Generic[T]):
         self._waiting.extend(some)
         self._start(len(self._waiting) if self._last_waited else 1)  # they may be like the last one
 
-    def drop(self, one: T) -> None:
+    def discard(self, one: T) -> None:
         """Do not begin with this one, whose turn has not come."""
         self._waiting.remove(one)
 

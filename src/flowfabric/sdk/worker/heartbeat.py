@@ -19,18 +19,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError, LeaseExpired, SchemaTooNew, StoreUnavailable, Unauthorized
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.sdk.worker.registration import Presence
+from flowfabric.sdk.worker.registration import WorkerRegistrar
 
 logger = logging.getLogger("flowfabric.worker")
 
 BLOCKED_AFTER_S = 1.0
-STOP_S = 5.0
-LOOK_S = 0.5  # how often the thread looks whether the loop turns
+STOP_TIMEOUT_S = 5.0
+LOOP_CHECK_INTERVAL_S = 0.5  # how often the thread looks whether the loop turns
 
-Lost = Callable[[str, FabricError], None]
+OnLeaseLost = Callable[[str, FabricError], None]
 
 
-class Leases:
+class HeldLeases:
     """What a worker holds, and until when; asked and told by several threads."""
 
     def __init__(self, time_of: Callable[[Claimed], float | None]) -> None:
@@ -40,17 +40,17 @@ class Leases:
         self._until: dict[str, int] = {}  # of those that were renewed
         self._seen_at: dict[str, float] = {}  # of those whose time runs: when a renewal first came by
         self._lock = threading.Lock()
-        self.missed = 0  # renewals in a row that found no store
+        self.failed_renewals = 0  # renewals in a row that found no store
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
-    def hold(self, claimed: Sequence[Claimed]) -> None:
+    def add(self, claimed: Sequence[Claimed]) -> None:
         """Renew these leases from now on."""
         with self._lock:
             self._held.update({one.lease_id: one for one in claimed})
         if self._held:
             self.any_held.set()
 
-    def let_go(self, claimed: Sequence[Claimed]) -> None:
+    def remove(self, claimed: Sequence[Claimed]) -> None:
         """Renew them no more."""
         with self._lock:
             for one in claimed:
@@ -60,18 +60,18 @@ class Leases:
             if not self._held:
                 self.any_held.clear()
 
-    def drop(self, lease_id: str) -> None:
+    def stop_renewing(self, lease_id: str) -> None:
         """Renew it no more although its handler goes on; for tests."""
         if (claimed := self._held.get(lease_id)) is not None:
-            self.let_go([claimed])
+            self.remove([claimed])
 
-    def until(self, lease_id: str) -> int:
+    def expires_at(self, lease_id: str) -> int:
         """When the lease ends as far as we know, by the store's clock; 0 for one that is not held."""
         if (renewed := self._until.get(lease_id)) is not None:
             return renewed
         return 0 if (claimed := self._held.get(lease_id)) is None else claimed.lease_expires_at
 
-    async def renew(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
+    async def renew_all(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
         """Renew everything; the leases that turned out to be lost, which are let go of."""
         lost = self._give_up_overdue(ttl_ms)
         with self._lock:
@@ -82,16 +82,16 @@ class Leases:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
         except (StoreUnavailable, Unauthorized) as away:
             logger.warning("renewal: the store is away (%s); trying again", away)
-            self.missed += 1
+            self.failed_renewals += 1
             return lost
-        self.missed = 0
+        self.failed_renewals = 0
         for claimed, answer in zip(held, answers, strict=True):
             if not isinstance(answer, FabricError):
                 with self._lock:
                     if claimed.lease_id in self._held:
                         self._until[claimed.lease_id] = answer.expires_at
             elif not isinstance(answer, StoreUnavailable):
-                self.let_go([claimed])
+                self.remove([claimed])
                 lost.append((claimed.lease_id, answer))
         return lost
 
@@ -107,7 +107,7 @@ class Leases:
             if now - self._seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
                 words = f"its handler goes on although its {limit_s:g} s are over: its lease is renewed no more"
                 logger.error("%s: %s", claimed.execution_id, words)
-                self.let_go([claimed])
+                self.remove([claimed])
                 given_up.append((claimed.lease_id, LeaseExpired(words, execution_id=claimed.execution_id)))
         return given_up
 
@@ -117,24 +117,24 @@ class Heartbeat:
 
     def __init__(
         self,
-        leases: Leases,
-        presence: Presence,
+        leases: HeldLeases,
+        presence: WorkerRegistrar,
         *,
-        engine: Callable[[], Awaitable[Engine]],
+        connect: Callable[[], Awaitable[Engine]],
         lease_ttl_ms: int,
-        lost: Lost,
+        on_lost: OnLeaseLost,
         stall_limit_s: float,
-        newer: Callable[[SchemaTooNew], None],
+        on_schema_too_new: Callable[[SchemaTooNew], None],
     ) -> None:
         """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease, and
         `newer` when the store's schema has become too new."""
         self._leases = leases
         self._presence = presence
-        self._engine = engine
+        self._engine = connect
         self._ttl_ms = lease_ttl_ms
-        self._lost = lost
+        self._lost = on_lost
         self._stall_limit_s = stall_limit_s
-        self._newer = newer
+        self._newer = on_schema_too_new
         self._stop = threading.Event()
         self._turned_at = time.monotonic()
         self._reported = self._gave_up = False
@@ -152,7 +152,7 @@ class Heartbeat:
         """End the thread; returns when it has ended, or waits for a store that does not answer."""
         self._stop.set()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, STOP_S)
+            await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
     def _turn(self) -> None:
         """Note that the worker's loop turns, and again in a while."""
@@ -194,17 +194,17 @@ class Heartbeat:
             alive = self._watch_loop(now - self._turned_at)
             if alive and now >= renew_at:
                 renew_at = now + self._ttl_ms / 3000
-                for lease_id, why in await self._leases.renew(engine, self._ttl_ms):
+                for lease_id, why in await self._leases.renew_all(engine, self._ttl_ms):
                     self._loop.call_soon_threadsafe(self._lost, lease_id, why)
-                if self._leases.missed == 1:
+                if self._leases.failed_renewals == 1:
                     renew_at = 0.0  # over another connection, and soon: a third of the lease is gone
             if alive and now >= keep_at:
                 keep_at = now + self._presence.ttl_ms / 3000
-                await self._presence.keep(engine)
+                await self._presence.refresh(engine)
             await self._pause()
 
     async def _pause(self) -> None:
-        await asyncio.to_thread(self._stop.wait, min(LOOK_S, self._ttl_ms / 3000))
+        await asyncio.to_thread(self._stop.wait, min(LOOP_CHECK_INTERVAL_S, self._ttl_ms / 3000))
 
     def _watch_loop(self, silent_s: float) -> bool:
         """Report a loop that is blocked, once; False when it has been silent for so long that it counts as dead."""
@@ -232,12 +232,14 @@ class Heartbeat:
 class LoopHeartbeat:
     """The same on the worker's own loop, for a store that lives there."""
 
-    def __init__(self, leases: Leases, presence: Presence, *, engine: Engine, lease_ttl_ms: int, lost: Lost) -> None:
+    def __init__(
+        self, leases: HeldLeases, presence: WorkerRegistrar, *, engine: Engine, lease_ttl_ms: int, on_lost: OnLeaseLost
+    ) -> None:
         self._leases = leases
         self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
-        self._lost = lost
+        self._lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -255,10 +257,10 @@ class LoopHeartbeat:
         while True:
             await self._leases.any_held.wait()  # so that virtual time has no beats to go through while nothing runs
             await asyncio.sleep(self._ttl_ms / 3000)
-            for lease_id, why in await self._leases.renew(self._engine, self._ttl_ms):
+            for lease_id, why in await self._leases.renew_all(self._engine, self._ttl_ms):
                 self._lost(lease_id, why)
 
     async def _stay(self) -> None:
         while True:
             await asyncio.sleep(self._presence.ttl_ms / 3000)
-            await self._presence.keep(self._engine)
+            await self._presence.refresh(self._engine)

@@ -14,7 +14,7 @@ from flowfabric.model.worker import STOPPED, NotRegistered
 logger = logging.getLogger("flowfabric.worker")
 
 
-class Presence(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker is and what it offers; the entry lapses when nothing is heard of it for `ttl_ms`."""
 
     namespace: str
@@ -24,7 +24,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Sequence[str]
     ttl_ms: int
 
-    async def announce(self, engine: Engine) -> None:
+    async def register(self, engine: Engine) -> None:
         """Enter the registry; work that waited for these capabilities can be claimed from now on."""
         await engine.register_worker(
             namespace=self.namespace,
@@ -35,18 +35,18 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
             liveness_ttl_ms=self.ttl_ms,
         )
 
-    async def keep(self, engine: Engine) -> None:
+    async def refresh(self, engine: Engine) -> None:
         """Stay in it; an entry that lapsed meanwhile is made anew. A store that is away is asked again next time."""
         try:
             heard = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
             if isinstance(heard, NotRegistered):
-                await self.announce(engine)
+                await self.register(engine)
         except SchemaTooNew:
             raise
         except FabricError as refused:
             logger.warning("the registry did not hear of this worker: %s", refused)
 
-    async def leave(self, engine: Engine) -> None:
+    async def deregister(self, engine: Engine) -> None:
         """Leave the registry; one that cannot be told finds out when the entry lapses."""
         try:
             await engine.mark_worker_dead(namespace=self.namespace, worker_instance_id=self.instance_id, reason=STOPPED)

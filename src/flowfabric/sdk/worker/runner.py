@@ -15,13 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.sdk.context import Context, Pending, entered
-from flowfabric.sdk.durable.attempt import Unwound, is_crash
-from flowfabric.sdk.serialization.inputs import named_budgets, plain_input, read_input
-from flowfabric.sdk.worker.eager_runner import Turns
-from flowfabric.sdk.worker.outcome import AWAY, Failed, Later, Outcome, is_text, lost_lease, raised, returned, trace_of
-from flowfabric.sdk.worker.subprocesses import Cells, Order
-from flowfabric.sdk.worker.threads import DaemonThreads
+from flowfabric.sdk.context import ClaimedAttempt, Context, set_current
+from flowfabric.sdk.durable.attempt import HandlerUnwound, is_simulated_crash
+from flowfabric.sdk.serialization.inputs import budget_ids_by_name, inline_input, resolve_input
+from flowfabric.sdk.worker.eager_runner import EagerRunner
+from flowfabric.sdk.worker.outcome import (
+    NOTHING_TO_REPORT,
+    Failed,
+    Outcome,
+    Postponed,
+    application_traceback,
+    find_lease_loss,
+    is_encodable,
+    outcome_of_exception,
+    outcome_of_result,
+)
+from flowfabric.sdk.worker.subprocesses import SubprocessCall, SubprocessPool
+from flowfabric.sdk.worker.threads import DaemonThreadPool
 
 if TYPE_CHECKING:
     from flowfabric.sdk.fabric import Fabric
@@ -32,7 +42,7 @@ logger = logging.getLogger("flowfabric.worker")
 UNKNOWN_TASK_DELAY_MS = 5000
 
 
-class Attempts:
+class AttemptRunner:
     """Calls the handlers of one worker."""
 
     def __init__(
@@ -40,25 +50,25 @@ class Attempts:
         app: Fabric,
         engine: Engine,
         *,
-        until: Callable[[str], int],
-        ended: Callable[[Claimed, Outcome | None], None],
-        freed: Callable[[], None],
+        lease_expires_at: Callable[[str], int],
+        on_outcome: Callable[[Claimed, Outcome | None], None],
+        on_slot_freed: Callable[[], None],
     ) -> None:
         """`until` tells the end of a lease; `ended` is called with what came of an attempt, None when it was cancelled
         from outside; `freed` when a thread that was given up returns at last."""
         self._app = app
         self._engine = engine
-        self._until = until
-        self._ended = ended
-        self._freed = freed
+        self._until = lease_expires_at
+        self._ended = on_outcome
+        self._freed = on_slot_freed
         self._loop = asyncio.get_running_loop()
-        self._turns = Turns(self._perform)
-        self._threads = DaemonThreads("flowfabric-task")
-        self._cells = Cells()
+        self._turns = EagerRunner(self._perform)
+        self._threads = DaemonThreadPool("flowfabric-task")
+        self._cells = SubprocessPool()
         self._stuck: set[asyncio.Future[Any]] = set()
 
     @property
-    def stuck(self) -> int:
+    def stuck_threads(self) -> int:
         """How many threads run on although nobody waits for them."""
         return len(self._stuck)
 
@@ -67,29 +77,29 @@ class Attempts:
         self._threads.shutdown()
         self._cells.close()
 
-    def begin(self, claimed: Sequence[Claimed]) -> list[Pending]:
+    def start(self, claimed: Sequence[Claimed]) -> list[ClaimedAttempt]:
         """Call the handlers of what was claimed, soon."""
-        begun = [Pending(one, self._context) for one in claimed]
+        begun = [ClaimedAttempt(one, self._context) for one in claimed]
         self._turns.add(begun)
         return begun
 
-    def cancel(self, own: Pending, why: str) -> None:
+    def cancel(self, own: ClaimedAttempt, why: str) -> None:
         """Cancel an attempt."""
-        if own.root is not None:
-            own.root.cancel(why)
+        if own.handler_task is not None:
+            own.handler_task.cancel(why)
         else:  # then nothing of it ever runs
-            self._turns.drop(own)
+            self._turns.discard(own)
             self._ended(own.claimed, None)
 
-    async def _perform(self, own: Pending, root: asyncio.Task[None]) -> None:
-        own.root, claimed = root, own.claimed
+    async def _perform(self, own: ClaimedAttempt, root: asyncio.Task[None]) -> None:
+        own.handler_task, claimed = root, own.claimed
         outcome: Outcome | None = None
         try:
             kind = claimed.payload.execution_kind if claimed.payload else ""
             task = self._app.tasks.get(kind)
             if task is None:
                 logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
-                outcome = Later(UNKNOWN_TASK_DELAY_MS, f"the worker that had it knows no task {kind!r}")
+                outcome = Postponed(UNKNOWN_TASK_DELAY_MS, f"the worker that had it knows no task {kind!r}")
             elif self._app.stubs and task in self._app.stubs:
                 outcome = await self._stubbed(claimed, task)
             elif task.isolation == "process" and self._app.isolates:
@@ -101,11 +111,11 @@ class Attempts:
         finally:
             self._ended(claimed, outcome)
 
-    async def _attempt(self, claimed: Claimed, task: Task[..., Any], own: Pending) -> Outcome:
+    async def _attempt(self, claimed: Claimed, task: Task[..., Any], own: ClaimedAttempt) -> Outcome:
         """Call the handler; raises only when the attempt was cancelled from outside."""
         try:
             arguments = task.signature.load(
-                plain_input(claimed.payload) or await read_input(self._engine, claimed.payload, self._app.namespace)
+                inline_input(claimed.payload) or await resolve_input(self._engine, claimed.payload, self._app.namespace)
             )
             try:
                 value = await self._call(task, own, arguments)
@@ -114,34 +124,34 @@ class Attempts:
                     own.context.end()
             if own.context is not None:
                 await own.context.flush()
-        except (asyncio.CancelledError, Unwound) as ended:
+        except (asyncio.CancelledError, HandlerUnwound) as ended:
             if own.context is not None:
                 own.context.give_up()
             if own.is_parked:
                 _forgive()
-                return AWAY
-            if _is_cancelled() or isinstance(ended, Unwound):
+                return NOTHING_TO_REPORT
+            if _is_cancelled() or isinstance(ended, HandlerUnwound):
                 raise
             # Something that the handler waited for was cancelled, not the attempt.
             return await _failed(claimed, task, own, ended)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
-            if is_crash(failure):
+            if is_simulated_crash(failure):
                 logger.info("%s: crashed on purpose", claimed.execution_id)
-                return AWAY
+                return NOTHING_TO_REPORT
             return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
-        return _went_on(claimed, task) if own.is_parked else _told(claimed, task, returned(task, value))
+        return _went_on(claimed, task) if own.is_parked else _told(claimed, task, outcome_of_result(task, value))
 
-    def _call(self, task: Task[..., Any], own: Pending, arguments: dict[str, Any]) -> Awaitable[Any]:
+    def _call(self, task: Task[..., Any], own: ClaimedAttempt, arguments: dict[str, Any]) -> Awaitable[Any]:
         """What to await for the value of the handler."""
         if not task.is_async:
-            return self._in_thread(task, own.get(), arguments)
-        entered(own)
-        call: Awaitable[Any] = task.handler(**task.with_context(arguments, own.get))
+            return self._in_thread(task, own.get_context(), arguments)
+        set_current(own)
+        call: Awaitable[Any] = task.handler(**task.with_context(arguments, own.get_context))
         return call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s)
 
-    def _context(self, own: Pending) -> Context:
+    def _context(self, own: ClaimedAttempt) -> Context:
         claimed = own.claimed
         assert claimed.payload is not None
         task = self._app.tasks[claimed.payload.execution_kind]
@@ -150,24 +160,24 @@ class Attempts:
             self._engine,
             claimed.handle,
             task,
-            root=own.root if task.is_async else None,
+            root=own.handler_task if task.is_async else None,
             loop=self._loop,
-            budgets=named_budgets(claimed.payload),
+            budgets=budget_ids_by_name(claimed.payload),
             lease_until=lambda: self._until(claimed.lease_id),
         )
 
     async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
         """What a test has put in the place of the handler; it gets the arguments without a context."""
         try:
-            arguments = task.signature.load(await read_input(self._engine, claimed.payload, self._app.namespace))
+            arguments = task.signature.load(await resolve_input(self._engine, claimed.payload, self._app.namespace))
             value = self._app.stubs[task](**arguments)
-            return returned(task, await value if inspect.isawaitable(value) else value)
+            return outcome_of_result(task, await value if inspect.isawaitable(value) else value)
         except Exception as failure:
-            return raised(failure)
+            return outcome_of_exception(failure)
 
     async def _in_thread(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
         surroundings = contextvars.copy_context()
-        surroundings.run(entered, context)
+        surroundings.run(set_current, context)
         given = task.with_context(arguments, lambda: context)
         call = self._loop.run_in_executor(self._threads, lambda: surroundings.run(lambda: task.handler(**given)))
         try:
@@ -198,37 +208,39 @@ class Attempts:
 
         call.add_done_callback(over)
 
-    async def _in_cell(self, own: Pending, task: Task[..., Any]) -> Outcome:
+    async def _in_cell(self, own: ClaimedAttempt, task: Task[..., Any]) -> Outcome:
         claimed, handle = own.claimed, own.claimed.handle
-        own.is_starting = True
-        order = Order(
+        own.is_process_starting = True
+        order = SubprocessCall(
             module=task.module,
             task=task.name,
-            input=await read_input(self._engine, claimed.payload, self._app.namespace),
+            input=await resolve_input(self._engine, claimed.payload, self._app.namespace),
             url=self._app.url if self._engine.is_shared else None,
             backend=handle.backend.value,
-            kind=handle.kind.value,
+            handle_kind=handle.kind.value,
             handle=handle.opaque,
             signature=handle.signature,
-            budgets=named_budgets(claimed.payload),
-            lease_until=claimed.lease_expires_at,
+            budgets=budget_ids_by_name(claimed.payload),
+            lease_expires_at=claimed.lease_expires_at,
         )
 
         def begun() -> None:
-            own.is_starting = False
+            own.is_process_starting = False
 
-        return _told(claimed, task, await self._cells.perform(order, task.timeout_s, begun))
+        return _told(claimed, task, await self._cells.run(order, task.timeout_s, begun))
 
 
-async def _failed(claimed: Claimed, task: Task[..., Any], own: Pending, failure: BaseException) -> Outcome:
-    if (lost := lost_lease(failure, claimed.execution_id)) is not None:
+async def _failed(claimed: Claimed, task: Task[..., Any], own: ClaimedAttempt, failure: BaseException) -> Outcome:
+    if (lost := find_lease_loss(failure, claimed.execution_id)) is not None:
         logger.warning("%s: attempt %d of %s is over: %s", claimed.execution_id, claimed.attempt_index, task.name, lost)
-        return AWAY
+        return NOTHING_TO_REPORT
     if own.context is not None:
         await own.context.keep_last_words()
-    outcome, which = raised(failure), (claimed.execution_id, claimed.attempt_index, task.name)
-    if isinstance(outcome, Failed) and is_text(failure):
-        logger.warning("%s: attempt %d of %s failed", *which, exc_info=(type(failure), failure, trace_of(failure)))
+    outcome, which = outcome_of_exception(failure), (claimed.execution_id, claimed.attempt_index, task.name)
+    if isinstance(outcome, Failed) and is_encodable(failure):
+        logger.warning(
+            "%s: attempt %d of %s failed", *which, exc_info=(type(failure), failure, application_traceback(failure))
+        )
     elif isinstance(outcome, Failed):  # a log could not be written with what it says
         logger.warning("%s: attempt %d of %s failed: %s", *which, outcome.reason.rstrip())
     else:
@@ -265,7 +277,7 @@ async def _in_time(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
 
 def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:
     logger.error("%s: %s went on after it was put away; its result is lost", claimed.execution_id, task.name)
-    return AWAY
+    return NOTHING_TO_REPORT
 
 
 def _forgive() -> None:

@@ -23,17 +23,24 @@ from typing import Any
 import msgspec
 
 from flowfabric.handles import BackendTag, Handle, HandleKind
-from flowfabric.sdk.context import Context, entered
-from flowfabric.sdk.durable.attempt import Unwound
+from flowfabric.sdk.context import Context, set_current
+from flowfabric.sdk.durable.attempt import HandlerUnwound
 from flowfabric.sdk.task import Task
-from flowfabric.sdk.worker.outcome import AWAY, Failed, Outcome, lost_lease, raised, returned
-from flowfabric.sdk.worker.threads import DaemonThreads
+from flowfabric.sdk.worker.outcome import (
+    NOTHING_TO_REPORT,
+    Failed,
+    Outcome,
+    find_lease_loss,
+    outcome_of_exception,
+    outcome_of_result,
+)
+from flowfabric.sdk.worker.threads import DaemonThreadPool
 
-BEGUN = b"begun"
-START_S = 60.0  # that a process may take to start and to import what its handler needs
+STARTED = b"begun"
+START_TIMEOUT_S = 60.0  # that a process may take to start and to import what its handler needs
 
 
-class Order(msgspec.Struct, frozen=True):
+class SubprocessCall(msgspec.Struct, frozen=True):
     """A handler to call: where it is defined, its name as a task, and its input."""
 
     module: str
@@ -41,21 +48,21 @@ class Order(msgspec.Struct, frozen=True):
     input: bytes
     url: str | None  # of the store, if other processes can open it
     backend: int
-    kind: str
+    handle_kind: str
     handle: bytes
     signature: bytes  # of the server that gave the handle out; empty on a store
     budgets: dict[str, str]
-    lease_until: int
+    lease_expires_at: int
 
 
-class Cells:
+class SubprocessPool:
     """The cells of one worker: as many as are busy at once, kept for the next order."""
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads("flowfabric-cell")
+        self._threads = DaemonThreadPool("flowfabric-cell")
         self._idle: list[_Cell] = []
 
-    async def perform(self, order: Order, timeout_s: float | None, begun: Callable[[], None]) -> Outcome:
+    async def run(self, order: SubprocessCall, timeout_s: float | None, begun: Callable[[], None]) -> Outcome:
         """What comes of the order. When it takes too long, or nobody wants it any more, its process is killed.
 
         Its time begins when the handler does, and `begun` is called then: a process may take long to start.
@@ -64,9 +71,9 @@ class Cells:
         cell = self._idle.pop() if self._idle else await self._start()
         try:
             beginning = loop.run_in_executor(self._threads, cell.begin, order)
-            await asyncio.wait((beginning,), timeout=START_S)
+            await asyncio.wait((beginning,), timeout=START_TIMEOUT_S)
             if not beginning.done():
-                words = f"the process of {order.task} has not begun after {START_S:g} s; it was killed"
+                words = f"the process of {order.task} has not begun after {START_TIMEOUT_S:g} s; it was killed"
                 return Failed(words, "infra_crash")
             if not beginning.result():
                 return _died(order, cell)
@@ -112,17 +119,17 @@ class _Cell:
         # A fresh interpreter: a fork would inherit threads, locks and connections in the middle of whatever they do.
         spawn = multiprocessing.get_context("spawn")
         self._wire, far = spawn.Pipe()
-        self._process = spawn.Process(target=live, args=(far,), name="flowfabric-cell", daemon=True)
+        self._process = spawn.Process(target=subprocess_main, args=(far,), name="flowfabric-cell", daemon=True)
         self._process.start()
         far.close()
         self._in_use = threading.Lock()  # by the thread that waits for its answer
 
-    def begin(self, order: Order) -> bool:
+    def begin(self, order: SubprocessCall) -> bool:
         """Hand an order over; True when it has begun, False when the process died. Blocks its thread."""
         with self._in_use:
             try:
                 self._wire.send_bytes(msgspec.msgpack.encode(order))
-                return self._wire.recv_bytes() == BEGUN
+                return self._wire.recv_bytes() == STARTED
             except (EOFError, OSError):
                 return False
 
@@ -156,11 +163,11 @@ class _Cell:
             self._wire.close()
 
 
-def _died(order: Order, cell: _Cell) -> Outcome:
+def _died(order: SubprocessCall, cell: _Cell) -> Outcome:
     return Failed(f"the process of {order.task} died ({cell.how_it_ended()})", "infra_crash")
 
 
-def live(wire: Connection) -> None:
+def subprocess_main(wire: Connection) -> None:
     """The life of a cell: one order after the other, until the worker is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which decides what becomes of its cells
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -169,10 +176,10 @@ def live(wire: Connection) -> None:
     threading.Thread(target=loop.run_forever, name="flowfabric-cell-loop", daemon=True).start()
     while True:
         try:
-            order = msgspec.msgpack.decode(wire.recv_bytes(), type=Order)
+            order = msgspec.msgpack.decode(wire.recv_bytes(), type=SubprocessCall)
         except (EOFError, OSError):
             return
-        outcome = _perform(order, loop, lambda: wire.send_bytes(BEGUN))
+        outcome = _perform(order, loop, lambda: wire.send_bytes(STARTED))
         wire.send_bytes(msgspec.msgpack.encode(outcome))
 
 
@@ -184,7 +191,7 @@ def _end_with_worker() -> None:
         os._exit(1)
 
 
-def _perform(order: Order, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> Outcome:
+def _perform(order: SubprocessCall, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> Outcome:
     """Find the handler and make its context; then begin, and call it."""
     try:
         task = _find(order)
@@ -196,14 +203,14 @@ def _perform(order: Order, loop: asyncio.AbstractEventLoop, begin: Callable[[], 
         arguments = task.signature.load(order.input)
     except Exception as failure:
         begin()
-        return raised(failure)
+        return outcome_of_exception(failure)
     begin()
     if task.is_async:
         return asyncio.run_coroutine_threadsafe(_await(task, arguments, context), loop).result()
     return _call(task, arguments, context, loop)
 
 
-def _find(order: Order) -> Task[..., Any]:
+def _find(order: SubprocessCall) -> Task[..., Any]:
     """The task by its name, in the module that defines it."""
     module = sys.modules.get(order.module) or importlib.import_module(order.module)
     for value in vars(module).values():
@@ -218,28 +225,28 @@ def _call(
     """Call a plain handler in this, the main thread; its context stands on the loop beside it."""
     surroundings = contextvars.copy_context()
     if context is not None:
-        surroundings.run(entered, context)
+        surroundings.run(set_current, context)
         arguments = task.with_context(arguments, lambda: context)
     try:
         value = surroundings.run(lambda: task.handler(**arguments))
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.flush(), loop).result()
-    except Unwound:
-        return AWAY
+    except HandlerUnwound:
+        return NOTHING_TO_REPORT
     except Exception as failure:
-        if context is not None and lost_lease(failure, context.run_id) is not None:
-            return AWAY
+        if context is not None and find_lease_loss(failure, context.run_id) is not None:
+            return NOTHING_TO_REPORT
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
-        return raised(failure)
-    return returned(task, value)
+        return outcome_of_exception(failure)
+    return outcome_of_result(task, value)
 
 
 async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Context | None) -> Outcome:
     """Call an `async def` handler on the cell's loop."""
     if context is not None:
         context.root = asyncio.current_task()
-        entered(context)
+        set_current(context)
         arguments = task.with_context(arguments, lambda: context)
     try:
         try:
@@ -250,20 +257,20 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
         if context is not None:
             await context.flush()
     except asyncio.CancelledError as ended:
-        return AWAY if context is not None and context.is_parked else raised(ended)
+        return NOTHING_TO_REPORT if context is not None and context.is_parked else outcome_of_exception(ended)
     except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
-        if context is not None and lost_lease(failure, context.run_id) is not None:
-            return AWAY
+        if context is not None and find_lease_loss(failure, context.run_id) is not None:
+            return NOTHING_TO_REPORT
         if context is not None:
             await context.keep_last_words()
-        return raised(failure)
-    return returned(task, value)
+        return outcome_of_exception(failure)
+    return outcome_of_result(task, value)
 
 
-async def _context(task: Task[..., Any], order: Order) -> Context:
+async def _context(task: Task[..., Any], order: SubprocessCall) -> Context:
     app = task.app
     if order.url is not None:
         app.url = order.url  # the worker may have been told another store than the module names
     engine = await app.claim()
-    handle = Handle(BackendTag(order.backend), HandleKind(order.kind), order.handle, order.signature)
-    return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_until)
+    handle = Handle(BackendTag(order.backend), HandleKind(order.handle_kind), order.handle, order.signature)
+    return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_expires_at)

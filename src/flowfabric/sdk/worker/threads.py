@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class DaemonThreads(Executor):
+class DaemonThreadPool(Executor):
     """As many threads as are needed at once. One that never returns does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:
@@ -31,7 +31,7 @@ class DaemonThreads(Executor):
             else:
                 self._count += 1
                 threading.Thread(target=self._run, name=f"{self._name}-{self._count}", daemon=True).start()
-        self._work.put((future, lambda: without_stops(function, *args, **kwargs)))
+        self._work.put((future, lambda: call_future_safe(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -58,7 +58,7 @@ class DaemonThreads(Executor):
             del given, future, call, value, error
 
 
-def without_stops(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+def call_future_safe(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Call it in a thread; what must not travel from there through a future is told as an error.
 
     Whoever waits for a `StopIteration` would wait for ever. What ends a process is the main thread's: Ctrl-C is told
@@ -74,23 +74,23 @@ def without_stops(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T
         raise told.with_traceback(end.__traceback__) from end
 
 
-class ThreadTurns(Protocol):
+class ThreadScheduler(Protocol):
     """Who decides when a thread that asked the loop for something goes on; for tests in virtual time."""
 
-    def asks(self) -> None:
+    def will_wait(self) -> None:
         """The calling thread will ask the loop for something and wait."""
 
     def answered(self, thread: int) -> None:
         """A thread has its answer; called on the loop."""
 
-    def goes_on(self) -> None:
+    def wait_turn(self) -> None:
         """Wait until the calling thread may go on."""
 
 
 class Portal:
     """Lets threads run coroutines on a loop and wait for them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, turns: ThreadTurns | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: ThreadScheduler | None = None) -> None:
         self._loop = loop
         self._turns = turns
 
@@ -105,15 +105,15 @@ class Portal:
             raise RuntimeError("this would block the event loop that runs here: await the method without .sync instead")
         if self._turns is None:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        self._turns.asks()
+        self._turns.will_wait()
         asked = asyncio.run_coroutine_threadsafe(_in_turns(coroutine, self._turns, threading.get_ident()), self._loop)
         try:
             return asked.result()
         finally:
-            self._turns.goes_on()
+            self._turns.wait_turn()
 
 
-async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: ThreadTurns, thread: int) -> T:
+async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: ThreadScheduler, thread: int) -> T:
     try:
         return await coroutine
     finally:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from flowfabric.engine.claiming.poller import Pull
+from flowfabric.engine.claiming.poller import LanePoller
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import (
     ExecutionNotActive,
@@ -24,24 +24,26 @@ from flowfabric.errors import (
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.sdk import validation
-from flowfabric.sdk.context import Pending
+from flowfabric.sdk.context import ClaimedAttempt
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.fabric import Fabric
-from flowfabric.sdk.worker.completions import Ends
-from flowfabric.sdk.worker.heartbeat import Heartbeat, Leases, LoopHeartbeat
+from flowfabric.sdk.worker.completions import OutcomeReporter
+from flowfabric.sdk.worker.heartbeat import Heartbeat, HeldLeases, LoopHeartbeat
 from flowfabric.sdk.worker.outcome import Outcome
-from flowfabric.sdk.worker.registration import Presence
-from flowfabric.sdk.worker.runner import Attempts
+from flowfabric.sdk.worker.registration import WorkerRegistrar
+from flowfabric.sdk.worker.runner import AttemptRunner
 
 logger = logging.getLogger("flowfabric.worker")
 
-PULL_WAIT_MS = 10_000
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between claims that find no store
-DEAF_AFTER_S = 5.0  # how long handlers that were cancelled have to come to their end
-FAREWELL_S = 5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
-COMMAND_SHARE = 2 / 3  # of a lease, after which a command that has no answer is given up
-OWN_PARK_S = 5.0  # for the answer to a park, when a renewal was refused because of it
-ROUNDS = 2  # how many ends a slot may be ahead of what is told
+POLL_WAIT_MS = 10_000
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0  # between claims that find no store
+CANCEL_GRACE_S = 5.0  # how long handlers that were cancelled have to come to their end
+SHUTDOWN_TIMEOUT_S = (
+    5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
+)
+COMMAND_LEASE_SHARE = 2 / 3  # of a lease, after which a command that has no answer is given up
+PARK_ANSWER_S = 5.0  # for the answer to a park, when a renewal was refused because of it
+UNREPORTED_PER_SLOT = 2  # how many ends a slot may be ahead of what is told
 
 
 class Worker:
@@ -75,15 +77,15 @@ class Worker:
         a worker that is not heard of stays in the registry: twice a lease, unless said otherwise. `instance_id` names
         this worker and no other; it is random, but for tests."""
         self._app = app
-        self._slots = validation.whole("slots", slots, least=1)
-        self._lanes = validation.lanes(lanes) if lanes is not None else _lanes_of(app)
-        self._capabilities = tuple(sorted(validation.capabilities("capabilities", capabilities)))
-        self._ttl_ms = to_ms(lease_ttl, "lease_ttl", least=1)
+        self._slots = validation.validate_int("slots", slots, minimum=1)
+        self._lanes = validation.validate_lanes(lanes) if lanes is not None else _lanes_of(app)
+        self._capabilities = tuple(sorted(validation.validate_capabilities("capabilities", capabilities)))
+        self._ttl_ms = to_ms(lease_ttl, "lease_ttl", minimum_ms=1)
         self._grace_s = to_ms(grace, "grace") / 1000
         self._stall_limit_s = to_ms(stall_limit, "stall_limit") / 1000
         self.worker_id = worker_id or socket.gethostname()
         self.instance_id = instance_id or f"{self.worker_id}:{os.getpid()}:{os.urandom(3).hex()}"
-        self._presence = Presence(
+        self._presence = WorkerRegistrar(
             namespace=app.namespace,
             worker_id=self.worker_id,
             instance_id=self.instance_id,
@@ -91,9 +93,9 @@ class Worker:
             capabilities=self._capabilities,
             ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
-        self._leases = Leases(self._time_of)
-        self._running: dict[str, Pending] = {}  # by lease
-        self._ends: Ends | None = None
+        self._leases = HeldLeases(self._time_of)
+        self._running: dict[str, ClaimedAttempt] = {}  # by lease
+        self._ends: OutcomeReporter | None = None
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -134,17 +136,17 @@ class Worker:
         self._stopping.set()
         self._free.set()
         if self._engine is not None:
-            self._engine.nudge(self._lanes)
+            self._engine.wake_claims(self._lanes)
 
     def abandon(self) -> None:
         """Drop everything on the floor, as a killed process does; for tests."""
         self._cancel_all("abandoned")
         if self._ends is not None:
-            self._ends.drop()
+            self._ends.discard()
 
     def forsake(self, lease_id: str) -> None:
         """Renew a lease no more although its handler goes on; for tests."""
-        self._leases.drop(lease_id)
+        self._leases.stop_renewing(lease_id)
 
     async def work(self) -> None:
         """Work until `stop`; returns when everything was finished or handed back.
@@ -154,15 +156,21 @@ class Worker:
         engine = await self._start()
         if engine is None:  # told to stop before there was a store
             return
-        self._attempts = Attempts(self._app, engine, until=self._leases.until, ended=self._ended, freed=self._free.set)
-        self._ends = ends = Ends(engine, self._told, until=self._leases.until)
+        self._attempts = AttemptRunner(
+            self._app,
+            engine,
+            lease_expires_at=self._leases.expires_at,
+            on_outcome=self._ended,
+            on_slot_freed=self._free.set,
+        )
+        self._ends = ends = OutcomeReporter(engine, self._told, lease_expires_at=self._leases.expires_at)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
         try:
             await self._pull(engine, ends)
             if self._newer is not None:
                 self._cancel_all("the schema is newer")
-                ends.drop()  # what ran here is taken over by workers of the newer release
+                ends.discard()  # what ran here is taken over by workers of the newer release
                 raise self._newer
             left = await self._drain(ends)
             await _in_time(self._take_leave(engine, ends, left))
@@ -172,20 +180,20 @@ class Worker:
 
     async def _start(self) -> Engine | None:
         """Open the engine, and enter the registry; a store that is away is waited for. None when told to stop."""
-        pause_s = FIRST_PAUSE_S
+        pause_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
             try:
                 self._engine = engine = await self._app.claim()
-                engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)
+                engine.limit_commands(self._ttl_ms * COMMAND_LEASE_SHARE / 1000)
                 await self._app.declare(engine)
-                await self._presence.announce(engine)
+                await self._presence.register(engine)
             except StoreUnavailable as away:
                 if not away.retryable:
                     raise
                 logger.warning("not started yet: the store is away (%s); trying again", away)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause_s)
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
             else:
                 engine.start_sweeps()
                 return engine
@@ -207,28 +215,28 @@ class Worker:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
         if not engine.is_shared:
             return LoopHeartbeat(
-                self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, lost=self._lease_lost
+                self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, on_lost=self._lease_lost
             )
         return Heartbeat(
             self._leases,
             self._presence,
             # Without ears, or each hint would wake this process twice.
-            engine=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 4000),
+            connect=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 4000),
             lease_ttl_ms=self._ttl_ms,
-            lost=self._lease_lost,
+            on_lost=self._lease_lost,
             stall_limit_s=self._stall_limit_s,
-            newer=self._stop_for_newer_schema,
+            on_schema_too_new=self._stop_for_newer_schema,
         )
 
-    async def _pull(self, engine: Engine, ends: Ends) -> None:
+    async def _pull(self, engine: Engine, ends: OutcomeReporter) -> None:
         pull = self._pulling(engine)
-        max_wait_ms = max(PULL_WAIT_MS, engine.settings.poll_ms)
-        pause_s = FIRST_PAUSE_S
+        max_wait_ms = max(POLL_WAIT_MS, engine.settings.poll_ms)
+        pause_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
             # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
-            room = self._slots - len(self._running) - self._attempts.stuck
-            if room <= 0 or len(ends) > ROUNDS * self._slots:
-                engine.meters.count("ff_worker_at_capacity")
+            room = self._slots - len(self._running) - self._attempts.stuck_threads
+            if room <= 0 or len(ends) > UNREPORTED_PER_SLOT * self._slots:
+                engine.metrics.count("ff_worker_at_capacity")
                 self._free.clear()
                 await self._free.wait()
                 continue
@@ -240,9 +248,9 @@ class Worker:
             except (StoreUnavailable, Unauthorized) as away:  # a token may be good again when it has been rotated
                 logger.warning("no work: the store is away (%s); trying again", away)
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
-            pause_s = FIRST_PAUSE_S
+            pause_s = FIRST_BACKOFF_S
             if foreign := [one for one in claimed if one.namespace not in (None, self._app.namespace)]:
                 logger.info(
                     "these lanes have work of namespace %s, too: from now on only that of %s is asked for, which takes "
@@ -257,7 +265,7 @@ class Worker:
             self._begin(claimed)
         pull.close()
 
-    def _pulling(self, engine: Engine, namespaces: tuple[str, ...] | None = None) -> Pull:
+    def _pulling(self, engine: Engine, namespaces: tuple[str, ...] | None = None) -> LanePoller:
         """Claims from the lanes; of all namespaces, which is the fastest way, until there are others than its own."""
         return engine.pulling(
             self._lanes,
@@ -268,7 +276,7 @@ class Worker:
             namespaces=namespaces,
         )
 
-    async def _drain(self, ends: Ends) -> list[Claimed]:
+    async def _drain(self, ends: OutcomeReporter) -> list[Claimed]:
         """Finish what runs within the grace time; the rest is cancelled, and returned to be handed back."""
         if not self._running and not ends:
             return []
@@ -279,31 +287,31 @@ class Worker:
         finished.cancel()
         hurry.cancel()
         running = list(self._running.values())
-        left = [*(own.claimed for own in running), *ends.drop()]
+        left = [*(own.claimed for own in running), *ends.discard()]
         self._cancel_all("the worker stops")
-        if roots := [own.root for own in running if own.root is not None]:
-            await asyncio.wait(roots, timeout=DEAF_AFTER_S)  # whoever does not listen is not waited for
+        if roots := [own.handler_task for own in running if own.handler_task is not None]:
+            await asyncio.wait(roots, timeout=CANCEL_GRACE_S)  # whoever does not listen is not waited for
         return left
 
-    async def _take_leave(self, engine: Engine, ends: Ends, left: list[Claimed]) -> None:
+    async def _take_leave(self, engine: Engine, ends: OutcomeReporter, left: list[Claimed]) -> None:
         """Hand back what is left, so that it goes on elsewhere and costs nothing, and leave the registry."""
-        await ends.all_told()  # a handler may have had something to say all the same
+        await ends.flush()  # a handler may have had something to say all the same
         await asyncio.gather(*(_hand_back(engine, claimed) for claimed in left))
-        await self._presence.leave(engine)
+        await self._presence.deregister(engine)
 
-    async def _finish(self, ends: Ends) -> None:
+    async def _finish(self, ends: OutcomeReporter) -> None:
         """Wait until every handler is over and every end is told."""
         while self._running or ends:
             if self._running:
                 self._free.clear()
                 await self._free.wait()
-            await ends.all_told()
+            await ends.flush()
 
     # -- one piece of work ----------------------------------------------------------------------------------------
 
     def _begin(self, claimed: list[Claimed]) -> None:
-        self._leases.hold(claimed)
-        self._running.update({own.claimed.lease_id: own for own in self._attempts.begin(claimed)})
+        self._leases.add(claimed)
+        self._running.update({own.claimed.lease_id: own for own in self._attempts.start(claimed)})
 
     def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
         """A handler is over: its slot is free, and its end is to be told."""
@@ -311,14 +319,14 @@ class Worker:
         del self._running[claimed.lease_id]
         self._free.set()
         if outcome is None:
-            self._leases.let_go([claimed])
+            self._leases.remove([claimed])
         else:
             self._ends.add(claimed, outcome)
 
     def _time_of(self, claimed: Claimed) -> float | None:
         """How many seconds its handler has; None when it has all the time, has yet to begin, or is over and untold."""
         own = self._running.get(claimed.lease_id)
-        if own is None or own.is_starting or claimed.payload is None:
+        if own is None or own.is_process_starting or claimed.payload is None:
             return None
         task = self._app.tasks.get(claimed.payload.execution_kind)
         return None if task is None else task.timeout_s
@@ -328,7 +336,7 @@ class Worker:
             self._attempts.cancel(own, why)
 
     def _told(self, claimed: list[Claimed]) -> None:
-        self._leases.let_go(claimed)
+        self._leases.remove(claimed)
         self._free.set()
 
     def _lease_lost(self, lease_id: str, why: FabricError) -> None:
@@ -336,7 +344,7 @@ class Worker:
         if own is None or own.is_parked:
             return
         if _is_own_park(own.claimed, why):  # its answer is on its way, or something that this attempt did parked it
-            asyncio.get_running_loop().call_later(OWN_PARK_S, self._cancel_lost, lease_id, why)
+            asyncio.get_running_loop().call_later(PARK_ANSWER_S, self._cancel_lost, lease_id, why)
         else:
             self._cancel_lost(lease_id, why)
 
@@ -367,7 +375,7 @@ async def _hand_back(engine: Engine, claimed: Claimed) -> None:
 async def _in_time(last: Coroutine[Any, Any, None]) -> None:
     """Do the last things, unless they take too long: then the process ends, and its leases do so by their own time."""
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
             await last
     except TimeoutError:
         logger.warning("the store does not answer; the worker stops, and what it could not hand back is taken over")

@@ -18,7 +18,7 @@ from flowfabric.server.routes import (
     workers,
 )
 
-PAGES = (
+ROUTE_GROUPS = (
     health.routes,
     executions.routes,
     queries.routes,

@@ -15,14 +15,14 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from flowfabric import errors, ids, json_limits
-from flowfabric.api.encoding import Unsaid, variants
-from flowfabric.engine.types import Accepted, Duplicate, SignalArgs, WaitpointToken, asked_by, schema_of
+from flowfabric.api.encoding import RedactedRepr, one_of
+from flowfabric.engine.types import Accepted, DuplicateDelivery, SignalArgs, WaitpointToken, approval_name, vote_schema
 from flowfabric.server import approval_form
-from flowfabric.server.errors import Refused, bad_request
-from flowfabric.server.request import Ask, encode, tagged
-from flowfabric.server.routing import HTML, SIGNAL_LIMIT, Param, Reply, Routes
+from flowfabric.server.errors import HttpError, bad_request
+from flowfabric.server.request import Request, encode, variant_response
+from flowfabric.server.routing import HTML, SIGNAL_LIMIT, QueryParam, Response, RouteGroup
 
-routes = Routes("waitpoint pages")
+routes = RouteGroup("waitpoint pages")
 
 PATH = "/v1/waitpoints/{id}/{waitpoint_id}"
 STYLE = (
@@ -33,7 +33,7 @@ STYLE = (
 )
 _STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 _NOTHING_ELSE = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-SAFE = (
+SECURITY_HEADERS = (
     (
         "content-security-policy",
         f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_NOTHING_ELSE}",
@@ -42,14 +42,14 @@ SAFE = (
     ("referrer-policy", "no-referrer"),
     ("x-content-type-options", "nosniff"),
 )
-NOT_GOOD = "not found: waitpoint"
-OVER = "This link is not good: it is wrong, it has been used, or the decision is over."
-DONE = "Thank you. Your decision was recorded."
-VOTED = "A decision was given with this link before. That one counts, and this one does not."
-LONGEST_NAME = 200
+WAITPOINT_NOT_FOUND = "not found: waitpoint"
+LINK_INVALID_TEXT = "This link is not good: it is wrong, it has been used, or the decision is over."
+RECORDED_TEXT = "Thank you. Your decision was recorded."
+ALREADY_VOTED_TEXT = "A decision was given with this link before. That one counts, and this one does not."
+MAX_NAME_CHARS = 200
 
 
-class Question(Unsaid, msgspec.Struct, frozen=True):
+class ApprovalQuestion(RedactedRepr, msgspec.Struct, frozen=True):
     """What a link leads to."""
 
     execution_id: str
@@ -60,41 +60,41 @@ class Question(Unsaid, msgspec.Struct, frozen=True):
     schema: dict[str, Any]
 
 
-@routes.get(PATH, {200: HTML}, scope=None, query=(Param("token", {"type": "string"}, required=True),))
-async def show_waitpoint(ask: Ask[None]) -> Reply:
+@routes.get(PATH, {200: HTML}, scope=None, query=(QueryParam("token", {"type": "string"}, required=True),))
+async def show_waitpoint(ask: Request[None]) -> Response:
     """What is decided, and a form to decide it."""
-    question = await _question(ask, ask.query("token") or "")
-    return _page("Not found", f"<p>{OVER}</p>", 404) if question is None else _form(ask, question)
+    question = await _question(ask, ask.query_param("token") or "")
+    return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404) if question is None else _form(ask, question)
 
 
 @routes.post(
     PATH,
-    {200: variants(Accepted, Duplicate)},
+    {200: one_of(Accepted, DuplicateDelivery)},
     scope=None,
     body=bytes,
     limit=SIGNAL_LIMIT,
     query=(
-        Param("token", {"type": "string", "description": "the link's; the body is then the decision, as JSON"}),
-        Param("by", {"type": "string", "description": "who decides"}),
+        QueryParam("token", {"type": "string", "description": "the link's; the body is then the decision, as JSON"}),
+        QueryParam("by", {"type": "string", "description": "who decides"}),
     ),
 )
-async def answer_waitpoint(ask: Ask[bytes]) -> Reply:
+async def answer_waitpoint(ask: Request[bytes]) -> Response:
     """Send a decision: the page's form, or JSON posted to the link itself, which is answered in JSON."""
-    token = ask.query("token")
+    token = ask.query_param("token")
     return await _answer_form(ask) if token is None else await _answer_json(ask, token)
 
 
-async def _answer_form(ask: Ask[bytes]) -> Reply:
+async def _answer_form(ask: Request[bytes]) -> Response:
     try:
         given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS))
     except ValueError:
         return _page("Not understood", "<p>The form could not be read.</p>", 400)
     question = await _question(ask, given.get("token", ""))
     if question is None:
-        return _page("Not found", f"<p>{OVER}</p>", 404)
+        return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404)
     try:
-        decided = approval_form.value(given, question.schema)
-    except approval_form.NotFilledIn as missing:
+        decided = approval_form.parse_form(given, question.schema)
+    except approval_form.InvalidFormInput as missing:
         return _form(ask, question, str(missing))
     once = given.get("once", "")
     try:
@@ -115,19 +115,19 @@ async def _answer_form(ask: Ask[bytes]) -> Reply:
     except errors.InvalidInput as wrong:  # of another kind than was asked for
         return _form(ask, question, wrong.detail)
     except (errors.StateError, errors.ValidationError):
-        return _page("Too late", f"<p>{OVER}</p>", 409)
-    if isinstance(answer, Duplicate):
-        return _page(question.title, f"<p>{DONE} It had been recorded before.</p>")
-    if not answer.counts:
-        return _page("Not counted", f"<p>{VOTED}</p>", 409)
-    return _page(question.title, f"<p>{DONE}</p>")
+        return _page("Too late", f"<p>{LINK_INVALID_TEXT}</p>", 409)
+    if isinstance(answer, DuplicateDelivery):
+        return _page(question.title, f"<p>{RECORDED_TEXT} It had been recorded before.</p>")
+    if not answer.is_useful:
+        return _page("Not counted", f"<p>{ALREADY_VOTED_TEXT}</p>", 409)
+    return _page(question.title, f"<p>{RECORDED_TEXT}</p>")
 
 
-async def _answer_json(ask: Ask[bytes], token: str) -> Reply:
+async def _answer_json(ask: Request[bytes], token: str) -> Response:
     """Take a program's decision; the same decision posted again after a lost answer is the same vote."""
     place = _place(ask)
     if place is None or not await ask.engine.is_token_of(*place, WaitpointToken(token)):
-        raise Refused(404, NOT_GOOD)
+        raise HttpError(404, WAITPOINT_NOT_FOUND)
     try:
         json_limits.decode(ask.body)
     except json_limits.NumberTooLong as fault:
@@ -140,16 +140,16 @@ async def _answer_json(ask: Ask[bytes], token: str) -> Reply:
                 place,
                 token,
                 signal_id=ask.engine.minter.uuid(),
-                by=ask.query("by") or "",
+                by=ask.query_param("by") or "",
                 payload=ask.body,
                 once=hashlib.sha256(ask.body).hexdigest(),
             )
         )
     except (errors.InvalidToken, errors.NotFound):
-        raise Refused(404, NOT_GOOD) from None
-    if isinstance(answer, Accepted) and not answer.counts:
-        raise Refused(409, VOTED, kind="state_conflict", retryable=False)
-    return tagged(answer)
+        raise HttpError(404, WAITPOINT_NOT_FOUND) from None
+    if isinstance(answer, Accepted) and not answer.is_useful:
+        raise HttpError(409, ALREADY_VOTED_TEXT, kind="state_conflict", retryable=False)
+    return variant_response(answer)
 
 
 def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payload: bytes, once: str) -> SignalArgs:
@@ -161,7 +161,7 @@ def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payloa
         signal_name="vote",
         signal_category="approval",
         source_type="link",
-        source_identity=by.replace("\x00", "")[:LONGEST_NAME],
+        source_identity=by.replace("\x00", "")[:MAX_NAME_CHARS],
         waitpoint_token=token,
         payload=payload,
         payload_encoding="json",
@@ -169,15 +169,15 @@ def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payloa
     )
 
 
-def _place(ask: Ask[Any]) -> tuple[str, str] | None:
+def _place(ask: Request[Any]) -> tuple[str, str] | None:
     """The execution and the waitpoint in the path; None when they are no ids."""
     try:
-        return ids.parse_execution_id(ask.params[0]), ids.parse_uuid(ask.params[1])
+        return ids.parse_execution_id(ask.path_params[0]), ids.parse_uuid(ask.path_params[1])
     except errors.InvalidInput:
         return None
 
 
-async def _question(ask: Ask[Any], token: str) -> Question | None:
+async def _question(ask: Request[Any], token: str) -> ApprovalQuestion | None:
     if (place := _place(ask)) is None:
         return None
     execution_id, waitpoint_id = place
@@ -190,9 +190,9 @@ async def _question(ask: Ask[Any], token: str) -> Question | None:
         return None
     snapshot = await ask.engine.describe_execution(execution_id)
     tags = {} if snapshot is None else snapshot.tags
-    name = asked_by(record.waitpoint_key)
-    schema = schema_of(tags, record.waitpoint_key)
-    return Question(
+    name = approval_name(record.waitpoint_key)
+    schema = vote_schema(tags, record.waitpoint_key)
+    return ApprovalQuestion(
         execution_id,
         waitpoint_id,
         token,
@@ -209,27 +209,27 @@ def _json(text: str | None) -> Any:
         return None
 
 
-def _form(ask: Ask[Any], question: Question, wrong: str = "") -> Reply:
+def _form(ask: Request[Any], question: ApprovalQuestion, wrong: str = "") -> Response:
     token = escape(question.token, quote=True)
     told = f'<p class="bad">{escape(wrong)}</p>' if wrong else ""
     return _page(
         question.title,
-        f"{approval_form.facts(question.shown)}{told}"
-        f'<form method="post" action="?">{approval_form.first(question.schema)}\n'
+        f"{approval_form.render_facts(question.shown)}{told}"
+        f'<form method="post" action="?">{approval_form.render_prefix(question.schema)}\n'
         f'<input type="hidden" name="token" value="{token}">'
         f'<input type="hidden" name="once" value="{ask.engine.minter.uuid()}">\n'
-        f"{approval_form.fields(question.schema)}"
-        f'<label>Your name<input type="text" name="by" maxlength="{LONGEST_NAME}"></label>\n'
-        f"{approval_form.buttons(question.schema)}\n</form>",
+        f"{approval_form.render_fields(question.schema)}"
+        f'<label>Your name<input type="text" name="by" maxlength="{MAX_NAME_CHARS}"></label>\n'
+        f"{approval_form.render_buttons(question.schema)}\n</form>",
         400 if wrong else 200,
     )
 
 
-def _page(title: str, body: str, status: int = 200) -> Reply:
+def _page(title: str, body: str, status: int = 200) -> Response:
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
-    return Reply(status, html.encode(), HTML, SAFE)
+    return Response(status, html.encode(), HTML, SECURITY_HEADERS)

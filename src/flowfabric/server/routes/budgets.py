@@ -7,30 +7,39 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
-from flowfabric.api.encoding import CURSOR, LIMIT, NAMESPACE, Body, Natural, Whole, checked, variants
+from flowfabric.api.encoding import (
+    CURSOR_PARAM,
+    I64,
+    LIMIT_PARAM,
+    NAMESPACE_PARAM,
+    Natural,
+    RequestBody,
+    check_ids,
+    one_of,
+)
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.api_token import Scope
-from flowfabric.server.request import Ask, found, json, tagged, uuid_in
-from flowfabric.server.routing import Reply, Routes, Subject
+from flowfabric.model.api_token import ApiScope
+from flowfabric.server.request import Request, json_response, path_uuid, require_found, variant_response
+from flowfabric.server.routing import Response, RouteGroup, Subject
 
-routes = Routes("budgets")
+routes = RouteGroup("budgets")
 
-ONE = "/v1/budgets/{id}"
-
-
-def _budget(ask: Ask[Any]) -> str:
-    return uuid_in("budget_id", ask.params[0])
+BUDGET_PATH = "/v1/budgets/{id}"
 
 
-def _owner(ask: Ask[Any]) -> str:
-    return ask.owner(ask.query("namespace"))
+def _budget(ask: Request[Any]) -> str:
+    return path_uuid("budget_id", ask.path_params[0])
+
+
+def _owner(ask: Request[Any]) -> str:
+    return ask.resolve_namespace(ask.query_param("namespace"))
 
 
 class BudgetRef(msgspec.Struct, frozen=True):
     budget_id: str
 
 
-class BudgetBody(Body, frozen=True):
+class CreateBudgetRequest(RequestBody, frozen=True):
     """A budget; the three lists are positional."""
 
     budget_id: str
@@ -43,60 +52,71 @@ class BudgetBody(Body, frozen=True):
     dimensions: list[str]
     hard_limits: list[Natural]
     soft_limits: list[Natural]
-    now: Whole | None = None
+    now: I64 | None = None
     namespace: str | None = None
     declaration: str | None = None  # a digest of the code that declares it; another one changes the limits
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id)
+        check_ids(ids.parse_uuid, self.budget_id)
 
 
 @routes.post(
     "/v1/budgets",
-    {201: variants(Created=BudgetRef), 200: variants(AlreadySatisfied=BudgetRef, Changed=BudgetRef)},
-    body=BudgetBody,
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
+    {201: one_of(Created=BudgetRef), 200: one_of(AlreadySatisfied=BudgetRef, Changed=BudgetRef)},
+    body=CreateBudgetRequest,
+    scope=ApiScope.OPERATE,
+    subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def create_budget(ask: Ask[BudgetBody]) -> Reply:
+async def create_budget(ask: Request[CreateBudgetRequest]) -> Response:
     """Define a budget; a second definition changes nothing, unless it is another declaration than before."""
-    answer = await ask.engine.create_budget(**ask.body.told("namespace"), namespace=ask.owner(ask.body.namespace))
+    answer = await ask.engine.create_budget(
+        **ask.body.to_kwargs("namespace"), namespace=ask.resolve_namespace(ask.body.namespace)
+    )
     if isinstance(answer, limit_answers.BudgetCreated):
-        return tagged(answer, 201, "Created")
-    return tagged(answer, 200, "Changed" if isinstance(answer, limit_answers.LimitsChanged) else "AlreadySatisfied")
+        return variant_response(answer, 201, "Created")
+    return variant_response(
+        answer, 200, "Changed" if isinstance(answer, limit_answers.LimitsChanged) else "AlreadySatisfied"
+    )
 
 
 class BudgetIds(msgspec.Struct, frozen=True):
     budgets: list[str]
 
 
-@routes.get("/v1/budgets", {200: BudgetIds}, subject=Subject.OWN, query=(CURSOR, LIMIT, NAMESPACE))
-async def list_budgets(ask: Ask[None]) -> Reply:
+@routes.get(
+    "/v1/budgets",
+    {200: BudgetIds},
+    subject=Subject.CHECKED_BY_HANDLER,
+    query=(CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM),
+)
+async def list_budgets(ask: Request[None]) -> Response:
     """The ids of the defined budgets of a namespace, ascending."""
-    return json(
+    return json_response(
         BudgetIds(
             await ask.engine.list_budgets(
-                cursor=ask.query("cursor") or None, limit=ask.number("limit", 50), namespace=_owner(ask)
+                cursor=ask.query_param("cursor") or None, limit=ask.int_param("limit", 50), namespace=_owner(ask)
             )
         )
     )
 
 
-@routes.get(ONE, {200: limit_answers.BudgetStatus}, subject=Subject.OWN, query=(NAMESPACE,))
-async def get_budget_status(ask: Ask[None]) -> Reply:
+@routes.get(
+    BUDGET_PATH, {200: limit_answers.BudgetStatus}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
+)
+async def get_budget_status(ask: Request[None]) -> Response:
     """A budget: its limits, what was used, what was refused."""
-    return json(await ask.engine.get_budget_status(_budget(ask), namespace=_owner(ask)))
+    return json_response(await ask.engine.get_budget_status(_budget(ask), namespace=_owner(ask)))
 
 
-class UsageBody(Body, frozen=True):
+class ReportUsageRequest(RequestBody, frozen=True):
     dimensions: dict[str, Natural]
-    now: Whole | None = None
+    now: I64 | None = None
     dedup_key: str | None = None
     namespace: str | None = None
 
 
-class Breach(msgspec.Struct, frozen=True, omit_defaults=True):
+class HardBreachResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """Nothing was applied. What is reserved is told where it counts, or the numbers would not add up."""
 
     dimension: str
@@ -106,13 +126,17 @@ class Breach(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @routes.post(
-    f"{ONE}/usage",
-    {200: variants(limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, HardBreach=Breach)},
-    body=UsageBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
+    f"{BUDGET_PATH}/usage",
+    {
+        200: one_of(
+            limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, HardBreach=HardBreachResponse
+        )
+    },
+    body=ReportUsageRequest,
+    scope=ApiScope.WORK,
+    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def report_usage(ask: Ask[UsageBody]) -> Reply:
+async def report_usage(ask: Request[ReportUsageRequest]) -> Response:
     """Report what was used; a hard breach applies nothing at all."""
     body = ask.body
     names = sorted(body.dimensions)  # a JSON object has no order of its own
@@ -121,28 +145,28 @@ async def report_usage(ask: Ask[UsageBody]) -> Reply:
         dimensions=names,
         deltas=[body.dimensions[name] for name in names],
         dedup_key=body.dedup_key,
-        namespace=ask.owner(body.namespace),
+        namespace=ask.resolve_namespace(body.namespace),
     )
     if isinstance(answer, limit_answers.HardBreach):
-        told = Breach(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
-        return tagged(told, name="HardBreach")
-    return tagged(answer)
+        told = HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
+        return variant_response(told, name="HardBreach")
+    return variant_response(answer)
 
 
 @routes.post(
-    f"{ONE}/reset",
-    {200: variants(Reset=limit_answers.BudgetReset)},
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
-    query=(NAMESPACE,),
+    f"{BUDGET_PATH}/reset",
+    {200: one_of(Reset=limit_answers.BudgetReset)},
+    scope=ApiScope.OPERATE,
+    subject=Subject.CHECKED_BY_HANDLER,
+    query=(NAMESPACE_PARAM,),
     audit=True,
 )
-async def reset_budget(ask: Ask[bytes]) -> Reply:
+async def reset_budget(ask: Request[bytes]) -> Response:
     """Begin a new period; what waits for the budget goes on."""
-    return tagged(await ask.engine.reset_budget(_budget(ask), namespace=_owner(ask)), name="Reset")
+    return variant_response(await ask.engine.reset_budget(_budget(ask), namespace=_owner(ask)), name="Reset")
 
 
-class LimitsBody(Body, frozen=True):
+class ChangeBudgetLimitsRequest(RequestBody, frozen=True):
     dimensions: list[str]
     hard_limits: list[Natural]
     soft_limits: list[Natural]
@@ -150,14 +174,14 @@ class LimitsBody(Body, frozen=True):
 
 
 @routes.put(
-    f"{ONE}/limits",
-    {200: variants(Changed=BudgetRef)},
-    body=LimitsBody,
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
+    f"{BUDGET_PATH}/limits",
+    {200: one_of(Changed=BudgetRef)},
+    body=ChangeBudgetLimitsRequest,
+    scope=ApiScope.OPERATE,
+    subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def change_budget_limits(ask: Ask[LimitsBody]) -> Reply:
+async def change_budget_limits(ask: Request[ChangeBudgetLimitsRequest]) -> Response:
     """Raise or lower limits; what waits for room goes on when there is some."""
     body = ask.body
     answer = await ask.engine.change_budget_limits(
@@ -165,33 +189,33 @@ async def change_budget_limits(ask: Ask[LimitsBody]) -> Reply:
         dimensions=body.dimensions,
         hard_limits=body.hard_limits,
         soft_limits=body.soft_limits,
-        namespace=ask.owner(body.namespace),
+        namespace=ask.resolve_namespace(body.namespace),
     )
-    return tagged(answer, name="Changed")
+    return variant_response(answer, name="Changed")
 
 
-class ReleaseBody(Body, frozen=True):
+class ReleaseBudgetRequest(RequestBody, frozen=True):
     execution_id: str
     namespace: str | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_execution_id, self.execution_id)
+        check_ids(ids.parse_execution_id, self.execution_id)
 
 
 @routes.post(
-    f"{ONE}/release",
-    {200: variants(Released=limit_answers.BudgetReleased)},
-    body=ReleaseBody,
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
+    f"{BUDGET_PATH}/release",
+    {200: one_of(Released=limit_answers.BudgetReleased)},
+    body=ReleaseBudgetRequest,
+    scope=ApiScope.OPERATE,
+    subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def release_budget(ask: Ask[ReleaseBody]) -> Reply:
+async def release_budget(ask: Request[ReleaseBudgetRequest]) -> Response:
     """Give back everything that an execution spent since the last reset."""
     body = ask.body
-    namespace = ask.owner(body.namespace)
+    namespace = ask.resolve_namespace(body.namespace)
     answer = await ask.engine.release_budget(_budget(ask), body.execution_id, namespace=namespace, shared=False)
-    return tagged(answer, name="Released")
+    return variant_response(answer, name="Released")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -202,38 +226,42 @@ class QuotaRef(msgspec.Struct, frozen=True):
     quota_policy_id: str
 
 
-class QuotaBody(Body, frozen=True):
+class CreateQuotaPolicyRequest(RequestBody, frozen=True):
     quota_policy_id: str
     window_seconds: Natural
     max_requests_per_window: Natural
     max_concurrent: Natural
     jitter_ms: Natural = 0
-    now: Whole | None = None
+    now: I64 | None = None
     namespace: str | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.quota_policy_id)
+        check_ids(ids.parse_uuid, self.quota_policy_id)
 
 
 @routes.post(
     "/v1/quotas",
-    {201: variants(Created=QuotaRef), 200: variants(AlreadySatisfied=QuotaRef)},
-    body=QuotaBody,
-    scope=Scope.OPERATE,
-    subject=Subject.OWN,
+    {201: one_of(Created=QuotaRef), 200: one_of(AlreadySatisfied=QuotaRef)},
+    body=CreateQuotaPolicyRequest,
+    scope=ApiScope.OPERATE,
+    subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def create_quota_policy(ask: Ask[QuotaBody]) -> Reply:
+async def create_quota_policy(ask: Request[CreateQuotaPolicyRequest]) -> Response:
     """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
-    answer = await ask.engine.create_quota_policy(**ask.body.told("namespace"), namespace=ask.owner(ask.body.namespace))
+    answer = await ask.engine.create_quota_policy(
+        **ask.body.to_kwargs("namespace"), namespace=ask.resolve_namespace(ask.body.namespace)
+    )
     if isinstance(answer, limit_answers.QuotaPolicyCreated):
-        return tagged(answer, 201, "Created")
-    return tagged(answer, 200, "AlreadySatisfied")
+        return variant_response(answer, 201, "Created")
+    return variant_response(answer, 200, "AlreadySatisfied")
 
 
-@routes.get("/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.OWN, query=(NAMESPACE,))
-async def read_quota_policy_limits(ask: Ask[None]) -> Reply:
+@routes.get(
+    "/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
+)
+async def read_quota_policy_limits(ask: Request[None]) -> Response:
     """The numbers of a quota policy."""
-    policy = uuid_in("quota_policy_id", ask.params[0])
+    policy = path_uuid("quota_policy_id", ask.path_params[0])
     limits = await ask.engine.read_quota_policy_limits(policy, namespace=_owner(ask))
-    return json(found(limits, "not found: quota_policy"))
+    return json_response(require_found(limits, "not found: quota_policy"))

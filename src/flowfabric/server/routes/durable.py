@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from flowfabric.api.encoding import Held, Natural, Octets, Unsaid, octets, variants
-from flowfabric.engine.operations.durable import Parked
+from flowfabric.api.encoding import HolderRequest, Natural, Octets, RedactedRepr, decode_octets, one_of
+from flowfabric.engine.operations.durable import ParkResult
 from flowfabric.engine.types import GateArgs
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.gate import Gate, GateKind, GateMemo, StepMemo
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, found, json, tagged
-from flowfabric.server.routes.leases import ObservedSignal, observed
-from flowfabric.server.routing import WORK_LIMIT, Reply, Routes, Subject
+from flowfabric.server.request import Request, json_response, require_found, variant_response
+from flowfabric.server.routes.leases import ObservedSignalItem, observed_signal_item
+from flowfabric.server.routing import WORK_LIMIT, Response, RouteGroup, Subject
 
-routes = Routes("durable functions")
+routes = RouteGroup("durable functions")
 
-ONE = "/v1/executions/{id}"
+EXECUTION_PATH = "/v1/executions/{id}"
 
 
-class StepBody(Held, frozen=True):
+class RecordStepRequest(HolderRequest, frozen=True):
     name: str
     occurrence: Natural
     result: Octets | None = None
@@ -31,38 +31,43 @@ class StepBody(Held, frozen=True):
     digest: str | None = None
 
     def __post_init__(self) -> None:
-        octets("result", self.result, self.result_b64)
+        decode_octets("result", self.result, self.result_b64)
 
 
 @routes.post(
-    "/v1/leases/steps", {200: StepMemo}, body=StepBody, limit=WORK_LIMIT, scope=Scope.WORK, subject=Subject.HANDLE
+    "/v1/leases/steps",
+    {200: StepMemo},
+    body=RecordStepRequest,
+    limit=WORK_LIMIT,
+    scope=ApiScope.WORK,
+    subject=Subject.HANDLE,
 )
-async def record_step(ask: Ask[StepBody]) -> Reply:
+async def record_step(ask: Request[RecordStepRequest]) -> Response:
     """Remember what a step returned; if it was remembered before, the first result stands and is the answer."""
     body = ask.body
-    return json(
+    return json_response(
         await ask.engine.record_step(
-            ask.holder,
+            ask.handle,
             body.name,
             body.occurrence,
-            octets("result", body.result, body.result_b64) or b"",
+            decode_octets("result", body.result, body.result_b64) or b"",
             encoding=body.encoding,
             digest=body.digest,
         )
     )
 
 
-class Steps(msgspec.Struct, frozen=True):
+class ReadStepsResponse(msgspec.Struct, frozen=True):
     steps: list[StepMemo]
 
 
-@routes.get(f"{ONE}/steps", {200: Steps}, scope=Scope.WORK, subject=Subject.EXECUTION)
-async def read_steps(ask: Ask[None]) -> Reply:
+@routes.get(f"{EXECUTION_PATH}/steps", {200: ReadStepsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
+async def read_steps(ask: Request[None]) -> Response:
     """What the steps of an execution returned, by name and occurrence; results are base64."""
-    return json(Steps(await ask.engine.read_steps(ask.execution_id)))
+    return json_response(ReadStepsResponse(await ask.engine.read_steps(ask.execution_id)))
 
 
-class GateBody(Held, frozen=True):
+class OpenGateRequest(HolderRequest, frozen=True):
     """A gate by name: `signals`, `mailbox`, `children` or `timer`, with what belongs to its kind."""
 
     name: str
@@ -77,14 +82,16 @@ class GateBody(Held, frozen=True):
     any_outcome: bool = False
 
 
-class GateLink(Unsaid, msgspec.Struct, frozen=True):
+class GateLink(RedactedRepr, msgspec.Struct, frozen=True):
     waitpoint_id: str
     waitpoint_key: str
     token: str
 
 
-class OpenedGate(msgspec.Struct, frozen=True):
+class OpenGateResponse(msgspec.Struct, frozen=True):
     """A gate that nothing has closed yet, with the tokens of its waitpoints."""
+
+    variant: ClassVar[str] = "OpenedGate"
 
     name: str
     gate: Gate
@@ -93,16 +100,16 @@ class OpenedGate(msgspec.Struct, frozen=True):
 
 @routes.post(
     "/v1/leases/gates",
-    {200: variants(OpenedGate, GateMemo)},
-    body=GateBody,
-    scope=Scope.WORK,
+    {200: one_of(OpenGateResponse, GateMemo)},
+    body=OpenGateRequest,
+    scope=ApiScope.WORK,
     subject=Subject.HANDLE,
 )
-async def open_gate(ask: Ask[GateBody]) -> Reply:
+async def open_gate(ask: Request[OpenGateRequest]) -> Response:
     """Open a gate by name, find it open with the same links, or find what came of it."""
     body = ask.body
     answer = await ask.engine.open_gate(
-        ask.holder,
+        ask.handle,
         GateArgs(
             name=body.name,
             kind=body.kind,
@@ -117,64 +124,69 @@ async def open_gate(ask: Ask[GateBody]) -> Reply:
         ),
     )
     if isinstance(answer, GateMemo):
-        return tagged(answer)
+        return variant_response(answer)
     links = [GateLink(one.waitpoint_id, one.waitpoint_key, one.token.reveal()) for one in answer.links]
-    return tagged(OpenedGate(answer.name, answer.gate, links))
+    return variant_response(OpenGateResponse(answer.name, answer.gate, links))
 
 
-class ParkBody(Held, frozen=True):
+class ParkRequest(HolderRequest, frozen=True):
     gates: Annotated[list[str], Meta(min_length=1)]
     reason_code: str = "waiting_for_signal"
 
 
-class ParkedAway(msgspec.Struct, frozen=True):
+class ParkedResponse(msgspec.Struct, frozen=True):
     suspension_id: str
     handle: str
 
 
-class Ready(msgspec.Struct, frozen=True):
+class GatesReadyResponse(msgspec.Struct, frozen=True):
+    variant: ClassVar[str] = "Ready"
     gates: list[str]
 
 
 @routes.post(
     "/v1/leases/park",
-    {200: variants(Parked=ParkedAway, Ready=Ready)},
-    body=ParkBody,
-    scope=Scope.WORK,
+    {200: one_of(Parked=ParkedResponse, Ready=GatesReadyResponse)},
+    body=ParkRequest,
+    scope=ApiScope.WORK,
     subject=Subject.HANDLE,
 )
-async def park(ask: Ask[ParkBody]) -> Reply:
+async def park(ask: Request[ParkRequest]) -> Response:
     """Give the lease back until one of these gates closes; if one has, keep it."""
-    answer = await ask.engine.park(ask.holder, tuple(ask.body.gates), reason_code=ask.body.reason_code)
-    if isinstance(answer, Parked):
-        ask.attempt_over("suspended")
-        return tagged(ParkedAway(answer.suspension_id, await ask.app.handles.sign(answer.handle)), name="Parked")
-    return tagged(Ready(list(answer.gates)))
+    answer = await ask.engine.park(ask.handle, tuple(ask.body.gates), reason_code=ask.body.reason_code)
+    if isinstance(answer, ParkResult):
+        ask.trace_attempt_end("suspended")
+        return variant_response(
+            ParkedResponse(answer.suspension_id, await ask.app.handle_signer.sign(answer.handle)), name="Parked"
+        )
+    return variant_response(GatesReadyResponse(list(answer.gates)))
 
 
-class WaitsOf(msgspec.Struct, frozen=True):
+class ReadWaitsResponse(msgspec.Struct, frozen=True):
     """Open gates by name, and what came of the others."""
 
     open: dict[str, Gate]
     memos: dict[str, GateMemo]
 
 
-@routes.get(f"{ONE}/waits", {200: WaitsOf}, scope=Scope.WORK, subject=Subject.EXECUTION)
-async def read_waits(ask: Ask[None]) -> Reply:
+@routes.get(f"{EXECUTION_PATH}/waits", {200: ReadWaitsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
+async def read_waits(ask: Request[None]) -> Response:
     """What a durable function has waited for and still waits for."""
     waits = await ask.engine.read_waits(ask.execution_id)
-    return json(WaitsOf(waits.open, waits.memos))
+    return json_response(ReadWaitsResponse(waits.open, waits.memos))
 
 
-class Votes(msgspec.Struct, frozen=True):
-    signals: list[ObservedSignal]
+class ReadVotesResponse(msgspec.Struct, frozen=True):
+    signals: list[ObservedSignalItem]
 
 
-@routes.get(f"{ONE}/gates/{{gate}}/votes", {200: Votes}, scope=Scope.WORK, subject=Subject.EXECUTION)
-async def read_votes(ask: Ask[None]) -> Reply:
+@routes.get(
+    f"{EXECUTION_PATH}/gates/{{gate}}/votes", {200: ReadVotesResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION
+)
+async def read_votes(ask: Request[None]) -> Response:
     """The signals that closed a gate, in the order in which they were accepted."""
-    name = ask.params[1]
+    name = ask.path_params[1]
     if not name:
         raise bad_request("gate: empty")
-    memo = found((await ask.engine.read_waits(ask.execution_id)).memos.get(name), "not found: suspension")
-    return json(Votes([observed(one) for one in await ask.engine.read_votes(memo)]))
+    memo = require_found((await ask.engine.read_waits(ask.execution_id)).memos.get(name), "not found: suspension")
+    return json_response(ReadVotesResponse([observed_signal_item(one) for one in await ask.engine.read_votes(memo)]))

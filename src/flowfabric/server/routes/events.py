@@ -10,70 +10,70 @@ from flowfabric.engine.operations.subscriptions import Subscription
 from flowfabric.engine.types import Filter
 from flowfabric.server import sse
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, encode
-from flowfabric.server.routing import EVENTS, Live, Param, Routes, Subject
+from flowfabric.server.request import Request, encode
+from flowfabric.server.routing import EVENT_STREAM, QueryParam, RouteGroup, StreamingResponse, Subject
 
-routes = Routes("feeds")
+routes = RouteGroup("feeds")
 
 _START = b"\x02" + bytes(8)
 _QUERY = (
-    Param("namespace", {"type": "string"}),
-    Param("instance_tag", {"type": "string", "description": "key=value"}),
-    Param("from", {"type": "string", "enum": ["now", "start"]}),
+    QueryParam("namespace", {"type": "string"}),
+    QueryParam("instance_tag", {"type": "string", "description": "key=value"}),
+    QueryParam("from", {"type": "string", "enum": ["now", "start"]}),
 )
 
 
-@routes.get("/v1/events/completions", {200: EVENTS}, subject=Subject.OWN, query=_QUERY, long=True)
-async def follow_completions(ask: Ask[None]) -> Live:
+@routes.get("/v1/events/completions", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
+async def follow_completions(ask: Request[None]) -> StreamingResponse:
     """Every end of a life."""
     return _live(ask, "completion", await ask.engine.subscribe_completion(_cursor(ask), _filter(ask)))
 
 
-@routes.get("/v1/events/leases", {200: EVENTS}, subject=Subject.OWN, query=_QUERY, long=True)
-async def follow_leases(ask: Ask[None]) -> Live:
+@routes.get("/v1/events/leases", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
+async def follow_leases(ask: Request[None]) -> StreamingResponse:
     """Every change of every lease."""
     return _live(ask, "lease", await ask.engine.subscribe_lease_history(_cursor(ask), _filter(ask)))
 
 
-@routes.get("/v1/events/signals", {200: EVENTS}, subject=Subject.OWN, query=_QUERY, long=True)
-async def follow_signals(ask: Ask[None]) -> Live:
+@routes.get("/v1/events/signals", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
+async def follow_signals(ask: Request[None]) -> StreamingResponse:
     """Every signal that was accepted, buffered or recognised as a repetition."""
     return _live(ask, "signal", await ask.engine.subscribe_signal_delivery(_cursor(ask), _filter(ask)))
 
 
-@routes.get("/v1/events/operators", {200: EVENTS}, subject=Subject.OWN, query=_QUERY, long=True)
-async def follow_operators(ask: Ask[None]) -> Live:
+@routes.get("/v1/events/operators", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
+async def follow_operators(ask: Request[None]) -> StreamingResponse:
     """What operators did."""
     return _live(ask, "operator", await ask.engine.subscribe_operator_event(_cursor(ask), _filter(ask)))
 
 
-def _live(ask: Ask[None], name: str, subscription: Subscription[Any]) -> Live:
-    return Live(sse.kept_alive(ask, _events(name, subscription)))
+def _live(ask: Request[None], name: str, subscription: Subscription[Any]) -> StreamingResponse:
+    return StreamingResponse(sse.with_keep_alive(ask, _events(name, subscription)))
 
 
 async def _events(name: str, subscription: Subscription[Any]) -> AsyncIterator[bytes]:
     # The place to begin with comes first: who is cut off before the first event goes on from here.
-    yield sse.event(b"{}", name="open", cursor=subscription.cursor.hex())
+    yield sse.format_event(b"{}", name="open", cursor=subscription.cursor.hex())
     while True:
         try:
-            news = await subscription.next(timeout_s=sse.WAIT_MS / 1000)
+            news = await subscription.next(timeout_s=sse.POLL_WAIT_MS / 1000)
         except errors.StreamBackpressure as gap:
             reason = encode({"reason": gap.detail or "events are no longer kept"})
-            yield sse.event(reason, name="gap", cursor=subscription.cursor.hex())
+            yield sse.format_event(reason, name="gap", cursor=subscription.cursor.hex())
             continue
         except errors.Corruption:
             continue
         if news is not None:
-            yield sse.event(encode(news), name=name, cursor=subscription.cursor.hex())
+            yield sse.format_event(encode(news), name=name, cursor=subscription.cursor.hex())
 
 
-def _cursor(ask: Ask[None]) -> bytes:
+def _cursor(ask: Request[None]) -> bytes:
     if last := sse.last_event_id(ask):
         try:
             return bytes.fromhex(last)
         except ValueError:
             raise bad_request("Last-Event-ID: not an id of these events") from None
-    match ask.query("from"):
+    match ask.query_param("from"):
         case None | "" | "now":
             return b""
         case "start":
@@ -82,12 +82,12 @@ def _cursor(ask: Ask[None]) -> bytes:
             raise bad_request("from: neither now nor start")
 
 
-def _filter(ask: Ask[None]) -> Filter:
-    namespace, tag = ask.query("namespace"), ask.query("instance_tag")
+def _filter(ask: Request[None]) -> Filter:
+    namespace, tag = ask.query_param("namespace"), ask.query_param("instance_tag")
     if ask.principal.namespaces is not None:
         if namespace is None:
             raise bad_request("namespace: needed by a token that is bound to namespaces")
-        ask.within(namespace)
+        ask.require_namespace(namespace)
     if tag is None:
         return Filter(namespace)
     key, found, value = tag.partition("=")

@@ -8,54 +8,62 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
-from flowfabric.api.encoding import CURSOR, LIMIT, Body, Whole, checked, variants
+from flowfabric.api.encoding import CURSOR_PARAM, I64, LIMIT_PARAM, RequestBody, check_ids, one_of
 from flowfabric.engine.operations.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
 from flowfabric.engine.operations.flow_reads import FlowPage
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.types import EdgeSnapshot, FlowSnapshot
 from flowfabric.model.answers import flow as flow_answers
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.flow import FlowSummary
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, execution_in, found, json, same, tagged, uuid_in
-from flowfabric.server.routes.executions import CreateBody, creation
-from flowfabric.server.routing import BULK_LIMIT, Param, Reply, Routes, Subject
+from flowfabric.server.request import (
+    Request,
+    check_same_id,
+    json_response,
+    path_execution_id,
+    path_uuid,
+    require_found,
+    variant_response,
+)
+from flowfabric.server.routes.executions import CreateExecutionRequest, to_create_execution
+from flowfabric.server.routing import BULK_LIMIT, QueryParam, Response, RouteGroup, Subject
 
-routes = Routes("flows")
+routes = RouteGroup("flows")
 
-ONE = "/v1/flows/{id}"
-NO_FLOW = "not found: flow"
-TEXT = {"type": "string"}
+FLOW_PATH = "/v1/flows/{id}"
+FLOW_NOT_FOUND = "not found: flow"
+STRING_SCHEMA = {"type": "string"}
 
 Revision = Annotated[int, Meta(ge=0)]
 
 
-class FlowBody(Body, frozen=True):
+class CreateFlowRequest(RequestBody, frozen=True):
     flow_id: str
     flow_kind: str
     namespace: str
-    now: Whole | None = None
+    now: I64 | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id)
+        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
     "/v1/flows",
-    {201: variants(flow_answers.Created), 200: variants(flow_answers.AlreadySatisfied)},
-    body=FlowBody,
-    scope=Scope.SUBMIT,
-    subject=Subject.OWN,
+    {201: one_of(flow_answers.FlowCreated), 200: one_of(flow_answers.FlowExists)},
+    body=CreateFlowRequest,
+    scope=ApiScope.SUBMIT,
+    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_flow(ask: Ask[FlowBody]) -> Reply:
+async def create_flow(ask: Request[CreateFlowRequest]) -> Response:
     """Create a flow; one that exists stays as it is."""
     body = ask.body
-    ask.within(body.namespace)
+    ask.require_namespace(body.namespace)
     answer = await ask.engine.create_flow(body.flow_id, flow_kind=body.flow_kind, namespace=body.namespace)
-    return tagged(answer, 201 if isinstance(answer, flow_answers.Created) else 200)
+    return variant_response(answer, 201 if isinstance(answer, flow_answers.FlowCreated) else 200)
 
 
-class EdgeSpec(Body, frozen=True):
+class EdgeSpec(RequestBody, frozen=True):
     upstream_execution_id: str
     downstream_execution_id: str
     dependency_kind: str = "success_only"
@@ -63,10 +71,10 @@ class EdgeSpec(Body, frozen=True):
     edge_id: str | None = None
 
 
-class GraphBody(Body, frozen=True):
+class CreateFlowGraphRequest(RequestBody, frozen=True):
     """A flow with all its members, edges and joins; a join that is not named waits for all."""
 
-    nodes: list[CreateBody]
+    nodes: list[CreateExecutionRequest]
     flow_id: str | None = None
     edges: tuple[EdgeSpec, ...] = ()
     policies: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
@@ -74,21 +82,21 @@ class GraphBody(Body, frozen=True):
     namespace: str = "default"
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id)
+        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
     "/v1/flows/graph",
-    {201: variants(flow_answers.GraphCreated), 200: variants(flow_answers.AlreadySatisfied)},
-    body=GraphBody,
+    {201: one_of(flow_answers.GraphCreated), 200: one_of(flow_answers.FlowExists)},
+    body=CreateFlowGraphRequest,
     limit=BULK_LIMIT,
-    scope=Scope.SUBMIT,
-    subject=Subject.OWN,
+    scope=ApiScope.SUBMIT,
+    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_flow_graph(ask: Ask[GraphBody]) -> Reply:
+async def create_flow_graph(ask: Request[CreateFlowGraphRequest]) -> Response:
     """Create a whole flow, all of it or nothing; repeating the call is harmless."""
     body = ask.body
-    ask.within(body.namespace)
+    ask.require_namespace(body.namespace)
     edges = [
         GraphEdge(
             edge.upstream_execution_id,
@@ -101,131 +109,131 @@ async def create_flow_graph(ask: Ask[GraphBody]) -> Reply:
     ]
     answer = await ask.engine.create_flow_graph(
         body.flow_id or ask.engine.minter.uuid(),
-        [await creation(ask, node) for node in body.nodes],
+        [await to_create_execution(ask, node) for node in body.nodes],
         edges,
         policies=body.policies,
         flow_kind=body.flow_kind,
         namespace=body.namespace,
     )
-    return tagged(answer, 201 if isinstance(answer, flow_answers.GraphCreated) else 200)
+    return variant_response(answer, 201 if isinstance(answer, flow_answers.GraphCreated) else 200)
 
 
-class MemberBody(Body, frozen=True):
+class AddMemberRequest(RequestBody, frozen=True):
     flow_id: str
     execution_id: str
-    now: Whole | None = None
+    now: I64 | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id)
-        checked(ids.parse_execution_id, self.execution_id)
+        check_ids(ids.parse_uuid, self.flow_id)
+        check_ids(ids.parse_execution_id, self.execution_id)
 
 
 @routes.post(
-    f"{ONE}/members",
-    {201: variants(flow_answers.Added), 200: variants(flow_answers.AlreadyMember)},
-    body=MemberBody,
-    scope=Scope.SUBMIT,
+    f"{FLOW_PATH}/members",
+    {201: one_of(flow_answers.Added), 200: one_of(flow_answers.AlreadyMember)},
+    body=AddMemberRequest,
+    scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def add_execution_to_flow(ask: Ask[MemberBody]) -> Reply:
+async def add_execution_to_flow(ask: Request[AddMemberRequest]) -> Response:
     """Make an execution a member of a flow on its partition."""
     flow_id, body = ask.flow_id, ask.body
-    same("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    await ask.may_touch(body.execution_id)
+    check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
+    await ask.require_execution_access(body.execution_id)
     answer = await ask.engine.add_execution_to_flow(flow_id, body.execution_id)
-    return tagged(answer, 201 if isinstance(answer, flow_answers.Added) else 200)
+    return variant_response(answer, 201 if isinstance(answer, flow_answers.Added) else 200)
 
 
-class EdgeBody(Body, frozen=True):
+class EdgeRequest(RequestBody, frozen=True):
     flow_id: str
     edge_id: str
     upstream_execution_id: str
     downstream_execution_id: str
     data_passing_ref: str | None = None
-    now: Whole | None = None
+    now: I64 | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id, self.edge_id)
-        checked(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
+        check_ids(ids.parse_uuid, self.flow_id, self.edge_id)
+        check_ids(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
 
-    def edge(self, path_flow_id: str) -> dict[str, Any]:
+    def to_edge_kwargs(self, path_flow_id: str) -> dict[str, Any]:
         """What the engine wants to know of an edge, which is one of the path's flow."""
-        same("flow_id", path_flow_id, ids.parse_uuid(self.flow_id))
+        check_same_id("flow_id", path_flow_id, ids.parse_uuid(self.flow_id))
         ends = {"upstream": self.upstream_execution_id, "downstream": self.downstream_execution_id}
-        return ends | self.told("upstream_execution_id", "downstream_execution_id")
+        return ends | self.to_kwargs("upstream_execution_id", "downstream_execution_id")
 
 
-class StageBody(EdgeBody, frozen=True):
+class StageEdgeRequest(EdgeRequest, frozen=True):
     dependency_kind: str = "success_only"
     expected_graph_revision: Revision | None = None
 
 
 @routes.post(
-    f"{ONE}/edges",
-    {201: variants(flow_answers.Staged)},
-    body=StageBody,
-    scope=Scope.SUBMIT,
+    f"{FLOW_PATH}/edges",
+    {201: one_of(flow_answers.Staged)},
+    body=StageEdgeRequest,
+    scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def stage_dependency_edge(ask: Ask[StageBody]) -> Reply:
+async def stage_dependency_edge(ask: Request[StageEdgeRequest]) -> Response:
     """Add an edge to the graph; without an expected revision none is asked for."""
-    return tagged(await ask.engine.stage_dependency_edge(**ask.body.edge(ask.flow_id)), 201)
+    return variant_response(await ask.engine.stage_dependency_edge(**ask.body.to_edge_kwargs(ask.flow_id)), 201)
 
 
-class ApplyBody(EdgeBody, frozen=True):
+class ApplyEdgeRequest(EdgeRequest, frozen=True):
     graph_revision: Revision | None = None
     dependency_kind: str | None = None
 
 
 @routes.post(
-    f"{ONE}/edges/apply",
-    {200: variants(flow_answers.Applied, flow_answers.AlreadyApplied)},
-    body=ApplyBody,
-    scope=Scope.SUBMIT,
+    f"{FLOW_PATH}/edges/apply",
+    {200: one_of(flow_answers.DependencyApplied, flow_answers.DependencyAlreadyApplied)},
+    body=ApplyEdgeRequest,
+    scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def apply_dependency_to_child(ask: Ask[ApplyBody]) -> Reply:
+async def apply_dependency_to_child(ask: Request[ApplyEdgeRequest]) -> Response:
     """Let the downstream of a staged edge wait for its upstream."""
-    edge = ask.body.edge(ask.flow_id)
-    await ask.may_touch(edge["downstream"])  # the flow that another one belongs to would be told
-    return tagged(await ask.engine.apply_dependency_to_child(**edge))
+    edge = ask.body.to_edge_kwargs(ask.flow_id)
+    await ask.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
+    return variant_response(await ask.engine.apply_dependency_to_child(**edge))
 
 
-class FlowCancelBody(Body, frozen=True):
+class CancelFlowRequest(RequestBody, frozen=True):
     flow_id: str
     reason: str
     cancellation_policy: str
-    now: Whole | None = None
+    now: I64 | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.flow_id)
+        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
-    f"{ONE}/cancel",
-    {200: variants(flow_answers.Cancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled)},
-    body=FlowCancelBody,
-    scope=Scope.OPERATE,
+    f"{FLOW_PATH}/cancel",
+    {200: one_of(flow_answers.FlowCancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled)},
+    body=CancelFlowRequest,
+    scope=ApiScope.OPERATE,
     subject=Subject.FLOW,
     query=(
-        Param("wait", {"type": "string", "enum": ["true", "1", "false", "0"]}),
-        Param("timeout_ms", {"type": "integer", "minimum": 0}),
+        QueryParam("wait", {"type": "string", "enum": ["true", "1", "false", "0"]}),
+        QueryParam("timeout_ms", {"type": "integer", "minimum": 0}),
     ),
     long=True,
     audit=True,
 )
-async def cancel_flow(ask: Ask[FlowCancelBody]) -> Reply:
+async def cancel_flow(ask: Request[CancelFlowRequest]) -> Response:
     """Cancel a flow and those of its members that the policy selects."""
     flow_id, body = ask.flow_id, ask.body
-    same("flow_id", flow_id, ids.parse_uuid(body.flow_id))
+    check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
     answer = await ask.engine.cancel_flow(flow_id, policy=body.cancellation_policy, reason=body.reason, wait=_wait(ask))
-    return tagged(answer)
+    return variant_response(answer)
 
 
-def _wait(ask: Ask[FlowCancelBody]) -> Wait:
-    if ask.query("wait") not in ("true", "1"):
+def _wait(ask: Request[CancelFlowRequest]) -> Wait:
+    if ask.query_param("wait") not in ("true", "1"):
         return NoWait()
-    return WaitIndefinite() if ask.query("timeout_ms") is None else WaitTimeout(ask.number("timeout_ms"))
+    return WaitIndefinite() if ask.query_param("timeout_ms") is None else WaitTimeout(ask.int_param("timeout_ms"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -235,84 +243,94 @@ def _wait(ask: Ask[FlowCancelBody]) -> Wait:
 @routes.get(
     "/v1/flows",
     {200: FlowPage},
-    query=(Param("partition", {"type": "integer", "minimum": 0, "maximum": 65_535}, required=True), CURSOR, LIMIT),
+    query=(
+        QueryParam("partition", {"type": "integer", "minimum": 0, "maximum": 65_535}, required=True),
+        CURSOR_PARAM,
+        LIMIT_PARAM,
+    ),
 )
-async def list_flows(ask: Ask[None]) -> Reply:
+async def list_flows(ask: Request[None]) -> Response:
     """Flows of one partition by id."""
-    cursor = ask.query("cursor")
-    return json(
+    cursor = ask.query_param("cursor")
+    return json_response(
         await ask.engine.list_flows(
-            ask.number("partition"),
-            cursor=uuid_in("cursor", cursor) if cursor else None,
-            limit=ask.number("limit", 50),
+            ask.int_param("partition"),
+            cursor=path_uuid("cursor", cursor) if cursor else None,
+            limit=ask.int_param("limit", 50),
         )
     )
 
 
-@routes.get(ONE, {200: FlowSnapshot}, subject=Subject.FLOW)
-async def describe_flow(ask: Ask[None]) -> Reply:
+@routes.get(FLOW_PATH, {200: FlowSnapshot}, subject=Subject.FLOW)
+async def describe_flow(ask: Request[None]) -> Response:
     """A flow with its joins and its graph revision."""
-    return json(found(await ask.engine.describe_flow(ask.flow_id), NO_FLOW))
+    return json_response(require_found(await ask.engine.describe_flow(ask.flow_id), FLOW_NOT_FOUND))
 
 
-@routes.get(f"{ONE}/summary", {200: FlowSummary}, subject=Subject.FLOW)
-async def get_flow_summary(ask: Ask[None]) -> Reply:
+@routes.get(f"{FLOW_PATH}/summary", {200: FlowSummary}, subject=Subject.FLOW)
+async def get_flow_summary(ask: Request[None]) -> Response:
     """Members by public state, as the projector last counted them."""
     flow_id = ask.flow_id
     summary = await ask.engine.get_flow_summary(flow_id)
     if summary is None:
-        found(await ask.engine.describe_flow(flow_id), NO_FLOW)
-    return json(found(summary, "not found: flow_summary"))
+        require_found(await ask.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
+    return json_response(require_found(summary, "not found: flow_summary"))
 
 
-class Members(msgspec.Struct, frozen=True):
+class ListMembersResponse(msgspec.Struct, frozen=True):
     members: list[str]
 
 
-@routes.get(f"{ONE}/members", {200: Members}, subject=Subject.FLOW)
-async def list_flow_members(ask: Ask[None]) -> Reply:
+@routes.get(f"{FLOW_PATH}/members", {200: ListMembersResponse}, subject=Subject.FLOW)
+async def list_flow_members(ask: Request[None]) -> Response:
     """Every member that was ever added."""
     flow_id = ask.flow_id
-    found(await ask.engine.describe_flow(flow_id), NO_FLOW)
-    return json(Members(await ask.engine.list_flow_members(flow_id)))
+    require_found(await ask.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
+    return json_response(ListMembersResponse(await ask.engine.list_flow_members(flow_id)))
 
 
-class Edges(msgspec.Struct, frozen=True):
+class ListEdgesResponse(msgspec.Struct, frozen=True):
     edges: list[EdgeSnapshot]
 
 
 @routes.get(
-    f"{ONE}/edges",
-    {200: Edges},
+    f"{FLOW_PATH}/edges",
+    {200: ListEdgesResponse},
     subject=Subject.FLOW,
-    query=(Param("outgoing", TEXT), Param("incoming", TEXT)),
+    query=(QueryParam("outgoing", STRING_SCHEMA), QueryParam("incoming", STRING_SCHEMA)),
 )
-async def list_edges(ask: Ask[None]) -> Reply:
+async def list_edges(ask: Request[None]) -> Response:
     """The edges away from one execution, or to one."""
-    flow_id, outgoing, incoming = ask.flow_id, ask.query("outgoing"), ask.query("incoming")
+    flow_id, outgoing, incoming = ask.flow_id, ask.query_param("outgoing"), ask.query_param("incoming")
     if (outgoing is None) == (incoming is None):
         raise bad_request("name the execution: either outgoing or incoming")
-    return json(
-        Edges(
+    return json_response(
+        ListEdgesResponse(
             await ask.engine.list_edges(
                 flow_id,
-                outgoing=outgoing if outgoing is None else execution_in(outgoing),
-                incoming=incoming if incoming is None else execution_in(incoming),
+                outgoing=outgoing if outgoing is None else path_execution_id(outgoing),
+                incoming=incoming if incoming is None else path_execution_id(incoming),
             )
         )
     )
 
 
-class JoinBody(Body, frozen=True):
+class SetJoinRequest(RequestBody, frozen=True):
     policy: Annotated[dict[str, Any], Meta(description="all_of, any_of or quorum, as an edge policy is written")]
 
 
-class JoinSet(msgspec.Struct, frozen=True):
-    status: flow_answers.PolicySet
+class SetJoinResponse(msgspec.Struct, frozen=True):
+    status: flow_answers.SetJoinPolicyResult
 
 
-@routes.put(f"{ONE}/joins/{{execution_id}}", {200: JoinSet}, body=JoinBody, scope=Scope.SUBMIT, subject=Subject.FLOW)
-async def set_edge_group_policy(ask: Ask[JoinBody]) -> Reply:
+@routes.put(
+    f"{FLOW_PATH}/joins/{{execution_id}}",
+    {200: SetJoinResponse},
+    body=SetJoinRequest,
+    scope=ApiScope.SUBMIT,
+    subject=Subject.FLOW,
+)
+async def set_edge_group_policy(ask: Request[SetJoinRequest]) -> Response:
     """Say how an execution joins its upstreams, before any edge into it is staged."""
-    answer = await ask.engine.set_edge_group_policy(ask.flow_id, execution_in(ask.params[1]), ask.body.policy)
-    return json(JoinSet(answer))
+    answer = await ask.engine.set_edge_group_policy(ask.flow_id, path_execution_id(ask.path_params[1]), ask.body.policy)
+    return json_response(SetJoinResponse(answer))

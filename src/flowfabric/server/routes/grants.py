@@ -7,26 +7,26 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.api.encoding import Body, Whole
+from flowfabric.api.encoding import I64, RequestBody
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, json
-from flowfabric.server.routing import Reply, Routes, Subject
+from flowfabric.server.request import Request, json_response
+from flowfabric.server.routing import Response, RouteGroup, Subject
 
-routes = Routes("claims")
+routes = RouteGroup("claims")
 
-MAX_GRANT_MS = 60_000
+MAX_GRANT_TTL_MS = 60_000
 
 
-class ClaimBody(Body, frozen=True):
+class ClaimGrantRequest(RequestBody, frozen=True):
     lane_id: str
     worker_instance_id: str
-    grant_ttl_ms: Whole
+    grant_ttl_ms: I64
     capabilities: tuple[str, ...] = ()
 
 
-class Grant(msgspec.Struct, frozen=True):
+class ClaimGrantResponse(msgspec.Struct, frozen=True):
     """An offer; `grant_kind` is claim, resume or reclaim: how it is redeemed."""
 
     execution_id: str
@@ -36,7 +36,7 @@ class Grant(msgspec.Struct, frozen=True):
     grant_kind: str
 
 
-def check_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
+def check_worker_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
     """Refuse names that are none, in the reference's words."""
     for field, text in (("worker_id", worker_id), ("worker_instance_id", worker_instance_id)):
         size = len(text.encode("utf-8", "surrogatepass"))
@@ -44,7 +44,7 @@ def check_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
             raise bad_request(f"{field}: must not be empty")
         if size > ids.MAX_WORKER_BYTES:
             raise bad_request(f"{field}: exceeds {ids.MAX_WORKER_BYTES} bytes (got {size})")
-        if ids.blank_or_control(text):
+        if ids.has_blank_or_control(text):
             raise bad_request(f"{field}: must not contain whitespace or control characters")
     for lane in lanes:
         try:
@@ -59,42 +59,44 @@ def check_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
 
 def check_grant_ttl(ttl_ms: int) -> None:
     """Refuse grants that last for ever, or not at all."""
-    if not 1 <= ttl_ms <= MAX_GRANT_MS:
-        raise bad_request(f"grant_ttl_ms must be in 1..={MAX_GRANT_MS}")
+    if not 1 <= ttl_ms <= MAX_GRANT_TTL_MS:
+        raise bad_request(f"grant_ttl_ms must be in 1..={MAX_GRANT_TTL_MS}")
 
 
 @routes.post(
     "/v1/workers/{worker_id}/claim",
-    {200: Grant, 204: None},
-    body=ClaimBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
+    {200: ClaimGrantResponse, 204: None},
+    body=ClaimGrantRequest,
+    scope=ApiScope.WORK,
+    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def claim_for_worker(ask: Ask[ClaimBody]) -> Reply:
+async def claim_for_worker(ask: Request[ClaimGrantRequest]) -> Response:
     """A grant for the best execution of the lane that this worker may run; 204 when there is none."""
-    worker_id, body = ask.params[0], ask.body
-    check_names(worker_id, body.worker_instance_id, body.lane_id)
+    worker_id, body = ask.path_params[0], ask.body
+    check_worker_names(worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
     within = ask.principal.namespaces
-    grant = await ask.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.told())
+    grant = await ask.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.to_kwargs())
     if grant is None:
-        return Reply(204)
+        return Response(204)
     kind = "reclaim" if isinstance(grant, answers.ReclaimGrant) else "resume" if grant.resumes else "claim"
-    return json(Grant(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind))
+    return json_response(
+        ClaimGrantResponse(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind)
+    )
 
 
-class ReclaimBody(Body, frozen=True):
+class ReclaimGrantRequest(RequestBody, frozen=True):
     worker_id: str
     worker_instance_id: str
     lane_id: str
-    grant_ttl_ms: Whole
+    grant_ttl_ms: I64
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
     worker_capabilities: tuple[str, ...] = ()
 
 
-class ReclaimAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReclaimGrantResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """`granted`, `not_reclaimable` or `reclaim_cap_exceeded`, with what belongs to each."""
 
     status: str
@@ -109,25 +111,25 @@ class ReclaimAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @routes.post(
     "/v1/executions/{id}/reclaim",
-    {200: ReclaimAnswer},
-    body=ReclaimBody,
-    scope=Scope.WORK,
+    {200: ReclaimGrantResponse},
+    body=ReclaimGrantRequest,
+    scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def issue_reclaim_grant(ask: Ask[ReclaimBody]) -> Reply:
+async def issue_reclaim_grant(ask: Request[ReclaimGrantRequest]) -> Response:
     """Offer work whose lease is gone to one worker; a business refusal is an answer."""
     execution_id, body = ask.execution_id, ask.body
-    check_names(body.worker_id, body.worker_instance_id, body.lane_id)
+    check_worker_names(body.worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
-    answer = await ask.engine.issue_reclaim_grant(execution_id, **body.told())
-    return json(reclaim_answer(execution_id, answer))
+    answer = await ask.engine.issue_reclaim_grant(execution_id, **body.to_kwargs())
+    return json_response(reclaim_response(execution_id, answer))
 
 
-def reclaim_answer(execution_id: str, answer: Any) -> ReclaimAnswer:
+def reclaim_response(execution_id: str, answer: Any) -> ReclaimGrantResponse:
     """The answer with its status."""
     match answer:
         case answers.ReclaimGrant():
-            return ReclaimAnswer(
+            return ReclaimGrantResponse(
                 "granted",
                 execution_id,
                 answer.partition_key,
@@ -136,10 +138,10 @@ def reclaim_answer(execution_id: str, answer: Any) -> ReclaimAnswer:
                 answer.lane_id,
             )
         case answers.NotReclaimable(detail=detail):
-            return ReclaimAnswer("not_reclaimable", execution_id, detail=detail)
+            return ReclaimGrantResponse("not_reclaimable", execution_id, detail=detail)
         case answers.ReclaimCapExceeded(reclaim_count=count):
-            return ReclaimAnswer("reclaim_cap_exceeded", execution_id, reclaim_count=count)
+            return ReclaimGrantResponse("reclaim_cap_exceeded", execution_id, reclaim_count=count)
         case answers.GrantNotFound():
-            return ReclaimAnswer("grant_not_found", execution_id)
+            return ReclaimGrantResponse("grant_not_found", execution_id)
         case _:
             raise errors.BugError(f"reclaim: {type(answer).__name__}")

@@ -11,51 +11,51 @@ from flowfabric import errors
 from flowfabric.server import logging
 from flowfabric.server.errors import Problem
 from flowfabric.server.metrics import CONTENT_TYPE, exposition
-from flowfabric.server.request import JSON, Ask, encode, json
-from flowfabric.server.routing import METRICS, Reply, Routes
+from flowfabric.server.request import JSON, Request, encode, json_response
+from flowfabric.server.routing import METRICS_PATH, Response, RouteGroup
 
-routes = Routes("health")
+routes = RouteGroup("health")
 
-LEVELS_S = 5.0  # how long the store may take to count; whoever scrapes does not wait much longer
+QUEUE_DEPTH_TIMEOUT_S = 5.0  # how long the store may take to count; whoever scrapes does not wait much longer
 
 
-class Status(msgspec.Struct, frozen=True):
+class HealthStatus(msgspec.Struct, frozen=True):
     status: str
 
 
-@routes.get("/healthz", {200: Status}, scope=None)
-async def healthz(ask: Ask[None]) -> Reply:
+@routes.get("/healthz", {200: HealthStatus}, scope=None)
+async def healthz(ask: Request[None]) -> Response:
     """Whether the store answers."""
     await ask.engine.ping()
-    return json(Status("ok"))
+    return json_response(HealthStatus("ok"))
 
 
-@routes.get("/readyz", {200: Status}, scope=None)
-async def readyz(ask: Ask[None]) -> Reply:
+@routes.get("/readyz", {200: HealthStatus}, scope=None)
+async def readyz(ask: Request[None]) -> Response:
     """Whether this server should be sent requests: not while it shuts down, nor while its store is away."""
     if ask.app.closing.is_set():
-        return Reply(503, encode(Problem("shutting down", "unavailable", False)), JSON)
+        return Response(503, encode(Problem("shutting down", "unavailable", False)), JSON)
     try:
         await ask.engine.ping()
     except errors.StoreUnavailable:
-        return Reply(503, encode(Problem("the store is away", "unavailable", True)), JSON)
-    return json(Status("ready"))
+        return Response(503, encode(Problem("the store is away", "unavailable", True)), JSON)
+    return json_response(HealthStatus("ready"))
 
 
-@routes.get(METRICS, {200: CONTENT_TYPE}, scope=None, refusals=(404,))
-async def metrics(ask: Ask[None]) -> Reply:
+@routes.get(METRICS_PATH, {200: CONTENT_TYPE}, scope=None, refusals=(404,))
+async def metrics(ask: Request[None]) -> Response:
     """What was counted, as Prometheus reads it."""
     if not ask.app.settings.serve_metrics:
-        return Reply(404)
+        return Response(404)
     try:
-        async with asyncio.timeout(LEVELS_S):
-            await ask.engine.read_levels()
+        async with asyncio.timeout(QUEUE_DEPTH_TIMEOUT_S):
+            await ask.engine.refresh_gauges()
     except (errors.StoreUnavailable, TimeoutError):
         logging.logger.warning("the levels could not be read; the counters are told all the same")
-    return Reply(200, exposition(ask.app.http.meters, ask.engine.meters), CONTENT_TYPE)
+    return Response(200, exposition(ask.app.http_metrics.registry, ask.engine.metrics), CONTENT_TYPE)
 
 
 @routes.get("/openapi.json", {200: dict[str, Any]}, scope=None)
-async def openapi_document(ask: Ask[None]) -> Reply:
+async def openapi_document(ask: Request[None]) -> Response:
     """This document."""
-    return Reply(200, ask.app.openapi, JSON)
+    return Response(200, ask.app.openapi, JSON)

@@ -7,78 +7,82 @@ namespaces means the shared one of `default`.
 from __future__ import annotations
 
 from flowfabric import ids
-from flowfabric.api.encoding import Held, Natural, checked, variants
+from flowfabric.api.encoding import HolderRequest, Natural, check_ids, one_of
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE
-from flowfabric.server.request import Ask, tagged
-from flowfabric.server.routes.leases import holding, routes
-from flowfabric.server.routing import Reply
+from flowfabric.server.request import Request, variant_response
+from flowfabric.server.routes.leases import lease_route, routes
+from flowfabric.server.routing import Response
 
-USAGE = variants(limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
+USAGE_RESPONSE = one_of(
+    limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach
+)
 
 
-class HolderUsageBody(Held, frozen=True):
+class HolderUsageRequest(HolderRequest, frozen=True):
     budget_id: str
     dimensions: dict[str, Natural]
     dedup_key: str | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id)
+        check_ids(ids.parse_uuid, self.budget_id)
 
 
-@holding("usage", USAGE, HolderUsageBody)
-async def report_usage_as_holder(ask: Ask[HolderUsageBody]) -> Reply:
+@lease_route("usage", USAGE_RESPONSE, HolderUsageRequest)
+async def report_usage_as_holder(ask: Request[HolderUsageRequest]) -> Response:
     """Report what this execution used."""
     body = ask.body
-    await ask.engine.require_lease(ask.holder)
-    return tagged(
+    await ask.engine.require_lease(ask.handle)
+    return variant_response(
         await ask.engine.report_usage(
-            ask.holder,
+            ask.handle,
             body.budget_id,
             body.dimensions,
             dedup_key=body.dedup_key,
-            namespace=ask.touched,
-            shared=ask.shares,
+            namespace=ask.execution_namespace,
+            shared=ask.may_use_shared_budgets,
         )
     )
 
 
-@holding("spend", USAGE, HolderUsageBody)
-async def record_spend(ask: Ask[HolderUsageBody]) -> Reply:
+@lease_route("spend", USAGE_RESPONSE, HolderUsageRequest)
+async def record_spend(ask: Request[HolderUsageRequest]) -> Response:
     """Report for this execution's ledger, so that it can be given back."""
-    body, handle = ask.body, ask.holder
+    body, handle = ask.body, ask.handle
     await ask.engine.require_lease(handle)
-    return tagged(
+    return variant_response(
         await ask.engine.record_spend(
             body.budget_id,
             handle.fields.execution_id,
             body.dimensions,
             idempotency_key=body.dedup_key,
             handle=handle,
-            namespace=ask.touched,
-            shared=ask.shares,
+            namespace=ask.execution_namespace,
+            shared=ask.may_use_shared_budgets,
         )
     )
 
 
-class ReserveBody(Held, frozen=True):
+class HolderReserveRequest(HolderRequest, frozen=True):
     budget_id: str
     amounts: dict[str, Natural]
     ttl_ms: Natural
     reservation_id: str | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
-@holding(
-    "reserve", variants(limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied), ReserveBody
+@lease_route(
+    "reserve",
+    one_of(limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied),
+    HolderReserveRequest,
 )
-async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
+async def reserve_budget(ask: Request[HolderReserveRequest]) -> Response:
     """Keep room free in a budget for this execution."""
-    body, handle = ask.body, ask.holder
+    body, handle = ask.body, ask.handle
     await ask.engine.require_lease(handle)
-    return tagged(
+    return variant_response(
         await ask.engine.reserve_budget(
             body.budget_id,
             handle.fields.execution_id,
@@ -86,55 +90,60 @@ async def reserve_budget(ask: Ask[ReserveBody]) -> Reply:
             ttl_ms=body.ttl_ms,
             reservation_id=body.reservation_id,
             handle=handle,
-            namespace=ask.touched,
-            shared=ask.shares,
+            namespace=ask.execution_namespace,
+            shared=ask.may_use_shared_budgets,
         )
     )
 
 
-class SettleBody(Held, frozen=True):
+class HolderSettleRequest(HolderRequest, frozen=True):
     budget_id: str
     reservation_id: str
     amounts: dict[str, Natural]
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
-@holding("settle", USAGE, SettleBody)
-async def settle_budget(ask: Ask[SettleBody]) -> Reply:
+@lease_route("settle", USAGE_RESPONSE, HolderSettleRequest)
+async def settle_budget(ask: Request[HolderSettleRequest]) -> Response:
     """Turn a reservation into what was really spent."""
     body = ask.body
-    await ask.engine.require_lease(ask.holder)
-    execution_id = ask.holder.fields.execution_id
-    return tagged(
+    await ask.engine.require_lease(ask.handle)
+    execution_id = ask.handle.fields.execution_id
+    return variant_response(
         await ask.engine.settle_budget(
-            body.budget_id, execution_id, body.reservation_id, body.amounts, namespace=ask.touched, shared=ask.shares
+            body.budget_id,
+            execution_id,
+            body.reservation_id,
+            body.amounts,
+            namespace=ask.execution_namespace,
+            shared=ask.may_use_shared_budgets,
         )
     )
 
 
-class RefundBody(Held, frozen=True):
+class HolderRefundRequest(HolderRequest, frozen=True):
     budget_id: str
     reservation_id: str
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.budget_id, self.reservation_id)
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
-@holding("refund", variants(limit_answers.Refunded), RefundBody)
-async def refund_budget(ask: Ask[RefundBody]) -> Reply:
+@lease_route("refund", one_of(limit_answers.Refunded), HolderRefundRequest)
+async def refund_budget(ask: Request[HolderRefundRequest]) -> Response:
     """Give the room of one of this execution's reservations back unused."""
-    await ask.engine.require_lease(ask.holder)
-    body, execution_id = ask.body, ask.holder.fields.execution_id
-    namespace = ask.touched or await ask.engine.get_execution_namespace(execution_id)
-    return tagged(
+    await ask.engine.require_lease(ask.handle)
+    body, execution_id = ask.body, ask.handle.fields.execution_id
+    namespace = ask.execution_namespace or await ask.engine.get_execution_namespace(execution_id)
+    return variant_response(
         await ask.engine.refund_budget(
             body.budget_id,
             body.reservation_id,
             execution_id=execution_id,
             namespace=namespace or DEFAULT_NAMESPACE,
-            shared=ask.shares,
+            shared=ask.may_use_shared_budgets,
         )
     )
 

@@ -6,20 +6,30 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from flowfabric import ids
-from flowfabric.api.encoding import LIMIT, Body, Natural, Octets, Unsaid, Whole, checked, octets, variants
-from flowfabric.engine.types import Accepted, Duplicate, MailArgs, SignalArgs, WaitpointRecord
-from flowfabric.model.api_token import Scope
+from flowfabric.api.encoding import (
+    I64,
+    LIMIT_PARAM,
+    Natural,
+    Octets,
+    RedactedRepr,
+    RequestBody,
+    check_ids,
+    decode_octets,
+    one_of,
+)
+from flowfabric.engine.types import Accepted, DuplicateDelivery, MessageArgs, SignalArgs, WaitpointRecord
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.suspension import WaitpointState
 from flowfabric.server.errors import Problem
-from flowfabric.server.request import Ask, found, json, same, tagged, uuid_in
-from flowfabric.server.routing import SIGNAL_LIMIT, Param, Reply, Routes, Subject
+from flowfabric.server.request import Request, check_same_id, json_response, path_uuid, require_found, variant_response
+from flowfabric.server.routing import SIGNAL_LIMIT, QueryParam, Response, RouteGroup, Subject
 
-routes = Routes("signals")
+routes = RouteGroup("signals")
 
-ONE = "/v1/executions/{id}"
+EXECUTION_PATH = "/v1/executions/{id}"
 NO_STORE = ("cache-control", "no-store")
-DEDUP_TTL_MS, SIGNAL_CAP, LOG_LENGTH = 86_400_000, 10_000, 1000
-NO_TOKEN = "waitpoint token not found (consumed, expired, or unknown id)"
+DEDUP_TTL_MS, MAX_SIGNALS, SIGNAL_LOG_LENGTH = 86_400_000, 10_000, 1000
+TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
 class WaitpointEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,18 +48,18 @@ class WaitpointEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @routes.get(
-    f"{ONE}/pending-waitpoints",
+    f"{EXECUTION_PATH}/pending-waitpoints",
     {200: list[WaitpointEntry]},
     subject=Subject.EXECUTION,
-    query=(Param("after", {"type": "string", "format": "uuid"}), LIMIT),
+    query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
-async def list_pending_waitpoints(ask: Ask[None]) -> Reply:
+async def list_pending_waitpoints(ask: Request[None]) -> Response:
     """The open waitpoints of an execution by id, up to 1000 a page."""
-    after = ask.query("after")
+    after = ask.query_param("after")
     page = await ask.engine.list_pending_waitpoints(
         ask.execution_id,
-        after=None if not after else uuid_in("after", after, ""),
-        limit=ask.number("limit", 1000),
+        after=None if not after else path_uuid("after", after, ""),
+        limit=ask.int_param("limit", 1000),
     )
     entries = [
         WaitpointEntry(
@@ -66,33 +76,37 @@ async def list_pending_waitpoints(ask: Ask[None]) -> Reply:
         )
         for one in page.entries
     ]
-    return json(entries)
+    return json_response(entries)
 
 
-@routes.get(f"{ONE}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
-async def describe_waitpoint(ask: Ask[None]) -> Reply:
+@routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
+async def describe_waitpoint(ask: Request[None]) -> Response:
     """A waitpoint of an execution, open or closed, and how many signals it has met; not its token."""
-    record = await ask.engine.describe_waitpoint(ask.execution_id, uuid_in("waitpoint_id", ask.params[1], ""))
-    return json(found(record, "not found: waitpoint"))
+    record = await ask.engine.describe_waitpoint(ask.execution_id, path_uuid("waitpoint_id", ask.path_params[1], ""))
+    return json_response(require_found(record, "not found: waitpoint"))
 
 
-class Token(Unsaid, msgspec.Struct, frozen=True):
+class WaitpointTokenResponse(RedactedRepr, msgspec.Struct, frozen=True):
     token: str
 
 
 @routes.get(
-    f"{ONE}/waitpoints/{{waitpoint_id}}/token", {200: Token}, scope=Scope.OPERATE, subject=Subject.EXECUTION, audit=True
+    f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}/token",
+    {200: WaitpointTokenResponse},
+    scope=ApiScope.OPERATE,
+    subject=Subject.EXECUTION,
+    audit=True,
 )
-async def read_waitpoint_token(ask: Ask[None]) -> Reply:
+async def read_waitpoint_token(ask: Request[None]) -> Response:
     """The token of an open waitpoint, for those who may have it."""
-    execution_id, waitpoint_id = ask.execution_id, uuid_in("waitpoint_id", ask.params[1], "")
+    execution_id, waitpoint_id = ask.execution_id, path_uuid("waitpoint_id", ask.path_params[1], "")
     token = await ask.engine.read_token_of(execution_id, waitpoint_id)
     if token is None:
-        return json(Problem(NO_TOKEN), 404, NO_STORE)
-    return json(Token(token.reveal()), 200, NO_STORE)
+        return json_response(Problem(TOKEN_NOT_FOUND), 404, NO_STORE)
+    return json_response(WaitpointTokenResponse(token.reveal()), 200, NO_STORE)
 
 
-class SignalBody(Unsaid, Body, frozen=True):
+class DeliverSignalRequest(RedactedRepr, RequestBody, frozen=True):
     """A signal; id and instants may be left to the server."""
 
     execution_id: str
@@ -104,7 +118,7 @@ class SignalBody(Unsaid, Body, frozen=True):
     waitpoint_token: str
     target_scope: str = "waitpoint"
     signal_id: str | None = None
-    now: Whole | None = None
+    now: I64 | None = None
     payload: Octets | None = None
     payload_b64: bytes | None = None
     payload_encoding: str | None = None
@@ -113,35 +127,35 @@ class SignalBody(Unsaid, Body, frozen=True):
     created_at: Natural | None = None
     dedup_ttl_ms: Natural | None = DEDUP_TTL_MS
     resume_delay_ms: Natural | None = None
-    max_signals_per_execution: Natural | None = SIGNAL_CAP
-    signal_maxlen: Natural | None = LOG_LENGTH
+    max_signals_per_execution: Natural | None = MAX_SIGNALS
+    signal_maxlen: Natural | None = SIGNAL_LOG_LENGTH
 
     def __post_init__(self) -> None:
-        checked(ids.parse_execution_id, self.execution_id)
-        checked(ids.parse_uuid, self.waitpoint_id, self.signal_id)
-        octets("payload", self.payload, self.payload_b64)
+        check_ids(ids.parse_execution_id, self.execution_id)
+        check_ids(ids.parse_uuid, self.waitpoint_id, self.signal_id)
+        decode_octets("payload", self.payload, self.payload_b64)
 
 
 @routes.post(
-    f"{ONE}/signal",
-    {200: variants(Accepted, Duplicate)},
-    body=SignalBody,
+    f"{EXECUTION_PATH}/signal",
+    {200: one_of(Accepted, DuplicateDelivery)},
+    body=DeliverSignalRequest,
     limit=SIGNAL_LIMIT,
-    scope=Scope.SUBMIT,
+    scope=ApiScope.SUBMIT,
     subject=Subject.EXECUTION,
 )
-async def deliver_signal(ask: Ask[SignalBody]) -> Reply:
+async def deliver_signal(ask: Request[DeliverSignalRequest]) -> Response:
     """Send a signal to a waitpoint, with the token that allows it."""
     execution_id, body = ask.execution_id, ask.body
-    same("execution_id", execution_id, body.execution_id)
+    check_same_id("execution_id", execution_id, body.execution_id)
     answer = await ask.engine.deliver_signal(
         SignalArgs(
             signal_id=body.signal_id or ask.engine.minter.uuid(),
-            payload=octets("payload", body.payload, body.payload_b64),
+            payload=decode_octets("payload", body.payload, body.payload_b64),
             dedup_ttl_ms=_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
-            max_signals_per_execution=_or(body.max_signals_per_execution, SIGNAL_CAP),
-            signal_maxlen=_or(body.signal_maxlen, LOG_LENGTH),
-            **body.told(
+            max_signals_per_execution=_or(body.max_signals_per_execution, MAX_SIGNALS),
+            signal_maxlen=_or(body.signal_maxlen, SIGNAL_LOG_LENGTH),
+            **body.to_kwargs(
                 "signal_id",
                 "payload",
                 "payload_b64",
@@ -151,7 +165,7 @@ async def deliver_signal(ask: Ask[SignalBody]) -> Reply:
             ),
         )
     )
-    return tagged(answer)
+    return variant_response(answer)
 
 
 def _or(given: int | None, default: int) -> int:
@@ -159,7 +173,7 @@ def _or(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
-class MessageBody(Body, frozen=True):
+class SendMessageRequest(RequestBody, frozen=True):
     """A message to the mailbox of a durable function."""
 
     mailbox: str
@@ -172,27 +186,27 @@ class MessageBody(Body, frozen=True):
     dedup_ttl_ms: Natural = 86_400_000
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.message_id)
-        octets("payload", self.payload, self.payload_b64)
+        check_ids(ids.parse_uuid, self.message_id)
+        decode_octets("payload", self.payload, self.payload_b64)
 
 
 @routes.post(
-    f"{ONE}/messages",
-    {200: variants(Accepted, Duplicate)},
-    body=MessageBody,
+    f"{EXECUTION_PATH}/messages",
+    {200: one_of(Accepted, DuplicateDelivery)},
+    body=SendMessageRequest,
     limit=SIGNAL_LIMIT,
-    scope=Scope.SUBMIT,
+    scope=ApiScope.SUBMIT,
     subject=Subject.EXECUTION,
 )
-async def send_message(ask: Ask[MessageBody]) -> Reply:
+async def send_message(ask: Request[SendMessageRequest]) -> Response:
     """Send a message to an execution; it is kept in order until somebody receives it."""
     body = ask.body
     answer = await ask.engine.send_message(
-        MailArgs(
+        MessageArgs(
             execution_id=ask.execution_id,
             message_id=body.message_id or ask.engine.minter.uuid(),
-            payload=octets("payload", body.payload, body.payload_b64),
-            **body.told("message_id", "payload", "payload_b64"),
+            payload=decode_octets("payload", body.payload, body.payload_b64),
+            **body.to_kwargs("message_id", "payload", "payload_b64"),
         )
     )
-    return tagged(answer)
+    return variant_response(answer)

@@ -11,60 +11,60 @@ from flowfabric import errors
 from flowfabric.engine.types import StreamPage, SummaryView
 from flowfabric.server import sse
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, encode, found, json
-from flowfabric.server.routing import EVENTS, Live, Param, Reply, Routes, Subject
+from flowfabric.server.request import Request, encode, json_response, require_found
+from flowfabric.server.routing import EVENT_STREAM, QueryParam, Response, RouteGroup, StreamingResponse, Subject
 
-routes = Routes("streams")
+routes = RouteGroup("streams")
 
-STREAM = "/v1/executions/{id}/attempts/{idx}/stream"
-CEILING = 1000
+STREAM_PATH = "/v1/executions/{id}/attempts/{idx}/stream"
+MAX_FRAMES_PER_READ = 1000
 MAX_BLOCK_MS = 30_000
-PAGE = 500
+PAGE_SIZE = 500
 
-_LIMIT = Param("limit", {"type": "integer", "minimum": 1, "maximum": CEILING})
-_AFTER = Param("after", {"type": "string"})
+_LIMIT = QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_FRAMES_PER_READ})
+_AFTER = QueryParam("after", {"type": "string"})
 
 
-class Frame(msgspec.Struct, frozen=True):
+class StreamFrame(msgspec.Struct, frozen=True):
     id: str
     fields: dict[str, str]
 
 
-class Frames(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReadStreamResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """A page of frames; a stream that is closed says since when and why."""
 
-    frames: list[Frame]
+    frames: list[StreamFrame]
     count: int
     closed_at: int | UnsetType = UNSET
     closed_reason: str | UnsetType = UNSET
 
 
-def _index(ask: Ask[None]) -> int:
-    text = ask.params[1]
+def _index(ask: Request[None]) -> int:
+    text = ask.path_params[1]
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 2**32 - 1:
         raise bad_request(f"attempt index: {text[:40]!r} is not a whole number")
     return int(text)
 
 
-def _limit(ask: Ask[None], default: int, hint: str) -> int:
-    limit = ask.number("limit", default)
+def _limit(ask: Request[None], default: int, hint: str) -> int:
+    limit = ask.int_param("limit", default)
     if limit < 1:
         raise bad_request("limit must be >= 1")
-    if limit > CEILING:
-        raise bad_request(f"limit exceeds REST ceiling {CEILING}; paginate via {hint} for larger spans")
+    if limit > MAX_FRAMES_PER_READ:
+        raise bad_request(f"limit exceeds REST ceiling {MAX_FRAMES_PER_READ}; paginate via {hint} for larger spans")
     return limit
 
 
-def _after(ask: Ask[None], text: str) -> str:
+def _after(ask: Request[None], text: str) -> str:
     if text in ("start", "end"):
         raise bad_request("after: XREAD cursor must be a concrete entry id; pass '0-0' to start from the beginning")
     return text
 
 
-def _page(page: StreamPage) -> Reply:
-    shown = [Frame(frame.id, frame.fields) for frame in page.frames]
-    return json(
-        Frames(
+def _page(page: StreamPage) -> Response:
+    shown = [StreamFrame(frame.id, frame.fields) for frame in page.frames]
+    return json_response(
+        ReadStreamResponse(
             shown,
             len(shown),
             UNSET if page.closed_at is None else page.closed_at,
@@ -74,16 +74,16 @@ def _page(page: StreamPage) -> Reply:
 
 
 @routes.get(
-    STREAM,
-    {200: Frames},
+    STREAM_PATH,
+    {200: ReadStreamResponse},
     subject=Subject.EXECUTION,
-    query=(Param("from", {"type": "string"}), Param("to", {"type": "string"}), _LIMIT),
+    query=(QueryParam("from", {"type": "string"}), QueryParam("to", {"type": "string"}), _LIMIT),
 )
-async def read_stream(ask: Ask[None]) -> Reply:
+async def read_stream(ask: Request[None]) -> Response:
     """Frames between two places, both included; a stream that was never written is empty."""
     execution_id, index = ask.execution_id, _index(ask)
     limit = _limit(ask, 100, "from/to")
-    first, last = ask.query("from"), ask.query("to")
+    first, last = ask.query_param("from"), ask.query_param("to")
     return _page(
         await ask.engine.read_stream(
             execution_id, index, "start" if first is None else first, "end" if last is None else last, limit
@@ -92,51 +92,57 @@ async def read_stream(ask: Ask[None]) -> Reply:
 
 
 @routes.get(
-    f"{STREAM}/tail",
-    {200: Frames},
+    f"{STREAM_PATH}/tail",
+    {200: ReadStreamResponse},
     subject=Subject.EXECUTION,
-    query=(_AFTER, Param("block_ms", {"type": "integer", "minimum": 0, "maximum": MAX_BLOCK_MS}), _LIMIT),
+    query=(_AFTER, QueryParam("block_ms", {"type": "integer", "minimum": 0, "maximum": MAX_BLOCK_MS}), _LIMIT),
     long=True,
 )
-async def tail_stream(ask: Ask[None]) -> Reply:
+async def tail_stream(ask: Request[None]) -> Response:
     """Frames after a place, waited for; the end of the stream ends the wait."""
     execution_id, index = ask.execution_id, _index(ask)
-    limit, block_ms = _limit(ask, 50, "after"), ask.number("block_ms", 0)
+    limit, block_ms = _limit(ask, 50, "after"), ask.int_param("block_ms", 0)
     if block_ms > MAX_BLOCK_MS:
         raise bad_request(f"block_ms exceeds {MAX_BLOCK_MS}ms ceiling")
-    after = ask.query("after")
+    after = ask.query_param("after")
     place = _after(ask, "0-0" if after is None else after)
     tail = ask.engine.tail_stream(execution_id, index, place, block_ms, limit)
-    page = await ask.while_heard(tail) if block_ms else await tail
+    page = await ask.wait_while_connected(tail) if block_ms else await tail
     return _page(page or StreamPage([], None, None))
 
 
-@routes.get(f"{STREAM}/summary", {200: SummaryView}, subject=Subject.EXECUTION)
-async def read_summary(ask: Ask[None]) -> Reply:
+@routes.get(f"{STREAM_PATH}/summary", {200: SummaryView}, subject=Subject.EXECUTION)
+async def read_summary(ask: Request[None]) -> Response:
     """The document that the attempt's summary frames amount to."""
     summary = await ask.engine.read_summary(ask.execution_id, _index(ask))
-    return json(found(summary, "not found: stream"))
+    return json_response(require_found(summary, "not found: stream"))
 
 
-@routes.get(f"{STREAM}/events", {200: EVENTS}, subject=Subject.EXECUTION, query=(_AFTER,), long=True)
-async def follow_stream(ask: Ask[None]) -> Live:
+@routes.get(f"{STREAM_PATH}/events", {200: EVENT_STREAM}, subject=Subject.EXECUTION, query=(_AFTER,), long=True)
+async def follow_stream(ask: Request[None]) -> StreamingResponse:
     """Frames as they come, as server-sent events; `Last-Event-ID` or `after` says where to go on."""
     execution_id, index = ask.execution_id, _index(ask)
-    after = _after(ask, sse.last_event_id(ask) or ask.query("after") or "0-0")
-    first = await ask.engine.tail_stream(execution_id, index, after, 0, PAGE)  # what is wrong is told with a status
-    return Live(sse.kept_alive(ask, _events(ask, execution_id, index, after, first)))
+    after = _after(ask, sse.last_event_id(ask) or ask.query_param("after") or "0-0")
+    first = await ask.engine.tail_stream(
+        execution_id, index, after, 0, PAGE_SIZE
+    )  # what is wrong is told with a status
+    return StreamingResponse(sse.with_keep_alive(ask, _events(ask, execution_id, index, after, first)))
 
 
-async def _events(ask: Ask[None], execution_id: str, index: int, after: str, page: StreamPage) -> AsyncIterator[bytes]:
+async def _events(
+    ask: Request[None], execution_id: str, index: int, after: str, page: StreamPage
+) -> AsyncIterator[bytes]:
     while True:
         for frame in page.frames:
             after = frame.id
-            yield sse.event(encode(frame.fields), name="frame", cursor=frame.id)
+            yield sse.format_event(encode(frame.fields), name="frame", cursor=frame.id)
         if page.closed_at is not None and not page.frames:
-            yield sse.event(encode({"closed_at": page.closed_at, "closed_reason": page.closed_reason}), name="closed")
+            yield sse.format_event(
+                encode({"closed_at": page.closed_at, "closed_reason": page.closed_reason}), name="closed"
+            )
             return
         try:
-            page = await ask.engine.tail_stream(execution_id, index, after, sse.WAIT_MS, PAGE)
+            page = await ask.engine.tail_stream(execution_id, index, after, sse.POLL_WAIT_MS, PAGE_SIZE)
         except errors.ResourceExhausted:
-            yield sse.event(b'{"reason":"resource_exhausted"}', name="end")
+            yield sse.format_event(b'{"reason":"resource_exhausted"}', name="end")
             return

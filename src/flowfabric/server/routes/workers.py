@@ -11,10 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from flowfabric import ids
-from flowfabric.api.encoding import CURSOR, LIMIT, MAX_WAIT_MS, Body, Natural, checked, variants
+from flowfabric.api.encoding import CURSOR_PARAM, LIMIT_PARAM, MAX_WAIT_MS, Natural, RequestBody, check_ids, one_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.api_token import Scope
+from flowfabric.model.api_token import ApiScope
 from flowfabric.model.worker import (
     STOPPED,
     MarkedDead,
@@ -25,18 +25,18 @@ from flowfabric.model.worker import (
 )
 from flowfabric.server import tracing
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Ask, json, tagged
-from flowfabric.server.routes.grants import check_names
-from flowfabric.server.routing import H, Param, Reply, Routes, Subject
+from flowfabric.server.request import Request, json_response, variant_response
+from flowfabric.server.routes.grants import check_worker_names
+from flowfabric.server.routing import H, QueryParam, Response, RouteGroup, Subject
 
-routes = Routes("workers")
+routes = RouteGroup("workers")
 
 MAX_CLAIM = 1000
 MAX_LANES = 100
-LEASE_MS = 15_000
+DEFAULT_LEASE_MS = 15_000
 
 
-class Work(msgspec.Struct, frozen=True):
+class ClaimedWork(msgspec.Struct, frozen=True):
     """An execution to work on, and the handle that fences whatever its holder says of it."""
 
     execution_id: str
@@ -56,44 +56,44 @@ class Work(msgspec.Struct, frozen=True):
     namespace: str | None = None  # a redeemed grant does not tell
 
 
-class Works(msgspec.Struct, frozen=True):
-    claimed: list[Work]
+class ClaimWorkResponse(msgspec.Struct, frozen=True):
+    claimed: list[ClaimedWork]
 
 
-class ClaimsBody(Body, frozen=True):
+class ClaimWorkRequest(RequestBody, frozen=True):
     """A worker's wish for work: as much as it has room for, waited for as long as it likes."""
 
     worker_instance_id: str
     lanes: Annotated[list[str], Meta(min_length=1, max_length=MAX_LANES)]
     limit: Annotated[int, Meta(ge=1, le=MAX_CLAIM)] = 1
     capabilities: tuple[str, ...] = ()
-    lease_ttl_ms: Natural = LEASE_MS
+    lease_ttl_ms: Natural = DEFAULT_LEASE_MS
     wait_ms: Natural = 0  # at most 30 s are waited
     namespaces: tuple[str, ...] | None = None  # whose work is wanted; all that the token is good for unless said
 
 
 @routes.post(
     "/v1/workers/{worker_id}/claims",
-    {200: Works},
-    body=ClaimsBody,
-    scope=Scope.WORK,
-    subject=Subject.OWN,
+    {200: ClaimWorkResponse},
+    body=ClaimWorkRequest,
+    scope=ApiScope.WORK,
+    subject=Subject.CHECKED_BY_HANDLER,
     long=True,
 )
-async def claim(ask: Ask[ClaimsBody]) -> Reply:
+async def claim(ask: Request[ClaimWorkRequest]) -> Response:
     """Up to `limit` executions with their leases, as soon as there is one; budgets and quotas are asked first."""
-    worker_id, body = ask.params[0], ask.body
-    check_names(worker_id, body.worker_instance_id, *body.lanes)
+    worker_id, body = ask.path_params[0], ask.body
+    check_worker_names(worker_id, body.worker_instance_id, *body.lanes)
     lanes = tuple(dict.fromkeys(body.lanes))
     for namespace in body.namespaces or ():
-        ask.within(namespace)
+        ask.require_namespace(namespace)
 
-    await ask.app.handles.prepare()
+    await ask.app.handle_signer.prepare()
 
     def nudge() -> None:
-        ask.engine.nudge(lanes)
+        ask.engine.wake_claims(lanes)
 
-    async with ask.listening(nudge) as is_heard:
+    async with ask.watch_disconnect(nudge) as is_heard:
         with _endable(ask, nudge) as is_wanted:
             claimed = await ask.engine.claim_from_lanes(
                 lanes,
@@ -101,13 +101,13 @@ async def claim(ask: Ask[ClaimsBody]) -> Reply:
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
                 namespaces=ask.principal.namespaces if body.namespaces is None else body.namespaces,
-                **body.told("lanes", "wait_ms", "namespaces"),
+                **body.to_kwargs("lanes", "wait_ms", "namespaces"),
             )
-        await ask.check_admission()
-        if claimed and ask.is_gone:
+        await ask.check_authentication()
+        if claimed and ask.is_abandoned:
             await _hand_back(ask.engine, claimed)
             claimed = []
-    return json(Works([await _work(ask, one) for one in claimed]))
+    return json_response(ClaimWorkResponse([await _work(ask, one) for one in claimed]))
 
 
 async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
@@ -116,7 +116,7 @@ async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
 
 
 @contextmanager
-def _endable(ask: Ask[ClaimsBody], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+def _endable(ask: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """While a claim waits: whether its worker still wants it."""
     wanted, claimant = True, (ask.principal.name, ask.body.worker_instance_id)
 
@@ -135,27 +135,31 @@ def _endable(ask: Ask[ClaimsBody], nudge: Callable[[], None]) -> Iterator[Callab
             ask.app.waiting_claims.pop(claimant, None)
 
 
-class EndBody(Body, frozen=True):
+class EndClaimsRequest(RequestBody, frozen=True):
     worker_instance_id: str
 
 
-class ClaimsEnded(msgspec.Struct, frozen=True):
+class EndClaimsResponse(msgspec.Struct, frozen=True):
     ended: int
 
 
 @routes.post(
-    "/v1/workers/{worker_id}/claims/end", {200: ClaimsEnded}, body=EndBody, scope=Scope.WORK, subject=Subject.OWN
+    "/v1/workers/{worker_id}/claims/end",
+    {200: EndClaimsResponse},
+    body=EndClaimsRequest,
+    scope=ApiScope.WORK,
+    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def end_claims(ask: Ask[EndBody]) -> Reply:
+async def end_claims(ask: Request[EndClaimsRequest]) -> Response:
     """Let the claims of one's own worker instance that wait here answer now, with what they have; how many."""
-    check_names(ask.params[0], ask.body.worker_instance_id)
+    check_worker_names(ask.path_params[0], ask.body.worker_instance_id)
     waiting = tuple(ask.app.waiting_claims.get((ask.principal.name, ask.body.worker_instance_id), ()))
     for end in waiting:
         end()
-    return json(ClaimsEnded(len(waiting)))
+    return json_response(EndClaimsResponse(len(waiting)))
 
 
-async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed) -> Work:
+async def _work(ask: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], claimed: answers.Claimed) -> ClaimedWork:
     payload = claimed.payload
     if payload is None:
         context = await ask.engine.read_execution_context(claimed.execution_id)
@@ -164,13 +168,13 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
         kind, data = payload.execution_kind, payload.input_payload or b""
         encoding, creator, policy = payload.payload_encoding, payload.creator_identity, payload.policy
     submitted = None
-    if ask.app.spans.is_on:
+    if ask.app.tracing.is_on:
         snapshot = await ask.engine.describe_execution(claimed.execution_id)
-        submitted = None if snapshot is None else snapshot.tags.get(tracing.TAG)
-        ask.app.spans.claimed(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
-    return Work(
+        submitted = None if snapshot is None else snapshot.tags.get(tracing.TRACEPARENT_TAG)
+        ask.app.tracing.record_claim(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
+    return ClaimedWork(
         execution_id=claimed.execution_id,
-        handle=await ask.app.handles.sign(claimed.handle),
+        handle=await ask.app.handle_signer.sign(claimed.handle),
         lease_id=claimed.lease_id,
         lease_epoch=claimed.lease_epoch,
         lease_expires_at=claimed.lease_expires_at,
@@ -187,7 +191,7 @@ async def _work(ask: Ask[ClaimsBody] | Ask[RedeemBody], claimed: answers.Claimed
     )
 
 
-class RedeemBody(Body, frozen=True):
+class RedeemGrantRequest(RequestBody, frozen=True):
     """A grant to be redeemed; `grant_kind` and `grant_key` as the grant says."""
 
     grant_kind: str
@@ -195,30 +199,30 @@ class RedeemBody(Body, frozen=True):
     worker_instance_id: str
     grant_key: str = ""
     lane_id: str = ""
-    lease_ttl_ms: Natural = LEASE_MS
+    lease_ttl_ms: Natural = DEFAULT_LEASE_MS
     lease_id: str | None = None
     attempt_id: str | None = None
     attempt_timeout_ms: Natural | None = None
     max_reclaim_count: Natural | None = None
 
     def __post_init__(self) -> None:
-        checked(ids.parse_uuid, self.lease_id, self.attempt_id)
+        check_ids(ids.parse_uuid, self.lease_id, self.attempt_id)
 
 
 @routes.post(
     "/v1/executions/{id}/redeem",
-    {200: variants(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=Work)},
-    body=RedeemBody,
-    scope=Scope.WORK,
+    {200: one_of(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=ClaimedWork)},
+    body=RedeemGrantRequest,
+    scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def redeem(ask: Ask[RedeemBody]) -> Reply:
+async def redeem(ask: Request[RedeemGrantRequest]) -> Response:
     """Redeem a grant: begin an attempt, go on with an interrupted one, or take over a lost one."""
     execution_id, body = ask.execution_id, ask.body
-    check_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
+    check_worker_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
     answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
-    holder = body.told("grant_kind", "attempt_id", "attempt_timeout_ms", "max_reclaim_count")
-    await ask.app.handles.prepare()
+    holder = body.to_kwargs("grant_kind", "attempt_id", "attempt_timeout_ms", "max_reclaim_count")
+    await ask.app.handle_signer.prepare()
     match body.grant_kind:
         case "claim":
             answer = await ask.engine.claim_execution(
@@ -235,79 +239,81 @@ async def redeem(ask: Ask[RedeemBody]) -> Reply:
         case _:
             raise bad_request("grant_kind: none of claim, resume, reclaim")
     if isinstance(answer, answers.Claimed):
-        return tagged(await _work(ask, answer), name="Claimed")
-    return tagged(answer)
+        return variant_response(await _work(ask, answer), name="Claimed")
+    return variant_response(answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # The registry
 
 
-class InstanceBody(Body, frozen=True):
+class WorkerInstanceRequest(RequestBody, frozen=True):
     worker_instance_id: str
     namespace: str = "default"
 
 
-class RegisterBody(InstanceBody, frozen=True, kw_only=True):
+class RegisterWorkerRequest(WorkerInstanceRequest, frozen=True, kw_only=True):
     lanes: list[str]
     liveness_ttl_ms: Natural
     capabilities: tuple[str, ...] = ()
 
 
-class DeadBody(InstanceBody, frozen=True):
+class MarkWorkerDeadRequest(WorkerInstanceRequest, frozen=True):
     reason: str = ""
 
 
-def entry(verb: str, answered: Any, body: Any = InstanceBody, **given: Any) -> Callable[[H], H]:
+def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, **given: Any) -> Callable[[H], H]:
     """A route about one entry of the registry."""
-    path, ways = f"/v1/workers/{{worker_id}}/{verb}", {"scope": Scope.WORK} | given
-    return routes.post(path, {200: answered}, body=body, subject=Subject.OWN, **ways)
+    path, ways = f"/v1/workers/{{worker_id}}/{verb}", {"scope": ApiScope.WORK} | given
+    return routes.post(path, {200: answered}, body=body, subject=Subject.CHECKED_BY_HANDLER, **ways)
 
 
-def _told(ask: Ask[Any]) -> dict[str, Any]:
+def _told(ask: Request[Any]) -> dict[str, Any]:
     """What the body says of a worker; refused beyond the token's namespaces, and with names that are none."""
-    ask.within(ask.body.namespace)
-    check_names(ask.params[0], ask.body.worker_instance_id, *getattr(ask.body, "lanes", ()))
+    ask.require_namespace(ask.body.namespace)
+    check_worker_names(ask.path_params[0], ask.body.worker_instance_id, *getattr(ask.body, "lanes", ()))
     told: dict[str, Any] = ask.body.told()
     return told
 
 
-@entry("register", variants(WorkerRegistered, WorkerRefreshed), RegisterBody)
-async def register_worker(ask: Ask[RegisterBody]) -> Reply:
+@registry_route("register", one_of(WorkerRegistered, WorkerRefreshed), RegisterWorkerRequest)
+async def register_worker(ask: Request[RegisterWorkerRequest]) -> Response:
     """Enter the registry; work that waited for these capabilities is claimable before this answers."""
-    return tagged(await ask.engine.register_worker(worker_id=ask.params[0], **_told(ask)))
+    return variant_response(await ask.engine.register_worker(worker_id=ask.path_params[0], **_told(ask)))
 
 
-@entry("heartbeat", variants(WorkerRefreshed, NotRegistered))
-async def heartbeat_worker(ask: Ask[InstanceBody]) -> Reply:
+@registry_route("heartbeat", one_of(WorkerRefreshed, NotRegistered))
+async def heartbeat_worker(ask: Request[WorkerInstanceRequest]) -> Response:
     """Stay in the registry for another while."""
-    return tagged(await ask.engine.heartbeat_worker(**_told(ask)))
+    return variant_response(await ask.engine.heartbeat_worker(**_told(ask)))
 
 
-@entry("dead", variants(MarkedDead, NotRegistered), DeadBody, scope=Scope.OPERATE, audit=True)
-async def mark_worker_dead(ask: Ask[DeadBody]) -> Reply:
+@registry_route("dead", one_of(MarkedDead, NotRegistered), MarkWorkerDeadRequest, scope=ApiScope.OPERATE, audit=True)
+async def mark_worker_dead(ask: Request[MarkWorkerDeadRequest]) -> Response:
     """Take a worker out of the registry; its leases end by their own time."""
-    return tagged(await ask.engine.mark_worker_dead(**_told(ask)))
+    return variant_response(await ask.engine.mark_worker_dead(**_told(ask)))
 
 
-@entry("leave", variants(MarkedDead, NotRegistered))
-async def leave(ask: Ask[InstanceBody]) -> Reply:
+@registry_route("leave", one_of(MarkedDead, NotRegistered))
+async def leave(ask: Request[WorkerInstanceRequest]) -> Response:
     """Leave the registry, as a worker that stops."""
-    return tagged(await ask.engine.mark_worker_dead(reason=STOPPED, **_told(ask)))
+    return variant_response(await ask.engine.mark_worker_dead(reason=STOPPED, **_told(ask)))
 
 
 @routes.get(
     "/v1/workers",
     {200: WorkerPage},
-    subject=Subject.OWN,
-    query=(Param("namespace", {"type": "string"}, required=True), CURSOR, LIMIT),
+    subject=Subject.CHECKED_BY_HANDLER,
+    query=(QueryParam("namespace", {"type": "string"}, required=True), CURSOR_PARAM, LIMIT_PARAM),
 )
-async def list_workers(ask: Ask[None]) -> Reply:
+async def list_workers(ask: Request[None]) -> Response:
     """The live workers of a namespace by instance id."""
-    namespace = ask.query("namespace")
+    namespace = ask.query_param("namespace")
     if namespace is None:
         raise bad_request("namespace: missing")
-    ask.within(namespace)
-    return json(
-        await ask.engine.list_workers(namespace, after=ask.query("cursor") or None, limit=ask.number("limit", 1000))
+    ask.require_namespace(namespace)
+    return json_response(
+        await ask.engine.list_workers(
+            namespace, after=ask.query_param("cursor") or None, limit=ask.int_param("limit", 1000)
+        )
     )

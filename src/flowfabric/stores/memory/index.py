@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import Any
 
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.stores.codec import RowCodec, encode
 from flowfabric.stores.queries import Scan, Where
 
 Key = tuple[Any, ...]
 
 
-class Shelf:
+class MemoryTable:
     """The rows of one table by key, their keys in order, and the indexes of the catalogue."""
 
-    def __init__(self, codec: RowCodec, line_of: Callable[[LineKey], int]) -> None:
+    def __init__(self, codec: RowCodec, line_of: Callable[[QueueKey], int]) -> None:
         self.codec = codec
         self.rows: dict[Key, Any] = {}
         self.keys: list[Key] = []
@@ -26,7 +26,7 @@ class Shelf:
         self._columns = {index.columns[0]: index.columns for index in codec.table.indexes}
         self._line_of = line_of
 
-    def put(self, key: Key, row: Any | None) -> Any | None:
+    def set_row(self, key: Key, row: Any | None) -> Any | None:
         """Set, replace or (None) drop a row; the row that was there."""
         old = self.rows.pop(key, None)
         if old is not None:
@@ -42,22 +42,22 @@ class Shelf:
             del self.keys[bisect_left(self.keys, key)]
         return old
 
-    def starting(self, prefix: Key) -> list[Key]:
+    def keys_with_prefix(self, prefix: Key) -> list[Key]:
         """The keys that begin like this, in order."""
         keys = islice(self.keys, bisect_left(self.keys, prefix), None)
         return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
 
-    def value(self, row: Any, column: str) -> Any:
+    def encoded_value(self, row: Any, column: str) -> Any:
         """A column as conditions and orders see it."""
         return encode(getattr(row, column), self._line_of)
 
-    def narrowed(self, scan: Scan) -> Iterator[Any]:
+    def candidates(self, scan: Scan) -> Iterator[Any]:
         """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
         for one in scan.where:
             if one.op in ("=", "in") and one.value is not None and one.column in self.indexes:
                 values = one.value if one.op == "in" else (one.value,)
                 codes = {encode(value, self._line_of) for value in values if value is not None}
-                return chain.from_iterable(self.of(one.column, code) for code in codes)
+                return chain.from_iterable(self.rows_by_index(one.column, code) for code in codes)
         return self._among(scan)
 
     def _among(self, scan: Scan) -> Iterator[Any]:
@@ -82,11 +82,11 @@ class Shelf:
                 return
             yield self.rows[key]
 
-    def meets(self, row: Any, where: Sequence[Where]) -> bool:
+    def matches(self, row: Any, where: Sequence[Where]) -> bool:
         """Whether the row meets all conditions."""
-        return all(self._meets(self.value(row, one.column), one) for one in where)
+        return all(self._meets(self.encoded_value(row, one.column), one) for one in where)
 
-    def of(self, column: str, value: Any) -> Iterator[Any]:
+    def rows_by_index(self, column: str, value: Any) -> Iterator[Any]:
         """Rows by an index: those that have this value."""
         entries, width = self.indexes[column], len(self.codec.table.key)
         place = bisect_left(entries, (value,))
@@ -94,7 +94,7 @@ class Shelf:
             yield self.rows[entries[place][-width:]]
             place += 1
 
-    def values(self, column: str, prefix: str, after: str | None) -> Iterator[str]:
+    def distinct_values(self, column: str, prefix: str, after: str | None) -> Iterator[str]:
         """The distinct values of an index that begin with a prefix and come after a value, in order."""
         # No text holds NUL: a value with one behind it comes directly after all entries of the value.
         entries = self.indexes[column]
@@ -118,7 +118,7 @@ class Shelf:
     def _entries(self, key: Key, row: Any) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
         for first, columns in self._columns.items():
             if getattr(row, first) is not None:
-                yield (*(self.value(row, column) for column in columns), *key), self.indexes[first]
+                yield (*(self.encoded_value(row, column) for column in columns), *key), self.indexes[first]
 
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -23,44 +23,44 @@ from flowfabric.model.change import (
     Guard,
     Insert,
     LeaseCheck,
-    LeaseWant,
+    LeaseRequirement,
     Patch,
-    Put,
+    Upsert,
+    expand,
     lease_event,
-    spelled_out,
 )
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
-from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.stores.catalog import TABLES
-from flowfabric.stores.claims import Handed, Held, Take, Taken
-from flowfabric.stores.codec import CODEC, check, check_events, encode, told_singly
-from flowfabric.stores.memory.index import Key, Shelf
-from flowfabric.stores.port import Collision, Schema, Unstorable
-from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
+from flowfabric.stores.codec import CODEC, check_events, check_value, encode, expand_bulk_inserts
+from flowfabric.stores.memory.index import Key, MemoryTable
+from flowfabric.stores.port import Collision, SchemaVersion, Unstorable
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
 
 
 class MemoryStore:
     """Rows of one process; they are gone when it ends."""
 
     tag = BackendTag.MEMORY
-    commit_lanes = 1
-    in_order = False
+    concurrent_commits = 1
+    executes_in_order = False
     batch_limit = 500
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or SteadyClock()
         self.clock: Callable[[], int] | None = self._clock
         self._lock = threading.Lock()
-        self._lines: dict[LineKey, int] = {}
-        self._shelves = {table.row: Shelf(CODEC[table.row], self._line_id) for table in TABLES}
+        self._queue_ids: dict[QueueKey, int] = {}
+        self._tables = {table.row: MemoryTable(CODEC[table.row], self._line_id) for table in TABLES}
         self._feed: list[FeedEvent] = []
         self._trimmed = 0  # how many events are no longer kept
         self._lost: dict[Topic, int] = dict.fromkeys(Topic, 0)  # the last of each topic that is no longer kept
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
-    async def open(self, *, migrate: bool) -> Schema:
+    async def open(self, *, migrate: bool) -> SchemaVersion:
         """Nothing to connect to, and no schema."""
-        return Schema(0, 0)
+        return SchemaVersion(0, 0)
 
     async def close(self) -> None:
         """Nothing to let go of."""
@@ -68,23 +68,23 @@ class MemoryStore:
     async def ping(self) -> int:
         return self._clock()
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         with self._lock:
             return Loaded(self._clock(), [self._starting(want.row, want.key) for want in wants])
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         with self._lock:
             now = self._clock()
-            lines = len(self._lines)
-            undo: list[tuple[Shelf, Key, Any]] = []
+            lines = len(self._queue_ids)
+            undo: list[tuple[MemoryTable, Key, Any]] = []
             # Judged before anything is written, like everywhere: no two changes of one call meet in a root.
             verdicts = [self._judge(change, now) for change in changes]
             changes = [
-                spelled_out(change, self._shelves[change.form.root].rows[change.guards[0].key])
-                if change.form is not None and accepted
+                expand(change, self._tables[change.template.row].rows[change.guards[0].key])
+                if change.template is not None and accepted
                 else change
                 for change, accepted in zip(changes, verdicts, strict=True)
             ]
@@ -95,8 +95,8 @@ class MemoryStore:
                         check_events(change.events)
             except Unstorable:
                 for shelf, key, row in reversed(undo):
-                    shelf.put(key, row)
-                self._lines = dict(islice(self._lines.items(), lines))
+                    shelf.set_row(key, row)
+                self._queue_ids = dict(islice(self._queue_ids.items(), lines))
                 raise
             for change, accepted in zip(changes, verdicts, strict=True):
                 if accepted:
@@ -105,28 +105,30 @@ class MemoryStore:
                 self.notify(hint)
             return [now if accepted else None for accepted in verdicts]
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
-        verdicts, taken = await self.commit(changes, hint), await self.take(take)
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
+        verdicts, taken = await self.commit(changes, hint), await self.claim_rows(take)
         with self._lock:
-            left = any(True for line in take.lines for _ in self._free(line, taken.now))
-        return Handed(verdicts, taken.rows, emptied=not left)
+            left = any(True for line in take.queues for _ in self._free(line, taken.now))
+        return CommitAndClaimResult(verdicts, taken.rows, drained=not left)
 
-    async def take(self, take: Take) -> Taken:
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         with self._lock:
             now = self._clock()
-            shelf, payloads = self._shelves[Execution], self._shelves[Payload]
-            heads = merge(*(self._free(line, now) for line in set(take.lines)))
-            chosen = [(shelf.rows[key,], stamp) for (_, key), stamp in zip(heads, take.stamps, strict=False)]
+            shelf, payloads = self._tables[Execution], self._tables[Payload]
+            heads = merge(*(self._free(line, now) for line in set(take.queues)))
+            chosen = [(shelf.rows[key,], stamp) for (_, key), stamp in zip(heads, take.lease_ids, strict=False)]
             rows = []
             for row, stamp in chosen:
-                taken = replace(row, **take.fields(row, stamp, now))
-                shelf.put((row.execution_id,), taken)
+                taken = replace(row, **take.fields_for(row, stamp, now))
+                shelf.set_row((row.execution_id,), taken)
                 reason = "claim_resumed" if row.next_type is None else None
                 self._tell([lease_event(taken, "acquired", reason=reason)], now)
                 rows.append((taken, payloads.rows[row.execution_id,]))
-            return Taken(now, rows)
+            return ClaimedRows(now, rows)
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         with self._lock:
             now = self._clock()
             return [self._renew(held, now) for held in leases]
@@ -134,14 +136,14 @@ class MemoryStore:
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         with self._lock:
             now, rows, next_at = self._clock(), list[Any](), None
-            shelf = self._shelves[row]
+            shelf = self._tables[row]
             entries = shelf.indexes[column]
             width = len(shelf.codec.table.key)
             for entry in entries:
                 if entry[0] <= now and len(rows) == limit:
                     continue
                 one = shelf.rows[entry[-width:]]
-                if not shelf.meets(one, where):
+                if not shelf.matches(one, where):
                     continue
                 if entry[0] > now:
                     next_at = entry[0]
@@ -151,54 +153,58 @@ class MemoryStore:
 
     async def scan(self, scan: Scan) -> list[Any]:
         with self._lock:
-            shelf = self._shelves[scan.row]
+            shelf = self._tables[scan.row]
             order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
-            if scan.values is not None:
-                values = shelf.values(scan.named.column, scan.named.value, scan.skipped_to)
-                scan = scan.of_values(islice(values, scan.values))
-            found = [self._listed(shelf, one, order) for one in (scan.of_each() if scan.each else [scan])]
+            if scan.max_values is not None:
+                values = shelf.distinct_values(
+                    scan.limit_by_condition.column, scan.limit_by_condition.value, scan.values_after
+                )
+                scan = scan.with_values(islice(values, scan.max_values))
+            found = [self._listed(shelf, one, order) for one in (scan.split_by_value() if scan.limit_by else [scan])]
             return [row for _, row in merge(*found, key=operator.itemgetter(0))]
 
-    def _listed(self, shelf: Shelf, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
+    def _listed(self, shelf: MemoryTable, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
         after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
         found = []
-        for row in shelf.narrowed(scan):
-            if not shelf.meets(row, scan.where):
+        for row in shelf.candidates(scan):
+            if not shelf.matches(row, scan.where):
                 continue  # before its place is looked at: only a row that meets the conditions has to have one
-            place = tuple(shelf.value(row, column) for column in order)
+            place = tuple(shelf.encoded_value(row, column) for column in order)
             if after is None or place[: len(after)] > after:
                 found.append((place, row))
         return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
-    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
+    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
         with self._lock:
-            shelf, executions = self._shelves[tally.row], self._shelves[Execution].rows
-            if tally.each is None:
+            shelf, executions = self._tables[tally.row], self._tables[Execution].rows
+            if tally.values is None:
                 width = len(shelf.codec.table.key)
                 found = [shelf.rows[entry[-width:]] for entry in shelf.indexes[tally.column][: tally.limit]]
             else:
-                codes = {encode(value, self._line_id) for value in tally.each}
-                found = [row for code in codes for row in islice(shelf.of(tally.column, code), tally.limit)]
-            names = [(getattr(row, tally.execution),) for row in found]
+                codes = {encode(value, self._line_id) for value in tally.values}
+                found = [row for code in codes for row in islice(shelf.rows_by_index(tally.column, code), tally.limit)]
+            names = [(getattr(row, tally.execution_column),) for row in found]
             rows = [executions[name] for name in names if name in executions]
-            return Counter(tuple(getattr(row, column) for column in tally.by) for row in rows)
+            return Counter(tuple(getattr(row, column) for column in tally.group_by) for row in rows)
 
-    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
+    async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         with self._lock:
-            return sorted(line for line in self._lines if lane_id in (None, line.lane_id))
+            return sorted(line for line in self._queue_ids if lane_id in (None, line.lane_id))
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
+    async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         with self._lock:
-            entries = self._shelves[Execution].indexes["line"]
+            entries = self._tables[Execution].indexes["line"]
             taken = {number for number, *_ in entries}
-            return sorted(line for line, number in self._lines.items() if number in taken and line.lane_id == lane_id)
+            return sorted(
+                line for line, number in self._queue_ids.items() if number in taken and line.lane_id == lane_id
+            )
 
-    async def unlisted(self, limit: int) -> list[str]:
+    async def executions_in_missing_queues(self, limit: int) -> list[str]:
         return []  # a process loses its memory as a whole
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         with self._lock:
-            lanes = sorted({line.lane_id for line in self._lines})
+            lanes = sorted({line.lane_id for line in self._queue_ids})
             return [lane for lane in lanes if after is None or lane > after][:limit]
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
@@ -250,15 +256,15 @@ class MemoryStore:
     def limit_commands(self, command_s: float) -> None:
         """There is no server."""
 
-    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
+    def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
         """There is no other process."""
 
-    def _line_id(self, line: LineKey) -> int:
-        return self._lines.setdefault(line, len(self._lines) + 1)
+    def _line_id(self, line: QueueKey) -> int:
+        return self._queue_ids.setdefault(line, len(self._queue_ids) + 1)
 
     def _starting(self, row: type[msgspec.Struct], key: Key) -> list[Any]:
-        shelf = self._shelves[row]
-        return [shelf.rows[found] for found in shelf.starting(key)]
+        shelf = self._tables[row]
+        return [shelf.rows[found] for found in shelf.keys_with_prefix(key)]
 
     def _judge(self, change: Change, now: int) -> bool:
         if change.not_before is not None and now < change.not_before:
@@ -268,57 +274,59 @@ class MemoryStore:
         return all(self._holds(guard, now) for guard in change.guards)
 
     def _holds(self, guard: Guard, now: int) -> bool:
-        row = self._shelves[guard.row].rows.get(guard.key)
-        if guard.like is not None:
-            looks = guard.like.fields | dict(zip(guard.like.own, guard.own, strict=True))
+        row = self._tables[guard.row].rows.get(guard.key)
+        if guard.expected is not None:
+            looks = guard.expected.fields | dict(zip(guard.expected.per_row, guard.expected_values, strict=True))
             return row is not None and all(getattr(row, name) == value for name, value in looks.items())
         if row is None or guard.revision is None:
             return row is None and guard.revision is None
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))
 
-    def _write(self, change: Change, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
-        for line in change.lines:
+    def _write(self, change: Change, now: int, undo: list[tuple[MemoryTable, Key, Any]]) -> None:
+        for line in change.queues:
             self._line_id(line)
-        for write in told_singly(change.writes):
-            if isinstance(write, Insert | Put):
-                shelf = self._shelves[type(write.row)]
+        for write in expand_bulk_inserts(change.writes):
+            if isinstance(write, Insert | Upsert):
+                shelf = self._tables[type(write.row)]
                 key = shelf.codec.key(write.row)
                 if isinstance(write, Insert) and key in shelf.rows:
                     raise Collision(f"{shelf.codec.table.name} {key}")
                 self._set(shelf, key, write.row, {}, change.id, now, undo)
             else:
-                shelf = self._shelves[write.row]
+                shelf = self._tables[write.row]
                 if isinstance(write, Delete):
-                    undo += [(shelf, key, shelf.put(key, None)) for key in shelf.starting(write.key)]
+                    undo += [(shelf, key, shelf.set_row(key, None)) for key in shelf.keys_with_prefix(write.key)]
                 else:
                     self._patch(shelf, write, change.id, now, undo)
 
-    def _patch(self, shelf: Shelf, patch: Patch, change_id: int, now: int, undo: list[tuple[Shelf, Key, Any]]) -> None:
+    def _patch(
+        self, shelf: MemoryTable, patch: Patch, change_id: int, now: int, undo: list[tuple[MemoryTable, Key, Any]]
+    ) -> None:
         if unknown := set(patch.fields) - set(shelf.codec.columns):
             raise Unstorable(f"{shelf.codec.table.name} has no column {sorted(unknown)}")
         row = shelf.rows.get(patch.key)
-        if row is None or (patch.unless is not None and getattr(row, patch.unless) is not None):
+        if row is None or (patch.unless_set is not None and getattr(row, patch.unless_set) is not None):
             return
         self._set(shelf, patch.key, row, patch.fields, change_id, now, undo)
 
     def _set(
         self,
-        shelf: Shelf,
+        shelf: MemoryTable,
         key: Key,
         row: Any,
         fields: dict[str, Any],
         change_id: int,
         now: int,
-        undo: list[tuple[Shelf, Key, Any]],
+        undo: list[tuple[MemoryTable, Key, Any]],
     ) -> None:
         values = dict(zip(shelf.codec.columns, astuple(row), strict=True)) | fields
-        if shelf.codec.revision_place is not None:
+        if shelf.codec.revision_ordinal is not None:
             values["revision"] = change_id
         for name, value in values.items():
             if type(value) is FromNow:
                 values[name] = now + value.offset
-            check(shelf.codec.column[name], values[name])
-        undo.append((shelf, key, shelf.put(key, type(row)(**values))))
+            check_value(shelf.codec.column[name], values[name])
+        undo.append((shelf, key, shelf.set_row(key, type(row)(**values))))
 
     def _tell(self, events: Sequence[Event], now: int) -> None:
         for event in events:
@@ -326,26 +334,26 @@ class MemoryStore:
             self._feed.append(told)
             self._history[event.execution_id].append(told)
 
-    def _free(self, line: LineKey, now: int) -> Iterator[tuple[int, str]]:
+    def _free(self, line: QueueKey, now: int) -> Iterator[tuple[int, str]]:
         """Rank and id of the rows of a line without a grant in force, best first."""
-        shelf = self._shelves[Execution]
-        entries, number = shelf.indexes["line"], self._lines.get(line, 0)
+        shelf = self._tables[Execution]
+        entries, number = shelf.indexes["line"], self._queue_ids.get(line, 0)
         for entry in islice(entries, bisect_left(entries, (number,)), bisect_right(entries, (number + 1,))):
             granted_until = shelf.rows[entry[2],].granted_until
             if granted_until is None or granted_until <= now:
                 yield entry[1], entry[2]
 
-    def _renew(self, held: Held, now: int) -> int | None:
-        shelf = self._shelves[Execution]
+    def _renew(self, held: LeaseRef, now: int) -> int | None:
+        shelf = self._tables[Execution]
         row = shelf.rows.get((held.execution_id,))
         if row is None or (row.attempt_index, row.attempt_id) != (held.attempt_index, held.attempt_id):
             return None
-        if not _has_lease(row, LeaseCheck(LeaseWant.LIVE, held.lease_id, held.lease_epoch), now):
+        if not _has_lease(row, LeaseCheck(LeaseRequirement.LIVE, held.lease_id, held.lease_epoch), now):
             return None
         if row.lease_expired_at is not None:
             return None
         until = now + held.lease_ttl_ms
-        shelf.put((held.execution_id,), replace(row, lease_expires_at=until, lease_renewed_at=now))
+        shelf.set_row((held.execution_id,), replace(row, lease_expires_at=until, lease_renewed_at=now))
         self._tell([lease_event(row, "renewed")], now)
         return until
 
@@ -353,4 +361,4 @@ class MemoryStore:
 def _has_lease(row: Any, check: LeaseCheck, now: int) -> bool:
     if row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or row.lease_expires_at is None:
         return False
-    return bool((row.lease_expires_at > now) == (check.want is LeaseWant.LIVE))
+    return bool((row.lease_expires_at > now) == (check.requires is LeaseRequirement.LIVE))

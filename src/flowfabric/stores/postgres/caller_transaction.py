@@ -13,21 +13,21 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from flowfabric.errors import InvalidInput, RetryExhausted
-from flowfabric.event_loop import Outside
+from flowfabric.event_loop import LoopBoundValue
 from flowfabric.model.change import Change
 from flowfabric.stores.postgres import reads
-from flowfabric.stores.postgres.commit.parameters import Habits
-from flowfabric.stores.postgres.commit.plan import Batch, lines_of
+from flowfabric.stores.postgres.commit.parameters import ParameterShapes
+from flowfabric.stores.postgres.commit.plan import CommitPlan, queues_written
 from flowfabric.stores.postgres.commit.statement import commit
-from flowfabric.stores.postgres.notifier import CHANNEL, payloads
-from flowfabric.stores.postgres.queue_ids import Lines, UnknownLine
-from flowfabric.stores.queries import Loaded, Want
+from flowfabric.stores.postgres.notifier import CHANNEL, encode_payloads
+from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue
+from flowfabric.stores.queries import Loaded, Read
 
-UNIQUE, UNDEFINED_TABLE = "23505", "42P01"
-KINDS = "a connection of asyncpg or psycopg 3, or a connection or session of SQLAlchemy over one of them"
+UNIQUE_VIOLATION, UNDEFINED_TABLE = "23505", "42P01"
+ACCEPTED_CONNECTIONS = "a connection of asyncpg or psycopg 3, or a connection or session of SQLAlchemy over one of them"
 
 
-class Link(Protocol):
+class CallerConnection(Protocol):
     """What the statements of this store need of a connection: asyncpg's own verbs."""
 
     async def fetch(self, words: str, *values: Any) -> list[Any]: ...
@@ -36,19 +36,19 @@ class Link(Protocol):
     def is_in_transaction(self) -> bool: ...
 
 
-class Within:
+class CallerTransaction:
     """The store as seen from inside a caller's transaction."""
 
-    def __init__(self, link: Link, lines: Lines, clock: Callable[[], int | None]) -> None:
+    def __init__(self, link: CallerConnection, lines: PostgresQueueIds, clock: Callable[[], int | None]) -> None:
         self._link = link
         self._lines = lines
-        self._habits = Habits(lines.number)
+        self._habits = ParameterShapes(lines.checked_id)
         self._clock = clock
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
+    async def load(self, wants: Sequence[Read]) -> Loaded:
         """The rows asked for, those of this transaction among them."""
-        answer = await reads.load(self._link, wants, self._clock())
-        return await self._lines.decoded(lambda line_at: reads.loaded(answer, wants, line_at))
+        answer = await reads.fetch_rows(self._link, wants, self._clock())
+        return await self._lines.decode(lambda line_at: reads.decode_rows(answer, wants, line_at))
 
     async def commit(self, change: Change) -> int | None:
         """Write a change as part of the transaction; None when a guard does not hold."""
@@ -57,11 +57,11 @@ class Within:
         try:
             # The queues were committed beside this transaction. Its snapshot may not show them, and to add them once
             # more would be a conflict.
-            now, [accepted], _ = (await commit(self._link, batch, self._clock(), ensures=False))[0]
+            now, [accepted], _ = (await commit(self._link, batch, self._clock(), ensure_queues=False))[0]
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             await self._link.execute("rollback to savepoint ff_submit")
-            if state == UNIQUE:
+            if state == UNIQUE_VIOLATION:
                 await self._refuse_old_snapshot(error)
                 return None  # somebody else has just committed such a row
             if state == UNDEFINED_TABLE:
@@ -70,15 +70,15 @@ class Within:
         await self._link.execute("release savepoint ff_submit")
         return now if accepted else None
 
-    async def _batch(self, change: Change) -> Batch:
-        lines = lines_of([change]) | {*change.lines}
+    async def _batch(self, change: Change) -> CommitPlan:
+        lines = queues_written([change]) | {*change.queues}
         while True:
-            await self._lines.add(lines)
+            await self._lines.register(lines)
             try:
-                batch = Batch([change], self._habits)
-            except UnknownLine:  # a connection broke since: every queue is to be checked again
+                batch = CommitPlan([change], self._habits)
+            except UnknownQueue:  # a connection broke since: every queue is to be checked again
                 continue
-            batch.queues = self._lines.written(lines)
+            batch.queues = self._lines.drain_written(lines)
             return batch
 
     async def _refuse_old_snapshot(self, collision: Exception) -> None:
@@ -90,22 +90,22 @@ class Within:
 
     async def notify(self, topics: frozenset[str]) -> None:
         """Hints that are sent when the transaction commits, and not if it does not."""
-        for payload in payloads(topics):
+        for payload in encode_payloads(topics):
             await self._link.execute(f"select pg_notify('{CHANNEL}', $1)", payload)
 
 
-async def link_to(connection: Any) -> Link:
+async def adapt_connection(connection: Any) -> CallerConnection:
     """The verbs of a connection that is in a transaction; `InvalidInput` for anything else."""
-    if isinstance(connection, Outside):
-        return _OutsideLink(await connection.run(link_to(connection.value)), connection)
+    if isinstance(connection, LoopBoundValue):
+        return _OtherLoopConnection(await connection.run(adapt_connection(connection.value)), connection)
     driver = await _driver(connection)
     home = type(driver).__module__.partition(".")[0]
     if home == "asyncpg" and hasattr(driver, "is_in_transaction"):
-        link: Link = driver
+        link: CallerConnection = driver
     elif home == "psycopg" and hasattr(driver, "cursor"):
-        link = _Psycopg(driver)
+        link = _PsycopgConnection(driver)
     else:
-        raise InvalidInput(f"using: {type(connection).__name__} is not {KINDS}")
+        raise InvalidInput(f"using: {type(connection).__name__} is not {ACCEPTED_CONNECTIONS}")
     if not link.is_in_transaction():
         raise InvalidInput("using: the connection is not in a transaction; begin one, and commit it afterwards")
     return link
@@ -126,13 +126,13 @@ async def _driver(connection: Any) -> Any:
     if hasattr(connection, "exec_driver_sql"):
         await asyncio.to_thread(connection.exec_driver_sql, "select 1")
         return connection.connection.driver_connection
-    raise InvalidInput(f"using: {type(connection).__name__} is not {KINDS}")
+    raise InvalidInput(f"using: {type(connection).__name__} is not {ACCEPTED_CONNECTIONS}")
 
 
-class _OutsideLink:
+class _OtherLoopConnection:
     """A connection of another event loop, on which its statements run."""
 
-    def __init__(self, link: Link, outside: Outside) -> None:
+    def __init__(self, link: CallerConnection, outside: LoopBoundValue) -> None:
         self._link = link
         self._outside = outside
 
@@ -158,7 +158,7 @@ class _Record(tuple[Any, ...]):
         return super().__getitem__(self.names[place] if isinstance(place, str) else place)
 
 
-class _Psycopg:
+class _PsycopgConnection:
     """psycopg 3 with the verbs of asyncpg."""
 
     def __init__(self, connection: Any) -> None:

@@ -13,48 +13,50 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.stores.claim_result import PAYLOAD, rare, taken, usual
-from flowfabric.stores.claims import Stamp, Take
-from flowfabric.stores.codec import CODEC, LineAt, LineOf, encode
+from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, decode_claimed_rows, dense_columns, sparse_columns
+from flowfabric.stores.claims import ClaimRequest, LeaseIds
+from flowfabric.stores.codec import CODEC, QueueDecoder, QueueEncoder, encode
 from flowfabric.stores.port import Unstorable
-from flowfabric.stores.postgres.commit.fragments import POINTER
-from flowfabric.stores.postgres.commit.parameters import joined, list_words
-from flowfabric.stores.postgres.sql import column_type, pieces, quoted
+from flowfabric.stores.postgres.commit.fragments import APPEND_POINTER_SQL
+from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
+from flowfabric.stores.postgres.sql import column_list, column_type, load_statements
 
 # The parameters of `given`, but for what becomes of all rows.
-TAKER = ("lease_ids", "attempt_ids", "revisions", "worker_id", "worker_instance_id", "lease_ttl_ms")
+CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", "worker_id", "worker_instance_id", "lease_ttl_ms")
 
 
-def part(name: str) -> str:
+def fragment(name: str) -> str:
     """A part of a statement, without the lines that say what it is for."""
-    return "\n".join(dropwhile(lambda line: line.startswith("--"), pieces("take.sql")[name].splitlines()))
+    return "\n".join(dropwhile(lambda line: line.startswith("--"), load_statements("take.sql")[name].splitlines()))
 
 
-PAYLOADS = part("payloads")
+JOIN_PAYLOADS = fragment("payloads")
 
 
-def claimed(becomes: tuple[str, ...]) -> dict[str, str]:
+def claim_fragments(becomes: tuple[str, ...]) -> dict[str, str]:
     """What the words for claimed rows have in common."""
     columns = CODEC[Execution].column
     return {
-        "claimed": part("claimed").format(
+        "claimed": fragment("claimed").format(
             becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
-            pointer=POINTER.format(row="e"),
+            pointer=APPEND_POINTER_SQL.format(row="e"),
         ),
-        "heard": part("heard").format(rare=quoted(rare(becomes), "e."), columns=quoted(usual(becomes), "e.")),
-        "lease_ids": list_words("text", ":lease_ids"),
-        "attempt_ids": list_words("text", ":attempt_ids"),
-        "revisions": list_words("bigint", ":revisions"),
+        "heard": fragment("heard").format(
+            rare=column_list(sparse_columns(becomes), "e."), columns=column_list(dense_columns(becomes), "e.")
+        ),
+        "lease_ids": array_from_text("text", ":lease_ids"),
+        "attempt_ids": array_from_text("text", ":attempt_ids"),
+        "revisions": array_from_text("bigint", ":revisions"),
     }
 
 
-def told(becomes: tuple[str, ...]) -> str:
+def result_columns(becomes: tuple[str, ...]) -> str:
     """The columns in which an answer tells of claimed rows `t`."""
-    return ", ".join(("t.place, t.rare", quoted(usual(becomes), "t."), quoted(PAYLOAD, "p.")))
+    return ", ".join(("t.place, t.rare", column_list(dense_columns(becomes), "t."), column_list(PAYLOAD_COLUMNS, "p.")))
 
 
-def rows_told(
-    answer: list[Any], before: int, take: Take, stamps: Sequence[Stamp], line_at: LineAt
+def decode_claim_result(
+    answer: list[Any], before: int, take: ClaimRequest, stamps: Sequence[LeaseIds], line_at: QueueDecoder
 ) -> list[tuple[Execution, Payload]]:
     """The rows of an answer that begins with the time and has so many columns before those that tell of rows."""
     if answer[0][before] is None:
@@ -63,10 +65,10 @@ def rows_told(
     now = answer[0][0]
     places, listed, *columns = list(zip(*answer, strict=True))[before:]
     rarities = [one and msgspec.json.decode(one) for one in listed]
-    return taken(take, [stamps[place - 1] for place in places], now, rarities, columns, line_at)
+    return decode_claimed_rows(take, [stamps[place - 1] for place in places], now, rarities, columns, line_at)
 
 
-def given(take: Take, stamps: Sequence[Stamp], line_of: LineOf) -> tuple[Any, ...]:
+def claim_arguments(take: ClaimRequest, stamps: Sequence[LeaseIds], line_of: QueueEncoder) -> tuple[Any, ...]:
     """The stamps and the taker as the statements get them."""
     return (
         _text([stamp.lease_id for stamp in stamps]),
@@ -75,13 +77,13 @@ def given(take: Take, stamps: Sequence[Stamp], line_of: LineOf) -> tuple[Any, ..
         take.worker_id,
         take.worker_instance_id,
         take.lease_ttl_ms,
-        *(encode(value, line_of) for value in take.becomes.values()),
+        *(encode(value, line_of) for value in take.shared_fields.values()),
     )
 
 
 def _text(names: list[str]) -> str:
     """The names as one text."""
-    text = joined(names)
+    text = join_texts(names)
     if text is None:
         raise Unstorable("a stamp that the server could not tell from others")
     return text

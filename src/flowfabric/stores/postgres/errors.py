@@ -13,10 +13,10 @@ from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.handles import BackendTag
 from flowfabric.stores.port import Collision, Unstorable
 
-SHOWN: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
+BACKEND_FACTS: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 
 # What a connection can end with. The driver's "internal" error is what a call meets when the server has just left.
-BROKEN = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, TimeoutError)
+CONNECTION_ERRORS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, TimeoutError)
 
 # By the first letters of the server's code (appendix A of its manual).
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
@@ -42,36 +42,36 @@ _SOURCES = (
 )
 
 
-class Fault:
+class CallProgress:
     """How far a call had come when it failed."""
 
     def __init__(self, *, connecting: bool = False) -> None:
         self.connecting = connecting
         self.sent = False  # whether the words that make it last may have reached the server
-        self.lost = False  # whether the connection can no longer be trusted
-        self.stale = False  # whether another one may lead to a server, or be a session, that writes
+        self.connection_lost = False  # whether the connection can no longer be trusted
+        self.wrong_server = False  # whether another one may lead to a server, or be a session, that writes
 
 
-class Undone(StoreUnavailable):
+class TransactionConflict(StoreUnavailable):
     """The server undid a statement for the sake of another one; it may be sent again."""
 
 
 _REFUSED = re.compile(r"Connect call failed \('(?P<host>[^']*)', (?P<port>\d+)")  # how asyncio puts it
 
 
-def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
+def translate_error(error: Any, fault: CallProgress, *, closed: bool) -> Any:
     """The error as the port knows it; what did not come from the server or its connection stays what it is."""
     if isinstance(error, asyncpg.PostgresError):
         code: str = error.sqlstate or ""
-        if not fault.connecting and not gone:
+        if not fault.connecting and not closed:
             if code in _PASSING:
-                return Undone(str(error), **SHOWN, source=StoreFault.TRANSPORT, in_doubt=False)
+                return TransactionConflict(str(error), **BACKEND_FACTS, source=StoreFault.TRANSPORT, in_doubt=False)
             if code == "23505":
                 return Collision(str(error))
             if code.startswith(_VALUES):
                 return Unstorable(f"{error} ({code})")
-        fault.lost = gone or code.startswith(_CONNECTION)
-        fault.stale = code == _READ_ONLY
+        fault.connection_lost = closed or code.startswith(_CONNECTION)
+        fault.wrong_server = code == _READ_ONLY
         source = next((source for start, source in _SOURCES if code.startswith(start)), StoreFault.OTHER)
         if fault.connecting and source is StoreFault.PROTOCOL:
             source = StoreFault.TRANSPORT  # what poolers say whenever they have no place or no server for us now
@@ -79,15 +79,17 @@ def translated(error: Any, fault: Fault, *, gone: bool) -> Any:
     if isinstance(error, OverflowError | UnicodeError):
         return Unstorable(str(error))
     if isinstance(error, TimeoutError):
-        fault.lost = True
+        fault.connection_lost = True
         return _unavailable(error, StoreFault.TIMEOUT, fault)
-    if isinstance(error, OSError | asyncpg.InternalClientError) or (gone and isinstance(error, asyncpg.InterfaceError)):
-        fault.lost = True
+    if isinstance(error, OSError | asyncpg.InternalClientError) or (
+        closed and isinstance(error, asyncpg.InterfaceError)
+    ):
+        fault.connection_lost = True
         return _unavailable(error, StoreFault.TRANSPORT, fault)
     return error
 
 
-def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> StoreUnavailable:
+def _unavailable(error: BaseException, source: StoreFault, fault: CallProgress) -> StoreUnavailable:
     detail = _connection_words(error) or str(error)
     detail = detail or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
     code = getattr(error, "sqlstate", None)
@@ -98,9 +100,9 @@ def _unavailable(error: BaseException, source: StoreFault, fault: Fault) -> Stor
         detail = f"{said}; through a pooler in transaction mode the URL needs statement_cache=off"
     return StoreUnavailable(
         detail,
-        **SHOWN,
+        **BACKEND_FACTS,
         source=source,
-        in_doubt=fault.lost and fault.sent,
+        in_doubt=fault.connection_lost and fault.sent,
     )
 
 

@@ -33,21 +33,21 @@ from functools import cache
 from typing import Any
 
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
-from flowfabric.stores.postgres.commit.plan import MOST_EVENTS
-from flowfabric.stores.postgres.pool import Links
-from flowfabric.stores.postgres.sql import numbered, pieces, quoted
+from flowfabric.stores.postgres.commit.plan import MAX_EVENTS_PER_BATCH
+from flowfabric.stores.postgres.pool import ConnectionPool
+from flowfabric.stores.postgres.sql import column_list, load_statements, number_parameters
 from flowfabric.stores.queries import FeedPage
 
-_STATEMENTS = pieces("feed.sql")
-_NAMES = quoted(Event.__struct_fields__)
-TRIM = numbered(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
+_STATEMENTS = load_statements("feed.sql")
+_NAMES = column_list(Event.__struct_fields__)
+TRIM = number_parameters(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
 _WINDOW = 1000  # batches that are looked through in one trip
 
 
-class Feed:
+class EventLog:
     """The readers' side of the feed."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: ConnectionPool) -> None:
         self._links = links
 
     async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
@@ -55,7 +55,7 @@ class Feed:
         words = statement("read", topic)
         lost = diverged = False
         while True:
-            first, ord_ = divmod(after, MOST_EVENTS)
+            first, ord_ = divmod(after, MAX_EVENTS_PER_BATCH)
             answer = await self._fetchrow(words, first, ord_, _WINDOW, limit)
             lost = lost or after < answer["lost"]
             diverged = diverged or not answer["known"]
@@ -83,7 +83,7 @@ class Feed:
     async def trim(self, before: int, limit: int) -> int:
         """Drop the oldest events that were told before an instant; how many went."""
         await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
-        values = (limit, before, MOST_EVENTS)
+        values = (limit, before, MAX_EVENTS_PER_BATCH)
         return int(await self._links.write(lambda connection: connection.fetchval(TRIM, *values)))
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
@@ -96,7 +96,7 @@ class Feed:
             await self._number()
 
     async def _number(self) -> None:
-        await self._links.write(lambda connection: connection.execute(_STATEMENTS["number"]), alone=True)
+        await self._links.write(lambda connection: connection.execute(_STATEMENTS["number"]), own_transaction=True)
 
     async def _fetchrow(self, words: str, *values: Any) -> Any:
         return await self._links.read(lambda connection: connection.fetchrow(words, *values))
@@ -105,17 +105,17 @@ class Feed:
 @cache
 def statement(name: str, topic: Topic) -> str:
     """The words to read one topic."""
-    events = quoted(Event.__struct_fields__, "e.")
+    events = column_list(Event.__struct_fields__, "e.")
     words = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
     parameters = {"read": ("first", "ord", "window", "limit"), "history": ("execution_id", "limit", "without")}
-    return numbered(words, parameters[name])
+    return number_parameters(words, parameters[name])
 
 
 def _end(position: int) -> int:
     """The last place of a batch."""
-    return position * MOST_EVENTS + MOST_EVENTS - 1
+    return position * MAX_EVENTS_PER_BATCH + MAX_EVENTS_PER_BATCH - 1
 
 
 def _event(record: Any) -> FeedEvent:
     position, ord_, at, *fields = record
-    return FeedEvent(position * MOST_EVENTS + ord_, at, Event(*fields))
+    return FeedEvent(position * MAX_EVENTS_PER_BATCH + ord_, at, Event(*fields))

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from flowfabric import errors
 from flowfabric.stores.compatibility import is_compatible, refuse_newer
-from flowfabric.stores.port import Schema
+from flowfabric.stores.port import SchemaVersion
 
 # Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
 _LOCK = 0x666C6F7766616272
 
-MIGRATION_S = 3600.0  # which the steps may take together; a dead connection is noticed by the kernel
-OLDEST = 13  # of the servers whose words our statements use
-ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
+MIGRATION_TIMEOUT_S = 3600.0  # which the steps may take together; a dead connection is noticed by the kernel
+MIN_SERVER_VERSION = 13  # of the servers whose words our statements use
+SUPPORTED_ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
 
-_VERSIONS = """
+_CREATE_VERSION_TABLE = """
 create table if not exists ff_schema_version (
     version    integer primary key,
     name       text not null,
@@ -37,7 +37,7 @@ _NEWEST = """
 select version, coalesce((to_jsonb(v) ->> 'compatible')::boolean, false)
   from ff_schema_version v order by version desc limit 1
 """
-CHECK_S = 5.0  # between two looks at the version
+CHECK_INTERVAL_S = 5.0  # between two looks at the version
 
 
 class Migration(NamedTuple):
@@ -64,7 +64,7 @@ def migrations() -> tuple[Migration, ...]:
     return tuple(sorted(found))
 
 
-async def bring_up(connection: Any, *, migrate: bool) -> Schema:
+async def ensure_schema(connection: Any, *, migrate: bool) -> SchemaVersion:
     """Make the schema the one this code knows, or refuse: a newer one always, an older one unless `migrate`.
 
     A server that is too old, or a database that cannot keep every text, is refused as well.
@@ -78,7 +78,7 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
     if found < known and migrate:
         await connection.execute("set local statement_timeout = 0")
         await connection.execute(f"select pg_advisory_xact_lock({_LOCK})")
-        await connection.execute(_VERSIONS)
+        await connection.execute(_CREATE_VERSION_TABLE)
         await connection.execute(_COMPATIBLE)
         found, compatible = await _newest(connection)
         for step in migrations():
@@ -94,15 +94,17 @@ async def bring_up(connection: Any, *, migrate: bool) -> Schema:
         detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
         raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
     applied = [step for step in migrations() if step.version > first > 0]
-    return Schema(first, found, all(step.compatible for step in applied))
+    return SchemaVersion(first, found, all(step.compatible for step in applied))
 
 
 def _check(connection: Any) -> None:
     """Refuse what the store cannot work on, by what a server tells of itself at the start."""
     major, encoding = connection.get_server_version().major, connection.get_settings().server_encoding
-    if major < OLDEST:
-        raise errors.InvalidInput(f"url: the server is PostgreSQL {major}; the store needs {OLDEST} or newer")
-    if encoding not in ENCODINGS:
+    if major < MIN_SERVER_VERSION:
+        raise errors.InvalidInput(
+            f"url: the server is PostgreSQL {major}; the store needs {MIN_SERVER_VERSION} or newer"
+        )
+    if encoding not in SUPPORTED_ENCODINGS:
         raise errors.InvalidInput(
             f"url: the database keeps texts in {encoding}; the store needs one with encoding UTF8"
         )
@@ -116,14 +118,14 @@ async def _newest(connection: Any) -> tuple[int, bool]:
     return found, compatible
 
 
-class Watch:
+class SchemaWatch:
     """Notices that the schema of a store has become newer than what this release runs on."""
 
     def __init__(self) -> None:
         self._check_at = 0.0
         self._refusal: errors.SchemaTooNew | None = None
 
-    def refuse(self) -> None:
+    def raise_if_too_new(self) -> None:
         """Raise `SchemaTooNew` if that was found out before."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -132,13 +134,13 @@ class Watch:
         """True if the next call shall look at the version first."""
         return monotonic() >= self._check_at
 
-    def look_soon(self) -> None:
+    def check_soon(self) -> None:
         """Look with the next call, whenever the last look was."""
         self._check_at = 0.0
 
-    async def look(self, connection: Any) -> None:
+    async def check(self, connection: Any) -> None:
         """Raise `SchemaTooNew` if this release does not run on the schema any more."""
-        self._check_at = monotonic() + CHECK_S
+        self._check_at = monotonic() + CHECK_INTERVAL_S
         found, compatible = await _newest(connection)
         try:
             refuse_newer(found, migrations()[-1].version, compatible=compatible)

@@ -27,34 +27,36 @@ import asyncpg
 import msgspec
 
 from flowfabric.errors import FabricError
-from flowfabric.stores.postgres.errors import BROKEN
-from flowfabric.stores.postgres.pool import Links, in_transaction
+from flowfabric.stores.postgres.errors import CONNECTION_ERRORS
+from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
 
 CHANNEL = "ff_wake"
-MOST_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
-SENDER = "from:"  # begins what a message says first: who sent it
-REST_S = 0.005  # of a process between two commits that carry a hint, at least ...
-RESTS = 4  # ... and so many times as long as its commits take
-TURNS = 6  # of the loop, after which whoever goes on in this process has sent what follows (engine.finishing.TURNS)
-MUCH = 64  # topics of one commit
-LATER_S = 0.02  # that these wait at most
-LAST_WORDS_S = 0.2  # that a process which ends has to send what it has not sent yet
-FEW = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
+MAX_PAYLOAD_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
+SENDER_PREFIX = "from:"  # begins what a message says first: who sent it
+MIN_IDLE_S = 0.005  # of a process between two commits that carry a hint, at least ...
+MIN_IDLE_COMMITS = 4  # ... and so many times as long as its commits take
+LOOP_YIELDS = (
+    6  # of the loop, after which whoever goes on in this process has sent what follows (engine.finishing.TURNS)
+)
+MANY_TOPICS = 64  # topics of one commit
+BATCH_DELAY_S = 0.02  # that these wait at most
+CLOSE_FLUSH_S = 0.2  # that a process which ends has to send what it has not sent yet
+MAX_RECENT_MESSAGES = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
 Callback = Callable[[frozenset[str]], None]
 
 
-class Wake:
+class PostgresNotifier:
     """Sends the hints of this process and hears those of others."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: ConnectionPool) -> None:
         self._links = links
-        self._name = SENDER + token_hex(6)
+        self._name = SENDER_PREFIX + token_hex(6)
         self._callbacks: list[Callback] = []
-        self._took = 0.0  # seconds that commits take of late
-        self._carried_at = -inf
-        self._heard_at = deque([-inf] * FEW, maxlen=FEW)
+        self._commit_s = 0.0  # seconds that commits take of late
+        self._attached_at = -inf
+        self._heard_at = deque([-inf] * MAX_RECENT_MESSAGES, maxlen=MAX_RECENT_MESSAGES)
         self._unsent: set[str] = set()
         self._later: asyncio.TimerHandle | None = None
         self._work = asyncio.Event()
@@ -63,35 +65,35 @@ class Wake:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    def send(self, topics: frozenset[str]) -> None:
+    def notify(self, topics: frozenset[str]) -> None:
         """Tell other processes, soon."""
         if not topics:
             return
         self._unsent |= topics
         self._all_sent.clear()
-        if len(topics) < MUCH:
+        if len(topics) < MANY_TOPICS:
             self._stir()
         elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(LATER_S, self._stir)
+            self._later = asyncio.get_running_loop().call_later(BATCH_DELAY_S, self._stir)
 
     @contextmanager
-    def along(self, topics: frozenset[str]) -> Iterator[str | None]:
+    def attach_to_commit(self, topics: frozenset[str]) -> Iterator[str | None]:
         """The message that a commit shall carry, or None when the topics are to be sent after it."""
         began = monotonic()
-        at_rest = began - max(self._carried_at, self._heard_at[0]) > max(REST_S, RESTS * self._took)
-        messages = list(payloads(topics, self._name)) if at_rest else []
+        at_rest = began - max(self._attached_at, self._heard_at[0]) > max(MIN_IDLE_S, MIN_IDLE_COMMITS * self._commit_s)
+        messages = list(encode_payloads(topics, self._name)) if at_rest else []
         carries = len(messages) == 1
         if carries:
-            self._carried_at = inf  # one at a time
+            self._attached_at = inf  # one at a time
         try:
             yield messages[0] if carries else None
         finally:
             ended = monotonic()
-            self._took += (ended - began - self._took) / 8
+            self._commit_s += (ended - began - self._commit_s) / 8
             if carries:
-                self._carried_at = ended
+                self._attached_at = ended
 
-    def on_wake(self, callback: Callback) -> None:
+    def on_notify(self, callback: Callback) -> None:
         """Call back whenever another process sent something."""
         self._callbacks.append(callback)
         self._stir()
@@ -101,7 +103,7 @@ class Wake:
         if not self._all_sent.is_set() and not self._closed:
             self._stir()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_sent.wait(), LAST_WORDS_S)
+                await asyncio.wait_for(self._all_sent.wait(), CLOSE_FLUSH_S)
         self._closed = True
         self._not_later()
         if self._task is not None:
@@ -122,13 +124,13 @@ class Wake:
 
     async def _run(self) -> None:
         while True:
-            with suppress(FabricError, *BROKEN):
+            with suppress(FabricError, *CONNECTION_ERRORS):
                 connection = await self._links.connect()
                 try:
                     await self._serve(connection)
                 finally:
                     connection.terminate()
-                    self._links.broke()
+                    self._links.report_connection_lost()
             await asyncio.sleep(0.2)
 
     async def _serve(self, connection: Any) -> None:
@@ -136,25 +138,25 @@ class Wake:
         connection.add_termination_listener(lambda _: self._work.set())
         listening = False
         while not connection.is_closed():
-            if self._callbacks and not listening and self._links.cached:
+            if self._callbacks and not listening and self._links.caches_statements:
                 listening = True
                 with suppress(asyncpg.PostgresError):
-                    async with self._links.in_time():
+                    async with self._links.command_timeout():
                         await connection.add_listener(CHANNEL, self._heard)
             self._work.clear()  # with nothing awaited before what there is to do is taken
             if connection.is_closed():
                 return
             topics, self._unsent = self._unsent, set()
-            async with self._links.in_time():
-                for payload in payloads(topics, self._name):
-                    if self._links.cached:
+            async with self._links.command_timeout():
+                for payload in encode_payloads(topics, self._name):
+                    if self._links.caches_statements:
                         await _notify(connection, payload)
                     else:
                         await in_transaction(connection, partial(_notify, payload=payload))
             if not self._unsent:
                 self._all_sent.set()
             await self._wait_for_work(connection, listening)
-            for _ in range(TURNS):
+            for _ in range(LOOP_YIELDS):
                 await asyncio.sleep(0)
 
     async def _wait_for_work(self, connection: Any, listening: bool) -> None:
@@ -165,7 +167,7 @@ class Wake:
                     await self._work.wait()
                 return
             except TimeoutError:
-                async with self._links.in_time():
+                async with self._links.command_timeout():
                     await connection.execute("select 1")
 
     def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
@@ -175,7 +177,7 @@ class Wake:
             topics = msgspec.json.decode(payload, type=list[str])
             if self._name in topics:
                 return
-            told = frozenset(topic for topic in topics if not topic.startswith(SENDER))
+            told = frozenset(topic for topic in topics if not topic.startswith(SENDER_PREFIX))
             for callback in self._callbacks:
                 callback(told)
 
@@ -184,14 +186,14 @@ async def _notify(connection: Any, payload: str) -> None:
     await connection.execute(_SEND, payload)
 
 
-def payloads(topics: Iterable[str], sender: str = SENDER) -> Iterator[str]:
+def encode_payloads(topics: Iterable[str], sender: str = SENDER_PREFIX) -> Iterator[str]:
     """The topics as messages that are short enough; a topic that is too long on its own is left out.
 
     Without a sender they are for everybody, the own process as well.
     """
     ordered = sorted(topics)
     whole = msgspec.json.encode([sender, *ordered])
-    if len(whole) <= MOST_BYTES:
+    if len(whole) <= MAX_PAYLOAD_BYTES:
         if ordered:
             yield whole.decode()
         return
@@ -199,9 +201,9 @@ def payloads(topics: Iterable[str], sender: str = SENDER) -> Iterator[str]:
     size = 2
     for topic in ordered:
         bytes_ = len(msgspec.json.encode(topic)) + 1
-        if bytes_ > MOST_BYTES:
+        if bytes_ > MAX_PAYLOAD_BYTES:
             continue
-        if some and size + bytes_ > MOST_BYTES:
+        if some and size + bytes_ > MAX_PAYLOAD_BYTES:
             yield msgspec.json.encode([sender, *some]).decode()
             some, size = [], 2
         some.append(topic)

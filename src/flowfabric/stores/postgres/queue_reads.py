@@ -11,37 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from flowfabric.model.execution import Execution, LineKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import CODEC, encode
-from flowfabric.stores.postgres.commit.fragments import CLOCK
+from flowfabric.stores.postgres.commit.fragments import CLOCK_SQL
 from flowfabric.stores.postgres.dead_entries import (
-    BLOATED,
+    BLOAT_THRESHOLD,
     DeadEntries,
+    IndexRange,
     Part,
     Position,
-    Range,
     floor_of_heads,
     share_of,
 )
-from flowfabric.stores.postgres.pool import Links
-from flowfabric.stores.postgres.queue_ids import Lines, number_of
-from flowfabric.stores.postgres.reads import COUNTER, Conditions
-from flowfabric.stores.postgres.sql import columns_of, numbered, pieces
+from flowfabric.stores.postgres.pool import ConnectionPool
+from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, queue_id
+from flowfabric.stores.postgres.reads import ENTRIES_READ_TEMPLATE, ConditionBuilder
+from flowfabric.stores.postgres.sql import load_statements, number_parameters, table_column_list
 from flowfabric.stores.queries import Scan, Where
 
 BY_POSITION = ("rank", "execution_id")
 COLUMNS = ("line", "blocked_on")  # of executions, each with an index by position
 
-_ENTRIES = COUNTER.format(index="ff_exec_core_line")
-_NOW = CLOCK.format(given=":clock::bigint")
-_STATEMENTS = pieces("lines.sql")
-STANDING = numbered(_STATEMENTS["standing_within"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs"))
-_FIRST = numbered(
+_ENTRIES = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_line")
+_NOW = CLOCK_SQL.format(given=":clock::bigint")
+_STATEMENTS = load_statements("lines.sql")
+STANDING = number_parameters(
+    _STATEMENTS["standing_within"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs")
+)
+_FIRST = number_parameters(
     _STATEMENTS["first_positions"].format(clock=_NOW, entries=_ENTRIES),
     ("clock", "lines", "low_ranks", "low_ids", "high_ranks", "high_ids"),
 )
-_SIZES = numbered(_STATEMENTS["queue_sizes"].format(clock=_NOW, entries=_ENTRIES), ("clock", "known"))
+_SIZES = number_parameters(_STATEMENTS["queue_sizes"].format(clock=_NOW, entries=_ENTRIES), ("clock", "known"))
 _SMALLEST, _LARGEST = -1, 2**63 - 1  # around the numbers of queues
 
 
@@ -52,14 +54,16 @@ def is_bounded(scan: Scan) -> bool:
 
 def _condition(scan: Scan) -> Where | None:
     """The condition that names the queues."""
-    ops = ("=",) if scan.each is None else ("in",)
+    ops = ("=",) if scan.limit_by is None else ("in",)
     return next((one for one in scan.where if one.column in COLUMNS and one.op in ops), None)
 
 
 class QueueReads:
     """Reads the heads of queues, and which queues have work."""
 
-    def __init__(self, links: Links, lines: Lines, dead_entries: DeadEntries, clock: Callable[[], int | None]) -> None:
+    def __init__(
+        self, links: ConnectionPool, lines: PostgresQueueIds, dead_entries: DeadEntries, clock: Callable[[], int | None]
+    ) -> None:
         self._links = links
         self._lines = lines
         self.dead_entries = dead_entries
@@ -70,19 +74,19 @@ class QueueReads:
         named = _condition(scan)
         assert named is not None
         others = tuple(one for one in scan.where if one is not named)
-        given = {encode(value, number_of) for value in (named.value if named.op == "in" else (named.value,))} - {None}
+        given = {encode(value, queue_id) for value in (named.value if named.op == "in" else (named.value,))} - {None}
         values: dict[Hashable, Any] = {(value, others) if others else value: value for value in sorted(given)}
         if not values:
             return []
         rows = await self._scan(scan, named.column, others, values)
-        while not rows and scan.after is None and self.dead_entries.affords([*values]):
+        while not rows and scan.after is None and self.dead_entries.may_read_more([*values]):
             rows = await self._scan(scan, named.column, others, values)
         return rows
 
     async def _scan(
         self, scan: Scan, column: str, others: tuple[Where, ...], values: dict[Hashable, Any]
     ) -> list[Execution]:
-        if not self.dead_entries.hide(values):
+        if not self.dead_entries.may_hide_rows(values):
             return await self._scan_heads(scan, column, others, values)
         parts = self.dead_entries.parts(values)
         if scan.after is not None:
@@ -90,7 +94,7 @@ class QueueReads:
         words, given = _part_words(scan, column, others, parts, self._clock())
         answer = await self._links.read(lambda connection: connection.fetch(words, *given))
         decode = CODEC[Execution].decode
-        found = await self._lines.decoded(lambda at: [[decode(row, at) for row in one["rows"]] for one in answer])
+        found = await self._lines.decode(lambda at: [[decode(row, at) for row in one["rows"]] for one in answer])
         if scan.after is None:
             for part, one, rows in zip(parts, answer, found, strict=True):
                 self._note(part, one, [row.rank for row in rows], scan.limit, share_of(len(values)))
@@ -105,7 +109,7 @@ class QueueReads:
         answer = await self._links.read(lambda connection: connection.fetch(words, *given))
         decode = CODEC[Execution].decode
         kept = [row for row in answer if row["execution_id"] is not None]
-        rows = await self._lines.decoded(lambda at: [decode(row[2:], at) for row in kept])
+        rows = await self._lines.decode(lambda at: [decode(row[2:], at) for row in kept])
         if scan.after is None:
             floor = floor_of_heads([row.rank for row in rows], answer[0]["now"], full=False, dead=0)
             self.dead_entries.note_all([*values], answer[0]["entries"], len(rows), floor)
@@ -122,10 +126,10 @@ class QueueReads:
 
     # -- queues that have work ------------------------------------------------------------------------------------
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
+    async def standing(self, lane_id: str) -> list[QueueKey]:
         """The queues of a lane that have work, in order, as far as they are read now."""
         found = await self._standing()
-        while not found and self.dead_entries.affords(self.dead_entries.tracked_numbers()):
+        while not found and self.dead_entries.may_read_more(self.dead_entries.tracked_numbers()):
             found = await self._standing()
         keys = await self._lines.keys_of(found)
         return sorted(key for key in keys if key.lane_id == lane_id)
@@ -141,14 +145,14 @@ class QueueReads:
         entries = answer["ended"] - answer["began"]
         if tracked:
             numbers += await self._standing_before(tracked)
-        if entries > BLOATED + 4 * len(answer["numbers"]) and self.dead_entries.affords_more:
+        if entries > BLOAT_THRESHOLD + 4 * len(answer["numbers"]) and self.dead_entries.affords_more:
             await self._learn_sizes(tracked)
         return numbers
 
     async def _standing_before(self, tracked: list[int]) -> list[int]:
         """Those of the queues with a floor that have work in the parts that are read now."""
         parts = self.dead_entries.parts({number: number for number in tracked})
-        given = [[part.range.line for part in parts], *_bounds_of(parts)]
+        given = [[part.range.key for part in parts], *_bounds_of(parts)]
         answer = await self._links.read(lambda connection: connection.fetch(_FIRST, self._clock(), *given))
         for part, one in zip(parts, answer, strict=True):
             self._note_first(part, one, share_of(len(tracked)))
@@ -159,7 +163,7 @@ class QueueReads:
         answer = await self._links.read(lambda connection: connection.fetch(_SIZES, self._clock(), tracked))
         self.dead_entries.spend(len(answer) + sum(one["ended"] - one["began"] for one in answer))
         for one in answer:
-            self._note_first(Part(one["line"], Range(one["line"])), one, share_of(len(answer)))
+            self._note_first(Part(one["line"], IndexRange(one["line"])), one, share_of(len(answer)))
 
 
 def _first_of_each(rows: Sequence[Execution], column: str, limit: int) -> list[Execution]:
@@ -184,23 +188,24 @@ def _head_words(
     scan: Scan, column: str, others: tuple[Where, ...], values: list[Any], clock: int | None
 ) -> tuple[str, list[Any]]:
     """The first rows of each queue, with the time and the number of entries beside each row, or beside none."""
-    conditions = Conditions(Execution, number_of)
+    conditions = ConditionBuilder(Execution, queue_id)
     table = TABLE[Execution]
-    entries = COUNTER.format(index=f"{table.name}_{column}")
-    now = CLOCK.format(given=conditions.given(clock, "bigint"))
-    each = f"unnest({conditions.given(values, _kind(column) + '[]')}) as u (each)"
-    met = "".join(f" and {conditions.meets(one)}" for one in others)
+    entries = ENTRIES_READ_TEMPLATE.format(index=f"{table.name}_{column}")
+    now = CLOCK_SQL.format(given=conditions.parameter(clock, "bigint"))
+    each = f"unnest({conditions.parameter(values, _kind(column) + '[]')}) as u (each)"
+    met = "".join(f" and {conditions.condition(one)}" for one in others)
     if scan.after is not None:
         rank, name = scan.after
-        met += f" and (t.rank, t.execution_id) > ({conditions.of('rank', rank)}, {conditions.of('execution_id', name)})"
-    limit = conditions.given(scan.limit, "bigint")
+        low = (conditions.column_parameter("rank", rank), conditions.column_parameter("execution_id", name))
+        met += f" and (t.rank, t.execution_id) > ({', '.join(low)})"
+    limit = conditions.parameter(scan.limit, "bigint")
     words = (
         f"with before as materialized (select {entries} as entries), found as materialized ("
         f"select t.* from (select u.each from before, {each} offset 0) v, lateral (select t.* from {table.name} t"
         f' where t."{column}" = v.each{met} order by t.rank, t.execution_id limit {limit}) t),'
         f" after as materialized (select {now} as now, {entries} - before.entries as entries from before"
         f" where (select count(*) from found) >= 0)"
-        f" select a.now, a.entries, {columns_of(table, 't.')} from after a left join found t on true"
+        f" select a.now, a.entries, {table_column_list(table, 't.')} from after a left join found t on true"
         f" order by t.rank, t.execution_id"
     )
     return words, conditions.values
@@ -210,18 +215,19 @@ def _part_words(
     scan: Scan, column: str, others: tuple[Where, ...], parts: Sequence[Part], clock: int | None
 ) -> tuple[str, list[Any]]:
     """The first rows of each part, with the entries that the server had counted before and after it."""
-    conditions = Conditions(Execution, number_of)
+    conditions = ConditionBuilder(Execution, queue_id)
     table = TABLE[Execution]
-    entries = COUNTER.format(index=f"{table.name}_{column}")
-    now = CLOCK.format(given=conditions.given(clock, "bigint"))
+    entries = ENTRIES_READ_TEMPLATE.format(index=f"{table.name}_{column}")
+    now = CLOCK_SQL.format(given=conditions.parameter(clock, "bigint"))
     kinds = (_kind(column), "bigint", "text", "bigint", "text")
     after: Any = scan.after
-    lists = [[part.range.line for part in parts], *_bounds_of(parts, after)]
-    given = ", ".join(conditions.given(values, f"{kind}[]") for kind, values in zip(kinds, lists, strict=True))
-    met = "".join(f" and {conditions.meets(one)}" for one in others)
-    limit = conditions.given(scan.limit, "bigint")
+    lists = [[part.range.key for part in parts], *_bounds_of(parts, after)]
+    given = ", ".join(conditions.parameter(values, f"{kind}[]") for kind, values in zip(kinds, lists, strict=True))
+    met = "".join(f" and {conditions.condition(one)}" for one in others)
+    limit = conditions.parameter(scan.limit, "bigint")
     words = (
-        f"select {now} as now, {entries} as began, array(select row({columns_of(table, 't.')}) from {table.name} t"
+        f"select {now} as now, {entries} as began,"
+        f" array(select row({table_column_list(table, 't.')}) from {table.name} t"
         f' where t."{column}" = p.each and (t.rank, t.execution_id) > (p.low_rank, p.low_id)'
         f" and (t.rank, t.execution_id) <= (p.high_rank, p.high_id){met}"
         f" order by t.rank, t.execution_id limit {limit}) as rows, {entries} as ended"

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import Column, Table
 
-Row = type[msgspec.Struct]
+RowType = type[msgspec.Struct]
 
 _TYPES: dict[type[Any], str] = {
     int: "bigint",
@@ -21,7 +21,7 @@ _TYPES: dict[type[Any], str] = {
     bytes: "bytea",
     bool: "boolean",
     float: "double precision",
-    LineKey: "bigint",
+    QueueKey: "bigint",
 }
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z_]+)")
@@ -32,46 +32,46 @@ def column_type(column: Column) -> str:
     return "smallint" if column.is_enum else _TYPES[column.kind]
 
 
-def quoted(names: Iterable[str], prefix: str = "") -> str:
+def column_list(names: Iterable[str], prefix: str = "") -> str:
     """The names as a list of columns; some of them are words of the language."""
     return ", ".join(f'{prefix}"{name}"' for name in names)
 
 
-def matched(names: Iterable[str], left: str, right: str) -> str:
+def columns_equal(names: Iterable[str], left: str, right: str) -> str:
     """The condition that two rows agree in these columns."""
     return " and ".join(f'{left}."{name}" = {right}."{name}"' for name in names)
 
 
-def columns_of(table: Table, prefix: str = "") -> str:
+def table_column_list(table: Table, prefix: str = "") -> str:
     """All columns of a table, in the order of the catalogue."""
-    return quoted(table.column_names, prefix)
+    return column_list(table.column_names, prefix)
 
 
 @cache
-def pieces(file: str) -> dict[str, str]:
+def load_statements(file: str) -> dict[str, str]:
     """The statements of a file by name; `:word` stands for the parameter that the caller numbers."""
     text = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
     parts = _NAME.split(text)
     return dict(zip(parts[1::2], (part.strip().removesuffix(";") for part in parts[2::2]), strict=True))
 
 
-def numbered(statement: str, parameters: Iterable[str]) -> str:
+def number_parameters(statement: str, parameters: Iterable[str]) -> str:
     """The statement with its `:words` as numbers, in the order in which the caller will give them."""
-    return Parameters().named(statement, parameters)
+    return ParameterNumbering().bind_names(statement, parameters)
 
 
-class Parameters:
+class ParameterNumbering:
     """Numbers the parameters of a statement in the order in which they are asked for."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def one(self, kind: str) -> str:
+    def add(self, kind: str) -> str:
         """The next parameter."""
         self._count += 1
         return f"${self._count}::{kind}"
 
-    def named(self, statement: str, names: Iterable[str]) -> str:
+    def bind_names(self, statement: str, names: Iterable[str]) -> str:
         """A statement with its `:words` as the next parameters, in the order of these names."""
         place = {name: f"${number}" for number, name in enumerate(names, start=self._count + 1)}
         self._count += len(place)

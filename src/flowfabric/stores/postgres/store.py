@@ -27,45 +27,45 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.change import Change
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.model.execution import Execution, LineKey, Payload
+from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.settings import Deadlines
-from flowfabric.stores.claims import Handed, Held, Stamp, Take, Taken
-from flowfabric.stores.codec import CODEC, tallied
-from flowfabric.stores.port import Schema
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseIds, LeaseRef
+from flowfabric.stores.codec import CODEC, decode_counts
+from flowfabric.stores.port import SchemaVersion
 from flowfabric.stores.postgres import claim as taking
 from flowfabric.stores.postgres import migrator, reads
-from flowfabric.stores.postgres.caller_transaction import Within, link_to
-from flowfabric.stores.postgres.claim_result import rows_told
-from flowfabric.stores.postgres.commit.claim import handing
-from flowfabric.stores.postgres.commit.fragments import CLOCK
-from flowfabric.stores.postgres.commit.parameters import Habits
-from flowfabric.stores.postgres.commit.plan import Batch, lines_of
+from flowfabric.stores.postgres.caller_transaction import CallerTransaction, adapt_connection
+from flowfabric.stores.postgres.claim_result import decode_claim_result
+from flowfabric.stores.postgres.commit.claim import plan_claim
+from flowfabric.stores.postgres.commit.fragments import CLOCK_SQL
+from flowfabric.stores.postgres.commit.parameters import ParameterShapes
+from flowfabric.stores.postgres.commit.plan import CommitPlan, queues_written
 from flowfabric.stores.postgres.commit.statement import commit
-from flowfabric.stores.postgres.dead_entries import DeadEntries, NextInstants, floor_of_claim, floor_of_due
-from flowfabric.stores.postgres.event_log import Feed
-from flowfabric.stores.postgres.notifier import Wake
-from flowfabric.stores.postgres.pool import Links, in_transaction
-from flowfabric.stores.postgres.queue_ids import Lines, UnknownLine, number_of
+from flowfabric.stores.postgres.dead_entries import DeadEntries, NextDueCache, floor_of_claim, floor_of_due
+from flowfabric.stores.postgres.event_log import EventLog
+from flowfabric.stores.postgres.notifier import PostgresNotifier
+from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
+from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue, queue_id
 from flowfabric.stores.postgres.queue_reads import QueueReads, is_bounded
-from flowfabric.stores.postgres.sql import numbered, pieces
-from flowfabric.stores.queries import Due, FeedPage, Loaded, Scan, Tally, Want, Where
+from flowfabric.stores.postgres.sql import load_statements, number_parameters
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
 
 
 def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
     return taken[0].rank, taken[0].execution_id
 
 
-_HOLDERS = numbered(pieces("horizon.sql")["holders"], ("limit",))
-_TIME = f"select {CLOCK.format(given='$1::bigint')}"
+_HOLDERS = number_parameters(load_statements("horizon.sql")["holders"], ("limit",))
+_TIME = f"select {CLOCK_SQL.format(given='$1::bigint')}"
 
 
 class PostgresStore:
     """Rows in a PostgreSQL database, shared by any number of processes."""
 
     tag = BackendTag.POSTGRES
-    commit_lanes = 2
+    concurrent_commits = 2
     batch_limit = 1000
-    in_order = False
+    executes_in_order = False
 
     def __init__(
         self,
@@ -79,36 +79,40 @@ class PostgresStore:
         """Statements are cached unless a pooler is noticed. `statement_cache=False` is for one in transaction mode that
         was not, True for one that keeps sessions apart or knows prepared statements."""
         self.clock = self._clock = clock
-        self._links = Links(dsn, size=pool_size, statement_cache=statement_cache, deadlines=deadlines or Deadlines())
-        self._lines = Lines(self._links)
-        self._habits = Habits(self._lines.number)
-        self._dead_entries = DeadEntries()
-        self._queue_reads = QueueReads(self._links, self._lines, self._dead_entries, self._now)
-        self._next_instants = NextInstants()
-        self._feed = Feed(self._links)
-        self._wake = Wake(self._links)
-
-    async def open(self, *, migrate: bool) -> Schema:
-        found = await self._links.write(
-            lambda connection: in_transaction(connection, lambda inside: migrator.bring_up(inside, migrate=migrate)),
-            command_s=migrator.MIGRATION_S if migrate else None,
+        self._pool = ConnectionPool(
+            dsn, size=pool_size, statement_cache=statement_cache, deadlines=deadlines or Deadlines()
         )
-        self._links.watch = migrator.Watch()
+        self._queue_ids = PostgresQueueIds(self._pool)
+        self._habits = ParameterShapes(self._queue_ids.checked_id)
+        self._dead_entries = DeadEntries()
+        self._queue_reads = QueueReads(self._pool, self._queue_ids, self._dead_entries, self._now)
+        self._next_instants = NextDueCache()
+        self._feed = EventLog(self._pool)
+        self._notifier = PostgresNotifier(self._pool)
+
+    async def open(self, *, migrate: bool) -> SchemaVersion:
+        found = await self._pool.write(
+            lambda connection: in_transaction(
+                connection, lambda inside: migrator.ensure_schema(inside, migrate=migrate)
+            ),
+            command_s=migrator.MIGRATION_TIMEOUT_S if migrate else None,
+        )
+        self._pool.schema_watch = migrator.SchemaWatch()
         return found
 
     async def close(self) -> None:
-        await self._wake.close()
-        await self._links.close()
+        await self._notifier.close()
+        await self._pool.close()
 
     async def ping(self) -> int:
-        now: int = await self._links.read(lambda connection: connection.fetchval(_TIME, self._now()))
+        now: int = await self._pool.read(lambda connection: connection.fetchval(_TIME, self._now()))
         return now
 
-    async def load(self, wants: Sequence[Want]) -> Loaded:
-        answer = await self._links.read(lambda connection: reads.load(connection, wants, self._now()))
-        return await self._lines.decoded(lambda line_at: reads.loaded(answer, wants, line_at))
+    async def load(self, wants: Sequence[Read]) -> Loaded:
+        answer = await self._pool.read(lambda connection: reads.fetch_rows(connection, wants, self._now()))
+        return await self._queue_ids.decode(lambda line_at: reads.decode_rows(answer, wants, line_at))
 
-    def peek(self, wants: Sequence[Want]) -> Loaded | None:
+    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
@@ -117,137 +121,145 @@ class PostgresStore:
         verdicts, _ = await self._commit(await self._batch(changes), hint)
         return verdicts
 
-    async def hand_over(self, changes: Sequence[Change], hint: frozenset[str], take: Take) -> Handed:
+    async def commit_and_claim(
+        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+    ) -> CommitAndClaimResult:
         if not changes:
-            return Handed([], [])
+            return CommitAndClaimResult([], [])
         batch = await self._batch(changes)
-        lines = [number_of(line) for line in take.lines]
-        if not batch.in_steps and not self._dead_entries.hide(lines):
-            batch.handing = handing(changes, batch.rounds[0], take, lines, number_of)
+        lines = [queue_id(line) for line in take.queues]
+        if not batch.is_multi_statement and not self._dead_entries.may_hide_rows(lines):
+            batch.claim = plan_claim(changes, batch.rounds[0], take, lines, queue_id)
         verdicts, answer = await self._commit(batch, hint)
-        if batch.handing is None:
-            return Handed(verdicts, [])
-        rows = await self._lines.decoded(lambda line_at: rows_told(answer, 3, take, take.stamps, line_at))
-        return Handed(verdicts, sorted(rows, key=_by_rank), emptied=bool(rows))  # nobody else stood there
+        if batch.claim is None:
+            return CommitAndClaimResult(verdicts, [])
+        rows = await self._queue_ids.decode(
+            lambda line_at: decode_claim_result(answer, 3, take, take.lease_ids, line_at)
+        )
+        return CommitAndClaimResult(verdicts, sorted(rows, key=_by_rank), drained=bool(rows))  # nobody else stood there
 
-    async def _batch(self, changes: Sequence[Change]) -> Batch:
-        listed = {line for change in changes for line in change.lines}
+    async def _batch(self, changes: Sequence[Change]) -> CommitPlan:
+        listed = {line for change in changes for line in change.queues}
         while True:
-            await self._lines.add(listed)
+            await self._queue_ids.register(listed)
             try:
-                batch = Batch(changes, self._habits)
-            except UnknownLine:  # also when a connection broke since, and every queue is to be checked again
-                listed |= lines_of(changes)
+                batch = CommitPlan(changes, self._habits)
+            except UnknownQueue:  # also when a connection broke since, and every queue is to be checked again
+                listed |= queues_written(changes)
                 continue
-            batch.queues = self._lines.written(listed)
+            batch.queues = self._queue_ids.drain_written(listed)
             return batch
 
-    async def _commit(self, batch: Batch, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
+    async def _commit(self, batch: CommitPlan, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
         """The verdicts, and the server's answer."""
-        with self._wake.along(hint) as carried:
-            answer = await self._links.write(lambda connection: self._commit_on(connection, batch, carried))
+        with self._notifier.attach_to_commit(hint) as carried:
+            answer = await self._pool.write(lambda connection: self._commit_on(connection, batch, carried))
         now, yes, *_ = answer[0]
         if hint and carried is None and True in yes:
-            self._wake.send(hint)
+            self._notifier.notify(hint)
         return [now if accepted else None for accepted in yes], answer
 
-    async def _commit_on(self, connection: Any, batch: Batch, hint: str | None) -> list[Any]:
-        ensures = batch.queues is not None and not self._lines.ensured(connection, batch.queues[0])
-        answer = await commit(connection, batch, self._now(), hint, ensures=ensures)
+    async def _commit_on(self, connection: Any, batch: CommitPlan, hint: str | None) -> list[Any]:
+        ensures = batch.queues is not None and not self._queue_ids.is_ensured(connection, batch.queues[0])
+        answer = await commit(connection, batch, self._now(), hint, ensure_queues=ensures)
         if ensures and batch.queues is not None:
-            self._lines.note_ensured(connection, batch.queues[0])
+            self._queue_ids.mark_ensured(connection, batch.queues[0])
         return answer
 
-    async def within(self, connection: Any) -> Within:
+    async def join_transaction(self, connection: Any) -> CallerTransaction:
         """The store as seen from inside the transaction of a connection that is not ours."""
-        return Within(await link_to(connection), self._lines, self._now)
+        return CallerTransaction(await adapt_connection(connection), self._queue_ids, self._now)
 
-    async def take(self, take: Take) -> Taken:
-        lines = [number_of(line) for line in take.lines]
-        if not lines or not take.stamps:
-            return Taken(await self.ping(), [])
-        await self._lines.add(reads.lines_in([*take.becomes.values()]))
-        taken, more = await self._take(take, take.stamps, lines, taking.REACH)
-        while not taken.rows and self._dead_entries.affords(lines):
-            taken, more = await self._take(take, take.stamps, lines, taking.REACH)
-        if more and len(taken.rows) < len(take.stamps):
+    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
+        lines = [queue_id(line) for line in take.queues]
+        if not lines or not take.lease_ids:
+            return ClaimedRows(await self.ping(), [])
+        await self._queue_ids.register(reads.queues_in([*take.shared_fields.values()]))
+        taken, more = await self._take(take, take.lease_ids, lines, taking.HEADS_PER_ROW)
+        while not taken.rows and self._dead_entries.may_read_more(lines):
+            taken, more = await self._take(take, take.lease_ids, lines, taking.HEADS_PER_ROW)
+        if more and len(taken.rows) < len(take.lease_ids):
             # Others held so many of the heads that were looked at, or changed some of them meanwhile: look further.
             used = {row.lease_id for row, _ in taken.rows}
-            missing = [stamp for stamp in take.stamps if stamp.lease_id not in used]
+            missing = [stamp for stamp in take.lease_ids if stamp.lease_id not in used]
             try:
-                again, _ = await self._take(take, missing, lines, taking.LONG_REACH)
+                again, _ = await self._take(take, missing, lines, taking.HEADS_PER_ROW_ON_RETRY)
             except StoreUnavailable as lost:
                 if lost.in_doubt or not taken.rows:
                     raise  # all rows, those of the first look among them, can be found by their stamps
                 return taken  # these are claimed, and nothing else is
             rows = sorted(taken.rows + again.rows, key=_by_rank)
-            taken = Taken(again.now, rows)
+            taken = ClaimedRows(again.now, rows)
         return taken
 
-    async def _take(self, take: Take, stamps: Sequence[Stamp], lines: list[int], reach: int) -> tuple[Taken, bool]:
+    async def _take(
+        self, take: ClaimRequest, stamps: Sequence[LeaseIds], lines: list[int], reach: int
+    ) -> tuple[ClaimedRows, bool]:
         """The rows that were taken, and whether a second look might find more."""
-        limit = reach * len(take.stamps)
-        ranges, part = self._dead_entries.ranges(lines) if self._dead_entries.hide(lines) else ([], None)
-        answer = await self._links.write(
-            lambda connection: taking.take(connection, take, stamps, lines, limit, self._now(), number_of, ranges)
+        limit = reach * len(take.lease_ids)
+        ranges, part = (
+            self._dead_entries.ranges_to_read(lines) if self._dead_entries.may_hide_rows(lines) else ([], None)
+        )
+        answer = await self._pool.write(
+            lambda connection: taking.claim_rows(connection, take, stamps, lines, limit, self._now(), queue_id, ranges)
         )
         now, more, entries = answer[0][:3]
-        claim = taking.claim(take, lines, ranged=bool(ranges))
-        rows = await self._lines.decoded(lambda line_at: claim.rows(answer, take, stamps, line_at))
+        claim = taking.claim_statement(take, lines, ranged=bool(ranges))
+        rows = await self._queue_ids.decode(lambda line_at: claim.decode(answer, take, stamps, line_at))
         floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(stamps), now=now)
-        self._dead_entries.note(lines, part, entries, len(rows), floor)
-        return Taken(now, rows), more
+        self._dead_entries.record_scan(lines, part, entries, len(rows), floor)
+        return ClaimedRows(now, rows), more
 
-    async def renew(self, leases: Sequence[Held]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         if not leases:
             return []
-        return await self._links.write(lambda connection: taking.renew(connection, leases, self._now()))
+        return await self._pool.write(lambda connection: taking.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         key = [(row, column, where)]
-        ranges, part = self._dead_entries.ranges(key) if self._dead_entries.hide(key) else ([], None)
-        known = self._next_instants.knows(key[0])
-        words, values = reads.due_words(
-            row, column, limit, where, self._now(), number_of, ranges=ranges, looks_ahead=not known
+        ranges, part = self._dead_entries.ranges_to_read(key) if self._dead_entries.may_hide_rows(key) else ([], None)
+        known = self._next_instants.has(key[0])
+        words, values = reads.due_statement(
+            row, column, limit, where, self._now(), queue_id, ranges=ranges, include_next=not known
         )
-        answer = await self._links.read(lambda connection: connection.fetchrow(words, *values))
-        found = await self._lines.decoded(lambda line_at: reads.due(answer, row, line_at))
+        answer = await self._pool.read(lambda connection: connection.fetchrow(words, *values))
+        found = await self._queue_ids.decode(lambda line_at: reads.decode_due(answer, row, line_at))
         began, ended, last = answer["began"], answer["ended"], answer["last"]
         count = len(found.rows)
         floor = floor_of_due(found.rows, column, found.now, full=count >= limit, dead=ended - began - count)
-        self._dead_entries.note(key, part, ended - began, count, floor)
+        self._dead_entries.record_scan(key, part, ended - began, count, floor)
         if known:
             return Due(found.now, found.rows, self._next_instants.get(key[0]))
-        self._next_instants.keep(key[0], found.next_at, last - ended)
+        self._next_instants.put(key[0], found.next_at, last - ended)
         return found
 
     async def scan(self, scan: Scan) -> list[Any]:
         if is_bounded(scan):
             return await self._queue_reads.scan(scan)
-        words, values = reads.scan_words(scan, number_of)
-        found = await self._links.read(lambda connection: connection.fetch(words, *values))
-        decode = CODEC[scan.row].decode_of
-        return await self._lines.decoded(lambda line_at: [decode(scan, row, line_at) for row in found])
+        words, values = reads.scan_statement(scan, queue_id)
+        found = await self._pool.read(lambda connection: connection.fetch(words, *values))
+        decode = CODEC[scan.row].decode_scanned
+        return await self._queue_ids.decode(lambda line_at: [decode(scan, row, line_at) for row in found])
 
-    async def tally(self, tally: Tally) -> dict[tuple[Any, ...], int]:
-        words, values = reads.tally_words(tally, number_of)
-        return tallied(tally.by, await self._links.read(lambda connection: connection.fetch(words, *values)))
+    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
+        words, values = reads.count_statement(tally, queue_id)
+        return decode_counts(tally.group_by, await self._pool.read(lambda connection: connection.fetch(words, *values)))
 
-    async def lines(self, lane_id: str | None = None) -> list[LineKey]:
-        return await self._lines.read(lane_id)
+    async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
+        return await self._queue_ids.load_keys(lane_id)
 
-    async def standing(self, lane_id: str) -> list[LineKey]:
+    async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         return await self._queue_reads.standing(lane_id)
 
-    async def unlisted(self, limit: int) -> list[str]:
-        return await self._lines.unlisted(limit)
+    async def executions_in_missing_queues(self, limit: int) -> list[str]:
+        return await self._queue_ids.executions_in_missing_queues(limit)
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
-        found = await self._links.read(lambda connection: connection.fetch(_HOLDERS, limit))
+        found = await self._pool.read(lambda connection: connection.fetch(_HOLDERS, limit))
         return [SnapshotHolder(*row) for row in found]
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
-        return await self._lines.lanes(after, limit)
+        return await self._queue_ids.lanes(after, limit)
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
         return await self._feed.read(topic, after, limit)
@@ -262,13 +274,13 @@ class PostgresStore:
         return await self._feed.history(execution_id, topic, limit, without)
 
     def notify(self, topics: frozenset[str]) -> None:
-        self._wake.send(topics)
+        self._notifier.notify(topics)
 
     def limit_commands(self, command_s: float) -> None:
-        self._links.deadlines = self._links.deadlines.limited(command_s)
+        self._pool.deadlines = self._pool.deadlines.limited(command_s)
 
-    def on_wake(self, callback: Callable[[frozenset[str]], None]) -> None:
-        self._wake.on_wake(callback)
+    def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
+        self._notifier.on_notify(callback)
 
     def _now(self) -> int | None:
         return None if self._clock is None else self._clock()

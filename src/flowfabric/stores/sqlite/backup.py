@@ -12,13 +12,13 @@ from pathlib import Path
 import apsw
 
 from flowfabric.errors import InvalidInput, StoreFault
-from flowfabric.stores.sqlite.errors import translated, unavailable
+from flowfabric.stores.sqlite.errors import translate_error, unavailable
 from flowfabric.stores.sqlite.permissions import create_database
 
-BUSY_MS = 10_000
+BUSY_TIMEOUT_MS = 10_000
 
 
-def copy(source: Path, target: Path) -> int:
+def create_backup(source: Path, target: Path) -> int:
     """Copy a file to a new one, readable by this user alone; its size in bytes.
 
     The copy gets its name once it has passed SQLite's integrity check and is on the disk. A target that exists is
@@ -37,7 +37,7 @@ def copy(source: Path, target: Path) -> int:
     except FileExistsError as there:
         raise InvalidInput(f"{target} exists already; name a new file") from there
     except apsw.Error as fault:
-        raise translated(fault) from fault
+        raise translate_error(fault) from fault
     finally:
         for end in ("", "-journal", "-wal", "-shm"):
             Path(f"{partial}{end}").unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def _copy(source: Path, partial: Path) -> None:
     kept = apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READWRITE)
     made = apsw.Connection(str(partial))
     try:
-        kept.set_busy_timeout(BUSY_MS)
+        kept.set_busy_timeout(BUSY_TIMEOUT_MS)
         with made.backup("main", kept, "main") as backup:
             backup.step(-1)
         found = made.pragma("integrity_check")

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Payload
-from flowfabric.stores.claim_result import PAYLOAD
+from flowfabric.stores.claim_result import PAYLOAD_COLUMNS
 from flowfabric.stores.codec import CODEC
 
-INPUT = next(column.name for column in CODEC[Payload].column.values() if column.kind is bytes)
+INPUT_COLUMN = next(column.name for column in CODEC[Payload].column.values() if column.kind is bytes)
 
 
-def columns(answers: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None], list[Sequence[Any]]]:
+def decode_columns(answers: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None], list[Sequence[Any]]]:
     """What is rare of all rows of some answers of (rows, payload bytes); their usual columns, then the payload's."""
     rows: list[list[Any]] = []
     inputs: list[bytes | None] = []
-    place = PAYLOAD.index(INPUT) - len(PAYLOAD)
+    place = PAYLOAD_COLUMNS.index(INPUT_COLUMN) - len(PAYLOAD_COLUMNS)
     for listed, blob in answers:
         found = msgspec.json.decode(listed)
         begin = 0

@@ -36,7 +36,7 @@ def unavailable(detail: str, source: StoreFault = StoreFault.OTHER) -> StoreUnav
     return StoreUnavailable(detail, backend=BACKEND, source=source, in_doubt=False)
 
 
-def translated(error: Exception) -> Exception:
+def translate_error(error: Exception) -> Exception:
     """The error as the port knows it, with its cause; one that only a bug explains stays what it is."""
     known: Exception | None = None
     if isinstance(error, apsw.ConstraintError) and getattr(error, "extendedresult", None) in _TAKEN:

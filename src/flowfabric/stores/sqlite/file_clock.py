@@ -28,13 +28,13 @@ import apsw
 from flowfabric.clock import Clock, boot_ms, wall_ms
 
 WINDOW_MS = 10_000
-MOST_MS = WINDOW_MS // 10  # how far one window brings the file's time closer to the wall clock
-LEAP_MS = 60_000  # how far it may be behind without a leap
-AGREED_MS = 2_000  # how exact the kernel is about the wall clock at boot, and some
-READ_AGAIN_MS = 1_000  # how often a reader looks for a new anchor when it knows only an old one
+MAX_SLEW_MS = WINDOW_MS // 10  # how far one window brings the file's time closer to the wall clock
+STEP_THRESHOLD_MS = 60_000  # how far it may be behind without a leap
+KERNEL_TOLERANCE_MS = 2_000  # how exact the kernel is about the wall clock at boot, and some
+REREAD_INTERVAL_MS = 1_000  # how often a reader looks for a new anchor when it knows only an old one
 
 
-class Anchor(NamedTuple):
+class ClockAnchor(NamedTuple):
     """What the clock since boot showed at an instant, and by how much time is to run fast (or slow) in this window."""
 
     boot: str
@@ -42,34 +42,36 @@ class Anchor(NamedTuple):
     instant: int
     slew: int
 
-    def at(self, passed: int) -> int:
+    def time_at(self, passed: int) -> int:
         """The time of the file when the clock since boot shows this."""
         since = max(0, passed - self.passed)
         return self.instant + since + self.slew * min(since, WINDOW_MS) // WINDOW_MS
 
-    def holds(self, passed: int) -> bool:
+    def is_valid_at(self, passed: int) -> bool:
         """Whether nobody has replaced it."""
         return 0 <= passed - self.passed < WINDOW_MS
 
 
-class Machine:
+class HostClock:
     """What a process can tell of its machine."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self.boot = self._boot()
-        self.passed: Clock = boot_ms if self.boot else wall_ms  # milliseconds since the boot, also while it slept
+        self.boot_id = self._boot()
+        self.since_boot_ms: Clock = (
+            boot_ms if self.boot_id else wall_ms
+        )  # milliseconds since the boot, also while it slept
 
-    def wall(self) -> int:
+    def wall_ms(self) -> int:
         """The wall clock as this process sees it."""
         return wall_ms()
 
-    def confirms(self, wall: int) -> bool:
+    def kernel_agrees(self, wall: int) -> bool:
         """Whether the kernel says the same of the wall clock; a process may have been given another one."""
         with contextlib.suppress(OSError, ValueError, StopIteration):
             lines = (self._proc / "stat").read_text().splitlines()
             booted = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
-            return abs(booted * 1000 + self.passed() - wall) <= AGREED_MS
+            return abs(booted * 1000 + self.since_boot_ms() - wall) <= KERNEL_TOLERANCE_MS
         return False
 
     def _boot(self) -> str:
@@ -86,10 +88,10 @@ class Machine:
 class FileClock:
     """The clock of one file in one process."""
 
-    def __init__(self, machine: Machine | None = None) -> None:
-        self._machine = machine or Machine()
-        self._passed = self._machine.passed
-        self._anchor: Anchor | None = None
+    def __init__(self, machine: HostClock | None = None) -> None:
+        self._machine = machine or HostClock()
+        self._passed = self._machine.since_boot_ms
+        self._anchor: ClockAnchor | None = None
         self._offset: int | None = None  # what to add to the clock since boot where that is all there is to do
         self._read_at = 0
 
@@ -98,26 +100,26 @@ class FileClock:
         offset, anchor = self._offset, self._anchor
         if offset is not None:
             return self._passed() + offset
-        return self._machine.wall() if anchor is None else anchor.at(self._passed())
+        return self._machine.wall_ms() if anchor is None else anchor.time_at(self._passed())
 
     def read(self, db: apsw.Connection) -> int:
         """The time for whoever only reads: a new anchor is looked for when the known one no longer holds."""
         known, passed = self._anchor, self._passed()
-        if known is not None and not known.holds(passed) and not 0 <= passed - self._read_at < READ_AGAIN_MS:
+        if known is not None and not known.is_valid_at(passed) and not 0 <= passed - self._read_at < REREAD_INTERVAL_MS:
             self._read_at = passed
             found = self._stored(db)
             if found is not None and found.passed > known.passed:
                 self._adopt(found)
         return self()
 
-    def renew(self, db: apsw.Connection) -> None:
+    def refresh_anchor(self, db: apsw.Connection) -> None:
         """Know an anchor that holds, put by another process or now; called by a writer between two transactions."""
-        if self._anchor is not None and self._anchor.holds(self._passed()):
+        if self._anchor is not None and self._anchor.is_valid_at(self._passed()):
             return
         db.execute("BEGIN IMMEDIATE")
         try:
             anchor = self._stored(db)
-            if anchor is None or not anchor.holds(self._passed()):
+            if anchor is None or not anchor.is_valid_at(self._passed()):
                 anchor = self._next(db, anchor)
                 db.execute("DELETE FROM ff_clock WHERE boot NOT LIKE ? || '%'", (anchor.boot.split(" ")[0],))
                 db.execute("INSERT OR REPLACE INTO ff_clock (boot, passed, instant, slew) VALUES (?, ?, ?, ?)", anchor)
@@ -128,32 +130,32 @@ class FileClock:
             raise
         self._adopt(anchor)
 
-    def _adopt(self, anchor: Anchor) -> None:
+    def _adopt(self, anchor: ClockAnchor) -> None:
         self._offset = None  # other threads read these two while they change: without an offset the anchor counts
         self._anchor = anchor
         if anchor.boot and not anchor.slew:
             self._offset = anchor.instant - anchor.passed
 
-    def _stored(self, db: apsw.Connection) -> Anchor | None:
-        boot = self._machine.boot
+    def _stored(self, db: apsw.Connection) -> ClockAnchor | None:
+        boot = self._machine.boot_id
         for passed, instant, slew in db.execute("SELECT passed, instant, slew FROM ff_clock WHERE boot = ?", (boot,)):
-            return Anchor(boot, int(passed), int(instant), int(slew))
+            return ClockAnchor(boot, int(passed), int(instant), int(slew))
         return None
 
-    def _next(self, db: apsw.Connection, before: Anchor | None) -> Anchor:
-        passed, wall = self._passed(), self._machine.wall()
+    def _next(self, db: apsw.Connection, before: ClockAnchor | None) -> ClockAnchor:
+        passed, wall = self._passed(), self._machine.wall_ms()
         if before is None or passed < before.passed:
-            return Anchor(self._machine.boot, passed, max(wall, _newest(db)), 0)
-        instant, slew = before.at(passed), 0
+            return ClockAnchor(self._machine.boot_id, passed, max(wall, _newest(db)), 0)
+        instant, slew = before.time_at(passed), 0
         behind = wall - instant
-        if behind and self._machine.confirms(wall):
-            slew = max(-MOST_MS, min(behind, MOST_MS))
-            if behind > LEAP_MS:
+        if behind and self._machine.kernel_agrees(wall):
+            slew = max(-MAX_SLEW_MS, min(behind, MAX_SLEW_MS))
+            if behind > STEP_THRESHOLD_MS:
                 instant, slew = wall, 0
-        return Anchor(self._machine.boot, passed, instant, slew)
+        return ClockAnchor(self._machine.boot_id, passed, instant, slew)
 
 
-class GivenClock:
+class InjectedClock:
     """A clock that a test brings: the file keeps nothing of it."""
 
     def __init__(self, clock: Clock) -> None:
@@ -166,7 +168,7 @@ class GivenClock:
         """What it shows."""
         return self._clock()
 
-    def renew(self, db: apsw.Connection) -> None:
+    def refresh_anchor(self, db: apsw.Connection) -> None:
         """Nothing to do."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.stores.sqlite.errors import unavailable
-from flowfabric.stores.sqlite.permissions import open_beside
+from flowfabric.stores.sqlite.permissions import open_side_file
 
 # File systems whose locks or shared memory do not reach other machines, so that two of them would spoil the file.
 _NETWORK = re.compile(
@@ -21,7 +21,7 @@ _MOUNTS = Path("/proc/mounts")
 _LOCKS = Path("/proc/locks")
 
 
-def refuse_network(path: Path, mounts: Path = _MOUNTS) -> None:
+def refuse_network_filesystem(path: Path, mounts: Path = _MOUNTS) -> None:
     """Raise when the file lies on a network file system; where the system does not tell, believe the best."""
     if not mounts.exists():
         return
@@ -36,7 +36,7 @@ def refuse_network(path: Path, mounts: Path = _MOUNTS) -> None:
         raise InvalidInput(f"{path} lies on a network file system ({kind}); SQLite needs a local one")
 
 
-class Spot:
+class FileIdentity:
     """The file at its path, as it was when it was opened.
 
     One that was removed, or had another one put in its place, would go on taking what nobody else ever sees; what is
@@ -47,17 +47,17 @@ class Spot:
         self._path = path
         self._opened: tuple[int, int] | None = None
 
-    def keep(self) -> None:
+    def pin(self) -> None:
         """Know what is there now as the file that was opened."""
         self._opened = self._now()
 
-    def is_kept(self) -> bool:
+    def is_same(self) -> bool:
         """Whether it is still there; everything will do before one was opened."""
         return self._opened is None or self._now() == self._opened
 
-    def check(self) -> None:
+    def check_same(self) -> None:
         """Raise unless it is."""
-        if not self.is_kept():
+        if not self.is_same():
             raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store anew")
 
     def _now(self) -> tuple[int, int] | None:
@@ -68,7 +68,7 @@ class Spot:
         return found.st_dev, found.st_ino
 
 
-class Turn:
+class WriterLock:
     """Writers queue here before they ask SQLite: the kernel keeps a fair line, SQLite's own waiting does not."""
 
     def __init__(self, database: Path) -> None:
@@ -79,16 +79,16 @@ class Turn:
 
     def __enter__(self) -> None:
         if self._file is None:
-            self._file = open_beside(self._database, self._path)
+            self._file = open_side_file(self._database, self._path)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def overdue(self, seconds: float) -> Exception:
+    def timeout_error(self, seconds: float) -> Exception:
         """The error for a write that has waited so long for the lock and is given up."""
-        holder = _holder(self._path)
+        holder = _lock_holder(self._path)
         return unavailable(
             f"{self._path} was not free for {seconds:g} s: {holder or 'another process'} holds it; nothing was written",
             StoreFault.TIMEOUT,
@@ -101,7 +101,7 @@ class Turn:
             self._file = None
 
 
-def _holder(path: Path, locks: Path = _LOCKS) -> str:
+def _lock_holder(path: Path, locks: Path = _LOCKS) -> str:
     """The process that holds the lock on a file, where the system tells."""
     with contextlib.suppress(OSError, ValueError):
         inode = path.stat().st_ino
@@ -112,7 +112,7 @@ def _holder(path: Path, locks: Path = _LOCKS) -> str:
     return ""
 
 
-_TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()
+_TURNS: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 def _let_go() -> None:

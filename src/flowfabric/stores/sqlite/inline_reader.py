@@ -14,15 +14,15 @@ from typing import TypeVar
 
 import apsw
 
-from flowfabric.stores.sqlite.file_lock import Spot
+from flowfabric.stores.sqlite.file_lock import FileIdentity
 
 T = TypeVar("T")
 
 
-class Glance:
+class InlineReader:
     """One connection, used by whatever thread has its lock."""
 
-    def __init__(self, connect: Callable[[], apsw.Connection], spot: Spot) -> None:
+    def __init__(self, connect: Callable[[], apsw.Connection], spot: FileIdentity) -> None:
         self._connect = connect
         self._spot = spot
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Glance:
         if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._closed or not self._spot.is_kept():
+            if self._closed or not self._spot.is_same():
                 return None
             if self._db is None:
                 self._db = self._connect()
@@ -47,7 +47,7 @@ class Glance:
         finally:
             self._lock.release()
 
-    def own(self) -> None:
+    def bind_to_process(self) -> None:
         """Belong to this process from now on."""
         self._pid = os.getpid()
 

@@ -9,10 +9,10 @@ from importlib.resources import files
 import apsw
 
 from flowfabric import errors
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import Column, Table
 from flowfabric.stores.compatibility import is_compatible, refuse_newer
-from flowfabric.stores.port import Schema
+from flowfabric.stores.port import SchemaVersion
 
 _VERSION = "SELECT max(version) FROM ff_schema_version"
 _EXISTS = "SELECT count(*) FROM sqlite_schema WHERE name = 'ff_schema_version'"
@@ -34,17 +34,17 @@ def migrations() -> dict[int, str]:
     }
 
 
-def version(db: apsw.Connection) -> int:
+def schema_version(db: apsw.Connection) -> int:
     """The number of the last migration that was applied; 0 for an empty file."""
     ((exists,),) = db.execute(_EXISTS)
     return int(next(iter(db.execute(_VERSION)))[0]) if exists else 0
 
 
-def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
+def ensure_schema(db: apsw.Connection, *, migrate: bool, now: int) -> SchemaVersion:
     """Bring the schema up to this code, within a writing transaction; or refuse what does not fit."""
     steps = migrations()
-    found, known = version(db), max(steps)
-    check(db)
+    found, known = schema_version(db), max(steps)
+    check_schema_version(db)
     if found < known and not migrate:
         raise errors.Unavailable(
             "open", f"the file has schema version {found}, this release needs {known}: migrate first"
@@ -56,10 +56,10 @@ def prepare(db: apsw.Connection, *, migrate: bool, now: int) -> Schema:
             db.execute(_ADD_COLUMN)
         db.execute(_KEEP, (number, now, is_compatible(steps[number])))
     applied = [text for number, text in steps.items() if number > found > 0]
-    return Schema(found, max(found, known), all(map(is_compatible, applied)))
+    return SchemaVersion(found, max(found, known), all(map(is_compatible, applied)))
 
 
-def check(db: apsw.Connection) -> None:
+def check_schema_version(db: apsw.Connection) -> None:
     """Raise `SchemaTooNew` if the file has a schema that this release does not run on; asked in every transaction."""
     try:
         found = _one(db, _VERSION) or 0
@@ -76,7 +76,7 @@ def _one(db: apsw.Connection, words: str, *values: int) -> int | None:
     return found
 
 
-def definition(table: Table) -> str:
+def table_ddl(table: Table) -> str:
     """How the catalogue wants a table to be: what a migration has to arrive at."""
     columns = [
         f"    {column.name} {_type(column)}{'' if column.optional else ' NOT NULL'}," for column in table.columns
@@ -91,6 +91,6 @@ def definition(table: Table) -> str:
 
 
 def _type(column: Column) -> str:
-    if column.is_enum or column.kind in (int, bool, LineKey):
+    if column.is_enum or column.kind in (int, bool, QueueKey):
         return "INTEGER"
     return {str: "TEXT", bytes: "BLOB", float: "REAL"}[column.kind]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 
-from flowfabric.stores.sqlite.permissions import is_trusted, mode_beside, open_folder_beside
+from flowfabric.stores.sqlite.permissions import is_trusted, open_side_folder, side_file_mode
 
 _LONGEST = 100  # bytes of a socket's path; some systems end at 104
 _MOST = 60_000  # bytes of a hint; a longer one says only that something happened
@@ -25,7 +25,7 @@ _TICK_NS = 2_000_000_000  # file systems are at least this exact about times
 Callback = Callable[[frozenset[str]], None]
 
 
-class Wake:
+class SQLiteNotifier:
     """The bell of one store."""
 
     def __init__(self, database: Path) -> None:
@@ -46,7 +46,7 @@ class Wake:
         self._listeners.append((loop, callback))
         return True
 
-    def ring(self, topics: frozenset[str]) -> None:
+    def notify(self, topics: frozenset[str]) -> None:
         """Tell the others."""
         with contextlib.suppress(OSError):
             if others := self._others():
@@ -79,12 +79,12 @@ class Wake:
         bell.setblocking(False)
         self._name = f"{os.getpid()}-{token_hex(4)}"
         try:
-            if not open_folder_beside(self._database, self._folder):
+            if not open_side_folder(self._database, self._folder):
                 bell.close()
                 return False
             with _short(self._folder) as folder:
                 bell.bind(f"{folder}/{self._name}")
-            (self._folder / self._name).chmod(mode_beside(self._database))
+            (self._folder / self._name).chmod(side_file_mode(self._database))
             loop.add_reader(bell, self._hear)
         except (OSError, NotImplementedError):
             bell.close()

@@ -33,7 +33,7 @@ def create_database(path: Path) -> None:
             os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER))
 
 
-def open_beside(database: Path, path: Path) -> int:
+def open_side_file(database: Path, path: Path) -> int:
     """Open a file beside the database, created if need be; refuse one of a user who may not write the database."""
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -44,7 +44,7 @@ def open_beside(database: Path, path: Path) -> int:
             opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found = os.fstat(opened)
-        if not _share(database, opened, found, mode_beside(database)):
+        if not _share(database, opened, found, side_file_mode(database)):
             raise unavailable(
                 f"{path} belongs to user {found.st_uid}, who may not write {database.name} but could stop everybody "
                 "from writing: remove it",
@@ -56,12 +56,12 @@ def open_beside(database: Path, path: Path) -> int:
     return opened
 
 
-def open_folder_beside(database: Path, path: Path) -> bool:
+def open_side_folder(database: Path, path: Path) -> bool:
     """Create a folder beside the database if need be; False when its owner may not write the database."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
-    mode = mode_beside(database)
+    mode = side_file_mode(database)
     return stat.S_ISDIR(found.st_mode) and _share(database, path, found, mode | (mode & 0o444) >> 2)
 
 
@@ -92,7 +92,7 @@ def _is_trusted(found: os.stat_result, database: os.stat_result) -> bool:
     return by_group or database.st_mode & _OTHERS == _OTHERS
 
 
-def mode_beside(database: Path) -> int:
+def side_file_mode(database: Path) -> int:
     """The mode of a file beside the database: for those who may read and write that."""
     mode = database.stat().st_mode
     return _OWNER | sum(bits for bits in (_GROUP, _OTHERS) if mode & bits == bits)

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Form, FromNow, Like, Own
+from flowfabric.model.change import ColumnRef, Expected, FromNow, RowTemplate
 from flowfabric.model.execution import Execution
-from flowfabric.stores.catalog import TABLE, Table, index_of
-from flowfabric.stores.claim_result import PAYLOAD, rare, usual
-from flowfabric.stores.codec import EVENT_COLUMNS, encode, no_line
-from flowfabric.stores.queries import Where, after_prefix
-from flowfabric.stores.sqlite.claim_result import INPUT
+from flowfabric.stores.catalog import TABLE, Table, index_columns
+from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, dense_columns, sparse_columns
+from flowfabric.stores.codec import EVENT_COLUMNS, encode, refuse_queue
+from flowfabric.stores.queries import Where, prefix_upper_bound
+from flowfabric.stores.sqlite.claim_result import INPUT_COLUMN
 
-Rows = Callable[[int], str]  # the text of a statement that takes so many rows at once
+StatementForRows = Callable[[int], str]  # the text of a statement that takes so many rows at once
 
 _PIECES = re.split(r"^-- name: (\w+)\n", (files(__package__) / "statements.sql").read_text(), flags=re.MULTILINE)
 _TEXT = {
@@ -27,15 +27,15 @@ _TEXT = {
     for name, text in zip(_PIECES[1::2], _PIECES[2::2], strict=True)
 }
 
-EVENTS = ", ".join(EVENT_COLUMNS)
+EVENT_COLUMN_LIST = ", ".join(EVENT_COLUMNS)
 
 
-def plain(name: str) -> str:
+def statement(name: str) -> str:
     """A statement that needs no filling."""
     return _TEXT[name]
 
 
-def _filled(name: str, width: int, **parts: str) -> Rows:
+def _filled(name: str, width: int, **parts: str) -> StatementForRows:
     text = _TEXT[name].format(rows="{rows}", **parts)
     row = f"({','.join('?' * width)})"
 
@@ -51,30 +51,30 @@ def _same_key(table: Table, first: int) -> str:
 
 
 @cache
-def refused_guards(row: type[msgspec.Struct], *, lease: bool) -> Rows:
+def failed_guards(row: type[msgspec.Struct], *, with_leases: bool) -> StatementForRows:
     """Which guards do not hold: rows of (number, key…, revision), with a lease (…, live, lease id, epoch), then now."""
     table = TABLE[row]
     revision = len(table.key) + 2
     shared = {"table": table.name, "same_key": _same_key(table, 2), "revision": str(revision)}
-    if not lease:
+    if not with_leases:
         return _filled("refused_guards", revision, **shared, first_key=table.key[0])
     places = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
     return _filled("refused_leases", revision + 3, **shared, **places)
 
 
 @lru_cache(64)
-def refused_looks(row: type[msgspec.Struct], like: Like) -> Rows:
+def failed_expectations(row: type[msgspec.Struct], like: Expected) -> StatementForRows:
     """Which roots do not look like this: rows of (number, key…, own columns…)."""
     table = TABLE[row]
     width = len(table.key) + 1
     looks = [f"r.{name} IS {_formed(value)}" for name, value in like.fields.items()]
-    looks += [f"r.{name} IS g.column{place}" for place, name in enumerate(like.own, width + 1)]
+    looks += [f"r.{name} IS g.column{place}" for place, name in enumerate(like.per_row, width + 1)]
     shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
-    return _filled("refused_looks", width + len(like.own), **shared, looks=" AND ".join(looks))
+    return _filled("refused_looks", width + len(like.per_row), **shared, looks=" AND ".join(looks))
 
 
 @cache
-def keyed(row: type[msgspec.Struct]) -> Rows:
+def rows_by_key(row: type[msgspec.Struct]) -> StatementForRows:
     """Whole rows by their keys: rows of (number, key…). Not for rows with bytes, which JSON cannot tell."""
     table = TABLE[row]
     columns = ", ".join(f"r.{name}" for name in table.column_names)
@@ -82,7 +82,7 @@ def keyed(row: type[msgspec.Struct]) -> Rows:
 
 
 @lru_cache(256)
-def several(shape: tuple[tuple[type[msgspec.Struct], int], ...]) -> str:
+def rows_of_tables(shape: tuple[tuple[type[msgspec.Struct], int], ...]) -> str:
     """Rows of several tables in one step, as JSON: for each a table and how much of its key is given."""
     return f"SELECT {', '.join(_one_of_several(TABLE[row], length) for row, length in shape)}"
 
@@ -98,11 +98,11 @@ def _one_of_several(table: Table, length: int) -> str:
 
 
 @cache
-def insert(row: type[msgspec.Struct], *, replace: bool) -> Rows:
+def insert(row: type[msgspec.Struct], *, upsert: bool) -> StatementForRows:
     """Write whole rows, columns in the order of the catalogue."""
     table = TABLE[row]
     names, parts = table.column_names, {"table": table.name, "columns": ", ".join(table.column_names)}
-    if not replace:
+    if not upsert:
         return _filled("insert", len(names), **parts)
     others = [name for name in names if name not in table.key] or list(table.key)
     settings = ", ".join(f"{name} = excluded.{name}" for name in others)
@@ -110,7 +110,7 @@ def insert(row: type[msgspec.Struct], *, replace: bool) -> Rows:
 
 
 @cache
-def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | None) -> Rows:
+def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | None) -> StatementForRows:
     """Set some columns: rows of (value…, key…)."""
     table = TABLE[row]
     settings = ", ".join(f"{name} = g.column{place}" for place, name in enumerate(columns, 1))
@@ -125,9 +125,9 @@ def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | Non
 
 
 @lru_cache(512)
-def form(form: Form) -> tuple[Rows, ...]:
+def apply_template(form: RowTemplate) -> tuple[StatementForRows, ...]:
     """Tell the events and set the columns of a form: rows of (change id, now, key…) of its roots."""
-    root = TABLE[form.root]
+    root = TABLE[form.row]
     settings = [f"{name} = {_formed(value)}" for name, value in form.fields.items()]
     width = len(root.key) + 2
     shared = {"root": root.name, "same_key": _same_key(root, 3)}
@@ -140,17 +140,17 @@ def form(form: Form) -> tuple[Rows, ...]:
 
 def _formed(value: Any) -> str:
     """A value of a form in the words of SQL that is still to be filled; it comes from a rule, never from a caller."""
-    if type(value) is Own:
+    if type(value) is ColumnRef:
         return f"r.{value.column}"
     if type(value) is FromNow:
         return f"g.column2 + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
         return "'" + value.replace("'", "''").replace("{", "{{").replace("}", "}}") + "'"
-    return "NULL" if value is None else str(encode(value, no_line))
+    return "NULL" if value is None else str(encode(value, refuse_queue))
 
 
 @cache
-def delete(row: type[msgspec.Struct], length: int) -> Rows:
+def delete(row: type[msgspec.Struct], length: int) -> StatementForRows:
     """Drop all rows whose key begins like one of these."""
     table = TABLE[row]
     if length == 0:
@@ -158,41 +158,43 @@ def delete(row: type[msgspec.Struct], length: int) -> Rows:
     return _filled("delete", length, table=table.name, key=", ".join(table.key[:length]))
 
 
-TELL = _filled("tell", len(EVENT_COLUMNS) + 1, events=EVENTS)
-REFUSED_RENEWALS = _filled("refused_renewals", 6)
-TELL_RENEWALS = _filled("tell_renewals", 2)
+INSERT_EVENTS = _filled("tell", len(EVENT_COLUMNS) + 1, events=EVENT_COLUMN_LIST)
+FAILED_RENEWALS = _filled("refused_renewals", 6)
+INSERT_RENEWAL_EVENTS = _filled("tell_renewals", 2)
 RENEW = _filled("renew", 3)
 
 
 @cache
-def heads(lines: int) -> str:
+def queue_heads(lines: int) -> str:
     """The first rows of so many lines: (line, now) for each, then how many rows."""
     # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
     return _TEXT["heads"].format(lines=" UNION ALL ".join([_TEXT["line_heads"]] * lines))
 
 
 @lru_cache(16)
-def take(becomes: tuple[tuple[str, Any], ...]) -> Rows:
+def claim_rows(becomes: tuple[tuple[str, Any], ...]) -> StatementForRows:
     """Claim rows, all of which get these fields; values come from a rule, never from a caller."""
     return _filled("take", 4, becomes="".join(f"{name} = {_formed(value)}, " for name, value in becomes))
 
 
 @lru_cache(16)
-def taken(becomes: tuple[str, ...]) -> Rows:
+def claimed_rows(becomes: tuple[str, ...]) -> StatementForRows:
     """What there is to hear of claimed rows."""
     return _filled(
         "taken",
         1,
-        columns=", ".join(f"r.{name}" for name in usual(becomes)),
-        rare=", ".join(f"r.{name}" for name in rare(becomes)),
-        payload_columns=", ".join(f"length(p.{name})" if name == INPUT else f"p.{name}" for name in PAYLOAD),
+        columns=", ".join(f"r.{name}" for name in dense_columns(becomes)),
+        rare=", ".join(f"r.{name}" for name in sparse_columns(becomes)),
+        payload_columns=", ".join(
+            f"length(p.{name})" if name == INPUT_COLUMN else f"p.{name}" for name in PAYLOAD_COLUMNS
+        ),
     )
 
 
-TELL_TAKEN = _filled("tell_taken", 1)
+INSERT_CLAIM_EVENTS = _filled("tell_taken", 1)
 
 
-def rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:
+def select_rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:
     """Rows of a table that meet a condition."""
     return _rows(row, where, tuple(order), limit)
 
@@ -210,7 +212,7 @@ def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: 
 
 
 @lru_cache(64)
-def values(row: type[msgspec.Struct], column: str, beyond: str) -> str:
+def distinct_values(row: type[msgspec.Struct], column: str, beyond: str) -> str:
     """The values of an indexed column between two bounds; `beyond` compares them with the lower one."""
     return _TEXT["values"].format(table=TABLE[row].name, column=column, beyond=beyond)
 
@@ -222,21 +224,21 @@ def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
 
 
 @lru_cache(64)
-def tally(row: type[msgspec.Struct], column: str, execution: str, by: tuple[str, ...], where: str) -> str:
+def count_grouped(row: type[msgspec.Struct], column: str, execution: str, by: tuple[str, ...], where: str) -> str:
     """How many rows that meet a condition, by columns of their executions."""
     return _TEXT["tally" if row is Execution else "tally_of"].format(
         table=TABLE[row].name,
         execution=execution,
         where=where,
-        order=", ".join(index_of(row, column)),
+        order=", ".join(index_columns(row, column)),
         by=", ".join(by),
     )
 
 
 @cache
-def told(name: str, topic: str) -> str:
+def select_events(name: str, topic: str) -> str:
     """The feed or the history of one topic."""
-    return _TEXT[name].format(events=EVENTS, topic=topic)
+    return _TEXT[name].format(events=EVENT_COLUMN_LIST, topic=topic)
 
 
 def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any]]:
@@ -251,7 +253,7 @@ def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any
             choices = [encode(choice) for choice in where.value]
             return f"{column} IN ({','.join('?' * len(choices))})", choices
         case "starts":
-            end = after_prefix(where.value)
+            end = prefix_upper_bound(where.value)
             if end is None:
                 return f"{column} >= ?", [where.value]
             return f"{column} >= ? AND {column} < ?", [where.value, end]

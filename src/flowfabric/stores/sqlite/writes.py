@@ -16,44 +16,55 @@ import apsw
 import msgspec
 from msgspec.structs import astuple
 
-from flowfabric.model.change import Change, Copies, Delete, Form, Insert, LeaseWant, Like, Patch, Put, Write
+from flowfabric.model.change import (
+    BulkInsert,
+    Change,
+    Delete,
+    Expected,
+    Insert,
+    LeaseRequirement,
+    Patch,
+    RowTemplate,
+    Upsert,
+    Write,
+)
 from flowfabric.model.event import Event
-from flowfabric.model.execution import LineKey
+from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.claim_result import taken
-from flowfabric.stores.claims import Held, Take, Taken
+from flowfabric.stores.claim_result import decode_claimed_rows
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, LeaseRef
 from flowfabric.stores.codec import (
     CODEC,
-    columns_of_copies,
+    bulk_insert_columns,
     encode_column,
     encode_row,
-    no_line,
-    row_of,
+    expand_bulk_inserts,
+    refuse_queue,
+    row_type_of,
     target,
-    told_singly,
 )
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.sqlite import claim_result, statements
-from flowfabric.stores.sqlite.queue_ids import UNKNOWN, LinesOfWriter
+from flowfabric.stores.sqlite.queue_ids import UNKNOWN_ID, WriterQueueIds
 
 _MOST = 128  # rows per statement
 _WIDEST = 6000  # values per statement: the driver keeps prepared ones only up to 16 KiB of text
 
-_LIVE = LeaseWant.LIVE  # to find a member in its class takes ten times as long
+_LIVE = LeaseRequirement.LIVE  # to find a member in its class takes ten times as long
 
 Row = Sequence[Any]
-Shape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | None]  # kind, table, columns, unless
-Gathered = dict[Shape, list[Row]]
+WriteShape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | None]  # kind, table, columns, unless
+WritesByShape = dict[WriteShape, list[Row]]
 
 
-def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change], now: int) -> list[int | None]:
+def commit(db: apsw.Connection, lines: WriterQueueIds, changes: Sequence[Change], now: int) -> list[int | None]:
     """Write the changes whose guards hold; per change, now or None."""
     refused = _refused(db, changes, now)
     accepted = [change for number, change in enumerate(changes) if number not in refused] if refused else changes
     for gathered in _rounds(accepted):
         _write(db, lines, gathered, now)
-    for line in {line for change in accepted for line in change.lines}:
-        lines.number_to_write(db, line)
+    for line in {line for change in accepted for line in change.queues}:
+        lines.ensure_id(db, line)
     _tell(db, lines, [event for change in accepted for event in change.events], now)
     _fill_in(db, accepted, now)
     return [None if number in refused else now for number in range(len(changes))] if refused else [now] * len(changes)
@@ -61,57 +72,61 @@ def commit(db: apsw.Connection, lines: LinesOfWriter, changes: Sequence[Change],
 
 def _fill_in(db: apsw.Connection, changes: Iterable[Change], now: int) -> None:
     """Write what the forms of these changes mean for their roots."""
-    formed: dict[Form, list[Row]] = {}
+    formed: dict[RowTemplate, list[Row]] = {}
     for change in changes:
-        if change.form is not None:
-            formed.setdefault(change.form, []).append((change.id, now, *change.guards[0].key))
+        if change.template is not None:
+            formed.setdefault(change.template, []).append((change.id, now, *change.guards[0].key))
     for form, rows in formed.items():
-        for statement in statements.form(form):
-            many(db, statement, rows)
+        for statement in statements.apply_template(form):
+            execute_batched(db, statement, rows)
 
 
-def take(db: apsw.Connection, lines: LinesOfWriter, take: Take, now: int) -> Taken:
+def claim_rows(db: apsw.Connection, lines: WriterQueueIds, take: ClaimRequest, now: int) -> ClaimedRows:
     """Claim the first rows of the lines."""
-    numbers = {lines.number(db, line) for line in take.lines} - {UNKNOWN}
-    if not numbers or not take.stamps:
-        return Taken(now, [])
+    numbers = {lines.id_of(db, line) for line in take.queues} - {UNKNOWN_ID}
+    if not numbers or not take.lease_ids:
+        return ClaimedRows(now, [])
     asked = [value for number in numbers for value in (number, now)]
-    ((heads,),) = db.execute(statements.heads(len(numbers)), (*asked, len(take.stamps)))
+    ((heads,),) = db.execute(statements.queue_heads(len(numbers)), (*asked, len(take.lease_ids)))
     heads = msgspec.json.decode(heads)
     if not heads:
-        return Taken(now, [])
-    stamps = take.stamps[: len(heads)]
+        return ClaimedRows(now, [])
+    stamps = take.lease_ids[: len(heads)]
     stamped = [
         (row, stamp.lease_id, stamp.attempt_id, stamp.revision) for row, stamp in zip(heads, stamps, strict=True)
     ]
     given = (now, take.worker_id, take.worker_instance_id, take.lease_ttl_ms)
-    many(db, statements.take(tuple(take.becomes.items())), stamped, first=given)
+    execute_batched(db, statements.claim_rows(tuple(take.shared_fields.items())), stamped, leading=given)
     rows = [(row,) for row in heads]
-    many(db, statements.TELL_TAKEN, rows, first=(now,))
-    rarities, columns = claim_result.columns(many(db, statements.taken(tuple(take.becomes)), rows))
-    return Taken(now, taken(take, stamps, now, rarities, columns, lambda number: lines.line(db, number)))
+    execute_batched(db, statements.INSERT_CLAIM_EVENTS, rows, leading=(now,))
+    rarities, columns = claim_result.decode_columns(
+        execute_batched(db, statements.claimed_rows(tuple(take.shared_fields)), rows)
+    )
+    return ClaimedRows(
+        now, decode_claimed_rows(take, stamps, now, rarities, columns, lambda number: lines.key_of(db, number))
+    )
 
 
-def renew(db: apsw.Connection, leases: Sequence[Held], now: int) -> list[int | None]:
+def renew(db: apsw.Connection, leases: Sequence[LeaseRef], now: int) -> list[int | None]:
     """Move the end of the leases that are in force; per lease, its new end or None."""
     asked = [
         (number, held.execution_id, held.attempt_index, held.attempt_id, held.lease_id, held.lease_epoch)
         for number, held in enumerate(leases)
     ]
-    refused = {number for (number,) in many(db, statements.REFUSED_RENEWALS, asked, now)}
+    refused = {number for (number,) in execute_batched(db, statements.FAILED_RENEWALS, asked, now)}
     kept = [held for number, held in enumerate(leases) if number not in refused]
-    many(db, statements.TELL_RENEWALS, [(now, held.execution_id) for held in kept])
-    many(db, statements.RENEW, [(now, now + held.lease_ttl_ms, held.execution_id) for held in kept])
+    execute_batched(db, statements.INSERT_RENEWAL_EVENTS, [(now, held.execution_id) for held in kept])
+    execute_batched(db, statements.RENEW, [(now, now + held.lease_ttl_ms, held.execution_id) for held in kept])
     return [None if number in refused else now + held.lease_ttl_ms for number, held in enumerate(leases)]
 
 
 def trim_feed(db: apsw.Connection, before: int, limit: int) -> int:
     """Drop the oldest events that were told before an instant; how many went."""
-    ((last,),) = db.execute(statements.plain("last_to_trim"), (limit, before))
+    ((last,),) = db.execute(statements.statement("last_to_trim"), (limit, before))
     if last is None:
         return 0
-    db.execute(statements.plain("note_trimmed"), (last,))
-    db.execute(statements.plain("trim"), (last,))
+    db.execute(statements.statement("note_trimmed"), (last,))
+    db.execute(statements.statement("trim"), (last,))
     return int(db.changes())
 
 
@@ -120,7 +135,7 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
     refused: set[int] = set()
     roots: dict[type[msgspec.Struct], list[Row]] = {}
     leases: dict[type[msgspec.Struct], list[Row]] = {}
-    looks: dict[tuple[type[msgspec.Struct], Like], list[Row]] = {}
+    looks: dict[tuple[type[msgspec.Struct], Expected], list[Row]] = {}
     for number, change in enumerate(changes):
         if change.not_before is not None and now < change.not_before:
             refused.add(number)
@@ -128,35 +143,37 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
             refused.add(number)
         for guard in change.guards:
             lease = guard.lease
-            if guard.like is not None:
-                own = encode_row(guard.own, no_line, now)
-                looks.setdefault((guard.row, guard.like), []).append((number, *guard.key, *own))
+            if guard.expected is not None:
+                own = encode_row(guard.expected_values, refuse_queue, now)
+                looks.setdefault((guard.row, guard.expected), []).append((number, *guard.key, *own))
             elif lease is None or guard.revision is None:
                 roots.setdefault(guard.row, []).append((number, *guard.key, guard.revision))
             else:
-                live = lease.want is _LIVE
+                live = lease.requires is _LIVE
                 leases.setdefault(guard.row, []).append(
                     (number, *guard.key, guard.revision, live, lease.lease_id, lease.lease_epoch)
                 )
     for row, asked in roots.items():
-        refused.update(number for (number,) in many(db, statements.refused_guards(row, lease=False), asked))
+        refused.update(number for (number,) in execute_batched(db, statements.failed_guards(row, lease=False), asked))
     for row, asked in leases.items():
-        refused.update(number for (number,) in many(db, statements.refused_guards(row, lease=True), asked, now))
+        refused.update(
+            number for (number,) in execute_batched(db, statements.failed_guards(row, lease=True), asked, now)
+        )
     for kind, asked in looks.items():
-        refused.update(number for (number,) in many(db, statements.refused_looks(*kind), asked))
+        refused.update(number for (number,) in execute_batched(db, statements.failed_expectations(*kind), asked))
     return refused
 
 
-def _rounds(changes: Iterable[Change]) -> list[Gathered]:
+def _rounds(changes: Iterable[Change]) -> list[WritesByShape]:
     """What to write: what meets in no row goes together, what does is written in its order."""
-    rounds: list[Gathered] = [{}]
+    rounds: list[WritesByShape] = [{}]
     for change in changes:
         if len(change.writes) == 1:
             _gather(rounds[0], change.writes[0], change.id)
             continue
         writes: Sequence[Write] = change.writes
-        if Copies in map(type, writes) and not all(type(write) is Copies for write in writes):
-            writes = told_singly(writes)
+        if BulkInsert in map(type, writes) and not all(type(write) is BulkInsert for write in writes):
+            writes = expand_bulk_inserts(writes)
         for place, write in zip(_places(writes), writes, strict=True):
             if place == len(rounds):
                 rounds.append({})
@@ -166,8 +183,8 @@ def _rounds(changes: Iterable[Change]) -> list[Gathered]:
 
 def _places(writes: Sequence[Write]) -> Sequence[int]:
     """The round of each write: how many writes of the same row come before it."""
-    if all(type(write) is Insert or type(write) is Copies for write in writes) or len(
-        {row_of(write) for write in writes}
+    if all(type(write) is Insert or type(write) is BulkInsert for write in writes) or len(
+        {row_type_of(write) for write in writes}
     ) == len(writes):
         return [0] * len(writes)  # two inserts of one row are refused wherever they stand
     emptied = {write.row for write in writes if type(write) is Delete}  # where one write may meet any number of rows
@@ -183,11 +200,11 @@ def _places(writes: Sequence[Write]) -> Sequence[int]:
     return places
 
 
-def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
+def _gather(gathered: WritesByShape, write: Write, change_id: int) -> None:
     """Put a write with those of its shape."""
     values: Row
     if type(write) is Patch:  # by type, as in the codec
-        shape = _shape_of_patch(write.row, tuple(write.fields), write.unless)
+        shape = _shape_of_patch(write.row, tuple(write.fields), write.unless_set)
         if len(shape[2]) > len(write.fields):
             values = (*write.fields.values(), change_id, *write.key)
         else:
@@ -195,8 +212,8 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
     elif type(write) is Delete:
         shape = Delete, write.row, TABLE[write.row].key[: len(write.key)], None
         values = write.key or (0,)
-    elif type(write) is Copies:
-        shape = Copies, type(write.row), (), None
+    elif type(write) is BulkInsert:
+        shape = BulkInsert, type(write.row), (), None
         values = (write, change_id)
     else:
         row: Any = write.row
@@ -206,27 +223,29 @@ def _gather(gathered: Gathered, write: Write, change_id: int) -> None:
 
 
 @lru_cache(maxsize=1000)
-def _shape_of_patch(row: type[msgspec.Struct], names: tuple[str, ...], unless: str | None) -> Shape:
+def _shape_of_patch(row: type[msgspec.Struct], names: tuple[str, ...], unless: str | None) -> WriteShape:
     """The shape of a patch of these fields; a root gets the change's id as its revision."""
     codec = CODEC[row]
     if unknown := set(names) - codec.column.keys():
         raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
-    return Patch, row, names if codec.revision_place is None else (*names, "revision"), unless
+    return Patch, row, names if codec.revision_ordinal is None else (*names, "revision"), unless
 
 
-def _write(db: apsw.Connection, lines: LinesOfWriter, gathered: Gathered, now: int) -> None:
+def _write(db: apsw.Connection, lines: WriterQueueIds, gathered: WritesByShape, now: int) -> None:
     for (kind, row, names, unless), rows in gathered.items():
         if kind is Delete:
             statement, columns = statements.delete(row, len(names)), _turned(rows if names else rows[:1])
         elif kind is Patch:
             statement, columns = statements.patch(row, names, unless), _turned(rows)
-        elif kind is Copies:
+        elif kind is BulkInsert:
             for copies, change_id in rows:
-                many(db, statements.insert(row, replace=False), _encoded(db, lines, _copied(copies, change_id), now))
+                execute_batched(
+                    db, statements.insert(row, replace=False), _encoded(db, lines, _copied(copies, change_id), now)
+                )
             continue
         else:
-            statement, columns = statements.insert(row, replace=kind is Put), _columns(row, rows)
-        many(db, statement, _encoded(db, lines, columns, now))
+            statement, columns = statements.insert(row, replace=kind is Upsert), _columns(row, rows)
+        execute_batched(db, statement, _encoded(db, lines, columns, now))
 
 
 def _columns(row: type[msgspec.Struct], new: Sequence[Row]) -> list[Row]:
@@ -236,13 +255,13 @@ def _columns(row: type[msgspec.Struct], new: Sequence[Row]) -> list[Row]:
     columns = _turned([*map(astuple, rows)])
     if None in columns[0]:  # which would be taken for one of the rows that only fill up
         raise Unstorable(f"a row of {codec.table.name} has no key")
-    if codec.revision_place is not None:
-        columns[codec.revision_place] = ids
+    if codec.revision_ordinal is not None:
+        columns[codec.revision_ordinal] = ids
     return columns
 
 
-def _copied(copies: Copies, change_id: int) -> list[Row]:
-    columns = columns_of_copies(copies, change_id)
+def _copied(copies: BulkInsert, change_id: int) -> list[Row]:
+    columns = bulk_insert_columns(copies, change_id)
     if None in columns[0]:
         raise Unstorable(f"a row of {TABLE[type(copies.row)].name} has no key")
     return [column if len(column) == len(copies) else (*column,) * len(copies) for column in columns]
@@ -252,24 +271,32 @@ def _turned(rows: Sequence[Row]) -> list[Row]:
     return [*zip(*rows, strict=True)]
 
 
-def _encoded(db: apsw.Connection, lines: LinesOfWriter, columns: Sequence[Row], now: int) -> list[Row]:
+def _encoded(db: apsw.Connection, lines: WriterQueueIds, columns: Sequence[Row], now: int) -> list[Row]:
     """Rows as they are stored, from their columns."""
 
-    def line_of(line: LineKey) -> int:
-        return lines.number_to_write(db, line)
+    def line_of(line: QueueKey) -> int:
+        return lines.ensure_id(db, line)
 
     if len(columns[0]) == 1:
         return [encode_row([value for (value,) in columns], line_of, now)]
     return _turned([encode_column(column, line_of, now) for column in columns])
 
 
-def _tell(db: apsw.Connection, lines: LinesOfWriter, events: Sequence[Event], now: int) -> None:
+def _tell(db: apsw.Connection, lines: WriterQueueIds, events: Sequence[Event], now: int) -> None:
     if events:
-        many(db, statements.TELL, _encoded(db, lines, _turned([(now, *astuple(event)) for event in events]), now))
+        execute_batched(
+            db,
+            statements.INSERT_EVENTS,
+            _encoded(db, lines, _turned([(now, *astuple(event)) for event in events]), now),
+        )
 
 
-def many(
-    db: apsw.Connection, statement: statements.Rows, rows: Sequence[Row], *rest: Any, first: tuple[Any, ...] = ()
+def execute_batched(
+    db: apsw.Connection,
+    statement: statements.StatementForRows,
+    rows: Sequence[Row],
+    *rest: Any,
+    leading: tuple[Any, ...] = (),
 ) -> list[Row]:
     """Run a statement over rows, many at a time, with what stands before and after them; what it answers."""
     answers: list[Row] = []
@@ -279,7 +306,7 @@ def many(
         most = _MOST if width * _MOST <= _WIDEST else _MOST // 2
         # In powers of two, so that few different statements have to be prepared and kept.
         size = min(most, 1 << (left - 1).bit_length())
-        values = [*first, *chain.from_iterable(rows if size >= len(rows) else rows[begin : begin + size])]
+        values = [*leading, *chain.from_iterable(rows if size >= len(rows) else rows[begin : begin + size])]
         if size > left:
             values += repeat(None, (size - left) * width)
         values += rest

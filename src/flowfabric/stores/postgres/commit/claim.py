@@ -12,70 +12,80 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flowfabric.model.change import Change, Copies, Insert, Patch, Put
+from flowfabric.model.change import BulkInsert, Change, Insert, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.stores.claim_result import replaced
-from flowfabric.stores.claims import Take
-from flowfabric.stores.codec import LineOf
-from flowfabric.stores.postgres.claim_result import TAKER, claimed, given, part
-from flowfabric.stores.postgres.commit.fragments import Patched
-from flowfabric.stores.postgres.commit.parameters import joined, list_words
-from flowfabric.stores.postgres.sql import Parameters
+from flowfabric.stores.claim_result import overwritten_columns
+from flowfabric.stores.claims import ClaimRequest
+from flowfabric.stores.codec import QueueEncoder
+from flowfabric.stores.postgres.claim_result import CLAIM_PARAMETERS, claim_arguments, claim_fragments, fragment
+from flowfabric.stores.postgres.commit.fragments import UpdateFragment
+from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
+from flowfabric.stores.postgres.sql import ParameterNumbering
 
-UNLESS_HANDED = " and not (select so from lone)"  # added to the writes that would put the rows into their line
+UNLESS_CLAIMED = " and not (select so from lone)"  # added to the writes that would put the rows into their line
 
 
-class Hand(NamedTuple):
+class ClaimFragment(NamedTuple):
     """The part of a statement that hands over."""
 
-    becomes: tuple[str, ...]
-    held_back: int  # which of the writes would put the rows into their line
+    shared_fields: tuple[str, ...]
+    replaced_write: int  # which of the writes would put the rows into their line
 
-    def words(self, parameters: Parameters) -> str:
+    def sql(self, parameters: ParameterNumbering) -> str:
         """Table expressions; `handed` has the rows."""
-        words = part("hand").format(
-            execution_ids=list_words("text", ":execution_ids"),
-            numbers=list_words("int", ":numbers"),
-            acquired=part("acquired").format(rows="handed"),
-            **claimed(self.becomes),
+        words = fragment("hand").format(
+            execution_ids=array_from_text("text", ":execution_ids"),
+            numbers=array_from_text("int", ":numbers"),
+            acquired=fragment("acquired").format(rows="handed"),
+            **claim_fragments(self.shared_fields),
         )
-        names = ["lines", "execution_ids", "numbers", *TAKER, *(f"value_{name}" for name in self.becomes)]
-        return parameters.named(words, names)
+        names = [
+            "lines",
+            "execution_ids",
+            "numbers",
+            *CLAIM_PARAMETERS,
+            *(f"value_{name}" for name in self.shared_fields),
+        ]
+        return parameters.bind_names(words, names)
 
 
-def handing(
-    changes: Sequence[Change], writes: Sequence[tuple[Any, list[Any]]], take: Take, lines: list[int], line_of: LineOf
-) -> tuple[Hand, list[Any]] | None:
+def plan_claim(
+    changes: Sequence[Change],
+    writes: Sequence[tuple[Any, list[Any]]],
+    take: ClaimRequest,
+    lines: list[int],
+    line_of: QueueEncoder,
+) -> tuple[ClaimFragment, list[Any]] | None:
     """How these changes hand over what they put into the lines of a take, if they can; `writes` are their pieces."""
-    becomes = tuple(take.becomes)
+    becomes = tuple(take.shared_fields)
     freed: list[tuple[int, str]] = []
     shapes: set[tuple[str, ...]] = set()
     for no, change in enumerate(changes, start=1):
         for write in change.writes:
             if type(write) is Patch:
                 if write.row is Execution and "line" in write.fields:
-                    if write.fields["line"] not in take.lines or write.unless is not None:
+                    if write.fields["line"] not in take.queues or write.unless_set is not None:
                         return None
                     freed.append((no, write.key[0]))
                     shapes.add(tuple(write.fields))
-            elif (isinstance(write, Insert | Put | Copies) and getattr(write.row, "line", None) is not None) or (
-                type(write) is Put and type(write.row) is Payload
+            elif (isinstance(write, Insert | Upsert | BulkInsert) and getattr(write.row, "line", None) is not None) or (
+                type(write) is Upsert and type(write.row) is Payload
             ):
                 return None
-    if not freed or len(freed) > len(take.stamps) or len(shapes) > 1:
+    if not freed or len(freed) > len(take.lease_ids) or len(shapes) > 1:
         return None
     (names,) = shapes
-    if not replaced(becomes).issuperset(names):
+    if not overwritten_columns(becomes).issuperset(names):
         return None
     pieces = [
         place
         for place, (piece, _) in enumerate(writes)
-        if type(piece) is Patched and piece.row is Execution and piece.columns == (*names, "revision")
+        if type(piece) is UpdateFragment and piece.row is Execution and piece.columns == (*names, "revision")
     ]
     numbers, ids = zip(*freed, strict=True)
-    text = joined(ids)
+    text = join_texts(ids)
     if len(pieces) != 1 or text is None:
         return None
-    stamps = take.stamps[: len(freed)]
-    values = [lines, text, " ".join(map(str, numbers)), *given(take, stamps, line_of)]
-    return Hand(becomes, pieces[0]), values
+    stamps = take.lease_ids[: len(freed)]
+    values = [lines, text, " ".join(map(str, numbers)), *claim_arguments(take, stamps, line_of)]
+    return ClaimFragment(becomes, pieces[0]), values

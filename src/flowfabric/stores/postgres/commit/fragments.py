@@ -15,20 +15,27 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from flowfabric.model.change import Form, FromNow, LeaseWant, Like, Own
+from flowfabric.model.change import ColumnRef, Expected, FromNow, LeaseRequirement, RowTemplate
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.codec import encode, no_line
-from flowfabric.stores.postgres.commit.parameters import DIFFER, LISTED, NUMBERS, OFFSETS, VALUES, words_of_list
-from flowfabric.stores.postgres.sql import Parameters, Row, column_type, quoted
+from flowfabric.stores.codec import encode, refuse_queue
+from flowfabric.stores.postgres.commit.parameters import (
+    CHANGE_NUMBERS,
+    HAS_OFFSETS,
+    HAS_VALUES,
+    IS_LIST,
+    VALUE_LIST,
+    list_parameter,
+)
+from flowfabric.stores.postgres.sql import ParameterNumbering, RowType, column_list, column_type
 
-Lock = Literal["update", "share", "none"]
+LockMode = Literal["update", "share", "none"]
 
-COLUMN_TYPES: dict[Row, dict[str, str]] = {
+COLUMN_TYPES: dict[RowType, dict[str, str]] = {
     table.row: {column.name: column_type(column) for column in table.columns} for table in TABLE.values()
 }
-KEY_TYPES: dict[Row, tuple[str, ...]] = {
+KEY_TYPES: dict[RowType, tuple[str, ...]] = {
     table.row: tuple(COLUMN_TYPES[table.row][name] for name in table.key) for table in TABLE.values()
 }
 EVENT_TYPES = {
@@ -37,109 +44,112 @@ EVENT_TYPES = {
 LEASE_TYPES = {"want": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
 BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
 
-CLOCK = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
-NOW = "(select now from verdict)"
-NUMBER = "select nextval('ff_batch_batch_id_seq') as batch_id"  # of a batch: to be drawn when all locks are held
-POINT = "insert into ff_told_in (execution_id, batch_id)"
+CLOCK_SQL = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
+COMMIT_TIME_SQL = "(select now from verdict)"
+NEXT_BATCH_ID_SQL = (
+    "select nextval('ff_batch_batch_id_seq') as batch_id"  # of a batch: to be drawn when all locks are held
+)
+INSERT_POINTER_SQL = "insert into ff_told_in (execution_id, batch_id)"
 # The batches that tell of a row, with this one as the newest.
-POINTER = (
+APPEND_POINTER_SQL = (
     "case when cardinality({row}.told) >= 1000 then {row}.told[2:] || (select batch_id from number)"
     " else array_append({row}.told, (select batch_id from number)) end"
 )
 
 
-class Given:
+class ParameterRows:
     """Rows that come as parameters, under the name `x`; `x.place` counts them from 1."""
 
-    def __init__(self, parameters: Parameters, counted: bool, columns: Sequence[tuple[str, str, int]]) -> None:
+    def __init__(self, parameters: ParameterNumbering, counted: bool, columns: Sequence[tuple[str, str, int]]) -> None:
         """`columns` has name, type and habit of each."""
         self._parameters = parameters
-        self._lists: list[tuple[str, str, int]] = [] if counted else [("no", "int", NUMBERS)]
+        self._lists: list[tuple[str, str, int]] = [] if counted else [("no", "int", CHANGE_NUMBERS)]
         self._words = {name: self._column(name, kind, habit) for name, kind, habit in columns}
-        self.no = "x.place::int" if counted else "x.no"
-        self.yes = f"(select yes from verdict)[{self.no}]"
+        self.change_no = "x.place::int" if counted else "x.no"
+        self.accepted = f"(select yes from verdict)[{self.change_no}]"
 
     def __getitem__(self, name: str) -> str:
         """The value of a column."""
         return self._words[name]
 
-    def rows(self) -> str:
+    def rows_sql(self) -> str:
         """The table of rows; to be asked for once, after everything else."""
         if not self._lists:
             return "(select 1::bigint as place) as x"
-        lists = ", ".join(words_of_list(self._parameters, kind, habit) for _, kind, habit in self._lists)
-        return f"unnest({lists}) with ordinality as x ({quoted(name for name, _, _ in self._lists)}, place)"
+        lists = ", ".join(list_parameter(self._parameters, kind, habit) for _, kind, habit in self._lists)
+        return f"unnest({lists}) with ordinality as x ({column_list(name for name, _, _ in self._lists)}, place)"
 
     def _column(self, name: str, kind: str, habit: int) -> str:
         if not habit:
             return "null"
-        if habit & DIFFER:
+        if habit & IS_LIST:
             self._lists.append((name, kind, habit))
             value = f'x."{name}"'
         else:
-            value = self._parameters.one(kind)
-        if not habit & OFFSETS:
+            value = self._parameters.add(kind)
+        if not habit & HAS_OFFSETS:
             return value
-        if not habit & VALUES:
-            return f"{NOW} + {value}"
-        self._lists.append((f"{name} is an offset", "boolean", LISTED))
-        return f'case when x."{name} is an offset" then {NOW} + {value} else {value} end'
+        if not habit & HAS_VALUES:
+            return f"{COMMIT_TIME_SQL} + {value}"
+        self._lists.append((f"{name} is an offset", "boolean", VALUE_LIST))
+        return f'case when x."{name} is an offset" then {COMMIT_TIME_SQL} + {value} else {value} end'
 
 
-class Judged(NamedTuple):
+class GuardFragment(NamedTuple):
     """Guards of one table: each row is found by its key, locked, and compared with what the change had seen."""
 
-    row: Row
-    lock: Lock  # "none" is for rows that must be absent: one that is there refuses the change, locked or not
-    like: Like | None  # what they must look like, in place of a revision
-    leased: bool
-    counted: bool
-    habit: tuple[
+    row: RowType
+    lock: LockMode  # "none" is for rows that must be absent: one that is there refuses the change, locked or not
+    expected: Expected | None  # what they must look like, in place of a revision
+    has_leases: bool
+    implicit_numbers: bool
+    encodings: tuple[
         int, ...
     ]  # of the key, of the revision or the own columns, and if leased of what is asked of the lease
 
-    def words(self, name: str, before: str | None, parameters: Parameters) -> str:
+    def sql(self, name: str, before: str | None, parameters: ParameterNumbering) -> str:
         """A table expression with `no` and `holds` a guard; of a lease's end only what the clock has still to judge."""
         table = TABLE[self.row]
         kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
-        if self.like is not None:
-            kinds |= {f"own {column}": COLUMN_TYPES[self.row][column] for column in self.like.own}
+        if self.expected is not None:
+            kinds |= {f"own {column}": COLUMN_TYPES[self.row][column] for column in self.expected.per_row}
         elif self.lock != "none":
             kinds["revision"] = "bigint"
-        if self.leased:
+        if self.has_leases:
             kinds |= LEASE_TYPES
-        given = Given(parameters, self.counted, _columns(kinds, self.habit))
+        given = ParameterRows(parameters, self.implicit_numbers, _columns(kinds, self.encodings))
         found = f"from {table.name} r where " + " and ".join(f'r."{key}" = {given[f"key {key}"]}' for key in table.key)
         if before:
             found += f" and (select count(*) from {before}) >= 0"
         if self.lock == "none":
             return (
-                f"{name} as materialized (select {given.no} as no, t.found is null as holds from {given.rows()}"
+                f"{name} as materialized (select {given.change_no} as no, t.found is null as holds"
+                f" from {given.rows_sql()}"
                 f" left join lateral (select true as found {found} limit 1) t on true)"
             )
-        if self.like is None:
+        if self.expected is None:
             seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
         else:
-            seen, ends = [table.key[0], *self.like.fields, *self.like.own], ""
-            looks = [f't."{table.key[0]}" is not null', *map(_looks, self.like.fields.items())]
-            looks += [f't."{column}" is not distinct from {given[f"own {column}"]}' for column in self.like.own]
+            seen, ends = [table.key[0], *self.expected.fields, *self.expected.per_row], ""
+            looks = [f't."{table.key[0]}" is not null', *map(_looks, self.expected.fields.items())]
+            looks += [f't."{column}" is not distinct from {given[f"own {column}"]}' for column in self.expected.per_row]
             holds = " and ".join(looks)
-        if self.leased:
+        if self.has_leases:
             seen += ["lease_id", "lease_epoch", "lease_expires_at"]
             same = f"{given['lease_id']} = t.lease_id and {given['lease_epoch']} = t.lease_epoch"
             holds += f" and ({given['want']} is null or ({same}))"
             ends = f", {given['want']} as want, t.lease_expires_at as ends_at"
         return (
-            f"{name} as materialized (select {given.no} as no, coalesce({holds}, false) as holds{ends}"
-            f" from {given.rows()}"
-            f" left join lateral (select {quoted(seen, 'r.')} {found} for {self.lock}) t on true)"
+            f"{name} as materialized (select {given.change_no} as no, coalesce({holds}, false) as holds{ends}"
+            f" from {given.rows_sql()}"
+            f" left join lateral (select {column_list(seen, 'r.')} {found} for {self.lock}) t on true)"
         )
 
-    def verdict(self, name: str) -> str:
+    def verdict_sql(self, name: str) -> str:
         """`no` and `ok` a guard, once the clock has been read."""
-        if not self.leased:
+        if not self.has_leases:
             return f"select no, holds as ok from {name}"
-        live = f"g.want = {LeaseWant.LIVE.value}"
+        live = f"g.want = {LeaseRequirement.LIVE.value}"
         return (
             f"select g.no, g.holds and (g.want is null or coalesce((g.ends_at > c.now) = ({live}), false)) as ok"
             f" from {name} g, clock c"
@@ -151,19 +161,19 @@ def _looks(column: tuple[str, Any]) -> str:
     return f't."{name}" is null' if value is None else f't."{name}" = {_formed(value)}'
 
 
-class Timed(NamedTuple):
+class TimeBoundsFragment(NamedTuple):
     """Changes with a time before or after which they do not hold, and those without any guard."""
 
-    counted: bool
-    habit: tuple[int, ...]
+    implicit_numbers: bool
+    encodings: tuple[int, ...]
 
-    def words(self, name: str, before: str | None, parameters: Parameters) -> str:
+    def sql(self, name: str, before: str | None, parameters: ParameterNumbering) -> str:
         """A table expression with the two bounds of each change."""
-        given = Given(parameters, self.counted, _columns(BOUND_TYPES, self.habit))
+        given = ParameterRows(parameters, self.implicit_numbers, _columns(BOUND_TYPES, self.encodings))
         bounds = f"{given['not_before']}::bigint as not_before, {given['not_after']}::bigint as not_after"
-        return f"{name} as materialized (select {given.no} as no, {bounds} from {given.rows()})"
+        return f"{name} as materialized (select {given.change_no} as no, {bounds} from {given.rows_sql()})"
 
-    def verdict(self, name: str) -> str:
+    def verdict_sql(self, name: str) -> str:
         """`no` and `ok` a change."""
         return (
             f"select g.no, c.now >= coalesce(g.not_before, c.now) and c.now <= coalesce(g.not_after, c.now) as ok"
@@ -171,153 +181,156 @@ class Timed(NamedTuple):
         )
 
 
-class Patched(NamedTuple):
+class UpdateFragment(NamedTuple):
     """Rows that get new values in the same columns."""
 
-    row: Row
+    row: RowType
     columns: tuple[str, ...]
-    unless: str | None
-    counted: bool
-    habit: tuple[int, ...]  # of the key, and of the columns
+    unless_set: str | None
+    implicit_numbers: bool
+    encodings: tuple[int, ...]  # of the key, and of the columns
 
-    def words(self, parameters: Parameters) -> str:
+    def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
         # The key has names of its own, since a patch may set one of its columns.
         kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
         kinds |= {name: COLUMN_TYPES[self.row][name] for name in self.columns}
-        given = Given(parameters, self.counted, _columns(kinds, self.habit))
+        given = ParameterRows(parameters, self.implicit_numbers, _columns(kinds, self.encodings))
         sets = ", ".join(f'"{name}" = {given[name]}' for name in self.columns)
         keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
-        unless = f' and t."{self.unless}" is null' if self.unless else ""
-        return f"update {table.name} t set {sets} from {given.rows()} where {keys}{unless} and {given.yes}"
+        unless = f' and t."{self.unless_set}" is null' if self.unless_set else ""
+        return f"update {table.name} t set {sets} from {given.rows_sql()} where {keys}{unless} and {given.accepted}"
 
 
-class Inserted(NamedTuple):
+class InsertFragment(NamedTuple):
     """New rows, or (`put`) rows that replace what is there."""
 
-    row: Row
-    put: bool
-    counted: bool
-    habit: tuple[int, ...]  # of all columns
+    row: RowType
+    is_upsert: bool
+    implicit_numbers: bool
+    encodings: tuple[int, ...]  # of all columns
 
-    def words(self, parameters: Parameters) -> str:
+    def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
-        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.habit) if column[2]]
-        given = Given(parameters, self.counted, columns)
+        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.encodings) if column[2]]
+        given = ParameterRows(parameters, self.implicit_numbers, columns)
         values = ", ".join(given[name] for name, _, _ in columns)
-        names = quoted(name for name, _, _ in columns)
-        into = f"insert into {table.name} ({names}) select {values} from {given.rows()} where {given.yes}"
-        if not self.put:
+        names = column_list(name for name, _, _ in columns)
+        into = f"insert into {table.name} ({names}) select {values} from {given.rows_sql()} where {given.accepted}"
+        if not self.is_upsert:
             return into
         others = [name for name in table.column_names if name not in table.key]
         sets = ", ".join(f'"{name}" = excluded."{name}"' for name in others)
         then = f"update set {sets}" if others else "nothing"
-        return f"{into} on conflict ({quoted(table.key)}) do {then}"
+        return f"{into} on conflict ({column_list(table.key)}) do {then}"
 
 
-class Copied(NamedTuple):
+class BulkInsertFragment(NamedTuple):
     """New rows of one change that are alike but for a few columns."""
 
-    row: Row
-    habit: tuple[int, ...]  # of all columns
+    row: RowType
+    encodings: tuple[int, ...]  # of all columns
 
-    def words(self, parameters: Parameters) -> str:
-        number = parameters.one("int")
-        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.habit) if column[2]]
-        given = Given(parameters, True, columns)
+    def sql(self, parameters: ParameterNumbering) -> str:
+        number = parameters.add("int")
+        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.encodings) if column[2]]
+        given = ParameterRows(parameters, True, columns)
         values = ", ".join(given[name] for name, _, _ in columns)
-        names = quoted(name for name, _, _ in columns)
-        into = f"insert into {TABLE[self.row].name} ({names}) select {values} from {given.rows()}"
+        names = column_list(name for name, _, _ in columns)
+        into = f"insert into {TABLE[self.row].name} ({names}) select {values} from {given.rows_sql()}"
         return f"{into} where (select yes from verdict)[{number}]"
 
 
-class Deleted(NamedTuple):
+class DeleteFragment(NamedTuple):
     """All rows whose keys begin like the given ones."""
 
-    row: Row
-    width: int
-    counted: bool
-    habit: tuple[int, ...]
+    row: RowType
+    key_length: int
+    implicit_numbers: bool
+    encodings: tuple[int, ...]
 
     @property
-    def empties_roots(self) -> bool:
+    def deletes_roots_by_prefix(self) -> bool:
         """Whether it may take any number of roots for one key."""
         table = TABLE[self.row]
-        return table.is_root and self.width < len(table.key)
+        return table.is_aggregate_root and self.key_length < len(table.key)
 
-    def words(self, parameters: Parameters) -> str:
+    def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
-        start = dict(zip(table.key[: self.width], KEY_TYPES[self.row], strict=False))
-        given = Given(parameters, self.counted, _columns(start, self.habit))
+        start = dict(zip(table.key[: self.key_length], KEY_TYPES[self.row], strict=False))
+        given = ParameterRows(parameters, self.implicit_numbers, _columns(start, self.encodings))
         keys = "".join(f't."{key}" = {given[key]} and ' for key in start)
         left = " returning t.execution_id, t.told" if self.row is Execution else ""
-        return f"delete from {table.name} t using {given.rows()} where {keys}{given.yes}{left}"
+        return f"delete from {table.name} t using {given.rows_sql()} where {keys}{given.accepted}{left}"
 
-    def then(self, name: str) -> list[str]:
+    def keep_pointers_sql(self, name: str) -> list[str]:
         """Table expressions that stand on it: what points to the batches that tell of a row outlives it, as they do."""
         if self.row is not Execution:
             return []
         kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id offset 0"
         pointers = f"select t.execution_id, b.batch_id from {name} t, unnest(t.told) p (batch_id), lateral ({kept}) b"
-        return [f"{name}_left as ({POINT} {pointers} on conflict do nothing)"]
+        return [f"{name}_left as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)"]
 
 
-class Formed(NamedTuple):
+class TemplateFragment(NamedTuple):
     """Roots of which a form says what becomes of them."""
 
-    form: Form
-    counted: bool
-    habit: tuple[int, ...]  # of the key and the revision
+    template: RowTemplate
+    implicit_numbers: bool
+    encodings: tuple[int, ...]  # of the key and the revision
 
-    def words(self, parameters: Parameters) -> str:
+    def sql(self, parameters: ParameterNumbering) -> str:
         """The update of the roots, which answers with everything that the form copies from them."""
-        table = TABLE[self.form.root]
+        table = TABLE[self.template.row]
         kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[table.row], strict=True)}
-        given = Given(parameters, self.counted, _columns(kinds | {"revision": "bigint"}, self.habit))
-        sets = "".join(f'"{name}" = {_formed(value)}, ' for name, value in self.form.fields.items())
+        given = ParameterRows(
+            parameters, self.implicit_numbers, _columns(kinds | {"revision": "bigint"}, self.encodings)
+        )
+        sets = "".join(f'"{name}" = {_formed(value)}, ' for name, value in self.template.fields.items())
         keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
-        copied = quoted((value.column for value in self.form.event.values() if type(value) is Own), "t.")
+        copied = column_list((value.column for value in self.template.event.values() if type(value) is ColumnRef), "t.")
         return (
-            f"update {table.name} t set {sets}revision = {given['revision']}, told = {POINTER.format(row='t')}"
-            f" from {given.rows()}"
-            f" where {keys} and {given.yes} returning x.place, {copied}"
+            f"update {table.name} t set {sets}revision = {given['revision']},"
+            f" told = {APPEND_POINTER_SQL.format(row='t')}"
+            f" from {given.rows_sql()}"
+            f" where {keys} and {given.accepted} returning x.place, {copied}"
         )
 
-    def told(self, name: str) -> str:
+    def events_sql(self, name: str) -> str:
         """The events of that update, in order, as an array."""
-        told = {column: _formed(value, "w") for column, value in self.form.event.items()}
+        told = {column: _formed(value, "w") for column, value in self.template.event.items()}
         return f"array(select {_event(told)} from {name} w order by w.place)"
 
 
 def _formed(value: Any, own: str = "t") -> str:
     """A value of a form in the words of the server; it comes from a rule, never from a caller."""
-    if type(value) is Own:
+    if type(value) is ColumnRef:
         return f'{own}."{value.column}"'
     if type(value) is FromNow:
-        return f"{NOW} + {value.offset}"
+        return f"{COMMIT_TIME_SQL} + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
         return "'" + value.replace("'", "''") + "'"
-    return "null" if value is None else str(encode(value, no_line))
+    return "null" if value is None else str(encode(value, refuse_queue))
 
 
-class Told(NamedTuple):
+class EventFragment(NamedTuple):
     """Events."""
 
-    counted: bool
-    habit: tuple[int, ...]
+    implicit_numbers: bool
+    encodings: tuple[int, ...]
 
-    def words(self, parameters: Parameters) -> list[str]:
+    def sql(self, parameters: ParameterNumbering) -> list[str]:
         """Table expressions: the events, and what points from their executions to the batch."""
-        columns = [column for column in _columns(EVENT_TYPES, self.habit) if column[2]]
-        given = Given(parameters, self.counted, columns)
+        columns = [column for column in _columns(EVENT_TYPES, self.encodings) if column[2]]
+        given = ParameterRows(parameters, self.implicit_numbers, columns)
         event = _event({name: given[name] for name, _, _ in columns})
         pointers = "select (e.told).execution_id, n.batch_id from events e, number n"
         return [
-            f"events as materialized (select x.place, {event} as told from {given.rows()} where {given.yes})",
-            f"pointers as ({POINT} {pointers} on conflict do nothing)",
+            f"events as materialized (select x.place, {event} as told from {given.rows_sql()} where {given.accepted})",
+            f"pointers as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)",
         ]
 
-    def told(self) -> str:
+    def events_sql(self) -> str:
         """The events, in order, as an array."""
         return "array(select told from events order by place)"
 
@@ -331,5 +344,5 @@ def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, 
     return [(name, kind, habit) for (name, kind), habit in zip(kinds.items(), habits, strict=True)]
 
 
-Guards = Judged | Timed
-Writes = Patched | Inserted | Copied | Deleted | Formed
+ConditionFragment = GuardFragment | TimeBoundsFragment
+WriteFragment = UpdateFragment | InsertFragment | BulkInsertFragment | DeleteFragment | TemplateFragment

@@ -31,29 +31,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.stores.postgres.claim_result import PAYLOADS
-from flowfabric.stores.postgres.claim_result import told as told_of
-from flowfabric.stores.postgres.commit.claim import UNLESS_HANDED, Hand
-from flowfabric.stores.postgres.commit.fragments import CLOCK, NUMBER, Deleted, Formed, Guards, Told, Writes
-from flowfabric.stores.postgres.commit.plan import Batch
+from flowfabric.stores.postgres.claim_result import JOIN_PAYLOADS
+from flowfabric.stores.postgres.claim_result import result_columns as told_of
+from flowfabric.stores.postgres.commit.claim import UNLESS_CLAIMED, ClaimFragment
+from flowfabric.stores.postgres.commit.fragments import (
+    CLOCK_SQL,
+    NEXT_BATCH_ID_SQL,
+    ConditionFragment,
+    DeleteFragment,
+    EventFragment,
+    TemplateFragment,
+    WriteFragment,
+)
+from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.postgres.notifier import CHANNEL
 from flowfabric.stores.postgres.pool import in_transaction
-from flowfabric.stores.postgres.queue_ids import ENSURE
-from flowfabric.stores.postgres.sql import Parameters
+from flowfabric.stores.postgres.queue_ids import ENSURE_QUEUES
+from flowfabric.stores.postgres.sql import ParameterNumbering
 
 # Drawn only when all locks are held, since it asks for the verdict.
-NUMBERED = f"number as materialized ({NUMBER} from verdict where true = any (yes))"
-BATCH = (
+BATCH_ID_CTE = f"number as materialized ({NEXT_BATCH_ID_SQL} from verdict where true = any (yes))"
+INSERT_BATCH_CTE = (
     "batch as (insert into ff_batch (batch_id, at, events) select n.batch_id, v.now, {events} from number n, verdict v)"
 )
-HINT = f", case when {{hint}} is not null and true = any (yes) then pg_notify('{CHANNEL}', {{hint}}) end"
-MOST_WORDINGS = 1000
+NOTIFY_COLUMN = f", case when {{hint}} is not null and true = any (yes) then pg_notify('{CHANNEL}', {{hint}}) end"
+MAX_CACHED_STATEMENTS = 1000
 
 _wordings: dict[tuple[Any, ...], str] = {}
 
 
 async def commit(
-    connection: Any, batch: Batch, clock: int | None, hint: str | None = None, *, ensures: bool = True
+    connection: Any, batch: CommitPlan, clock: int | None, hint: str | None = None, *, ensure_queues: bool = True
 ) -> list[Any]:
     """Judge and write the batch.
 
@@ -64,20 +72,20 @@ async def commit(
 
     A hint goes out to those who listen at the instant of the commit, if anything was written.
     """
-    queues = (batch.queues if ensures else None) or ()
-    if batch.in_steps:
+    queues = (batch.queues if ensure_queues else None) or ()
+    if batch.is_multi_statement:
         return await in_transaction(connection, lambda inside: _commit_in_steps(inside, batch, clock, hint, queues))
-    hand = () if batch.handing is None else (batch.handing,)
+    hand = () if batch.claim is None else (batch.claim,)
     pieces = [*batch.guards, *hand, *batch.rounds[0]]
     arrays = [array for _, arrays in pieces for array in arrays]
-    if batch.told is not None:
-        arrays += batch.told[1]
+    if batch.events is not None:
+        arrays += batch.events[1]
     words = _words(
         tuple(guard for guard, _ in batch.guards),
         tuple(piece for piece, _ in batch.rounds[0]),
-        batch.told and batch.told[0],
-        batch.handing and batch.handing[0],
-        alone=batch.alone,
+        batch.events and batch.events[0],
+        batch.claim and batch.claim[0],
+        alone=batch.is_single,
         queued=bool(queues),
     )
     answer: list[Any] = await connection.fetch(words, clock, *arrays, *queues, hint)
@@ -85,30 +93,30 @@ async def commit(
 
 
 async def _commit_in_steps(
-    connection: Any, batch: Batch, clock: int | None, hint: str | None, queues: tuple[Any, ...]
+    connection: Any, batch: CommitPlan, clock: int | None, hint: str | None, queues: tuple[Any, ...]
 ) -> list[Any]:
     arrays = [array for _, given in batch.guards for array in given]
     guards = tuple(guard for guard, _ in batch.guards)
-    words = _words(guards, (), None, None, alone=batch.alone, queued=bool(queues))
+    words = _words(guards, (), None, None, alone=batch.is_single, queued=bool(queues))
     answer: list[Any] = await connection.fetch(words, clock, *arrays, *queues, hint)
     now, yes, _ = answer[0]
-    told = batch.told
+    told = batch.events
     for pieces in batch.rounds:
         arrays = [array for _, given in pieces for array in given]
         if told is not None:
             arrays += told[1]
         writes = tuple(piece for piece, _ in pieces)
-        words = _words(None, writes, told and told[0], None, alone=batch.alone, queued=False)
+        words = _words(None, writes, told and told[0], None, alone=batch.is_single, queued=False)
         await connection.fetchrow(words, yes, now, *arrays)
         told = None
     return answer
 
 
 def _words(
-    guards: tuple[Guards, ...] | None,
-    writes: tuple[Writes, ...],
-    told: Told | None,
-    hand: Hand | None,
+    guards: tuple[ConditionFragment, ...] | None,
+    writes: tuple[WriteFragment, ...],
+    told: EventFragment | None,
+    hand: ClaimFragment | None,
     *,
     alone: bool,
     queued: bool,
@@ -116,69 +124,69 @@ def _words(
     shape = (guards, writes, told, hand, alone, queued)
     words = _wordings.get(shape)
     if words is None:
-        if len(_wordings) >= MOST_WORDINGS:
+        if len(_wordings) >= MAX_CACHED_STATEMENTS:
             _wordings.clear()
-        words = _wordings[shape] = compose(guards, writes, told, hand, alone=alone, queued=queued)
+        words = _wordings[shape] = compose_statement(guards, writes, told, hand, single=alone, ensure_queues=queued)
     return words
 
 
-def compose(
-    guards: Sequence[Guards] | None,
-    writes: Sequence[Writes],
-    told: Told | None,
-    hand: Hand | None = None,
+def compose_statement(
+    guards: Sequence[ConditionFragment] | None,
+    writes: Sequence[WriteFragment],
+    told: EventFragment | None,
+    hand: ClaimFragment | None = None,
     *,
-    alone: bool,
-    queued: bool = False,
+    single: bool,
+    ensure_queues: bool = False,
 ) -> str:
     """The statement of these shapes, for one change `alone` or for any number of them.
 
     `queued` batches put work into ready queues, and add the rows of those that are missing. Without guards, the
     verdicts and the time are given as its first parameters.
     """
-    parameters = Parameters()
+    parameters = ParameterNumbering()
     if guards is None:
-        yes, now = parameters.one("boolean[]"), parameters.one("bigint")
+        yes, now = parameters.add("boolean[]"), parameters.add("bigint")
         parts = [f"verdict as materialized (select {yes} as yes, {now} as now)"]
     else:
-        parts = _verdict(guards, parameters, alone=alone)
-    forms = [(f"write_{number}", piece) for number, piece in enumerate(writes) if isinstance(piece, Formed)]
+        parts = _verdict(guards, parameters, alone=single)
+    forms = [(f"write_{number}", piece) for number, piece in enumerate(writes) if isinstance(piece, TemplateFragment)]
     if told is not None or forms or hand is not None:
-        parts.append(NUMBERED)
+        parts.append(BATCH_ID_CTE)
     if hand is not None:
-        parts.append(hand.words(parameters))
+        parts.append(hand.sql(parameters))
     for number, piece in enumerate(writes):
         name = f"write_{number}"
-        unless = UNLESS_HANDED if hand is not None and number == hand.held_back else ""
-        parts.append(f"{name} as ({piece.words(parameters)}{unless})")
-        if isinstance(piece, Deleted):
-            parts += piece.then(name)
-    events = [piece.told(name) for name, piece in forms]
+        unless = UNLESS_CLAIMED if hand is not None and number == hand.replaced_write else ""
+        parts.append(f"{name} as ({piece.sql(parameters)}{unless})")
+        if isinstance(piece, DeleteFragment):
+            parts += piece.keep_pointers_sql(name)
+    events = [piece.events_sql(name) for name, piece in forms]
     if told is not None:
-        parts += told.words(parameters)
-        events.insert(0, told.told())
+        parts += told.sql(parameters)
+        events.insert(0, told.events_sql())
     if hand is not None:
         events.append("(select events from acquired)")
     if events:
-        parts.append(BATCH.format(events=" || ".join(events)))
-    if queued:
-        parts.append(parameters.named(ENSURE, ("numbers", "rows")))
-    hinted = "" if guards is None else HINT.format(hint=parameters.one("text"))
+        parts.append(INSERT_BATCH_CTE.format(events=" || ".join(events)))
+    if ensure_queues:
+        parts.append(parameters.bind_names(ENSURE_QUEUES, ("numbers", "rows")))
+    hinted = "" if guards is None else NOTIFY_COLUMN.format(hint=parameters.add("text"))
     answer = f"select now, yes{hinted} from verdict"
     if hand is not None:
-        rows = f"left join handed t on true {PAYLOADS}"
-        answer = f"select v.*, {told_of(hand.becomes)} from ({answer}) v {rows}"
+        rows = f"left join handed t on true {JOIN_PAYLOADS}"
+        answer = f"select v.*, {told_of(hand.shared_fields)} from ({answer}) v {rows}"
     return "with " + ",\n".join(parts) + f"\n{answer}"
 
 
-def _verdict(guards: Sequence[Guards], parameters: Parameters, *, alone: bool) -> list[str]:
-    clock = CLOCK.format(given=parameters.one("bigint"))
+def _verdict(guards: Sequence[ConditionFragment], parameters: ParameterNumbering, *, alone: bool) -> list[str]:
+    clock = CLOCK_SQL.format(given=parameters.add("bigint"))
     parts, before = [], None
     for number, guard in enumerate(guards):
-        parts.append(guard.words(f"guard_{number}", before, parameters))
+        parts.append(guard.sql(f"guard_{number}", before, parameters))
         before = f"guard_{number}"
     locked = " and ".join(f"(select count(*) from guard_{number}) >= 0" for number in range(len(guards)))
-    judged = " union all ".join(guard.verdict(f"guard_{number}") for number, guard in enumerate(guards))
+    judged = " union all ".join(guard.verdict_sql(f"guard_{number}") for number, guard in enumerate(guards))
     parts.append(f"clock as materialized (select {clock} as now where {locked})")
     each = "" if alone else " group by no order by no"
     parts.append(
