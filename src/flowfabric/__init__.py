@@ -76,7 +76,7 @@ _PAGES = {
     "Quorum": "flowfabric.sdk.joins",
     "Reservation": "flowfabric.sdk.durable.budgets",
     "Reset": "flowfabric.sdk.run",
-    "Retry": "flowfabric.sdk.exceptions",
+    "Retry": "flowfabric.sdk.retry",
     "RetryAfter": "flowfabric.sdk.exceptions",
     "Run": "flowfabric.sdk.run",
     "RunCancelled": "flowfabric.sdk.exceptions",

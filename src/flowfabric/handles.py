@@ -9,7 +9,8 @@ An older form, 0x01 followed directly by `execution_id`, is still read and means
 A handle made in this process knows its fields and is not encoded before someone wants its bytes.
 
 Over HTTP a server appends an HMAC to the bytes and checks it when they come back
-(`rules/security/signed_handle.py`). Clients carry it beside the bytes as `signature`; an engine neither makes nor reads it.
+(`rules/security/signed_handle.py`). Clients carry it beside the bytes as `signature`; an engine neither makes nor reads
+it.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ RULES = (
     Fault(
         "a lapse is marked though the lease was renewed meanwhile",
         "rules/execution/lease.py",
-        "guards=(seen(row, lapsed(row)),)",
+        "guards=(seen(row, expired(row)),)",
         "guards=(seen(row),)",
         STANDS,
     ),
     Fault(
         "a delayed execution is promoted whatever became of it meanwhile",
         "rules/execution/delay.py",
-        "Change(guards=(seen(row),), writes=(step.moved(row, fields),), not_before=row.delay_until)",
-        "Change(guards=(), writes=(step.moved(row, fields),), not_before=row.delay_until)",
+        "Change(guards=(seen(row),), writes=(transitions.transition(row, fields),), not_before=row.delay_until)",
+        "Change(guards=(), writes=(transitions.transition(row, fields),), not_before=row.delay_until)",
         STANDS,
     ),
     Fault(
@@ -59,14 +59,14 @@ RULES = (
     Fault(
         "a sleeper waits for the budget of any namespace that its key names",
         "rules/limits/budget.py",
-        'whose = DEFAULT_NAMESPACE if f"{start}:" == NEED else namespace',
+        'whose = DEFAULT_NAMESPACE if f"{start}:" == SHARED_NEED_PREFIX else namespace',
         "whose = DEFAULT_NAMESPACE",
         "tests/scenarios/limits/test_owned_limits.py",
     ),
     Fault(
         "a worker that parks does not notice a signal that came in between",
-        "rules/durable/gates.py",
-        "guards = (seen(row, live(row)), waits.guard_of(root, row.execution_id))",
+        "rules/durable/park.py",
+        "guards = (seen(row, live(row)), wait_state.seen_suspension(root, row.execution_id))",
         "guards = (seen(row, live(row)),)",
         "tests/rules/suspension/test_guards.py",
     ),
@@ -101,8 +101,8 @@ RULES = (
     ),
     Fault(
         "what was blocked while it was granted stays blocked",
-        "rules/execution/claim.py",
-        "    if _is_route_blocked(row):\n        patch =",
+        "rules/execution/grant.py",
+        "    if is_route_blocked(row):\n        patch =",
         "    if False:\n        patch =",
         "tests/scenarios/scheduling/test_claim_order.py"
         "::test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
@@ -117,21 +117,21 @@ RULES = (
     Fault(
         "a gate of this life opens the links of the life before",
         "rules/suspension/state.py",
-        "holds = gate is not None and own and not gate_is_past(gate, now)",
-        "holds = gate is not None and not gate_is_past(gate, now)",
+        "holds = gate is not None and own and not is_gate_expired(gate, now)",
+        "holds = gate is not None and not is_gate_expired(gate, now)",
         ANEW,
     ),
     Fault(
         "a waitpoint that begins anew remembers the signals of before",
-        "rules/suspension/suspend.py",
-        "[Delete(Signal, key), Delete(Remembered, key), Put(one)]",
-        "[Put(one)]",
+        "rules/suspension/waitpoints.py",
+        "[Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(one)]",
+        "[Upsert(one)]",
         ANEW,
     ),
     Fault(
         "a vote is taken whatever it says",
         "rules/suspension/signals.py",
-        "    if wrong := asking.unfit(row, waitpoint, ask.payload):\n        return refuse(wrong)\n",
+        "    if wrong := vote_schema.check_vote(row, waitpoint, ask.payload):\n        return refuse(wrong)\n",
         "",
         ANEW,
     ),
@@ -145,7 +145,7 @@ RULES = (
     Fault(
         "a signal is recorded before its key is looked for",
         "rules/suspension/signals.py",
-        "if ask.dedups and kept is not None and kept.expires_at > now:",
+        "if ask.is_deduplicated and kept is not None and kept.expires_at > now:",
         "if False and kept is not None:",
         SIGNALS,
     ),
@@ -173,14 +173,14 @@ RULES = (
     Fault(
         "a stale holder hears stale_lease although the lease has lapsed",
         "rules/execution/lease.py",
-        "    if has_lapsed(row, now):\n        return Decision(errors.LeaseExpired",
-        "    if has_lapsed(row, now) and fence.lease_id == row.lease_id:\n        return Decision(errors.LeaseExpired",
+        "    if has_expired(row, now):\n        return Decision(errors.LeaseExpired",
+        "    if has_expired(row, now) and fence.lease_id == row.lease_id:\n        return Decision(errors.LeaseExpired",
         LIVES,
     ),
     Fault(
         "the end of a life is not told",
         "rules/execution/transitions.py",
-        "        events=(completion(row, outcome, released=released if was_active else None, details=details),),\n",
+        "        events=(\n            completion_event(row, outcome, release_reason=release_reason if was_active else None, details=details),\n        ),\n",
         "",
         LIVES,
     ),
@@ -193,7 +193,7 @@ RULES = (
     ),
     Fault(
         "one retry too many",
-        "rules/execution/policy.py",
+        "rules/execution/retry.py",
         "retry_count >= retry.max_retries",
         "retry_count > retry.max_retries",
         LIVES,
@@ -201,8 +201,8 @@ RULES = (
     Fault(
         "one takeover too many",
         "rules/execution/reclaim.py",
-        ">= cap:\n        return cap_reached(row, cap)\n    return reclaimed(row, holder)",
-        "> cap:\n        return cap_reached(row, cap)\n    return reclaimed(row, holder)",
+        ">= cap:\n        return fail_at_cap(row, cap)\n    return begin_reclaimed_attempt(row, holder)",
+        "> cap:\n        return fail_at_cap(row, cap)\n    return begin_reclaimed_attempt(row, holder)",
         LIVES,
     ),
     Fault(
@@ -229,29 +229,29 @@ RULES = (
     Fault(
         "a replay keeps the old result",
         "rules/execution/replay.py",
-        "= (step.moved(row, fields), Delete(Result, (row.execution_id,)))",
-        "= (step.moved(row, fields),)",
+        "= (transitions.transition(row, fields), Delete(Result, (row.execution_id,)))",
+        "= (transitions.transition(row, fields),)",
         LIVES,
     ),
     Fault(
         "a parked attempt gets its whole time again",
         "rules/execution/transitions.py",
-        "next_timeout_ms=remaining_ms(row, now),",
+        "next_timeout_ms=remaining_timeout_ms(row, now),",
         "next_timeout_ms=decode_terms(row.terms).attempt_timeout_ms,",
         LIVES,
     ),
     Fault(
         "a completion is written on a lease that has lapsed meanwhile",
         "rules/execution/finish.py",
-        '        released="completed",\n        guard=seen(row, live(row)),\n',
-        '        released="completed",\n        guard=seen(row),\n',
+        '        release_reason="completed",\n        guard=seen(row, live(row)),\n',
+        '        release_reason="completed",\n        guard=seen(row),\n',
         LIVES,
     ),
     Fault(
         "a hard limit may be exceeded by one",
         "rules/limits/budget.py",
-        "counted(row) + amount > row.hard_limit:",
-        "counted(row) + amount > row.hard_limit + 1:",
+        "used_and_reserved(row) + amount > row.hard_limit:",
+        "used_and_reserved(row) + amount > row.hard_limit + 1:",
         "tests/rules/limits/test_usage.py",
     ),
     Fault(
@@ -299,8 +299,8 @@ RULES = (
     Fault(
         "what a budget counts without a limit is exhausted",
         "rules/limits/budget.py",
-        "if row.hard_limit and counted(row) >= row.hard_limit), None)",
-        "if counted(row) >= row.hard_limit), None)",
+        "if row.hard_limit and used_and_reserved(row) >= row.hard_limit),\n        None,\n    )",
+        "if used_and_reserved(row) >= row.hard_limit), None)",
         "tests/scenarios/scheduling/test_claims.py::test_what_a_budget_counts_without_a_limit_holds_nobody_up",
     ),
     Fault(
@@ -313,7 +313,7 @@ RULES = (
     Fault(
         "siblings of a join that has fired anew are taken for dealt with",
         "rules/flow/cancel.py",
-        "guards: tuple[Guard, ...] = (Guard(PendingCancelGroup, key, entry.revision),)",
+        "guards: tuple[Guard, ...] = (Guard(PendingSiblingCancel, key, entry.revision),)",
         "guards: tuple[Guard, ...] = ()",
         JOINS,
     ),
@@ -363,7 +363,7 @@ RULES = (
     Fault(
         "a drain is finished though ends that came meanwhile are not counted",
         "rules/flow/cancel.py",
-        "    if any(is_unnoted(edge) and unnoted_end(members.get(edge.upstream_execution_id)) for edge in inbound):\n",
+        "    if any(has_no_outcome(edge) and unrecorded_outcome(members.get(edge.upstream_execution_id)) for edge in inbound):\n",
         "    if False:\n",
         UNNEEDED,
     ),
@@ -377,7 +377,7 @@ RULES = (
     Fault(
         "an end that is noted nowhere counts though the sibling lives again",
         "rules/flow/joins.py",
-        "*(one.dependency for one in counts.counted if not one.is_noted)",
+        "*(one.dependency for one in counts.counted if not one.is_recorded)",
         "*()",
         UNNEEDED,
     ),
@@ -414,8 +414,8 @@ RULES = (
     Fault(
         "a replay takes back the ends of others",
         "rules/flow/successors.py",
-        "return (Delete(Dispatch, (row.execution_id,)),)",
-        "return (Delete(Dispatch, ()),)",
+        "return (Delete(CompletionDispatch, (row.execution_id,)),)",
+        "return (Delete(CompletionDispatch, ()),)",
         "tests/scenarios/flow/test_replay.py::test_a_replay_takes_back_its_own_end_and_nobody_elses",
     ),
 )

@@ -56,7 +56,7 @@ STORES = (
     ),
     Fault(
         "a take does not raise the epoch",
-        "stores/port.py",
+        "stores/claims.py",
         '"lease_epoch": row.lease_epoch + 1,',
         '"lease_epoch": row.lease_epoch,',
         TAKE,
@@ -105,21 +105,21 @@ STORES = (
     ),
     Fault(
         "postgres: a renewal does not ask for the epoch",
-        "stores/postgres/take.sql",
+        "stores/postgres/claim.sql",
         "              and e.lease_epoch = given.lease_epoch\n",
         "",
         LEASES,
     ),
     Fault(
         "postgres: a take continues no attempt, it begins a new one",
-        "stores/postgres/take.sql",
+        "stores/postgres/claim.sql",
         "attempt_resumed_at = case when e.next_type is null then c.now end,",
         "attempt_resumed_at = null,",
         TAKE,
     ),
     Fault(
         "postgres: work is handed over although somebody stands in line",
-        "stores/postgres/take.sql",
+        "stores/postgres/claim.sql",
         "    select not exists (\n",
         "    select true or not exists (\n",
         HANDING,
@@ -127,7 +127,7 @@ STORES = (
     Fault(
         "postgres: what a change writes beside the line is lost when its row is handed over",
         "stores/postgres/commit/claim.py",
-        "    if not replaced(becomes).issuperset(names):\n        return None\n",
+        "    if not overwritten_columns(becomes).issuperset(names):\n        return None\n",
         "",
         HANDING,
     ),

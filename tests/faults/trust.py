@@ -17,7 +17,7 @@ TRUST = (
     Fault(
         "a commit takes the queue that it puts work into for granted",
         "stores/postgres/queue_ids.py",
-        "        return self._links.own_sessions and self._ensured",
+        "        return self._links.has_own_sessions and self._ensured",
         "        return True or self._ensured",
         f"{QUEUE_NUMBERS}::test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection",
     ),
@@ -38,7 +38,7 @@ TRUST = (
     Fault(
         "nobody restores a missing queue",
         "engine/sweeps/suspensions.py",
-        "for execution_id in await engine.patiently(lambda: engine.store.unlisted(batch)):",
+        "for execution_id in await engine.retry_while_unavailable(lambda: engine.store.executions_in_missing_queues(batch)):",
         "for execution_id in list[str]():",
         f"{QUEUES}::test_the_reconciler_puts_an_execution_back_into_its_queue",
     ),
@@ -51,7 +51,7 @@ TRUST = (
     ),
     Fault(
         "positions go on after the last one that survived a failover",
-        "stores/postgres/feed.sql",
+        "stores/postgres/event_log.sql",
         "else greatest(f.numbered, floor(extract(epoch from clock_timestamp()) * 1000)::bigint * 32)",
         "else f.numbered",
         f"{FAILOVER}::test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_that_follows",
@@ -59,7 +59,7 @@ TRUST = (
     Fault(
         "positions of a restored file go on after the last one in it",
         "stores/sqlite/connection_thread.py",
-        "                if self.raises_positions:\n",
+        "                if self.must_advance_positions:\n",
         "                if False:\n",
         "tests/stores/sqlite/test_errors.py"
         "::test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing",
@@ -89,17 +89,15 @@ TRUST = (
     Fault(
         "a worker gives a command more time than its lease has",
         "sdk/worker/worker.py",
-        "                engine.limit_commands(self._ttl_ms * COMMAND_SHARE / 1000)\n",
+        "                engine.limit_commands(self._ttl_ms * COMMAND_LEASE_SHARE / 1000)\n",
         "",
         "tests/engine/operations/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
     ),
     Fault(
         "a refusal of something before the server is taken for the server's",
         "client/transport.py",
-        "                if refused is None:\n                    doubted, fault = True, foreign(status, body)\n",
-        "                if refused is None and status < 500:\n"
-        "                    raise errors.InvalidInput(str(status))\n"
-        "                if refused is None:\n                    doubted, fault = True, foreign(status, body)\n",
+        "                if refused is None:\n                    doubted, fault = True, proxy_error(status, body)\n",
+        "                if refused is None and status < 500:\n                    raise errors.InvalidInput(str(status))\n                if refused is None:\n                    doubted, fault = True, proxy_error(status, body)\n",
         f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_sent_again",
     ),
     Fault(
@@ -119,7 +117,7 @@ TRUST = (
     Fault(
         "claims beside an old snapshot read from the head for ever",
         "stores/postgres/dead_entries.py",
-        "            elif part is None and entries > BLOATED + 4 * found:\n",
+        "            elif part is None and entries > BLOAT_THRESHOLD + 4 * found:\n",
         "            elif False:\n",
         "tests/stores/postgres/test_dead_entries.py::test_a_claim_steps_over_a_bounded_number_of_entries",
     ),
@@ -148,10 +146,8 @@ TRUST = (
     Fault(
         "the edges of a removed flow stay",
         "rules/retention.py",
-        "    FlowMember,\n    Edge,\n    EdgeGroup,\n    FlowSummary,\n    PendingCancelGroup,\n    PendingCancel,\n"
-        "    CancelBacklog,\n)\n\n\nclass",
-        "    FlowMember,\n    EdgeGroup,\n    FlowSummary,\n    PendingCancelGroup,\n    PendingCancel,\n"
-        "    CancelBacklog,\n)\n\n\nclass",
+        "    FlowMember,\n    Edge,\n    EdgeGroup,\n    FlowSummary,\n    PendingSiblingCancel,\n    PendingMemberCancel,\n    CancelBacklog,\n)\n\n\nclass",
+        "    FlowMember,\n    EdgeGroup,\n    FlowSummary,\n    PendingSiblingCancel,\n    PendingMemberCancel,\n    CancelBacklog,\n)\n\n\nclass",
         f"{PURGE}::test_every_table_of_flows_is_removed_with_them",
     ),
     Fault(
@@ -172,7 +168,7 @@ TRUST = (
     Fault(
         "a lost lease is a failed attempt",
         "sdk/worker/runner.py",
-        "    if (lost := lost_lease(failure, claimed.execution_id)) is not None:\n",
+        "    if (lost := find_lease_loss(failure, claimed.execution_id)) is not None:\n",
         "    if (lost := None) is not None:\n",
         f"{QUIET}::test_a_step_that_meets_a_lost_lease_is_no_failed_attempt",
     ),
@@ -232,7 +228,7 @@ TRUST = (
     Fault(
         "a grant is redeemed although its slot went to another execution",
         "engine/claiming/admitted_claimer.py",
-        "if row is not None and claim.holds_admitted_grant(row) else []",
+        "if row is not None and grant_rules.holds_admitted_grant(row)\n            else []",
         "if False else []",
         "tests/scenarios/limits/test_slots.py::test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed",
     ),
@@ -253,7 +249,7 @@ TRUST = (
     Fault(
         "a limit that has capacity again unblocks by age alone",
         "engine/limits/unblocker.py",
-        "            order = unblock_order.unblock_order(rows, turns, now, cut=cut)\n",
+        "            order = unblock_order.unblock_order(rows, turns, now, truncated=cut)\n",
         "            order = sorted(rows, key=lambda row: (row.rank, row.execution_id))\n",
         "tests/scenarios/limits/test_fairness_beside_limits.py::test_a_late_tenant_gets_every_second_turn",
     ),
@@ -267,7 +263,7 @@ TRUST = (
     Fault(
         "a world settles while plain code runs",
         "testing/world.py",
-        "        while self._time.is_at_work:\n",
+        "        while self._time.has_running_threads:\n",
         "        while False:\n",
         "tests/sdk/test_world_threads.py::test_settle_waits_for_plain_steps",
     ),
@@ -281,9 +277,8 @@ TRUST = (
     Fault(
         "a join that cannot be read ends the pass of a sweep",
         "engine/sweeps/flows.py",
-        "    unread = tuple(row for row in found if isinstance(row, Unreadable))\n",
-        "    unread = tuple(row for row in found if isinstance(row, Unreadable))\n"
-        "    for row in unread:\n        raise row.fault\n",
+        "    unread = tuple(row for row in found if isinstance(row, UnreadableRow))\n",
+        "    unread = tuple(row for row in found if isinstance(row, UnreadableRow))\n    for row in unread:\n        raise row.fault\n",
         "tests/engine/sweeps/test_unreadable_rows.py::test_the_reconciler_goes_on_past_a_join_that_cannot_be_read",
     ),
     Fault(
@@ -296,7 +291,7 @@ TRUST = (
     Fault(
         "an end with many edges is counted after its replay",
         "rules/flow/successors.py",
-        "    writes += tuple(unsettle(edge.downstream_execution_id, edge.edge_id) for edge in edges)\n",
+        "    writes += tuple(clear_outcome(edge.downstream_execution_id, edge.edge_id) for edge in edges)\n",
         "",
         "tests/engine/operations/test_replay_of_many.py::test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again",
     ),

@@ -110,7 +110,7 @@ def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -
     holder = LeaseHolder(
         take.worker_id, take.worker_instance_id, "", stamp.lease_id, stamp.attempt_id, take.lease_ttl_ms
     )
-    decision: Decision[claim.AcquiredLease]
+    decision: Decision[lease.AcquiredLease]
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
         decision = claim.continue_attempt(row, holder, "claim_resumed", None)
     else:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _PAGES = {
     "FlakyStore": "flowfabric.testing.faults",
-    "Gate": "flowfabric.testing.faults",
     "InvariantBroken": "flowfabric.testing.invariants",
+    "InvariantChecker": "flowfabric.testing.invariants",
     "Loss": "flowfabric.testing.faults",
-    "Watch": "flowfabric.testing.invariants",
+    "SyncPoint": "flowfabric.testing.faults",
     "World": "flowfabric.testing.world",
     "check_invariants": "flowfabric.testing.invariants",
 }

@@ -35,8 +35,7 @@ from flowfabric.model.text import pluralize
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import lease, reclaim
-from flowfabric.rules.execution.claim import AcquiredLease
-from flowfabric.rules.execution.lease import LeaseHolder
+from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
 from flowfabric.rules.execution.operator import is_eligible
 from flowfabric.rules.scheduling import fairness
 from flowfabric.stores.claims import ClaimRequest, LeaseIds

@@ -17,8 +17,8 @@ from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import claim, reclaim
 from flowfabric.rules.execution import grant as grant_rules
-from flowfabric.rules.execution.claim import AcquiredLease
 from flowfabric.rules.execution.grant import GrantRequest
+from flowfabric.rules.execution.lease import AcquiredLease
 from flowfabric.rules.security import grant_key as grant_keys
 from flowfabric.stores.queries import Read, Scan, Where
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Cancelled, ChildrenCancelled
-from flowfabric.model.change import Change, live, merge_changes, seen
+from flowfabric.model.change import Change, RowTemplate, as_template, live, merge_changes, seen
 from flowfabric.model.execution import Execution
-from flowfabric.model.states import AttemptRecordState, LifecyclePhase, OwnershipState, TerminalOutcome
+from flowfabric.model.states import AttemptRecordState, AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease, transitions
 from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
-from flowfabric.rules.flow.sibling_cancel import sibling_cancel_template
 
 WORKER = "worker"
 PARENT = "parent"
@@ -49,7 +52,7 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
     if form := sibling_cancel_template(row, source, reason):
         also = successors.outcome_writes(row, TerminalOutcome.CANCELLED)
         return Decision(Cancelled(row.execution_id), Change((seen(row),), also, template=form))
-    return Decision(Cancelled(row.execution_id), _cancelled_change(row, source, reason))
+    return Decision(Cancelled(row.execution_id), cancelled_change(row, source, reason))
 
 
 def may_omit_outcome(row: Execution) -> bool:
@@ -87,7 +90,7 @@ def cancel_children(
         if child is None or child.parent_id != parent.execution_id:
             return refuse(errors.NotFound("execution", execution_id=name))
         if child.lifecycle_phase is not LifecyclePhase.TERMINAL:
-            changes.append(_cancelled_change(child, PARENT, reason))
+            changes.append(cancelled_change(child, PARENT, reason))
         elif child.terminal_outcome is not TerminalOutcome.CANCELLED:
             ended.append(name)
     cancelled = tuple(name for name in children if name not in ended)
@@ -95,7 +98,7 @@ def cancel_children(
     return Decision(ChildrenCancelled(cancelled, tuple(ended)), merge_changes(holds, *changes) if changes else None)
 
 
-def _cancelled_change(row: Execution, source: str, reason: str) -> Change:
+def cancelled_change(row: Execution, source: str, reason: str) -> Change:
     return transitions.terminate(
         row,
         TerminalOutcome.CANCELLED,
@@ -114,3 +117,36 @@ def _revoked_by(source: str) -> str | None:
     if source == SYSTEM_TIMEOUT:
         return '{"revoked_by":"reconciler"}'
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None
+
+
+# Work that was never started, and to which nothing is attached.
+UNSTARTED_FIELDS: dict[str, Any] = {
+    "lifecycle_phase": LifecyclePhase.RUNNABLE,
+    "ownership_state": OwnershipState.UNOWNED,
+    "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
+    "terminal_outcome": TerminalOutcome.NONE,
+    "attempt_index": None,
+    "stream_index": None,
+    "parent_id": None,
+    **{name: None for name in transitions.LIFE_FIELDS.names if name != "blocking_text"},
+}
+_known = attrgetter(*UNSTARTED_FIELDS)
+_UNSTARTED_VALUES = tuple(UNSTARTED_FIELDS.values())
+
+
+def sibling_cancel_template(row: Execution, source: str, reason: str) -> RowTemplate | None:
+    """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
+    if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
+        return None
+    if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
+        return None
+    return sibling_template(transitions.retention_ms(row), reason, row.flow_id is not None)
+
+
+@lru_cache(maxsize=256)
+def sibling_template(kept_ms: int, reason: str, is_member: bool) -> RowTemplate:
+    return as_template(
+        cancelled_change(
+            transitions.template_row(UNSTARTED_FIELDS, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason
+        )
+    )

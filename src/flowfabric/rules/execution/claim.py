@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors
 from flowfabric.model.change import NOW, Change, Patch, seen
 from flowfabric.model.event import Event
@@ -24,28 +22,11 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease, operator
-from flowfabric.rules.execution.grant import _grant_for, _is_route_blocked, has_live_grant, limit_to_grant
-from flowfabric.rules.execution.lease import LeaseHolder
+from flowfabric.rules.execution.grant import grant_for, has_live_grant, is_route_blocked, limit_to_grant
+from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities, queue
 from flowfabric.rules.security.grant_key import GrantProof
-
-
-class AcquiredLease(msgspec.Struct, frozen=True):
-    """A lease that was just taken; the engine makes a handle of it."""
-
-    execution_id: str
-    lease_id: str
-    lease_epoch: int
-    attempt_index: int
-    attempt_id: str
-    attempt_type: AttemptType
-    lease_expires_at: int
-    lease_ttl_ms: int
-    lane_id: str
-    current_lane: str  # as the claim called it, which may be another one
-    worker_instance_id: str
-    reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now
 
 
 def claim_execution(
@@ -66,7 +47,7 @@ def claim_execution(
         return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
         return refuse(errors.UseClaimResumedExecution(execution_id=row.execution_id))
-    grant = _grant_for(row, holder, now, proof)
+    grant = grant_for(row, holder, now, proof)
     if isinstance(grant, errors.FabricError):
         return refuse(grant)
     begun = begin_attempt(row, holder, attempt_timeout_ms=attempt_timeout_ms, deadline_at=execution_deadline_at)
@@ -90,7 +71,7 @@ def claim_resumed_execution(
         return refuse(errors.NotAResumedExecution(execution_id=row.execution_id))
     if refused := _leaseable(row):
         return refuse(refused)
-    grant = _grant_for(row, holder, now, proof)
+    grant = grant_for(row, holder, now, proof)
     if isinstance(grant, errors.ClaimGrantExpired):
         fields = {"grant": None, "granted_until": None, "last_mutation_at": NOW}
         patch = Patch(Execution, (row.execution_id,), fields)
@@ -107,7 +88,7 @@ def claim_ready(
 
     What waits for a capable worker only is claimed as well: here is one.
     """
-    waits = operator.is_eligible(row) or _is_route_blocked(row)
+    waits = operator.is_eligible(row) or is_route_blocked(row)
     if not waits or row.ownership_state is not OwnershipState.UNOWNED or has_live_grant(row, now):
         return Decision(None)
     if capabilities.missing(row.required_capabilities, offered):

@@ -16,8 +16,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions
-from flowfabric.rules.execution.claim import AcquiredLease
-from flowfabric.rules.execution.lease import LeaseHolder
+from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities
 from flowfabric.rules.security.grant_key import GrantProof
@@ -56,7 +55,7 @@ def issue_claim_grant(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if not operator.is_eligible(row) and not (include_route_blocked and _is_route_blocked(row)):
+    if not operator.is_eligible(row) and not (include_route_blocked and is_route_blocked(row)):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     if has_live_grant(row, now):
         return refuse(errors.GrantAlreadyExists(execution_id=row.execution_id))
@@ -97,7 +96,7 @@ def grant_change(row: Execution, order: GrantRequest, kind: str, now: int, sign:
         "last_mutation_at": NOW,
     }
     patch = Patch(Execution, (row.execution_id,), fields)
-    if _is_route_blocked(row):
+    if is_route_blocked(row):
         patch = transitions.transition(row, operator.unblock_fields(row) | fields)
     return Change(guards=(seen(row),), writes=(patch,))
 
@@ -132,11 +131,11 @@ def stored_grant(row: Execution) -> Grant | None:
         raise errors.Corruption(f"exec_core: grant: {fault}") from fault
 
 
-def _is_route_blocked(row: Execution) -> bool:
+def is_route_blocked(row: Execution) -> bool:
     return row.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
 
 
-def _grant_for(row: Execution, holder: LeaseHolder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
+def grant_for(row: Execution, holder: LeaseHolder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
     grant = stored_grant(row)
     if grant is None or grant.worker_id != holder.worker_id:
         return errors.InvalidClaimGrant(execution_id=row.execution_id)

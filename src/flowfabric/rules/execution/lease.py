@@ -285,3 +285,20 @@ def check_renewal(row: Execution | None, attempt_index: int, fence: Fence, now: 
     if refused := check_lease(row, held, now):
         return refused
     return Decision(None) if attempt_index == row.attempt_index else refuse(stale_lease_error(row))
+
+
+class AcquiredLease(msgspec.Struct, frozen=True):
+    """A lease that was just taken; the engine makes a handle of it."""
+
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    attempt_index: int
+    attempt_id: str
+    attempt_type: AttemptType
+    lease_expires_at: int
+    lease_ttl_ms: int
+    lane_id: str
+    current_lane: str  # as the claim called it, which may be another one
+    worker_instance_id: str
+    reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now

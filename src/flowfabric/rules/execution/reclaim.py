@@ -16,7 +16,7 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import cleanup, lease, transitions
-from flowfabric.rules.execution.claim import AcquiredLease, acquire_decision, claim_ready
+from flowfabric.rules.execution.claim import acquire_decision, claim_ready
 from flowfabric.rules.execution.grant import (
     GrantRequest,
     GrantSigner,
@@ -26,7 +26,7 @@ from flowfabric.rules.execution.grant import (
     refuse_incapable,
     stored_grant,
 )
-from flowfabric.rules.execution.lease import LeaseHolder
+from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities
 from flowfabric.rules.security.grant_key import GrantProof

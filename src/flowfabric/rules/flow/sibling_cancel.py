@@ -5,46 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Expected, RowTemplate, as_template, expect
+from flowfabric.model.change import Change, Expected, expect
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency
-from flowfabric.model.states import AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
-from flowfabric.rules.execution import lease, transitions
-from flowfabric.rules.execution.cancel import SIBLING_REASONS, _cancelled_change
+from flowfabric.rules.execution import transitions
+from flowfabric.rules.execution.cancel import SIBLING_REASONS, UNSTARTED_FIELDS, sibling_template
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
 
-# Work that was never started, and to which nothing is attached.
-UNSTARTED: dict[str, Any] = {
-    "lifecycle_phase": LifecyclePhase.RUNNABLE,
-    "ownership_state": OwnershipState.UNOWNED,
-    "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
-    "terminal_outcome": TerminalOutcome.NONE,
-    "attempt_index": None,
-    "stream_index": None,
-    "parent_id": None,
-    **{name: None for name in transitions.LIFE_FIELDS.names if name != "blocking_text"},
-}
-_known = attrgetter(*UNSTARTED)
-_UNSTARTED_VALUES = tuple(UNSTARTED.values())
-
-
-def sibling_cancel_template(row: Execution, source: str, reason: str) -> RowTemplate | None:
-    """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
-    if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
-        return None
-    if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
-        return None
-    return _sibling_template(transitions.retention_ms(row), reason, row.flow_id is not None)
-
-
 # Born with another one: what is known of both by the birth of one. Who waits for it is known from its edge.
 CREATION_COLUMNS = ("lane_id", "flow_id", "created_at", "terms")
-EXPECTED_AS_CREATED = Expected(UNSTARTED, per_row=(*CREATION_COLUMNS, "successors"))
+EXPECTED_AS_CREATED = Expected(UNSTARTED_FIELDS, per_row=(*CREATION_COLUMNS, "successors"))
 _born = attrgetter(*CREATION_COLUMNS)
 
 
@@ -62,7 +36,7 @@ def cancel_without_load(
     if reason not in SIBLING_REASONS or decode_terms(other.terms).quota_policy_ids:
         return []
     kept_ms, born = transitions.retention_ms(other), _born(other)
-    form = _sibling_template(kept_ms, reason, other.flow_id is not None)
+    form = sibling_template(kept_ms, reason, other.flow_id is not None)
     model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(CREATION_COLUMNS, born, strict=True)))
     found = []
     for edge in edges:
@@ -75,13 +49,4 @@ def cancel_without_load(
 
 @lru_cache(maxsize=256)
 def _unseen_sibling(kept_ms: int) -> Execution:
-    return transitions.template_row(UNSTARTED, kept_ms, is_member=True)
-
-
-@lru_cache(maxsize=256)
-def _sibling_template(kept_ms: int, reason: str, is_member: bool) -> RowTemplate:
-    return as_template(
-        _cancelled_change(
-            transitions.template_row(UNSTARTED, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason
-        )
-    )
+    return transitions.template_row(UNSTARTED_FIELDS, kept_ms, is_member=True)

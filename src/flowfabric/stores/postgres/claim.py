@@ -27,7 +27,7 @@ from flowfabric.stores.postgres.dead_entries import IndexRange
 from flowfabric.stores.postgres.reads import ENTRIES_READ_TEMPLATE
 from flowfabric.stores.postgres.sql import load_statements, number_parameters
 
-_STATEMENTS = load_statements("take.sql")
+_STATEMENTS = load_statements("claim.sql")
 _NOW = CLOCK_SQL.format(given=":clock::bigint")
 
 QueueCount = Literal["one", "few", "many"]

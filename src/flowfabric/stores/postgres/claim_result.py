@@ -27,7 +27,7 @@ CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", "worker_id", "worke
 
 def fragment(name: str) -> str:
     """A part of a statement, without the lines that say what it is for."""
-    return "\n".join(dropwhile(lambda line: line.startswith("--"), load_statements("take.sql")[name].splitlines()))
+    return "\n".join(dropwhile(lambda line: line.startswith("--"), load_statements("claim.sql")[name].splitlines()))
 
 
 JOIN_PAYLOADS = fragment("payloads")

@@ -9,7 +9,7 @@ A number of a sequence is no place in a feed. A batch may commit long after a la
 number would have passed it. The usual cures look at what transactions are under way, and then one idle transaction,
 even in another database, stalls every reader; and what they remember means nothing after a dump and restore. Here
 batches are numbered a second time, after the fact: whoever reads gives the committed batches that have no position yet
-the next positions, in the order of their numbers (`number` in feed.sql). A batch that commits late gets a late
+the next positions, in the order of their numbers (`number` in event_log.sql). A batch that commits late gets a late
 position. Once given a position never changes; it is a column like any other, so it survives dump and restore.
 
 Positions never restart. After a failover that lost the newest batches, or a restore, later ones get higher positions
@@ -38,7 +38,7 @@ from flowfabric.stores.postgres.pool import ConnectionPool
 from flowfabric.stores.postgres.sql import column_list, load_statements, number_parameters
 from flowfabric.stores.queries import FeedPage
 
-_STATEMENTS = load_statements("feed.sql")
+_STATEMENTS = load_statements("event_log.sql")
 _NAMES = column_list(Event.__struct_fields__)
 TRIM = number_parameters(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
 _WINDOW = 1000  # batches that are looked through in one trip

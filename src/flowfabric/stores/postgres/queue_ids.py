@@ -6,9 +6,9 @@ and what key stands behind a number that this process has not made itself.
 
 A process checks a queue once: the row exists, and no other key has the same number. It checks again after a connection
 broke, since the next server may have lost the row. And a commit that puts work into a queue adds the queue's row where
-it is missing (`ensure` in lines.sql): a row that stands in a queue is committed with the queue, or after it on the same
-server, and is never kept without it. A session that is our own ends with its server, so its first such commit will do;
-behind a pooler every commit does it.
+it is missing (`ensure` in queue_ids.sql): a row that stands in a queue is committed with the queue, or after it on the
+same server, and is never kept without it. A session that is our own ends with its server, so its first such commit will
+do; behind a pooler every commit does it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flowfabric.stores.postgres.sql import load_statements, number_parameters
 T = TypeVar("T")
 
 _COLUMNS = QueueKey.__struct_fields__
-_STATEMENTS = load_statements("lines.sql")
+_STATEMENTS = load_statements("queue_ids.sql")
 _ADD = number_parameters(_STATEMENTS["add"], ("numbers", "digests", *_COLUMNS))
 _FIND = number_parameters(_STATEMENTS["find"], ("numbers",))
 _UNLISTED = number_parameters(_STATEMENTS["unlisted"], ("limit",))

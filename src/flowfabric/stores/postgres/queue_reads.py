@@ -35,7 +35,7 @@ COLUMNS = ("line", "blocked_on")  # of executions, each with an index by positio
 
 _ENTRIES = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_line")
 _NOW = CLOCK_SQL.format(given=":clock::bigint")
-_STATEMENTS = load_statements("lines.sql")
+_STATEMENTS = load_statements("queue_ids.sql")
 STANDING = number_parameters(
     _STATEMENTS["standing_within"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs")
 )

@@ -2,13 +2,13 @@
 
 links.py     connections, and what their errors mean (faults.py)
 batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (take.sql); claimed.py has what is said of claimed rows
+take.py      claiming and renewing (claim.sql); claimed.py has what is said of claimed rows
 dead_entries.py where a claim or another read of an ordered index begins
 queue_reads.py the first rows of ready queues, and which of them have work
 hand.py      a commit that claims what it would put into lines
 read.py      load, due and scan, composed from the catalogue
-feed.py      how events get their places (feed.sql)
-lines.py     which number stands for which line (lines.sql)
+feed.py      how events get their places (event_log.sql)
+lines.py     which number stands for which line (queue_ids.sql)
 wake.py      hints between processes
 within.py    a caller's own transaction
 horizon.sql  who keeps dead rows from being removed

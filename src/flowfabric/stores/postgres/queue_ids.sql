@@ -3,7 +3,7 @@
 insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
 select given.*
   from unnest(:numbers::bigint[], :digests::bytea[], :lane_id::text[], :required::text[], :fairness_key::text[],
-              :fairness_weight::bigint[], :decided::boolean[]) as given (line)
+              :fairness_weight::bigint[], :guarded::boolean[]) as given (line)
  where not exists (select 1 from ff_line old where old.line = given.line)
  order by given.line
     on conflict do nothing;
