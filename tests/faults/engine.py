@@ -151,7 +151,7 @@ ENGINE = (
         "engine/sweeps/flows.py",
         'RotatingScan(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))',
         'RotatingScan(EdgeGroup, "waiting_since", ("flow_id",))',
-        "tests/scenarios/flow/test_cascade.py::test_s_092_blocked_items_behind_a_full_batch_are_not_starved",
+        "tests/scenarios/flow/test_cascade.py::test_blocked_items_behind_a_full_batch_are_not_starved",
     ),
     Fault(
         "a member that is claimed when it is about to be cancelled runs on",

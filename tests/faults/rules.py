@@ -82,7 +82,7 @@ RULES = (
         "rules/execution/create.py",
         "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
         "",
-        "tests/scenarios/execution/test_create.py::test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once",
+        "tests/scenarios/execution/test_create.py::test_a_key_that_another_process_uses_meanwhile_is_used_once",
     ),
     Fault(
         "an attempt whose time has run out has no timer when it goes on",
@@ -90,7 +90,7 @@ RULES = (
         "max(1, row.attempt_timeout_at - now)",
         "max(0, row.attempt_timeout_at - now)",
         "tests/scenarios/execution/test_cancel_expire.py"
-        "::test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away",
+        "::test_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away",
     ),
     Fault(
         "an estimate of the time that runs ahead times an attempt out too early",
@@ -105,13 +105,13 @@ RULES = (
         "    if is_route_blocked(row):\n        patch =",
         "    if False:\n        patch =",
         "tests/scenarios/scheduling/test_claim_order.py"
-        "::test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
+        "::test_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
     ),
     Fault(
         "a sibling is cancelled as if nobody had claimed it",
-        "rules/execution/cancel.py",
-        "AS_BORN = Like(UNSTARTED,",
-        "AS_BORN = Like({},",
+        "rules/flow/sibling_cancel.py",
+        "EXPECTED_AS_CREATED = Expected(UNSTARTED_FIELDS,",
+        "EXPECTED_AS_CREATED = Expected({},",
         UNSEEN,
     ),
     Fault(
@@ -138,8 +138,8 @@ RULES = (
     Fault(
         "a suspend does not notice a signal that came meanwhile",
         "rules/suspension/suspend.py",
-        "waits.guard_of(scene.root, row.execution_id)),\n        writes=(\n            shelving",
-        "),\n        writes=(\n            shelving",
+        "wait_state.seen_suspension(scene.root, row.execution_id)),\n        writes=(\n            suspend_row",
+        "),\n        writes=(\n            suspend_row",
         WAITS,
     ),
     Fault(
@@ -257,8 +257,8 @@ RULES = (
     Fault(
         "a late word of room wakes from another wait",
         "rules/limits/budget_suspension.py",
-        "is not LifecyclePhase.SUSPENDED or need not in shelving.needs(row, root):",
-        "is not LifecyclePhase.SUSPENDED:",
+        "        or need not in suspend_rules.budget_needs(row, root)\n",
+        "",
         "tests/scenarios/limits/test_late_budget_suspension.py",
     ),
     Fault(
@@ -326,7 +326,7 @@ RULES = (
     ),
     Fault(
         "parking forgets the messages that nobody has read",
-        "rules/durable/gates.py",
+        "rules/durable/park.py",
         "        mail=root.mail,\n",
         "",
         "tests/scenarios/durable/test_gates.py"

@@ -235,7 +235,7 @@ SECURITY = (
     ),
     Fault(
         "tags grow without bound, one call after the other",
-        "rules/execution/progress.py",
+        "rules/execution/tags.py",
         "    if too_large := check_tags_size(merged):\n",
         "    if too_large := None:\n",
         f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
@@ -329,7 +329,7 @@ SECURITY = (
     Fault(
         "a write waits for the lock for ever",
         "stores/sqlite/connection_thread.py",
-        "                job.give_up()\n",
+        "                job.fail_if_unstarted()\n",
         "                pass\n",
         f"{PRIVATE}::test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_never_written",
     ),
@@ -370,7 +370,7 @@ SECURITY = (
     ),
     Fault(
         "a grant is redeemed without the key that was issued with it",
-        "rules/execution/claim.py",
+        "rules/execution/grant.py",
         "    if proof is not None and not proof.covers(grant, now):\n",
         "    if False:\n",
         f"{HANDLES}::test_a_grant_is_redeemed_only_with_the_key_that_was_issued",

@@ -81,17 +81,20 @@ def any_fields(draw: st.DrawFn) -> HandleFields:
 # The codec
 
 
-def test_ex_004_handle_golden_encoding() -> None:
+@pytest.mark.spec("EX-004")
+def test_handle_golden_encoding() -> None:
     assert len(GOLDEN) == 168
     assert encode_handle(FIELDS, BackendTag.POSTGRES) == GOLDEN
     assert decode_handle(GOLDEN) == (BackendTag.POSTGRES, FIELDS)
 
 
+@pytest.mark.spec("EX-004")
 @pytest.mark.parametrize("tag", BackendTag)
-def test_ex_004_another_store_changes_only_the_third_byte(tag: BackendTag) -> None:
+def test_another_store_changes_only_the_third_byte(tag: BackendTag) -> None:
     assert encode_handle(FIELDS, tag) == with_byte(2, tag.value)
 
 
+@pytest.mark.spec("EX-005")
 @pytest.mark.parametrize(
     ("data", "failure"),
     [
@@ -112,7 +115,7 @@ def test_ex_004_another_store_changes_only_the_third_byte(tag: BackendTag) -> No
         (b"\x02\x01\x02" + spelled(execution_id=b"\xc3"), handles.InvalidUtf8),
     ],
 )
-def test_ex_005_handle_decoding_failures(data: bytes, failure: type[Corruption]) -> None:
+def test_handle_decoding_failures(data: bytes, failure: type[Corruption]) -> None:
     with pytest.raises(failure) as caught:
         decode_handle(data)
 
@@ -120,7 +123,8 @@ def test_ex_005_handle_decoding_failures(data: bytes, failure: type[Corruption])
     assert caught.value.detail.startswith("handle_codec: ")
 
 
-def test_ex_005_the_legacy_form_is_read_as_valkey() -> None:
+@pytest.mark.spec("EX-005")
+def test_the_legacy_form_is_read_as_valkey() -> None:
     assert decode_handle(b"\x01" + spelled()) == (BackendTag.VALKEY, FIELDS)
 
 
@@ -196,14 +200,16 @@ def test_a_handle_opens_on_the_store_that_gave_it_out() -> None:
     assert open_handle(handle, BackendTag.POSTGRES) == handle.fields == FIELDS
 
 
-def test_ex_006_the_outer_tag_of_a_foreign_handle_is_compared_first() -> None:
+@pytest.mark.spec("EX-006")
+def test_the_outer_tag_of_a_foreign_handle_is_compared_first() -> None:
     with pytest.raises(HandleFromOtherBackend) as caught:
         open_handle(Handle(BackendTag.POSTGRES, HandleKind.FRESH, b"not even read"), BackendTag.SQLITE)
 
     assert caught.value.detail == "expected=SQLite actual=Postgres"
 
 
-def test_ex_006_a_forged_outer_tag_does_not_help() -> None:
+@pytest.mark.spec("EX-006")
+def test_a_forged_outer_tag_does_not_help() -> None:
     forged = Handle(BackendTag.SQLITE, HandleKind.FRESH, GOLDEN)
 
     with pytest.raises(HandleFromOtherBackend) as caught:

@@ -41,6 +41,7 @@ ONES = "11111111-1111-1111-1111-111111111111"
 # Execution ids
 
 
+@pytest.mark.spec("EX-001")
 @pytest.mark.parametrize(
     ("text", "failure"),
     [
@@ -68,7 +69,7 @@ ONES = "11111111-1111-1111-1111-111111111111"
         (f"{{fp:3}}:{UUID}x", ids.InvalidUuid),
     ],
 )
-def test_ex_001_execution_id_parsing_rejects(text: str, failure: type[InvalidInput]) -> None:
+def test_execution_id_parsing_rejects(text: str, failure: type[InvalidInput]) -> None:
     with pytest.raises(failure) as caught:
         parse_execution_id(text)
 
@@ -117,12 +118,14 @@ def test_what_is_no_uuid_is_refused_with_the_field_named(text: str) -> None:
 # Names
 
 
+@pytest.mark.spec("EX-003")
 @pytest.mark.parametrize("name", ["x", "a" * 64, "with an ordinary space", "~!{}", " "])
-def test_ex_003_printable_ascii_up_to_64_bytes_names_a_lane(name: str) -> None:
+def test_printable_ascii_up_to_64_bytes_names_a_lane(name: str) -> None:
     assert parse_lane_id(name) == name
 
 
-def test_ex_003_lane_id_boundaries() -> None:
+@pytest.mark.spec("EX-003")
+def test_lane_id_boundaries() -> None:
     with pytest.raises(ids.LaneIdTooLong) as too_long:
         parse_lane_id("a" * 65)
     with pytest.raises(ids.LaneIdEmpty):
@@ -169,7 +172,8 @@ def test_blank_control_or_endless_names_are_refused_for_workers(name: str) -> No
 # Partitions
 
 
-def test_ex_002_partition_vectors() -> None:
+@pytest.mark.spec("EX-002")
+def test_partition_vectors() -> None:
     assert ids.crc16(b"123456789") == 0x31C3
     assert [ids.solo_partition(LaneId(lane), COUNTS) for lane in ("default", "main", "gpu", "lane-1")] == [
         86,
@@ -180,7 +184,8 @@ def test_ex_002_partition_vectors() -> None:
     assert [ids.flow_partition(FlowId(flow), COUNTS) for flow in (NIL, ONES, UUID)] == [0, 6, 24]
 
 
-def test_ex_002_members_of_a_flow_share_its_partition() -> None:
+@pytest.mark.spec("EX-002")
+def test_members_of_a_flow_share_its_partition() -> None:
     minter = RandomMinter()
     one, other = (ids.mint_for_flow(FlowId(UUID), COUNTS, minter) for _ in range(2))
 
@@ -188,7 +193,8 @@ def test_ex_002_members_of_a_flow_share_its_partition() -> None:
     assert partition_of(one) == partition_of(other) == ids.flow_partition(FlowId(UUID), COUNTS) == 24
 
 
-def test_ex_002_deterministic_ids_are_the_same_every_time() -> None:
+@pytest.mark.spec("EX-002")
+def test_deterministic_ids_are_the_same_every_time() -> None:
     given_uuid = "AAAAAAAA-0000-0000-0000-000000000000"
 
     assert ids.execution_id_for_flow(FlowId(UUID), COUNTS, NIL) == f"{{fp:24}}:{NIL}"
@@ -198,7 +204,8 @@ def test_ex_002_deterministic_ids_are_the_same_every_time() -> None:
         ids.execution_id_for_lane(LaneId("gpu"), COUNTS, "gpu")
 
 
-def test_ex_002_spreading_vectors() -> None:
+@pytest.mark.spec("EX-002")
+def test_spreading_vectors() -> None:
     assert (ids.scan_jitter("worker-1", 256), ids.scan_jitter("inst-1", 256)) == (237, 151)
     assert (ids.scan_jitter("worker-1", 0), ids.scan_jitter("", 0)) == (0, 0)
     assert (ids.digest8(""), ids.digest8("a")) == ("4fd0bfc1", "296230c0")

@@ -26,7 +26,8 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-async def test_r01_health_check(ask: Asking) -> None:
+@pytest.mark.spec("R01")
+async def test_health_check(ask: Asking) -> None:
     answer = await ask.get("/healthz")
 
     assert answer.status_code == 200
@@ -34,13 +35,15 @@ async def test_r01_health_check(ask: Asking) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-async def test_r02_health_check_ignores_auth(guarded: Asking) -> None:
+@pytest.mark.spec("R02")
+async def test_health_check_ignores_auth(guarded: Asking) -> None:
     answer = await guarded.get("/healthz")
 
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-async def test_r03_token_check(guarded: Asking) -> None:
+@pytest.mark.spec("R03")
+async def test_token_check(guarded: Asking) -> None:
     for headers in ({}, bearer("nope")):
         refused = await guarded.get(LIST, headers=headers)
         assert refused.status_code == 401
@@ -51,19 +54,22 @@ async def test_r03_token_check(guarded: Asking) -> None:
     assert (allowed.status_code, allowed.json()) == (200, {"executions": [], "next_cursor": None})
 
 
+@pytest.mark.spec("R04")
 @pytest.mark.parametrize(
     "shown", ["bearer s3cret", "Bearer  s3cret", "BEARER s3cret", "s3cret", "Bearer", "Basic s3cret"]
 )
-async def test_r04_scheme_is_case_sensitive(guarded: Asking, shown: str) -> None:
+async def test_scheme_is_case_sensitive(guarded: Asking, shown: str) -> None:
     assert (await guarded.get(LIST, headers={"Authorization": shown})).status_code == 401
 
 
-async def test_r05_unknown_path_with_auth_on(guarded: Asking) -> None:
+@pytest.mark.spec("R05")
+async def test_unknown_path_with_auth_on(guarded: Asking) -> None:
     assert (await guarded.get("/v1/nothing-here")).status_code == 401
     assert (await guarded.get("/v1/nothing-here", headers=bearer("s3cret"))).status_code == 404
 
 
-async def test_r06_unknown_path_with_auth_off(ask: Asking) -> None:
+@pytest.mark.spec("R06")
+async def test_unknown_path_with_auth_off(ask: Asking) -> None:
     answer = await ask.get("/v1/nothing-here")
 
     assert (answer.status_code, answer.content) == (404, b"")
@@ -79,14 +85,16 @@ async def test_a_path_that_is_nearly_right_is_unknown(ask: Asking, where: str) -
     assert (answer.status_code, answer.content) == (404, b"")
 
 
-async def test_r07_wrong_method(ask: Asking) -> None:
+@pytest.mark.spec("R07")
+async def test_wrong_method(ask: Asking) -> None:
     answer = await ask("DELETE", "/v1/executions")
 
     assert (answer.status_code, answer.content) == (405, b"")
     assert {"GET", "POST"} <= {name.strip() for name in answer.headers["allow"].split(",")}
 
 
-async def test_r08_metrics_need_no_token(guarded: Asking) -> None:
+@pytest.mark.spec("R08")
+async def test_metrics_need_no_token(guarded: Asking) -> None:
     await guarded.get(LIST)
     answer = await guarded.get("/metrics")
 
@@ -112,14 +120,16 @@ async def test_metrics_stand_outside_of_tokens_cors_and_counts(engine: Engine) -
     assert (await hidden.get("/metrics")).status_code == 404
 
 
-async def test_r09_missing_required_field(ask: Asking) -> None:
+@pytest.mark.spec("R09")
+async def test_missing_required_field(ask: Asking) -> None:
     flow = {"flow_id": "550e8400-e29b-41d4-a716-446655440000", "namespace": "ns", "now": 1}
     answer = await ask.post("/v1/flows", flow)
 
     assert (answer.status_code, answer.json()) == (422, {"error": "invalid JSON: Unprocessable Entity"})
 
 
-async def test_r10_oversize_cancel_body(ask: Asking) -> None:
+@pytest.mark.spec("R10")
+async def test_oversize_cancel_body(ask: Asking) -> None:
     execution_id = await ask.created()
     refused = json.dumps(ask.cancel(execution_id)).encode().ljust(65_537)
     accepted = refused[:-1]

@@ -103,8 +103,9 @@ def test_no_time_at_all_means_that_no_timer_is_set() -> None:
     assert (terms.attempt_timeout_ms, terms.execution_deadline_ms, terms.ageing) == (None, None, None)
 
 
+@pytest.mark.spec("EX-013")
 @pytest.mark.parametrize("text", ["{not json", " ", "[", "\x00", '{"a": NaN}', "[" * 100_000, "\ud800", b"\xff"])
-def test_ex_013_text_that_is_no_json_is_malformed(text: str | bytes) -> None:
+def test_text_that_is_no_json_is_malformed(text: str | bytes) -> None:
     assert parse_policy(text) == (InvalidPolicyJson("malformed"), None)
 
 
@@ -113,7 +114,8 @@ def test_a_policy_is_an_object(text: str) -> None:
     assert parse_policy(text) == (InvalidPolicyJson("not_object"), None)
 
 
-def test_ex_014_capabilities_are_looked_at_before_everything_else() -> None:
+@pytest.mark.spec("EX-014")
+def test_capabilities_are_looked_at_before_everything_else() -> None:
     document = {"max_replay_count": -1, "routing_requirements": {"required_capabilities": "gpu"}}
 
     assert parse_policy(document) == (InvalidCapabilities("required:not_array"), None)
@@ -306,7 +308,8 @@ def test_a_retry_policy_of_defaults_is_not_the_same_as_none() -> None:
 # Retrying
 
 
-def test_ex_047_exponential_backoff_arithmetic() -> None:
+@pytest.mark.spec("EX-047")
+def test_exponential_backoff_arithmetic() -> None:
     retry = RetryPolicy(
         max_retries=4, backoff=ExponentialBackoff(initial_delay_ms=1000, max_delay_ms=3000, multiplier=2)
     )
@@ -314,6 +317,7 @@ def test_ex_047_exponential_backoff_arithmetic() -> None:
     assert [backoff_ms(retry, count, 0.5) for count in range(4)] == [1000, 2000, 3000, 3000]
 
 
+@pytest.mark.spec("EX-047")
 @pytest.mark.parametrize(
     ("backoff", "delays"),
     [
@@ -333,15 +337,16 @@ def test_ex_047_exponential_backoff_arithmetic() -> None:
         ({"type": "exponential", "initial_delay_ms": 90_000}, [60_000, 60_000, 60_000]),
     ],
 )
-def test_ex_047_backoff_of_every_form(backoff: object, delays: list[int]) -> None:
+def test_backoff_of_every_form(backoff: object, delays: list[int]) -> None:
     retry = read_policy({"retry_policy": {"backoff": backoff}}).retry
 
     assert retry is not None
     assert [backoff_ms(retry, count, 0.0) for count in range(3)] == delays
 
 
+@pytest.mark.spec("EX-047")
 @given(st.floats(0, 1, exclude_max=True))
-def test_ex_047_jitter_stays_between_half_and_whole(chance: float) -> None:
+def test_jitter_stays_between_half_and_whole(chance: float) -> None:
     retry = RetryPolicy(backoff=ExponentialBackoff(jitter=True))
 
     assert 500 <= backoff_ms(retry, 0, chance) <= 1000
@@ -370,7 +375,8 @@ def test_no_backoff_overflows(initial: int, longest: int, multiplier: float, cou
     assert plain / 2 <= spread <= plain
 
 
-def test_ex_048_retryable_categories_filter() -> None:
+@pytest.mark.spec("EX-048")
+def test_retryable_categories_filter() -> None:
     picky = RetryPolicy(max_retries=5, retryable_categories=("rate_limit",))
 
     assert may_retry(picky, 0, "rate_limit")
@@ -378,7 +384,8 @@ def test_ex_048_retryable_categories_filter() -> None:
     assert may_retry(RetryPolicy(max_retries=5), 1, "bad_output")
 
 
-def test_ex_044_nothing_is_retried_without_a_policy_or_beyond_its_number() -> None:
+@pytest.mark.spec("EX-044")
+def test_nothing_is_retried_without_a_policy_or_beyond_its_number() -> None:
     assert not may_retry(None, 0, "transient")
     assert not may_retry(RetryPolicy(max_retries=0), 0, "transient")
     assert may_retry(RetryPolicy(max_retries=1), 0, "transient")
@@ -398,10 +405,11 @@ def test_a_category_that_names_a_class_stands_for_it(category: str) -> None:
     assert may_retry(RetryPolicy(), 0, category, "transient")
 
 
+@pytest.mark.spec("EX-044")
 @pytest.mark.parametrize(
     "text", [None, "", "{oops", "7", "[]", "null", '{"max_retries": -1}', '{"backoff": 5}', '{"max_retries": 1e99}']
 )
-def test_ex_044_an_unparsable_retry_policy_text_means_never(text: str | None) -> None:
+def test_an_unparsable_retry_policy_text_means_never(text: str | None) -> None:
     assert parse_retry(text) is None
 
 

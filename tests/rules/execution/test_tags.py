@@ -47,15 +47,17 @@ REJECTED = [
 ]
 
 
+@pytest.mark.spec("EX-015")
 @pytest.mark.parametrize("key", ACCEPTED)
-def test_ex_015_a_namespace_a_dot_and_a_field_make_a_key(key: str) -> None:
+def test_a_namespace_a_dot_and_a_field_make_a_key(key: str) -> None:
     assert is_tag_key(key)
     assert check_tag_key(key) is None
     assert check_tags({key: "any value at all: \n\t\0 é"}) is None
 
 
+@pytest.mark.spec("EX-015")
 @pytest.mark.parametrize("key", REJECTED)
-def test_ex_015_everything_else_is_refused_with_the_key_in_the_detail(key: str) -> None:
+def test_everything_else_is_refused_with_the_key_in_the_detail(key: str) -> None:
     single = check_tag_key(key)
 
     assert type(single) is InvalidInput

@@ -30,6 +30,7 @@ def tokens(count: int, length: int) -> list[str]:
 # What an execution requires
 
 
+@pytest.mark.spec("EX-014")
 @pytest.mark.parametrize(
     ("required", "detail"),
     [
@@ -47,22 +48,24 @@ def tokens(count: int, length: int) -> list[str]:
         (["half\ud800"], "required:not_utf8"),
     ],
 )
-def test_ex_014_capability_requirement_validation_table(required: object, detail: str) -> None:
+def test_capability_requirement_validation_table(required: object, detail: str) -> None:
     with pytest.raises(InvalidCapabilities) as caught:
         required_capabilities(policy(required))
 
     assert caught.value == InvalidCapabilities(detail)
 
 
+@pytest.mark.spec("EX-014")
 @pytest.mark.parametrize("routing", [7, "gpu", ["gpu"], True])
-def test_ex_014_routing_requirements_must_be_an_object(routing: object) -> None:
+def test_routing_requirements_must_be_an_object(routing: object) -> None:
     with pytest.raises(InvalidPolicyJson) as caught:
         required_capabilities({"routing_requirements": routing})
 
     assert caught.value.detail == "routing_requirements:not_object"
 
 
-def test_ex_014_other_alphabets_are_welcome() -> None:
+@pytest.mark.spec("EX-014")
+def test_other_alphabets_are_welcome() -> None:
     assert required_capabilities(policy(["东京-gpu"])) == "东京-gpu"
 
 
@@ -126,6 +129,7 @@ def test_a_list_presented_for_a_grant_is_measured_without_its_stray_commas() -> 
 # Matching
 
 
+@pytest.mark.spec("EX-018")
 @pytest.mark.parametrize(
     ("required", "offered", "lacking"),
     [
@@ -137,7 +141,7 @@ def test_a_list_presented_for_a_grant_is_measured_without_its_stray_commas() -> 
         (None, set(), ""),
     ],
 )
-def test_ex_018_a_worker_fits_when_it_offers_all_that_is_required(
+def test_a_worker_fits_when_it_offers_all_that_is_required(
     required: str | None, offered: set[str], lacking: str
 ) -> None:
     assert missing(required, offered) == lacking

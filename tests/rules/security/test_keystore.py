@@ -61,7 +61,8 @@ def after(keys: SigningKeys, decision: KeyDecision) -> list[SigningKey]:
 # The keystore
 
 
-def test_ss_030_seeding_fills_an_empty_keystore_once() -> None:
+@pytest.mark.spec("SS-030")
+def test_seeding_fills_an_empty_keystore_once() -> None:
     first = seed_key([], "k", A)
     keys = after([], first)
 
@@ -72,15 +73,17 @@ def test_ss_030_seeding_fills_an_empty_keystore_once() -> None:
     assert seed_key(keys, "k", B) == KeyDecision(KeyAlreadySeeded("k", same_secret=False))
 
 
+@pytest.mark.spec("SS-030")
 @pytest.mark.parametrize(("kid", "secret"), [("k", A[:62]), ("k", A + "00"), ("k", "zz" * 32), ("", A), ("a:b", A)])
-def test_ss_030_a_seed_of_the_wrong_form_is_invalid_input(kid: str, secret: str) -> None:
+def test_a_seed_of_the_wrong_form_is_invalid_input(kid: str, secret: str) -> None:
     decision = seed_key([], kid, secret)
 
     assert isinstance(decision.answer, InvalidInput)
     assert decision.put == ()
 
 
-def test_ss_030_seeding_beside_another_key_names_the_active_one() -> None:
+@pytest.mark.spec("SS-030")
+def test_seeding_beside_another_key_names_the_active_one() -> None:
     decision = seed_key([key("k1", A)], "k2", B)
 
     assert isinstance(decision.answer, InvalidInput)
@@ -122,7 +125,8 @@ def test_any_number_of_keys_can_be_in_grace() -> None:
     assert list_kids(keys, NOW + 5001).verifying == (VerifyingKid("b", NOW + 10_000),)
 
 
-def test_ss_029_rotation_idempotency() -> None:
+@pytest.mark.spec("SS-029")
+def test_rotation_idempotency() -> None:
     keys = [key("k1", A, NOW + 1000), key("k2", B)]
 
     assert rotate_key(keys, "k2", B, 0, NOW) == KeyDecision(KeyUnchanged("k2"))
@@ -138,7 +142,8 @@ def test_a_current_key_that_lost_its_secret_is_repaired() -> None:
     assert rotate_key([torn], "k1", A, 0, NOW) == KeyDecision(KeyUnchanged("k1"), put=(key("k1", A),))
 
 
-def test_ss_028_a_rotation_drops_the_keys_whose_time_is_over() -> None:
+@pytest.mark.spec("SS-028")
+def test_a_rotation_drops_the_keys_whose_time_is_over() -> None:
     keys = [
         key("over", A, NOW - 1),
         key("last moment", A, NOW),
@@ -245,7 +250,8 @@ def stored(grant_key: str, worker_id: str = "worker-a", worker_instance_id: str 
     )
 
 
-def test_ex_030_grant_key_vectors() -> None:
+@pytest.mark.spec("EX-030")
+def test_grant_key_vectors() -> None:
     claim, reclaim = signed(), signed(reclaim=True)
 
     assert claim == f"pg:{EXECUTION}:{EXPIRES}:k1:{CLAIM_DIGEST}"
@@ -253,15 +259,17 @@ def test_ex_030_grant_key_vectors() -> None:
     assert grant_id(claim) == "62010bf463948d47c6adefe39ba2c66632e689730d17ef63191a802988c4c819"
 
 
+@pytest.mark.spec("EX-030")
 @pytest.mark.parametrize("reclaim", [False, True])
-def test_ex_030_a_genuine_key_verifies(reclaim: bool) -> None:
+def test_a_genuine_key_verifies(reclaim: bool) -> None:
     grant_key = signed(reclaim=reclaim)
 
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], NOW) is None
 
 
+@pytest.mark.spec("EX-030")
 @pytest.mark.parametrize(("worker", "instance"), [("worker-b", "inst-1"), ("worker-a", "inst-2")])
-def test_ex_030_another_worker_or_instance_breaks_the_signature(worker: str, instance: str) -> None:
+def test_another_worker_or_instance_breaks_the_signature(worker: str, instance: str) -> None:
     grant_key = signed()
 
     fault = verify_grant(grant_key, stored(grant_key, worker, instance), [GRANT_SECRET], NOW)
@@ -269,6 +277,7 @@ def test_ex_030_another_worker_or_instance_breaks_the_signature(worker: str, ins
     assert fault is GrantFault.SIGNATURE_MISMATCH
 
 
+@pytest.mark.spec("EX-030")
 @pytest.mark.parametrize(
     ("part", "other"),
     [
@@ -279,28 +288,31 @@ def test_ex_030_another_worker_or_instance_breaks_the_signature(worker: str, ins
         (CLAIM_DIGEST, RECLAIM_DIGEST),
     ],
 )
-def test_ex_030_any_change_to_the_key_breaks_the_signature(part: str, other: str) -> None:
+def test_any_change_to_the_key_breaks_the_signature(part: str, other: str) -> None:
     grant_key = signed().replace(part, other, 1)
 
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], NOW) is GrantFault.SIGNATURE_MISMATCH
 
 
-def test_ex_030_an_unknown_kid_is_told_apart() -> None:
+@pytest.mark.spec("EX-030")
+def test_an_unknown_kid_is_told_apart() -> None:
     grant_key = signed()
 
     assert verify_grant(grant_key, stored(grant_key), [], NOW) is GrantFault.UNKNOWN_KID
     assert verify_grant(grant_key, stored(grant_key), [key("k2", A)], NOW) is GrantFault.UNKNOWN_KID
 
 
+@pytest.mark.spec("EX-030")
 @pytest.mark.parametrize(("now", "fault"), [(EXPIRES - 1, None), (EXPIRES, "expired"), (EXPIRES + 1, "expired")])
-def test_ex_030_a_key_is_good_until_its_end_and_not_at_it(now: int, fault: str | None) -> None:
+def test_a_key_is_good_until_its_end_and_not_at_it(now: int, fault: str | None) -> None:
     grant_key = signed()
 
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], now) == fault
 
 
+@pytest.mark.spec("EX-030")
 @pytest.mark.parametrize("grace_ms", [0, 1000])
-def test_ex_030_a_key_signed_before_a_rotation_still_verifies(grace_ms: int) -> None:
+def test_a_key_signed_before_a_rotation_still_verifies(grace_ms: int) -> None:
     grant_key = signed()
     keys = after([GRANT_SECRET], rotate_key([GRANT_SECRET], "k2", A, grace_ms, NOW))
 
@@ -343,6 +355,7 @@ def test_the_published_token_is_minted_and_verified() -> None:
     assert verify(TOKEN) is None
 
 
+@pytest.mark.spec("SS-026")
 @pytest.mark.parametrize(
     ("token", "detail"),
     [
@@ -359,11 +372,12 @@ def test_the_published_token_is_minted_and_verified() -> None:
         ("zz:" + "0" * 64, "invalid_token"),
     ],
 )
-def test_ss_026_bad_tokens(token: str, detail: str) -> None:
+def test_bad_tokens(token: str, detail: str) -> None:
     assert verify(token) == InvalidToken(detail)
 
 
-def test_ss_027_a_waitpoint_that_is_not_there_is_refused_like_a_wrong_signature() -> None:
+@pytest.mark.spec("SS-027")
+def test_a_waitpoint_that_is_not_there_is_refused_like_a_wrong_signature() -> None:
     wrong = verify("k1:" + "0" * 64)
 
     assert verify(TOKEN, owner=None, stored=None) == wrong
@@ -373,14 +387,16 @@ def test_ss_027_a_waitpoint_that_is_not_there_is_refused_like_a_wrong_signature(
     assert verify("", owner=None, stored=None) == verify("") == InvalidToken("missing_token")
 
 
-def test_ss_032_boundary_of_grace() -> None:
+@pytest.mark.spec("SS-032")
+def test_boundary_of_grace() -> None:
     keys = [msgspec.structs.replace(TOKEN_SECRET, current=False, expires_at=NOW), key("k2", A)]
 
     assert verify(TOKEN, keys, NOW) is None
     assert verify(TOKEN, keys, NOW + 1) == InvalidToken("token_expired")
 
 
-def test_ss_028_a_token_of_a_dropped_key_is_merely_invalid() -> None:
+@pytest.mark.spec("SS-028")
+def test_a_token_of_a_dropped_key_is_merely_invalid() -> None:
     keys = after([TOKEN_SECRET], rotate_key([TOKEN_SECRET], "k2", A, 1000, NOW))
     assert verify(TOKEN, keys, NOW + 1001) == InvalidToken("token_expired")
     assert list_kids(keys, NOW + 1001) == KeyIds("k2", ())

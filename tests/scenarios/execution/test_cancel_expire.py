@@ -55,8 +55,9 @@ async def granted(play: Play) -> str:
 NEVER_CLAIMED = [waiting, delayed, blocked, route_blocked, granted]
 
 
+@pytest.mark.spec("EX-053")
 @pytest.mark.parametrize("state", NEVER_CLAIMED)
-async def test_ex_053_cancel_a_never_claimed_execution(play: Play, state: Any) -> None:
+async def test_cancel_a_never_claimed_execution(play: Play, state: Any) -> None:
     e = await state(play)
     play.clock.advance_ms(10)
 
@@ -77,7 +78,8 @@ async def test_ex_053_cancel_a_never_claimed_execution(play: Play, state: Any) -
         assert (await play.engine.sweep_once("delayed_promoter")).processed == 0
 
 
-async def test_ex_053_no_fence_is_needed_whatever_the_source(play: Play) -> None:
+@pytest.mark.spec("EX-053")
+async def test_no_fence_is_needed_whatever_the_source(play: Play) -> None:
     for source, by in (("worker", "worker"), ("flow_cascade", "flow_cascade"), ("cron 7", "cron 7"), ("", None)):
         e = await play.create()
         assert await play.engine.cancel_execution(e, source=source) == Cancelled(e)
@@ -86,7 +88,8 @@ async def test_ex_053_no_fence_is_needed_whatever_the_source(play: Play) -> None
         await play.engine.cancel_execution(MISSING)
 
 
-async def test_ex_054_operator_cancels_an_active_execution(play: Play) -> None:
+@pytest.mark.spec("EX-054")
+async def test_operator_cancels_an_active_execution(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     play.clock.advance_ms(10)
@@ -107,7 +110,8 @@ async def test_ex_054_operator_cancels_an_active_execution(play: Play) -> None:
                 await call()
 
 
-async def test_ex_054_whoever_is_not_the_system_needs_the_fence(play: Play) -> None:
+@pytest.mark.spec("EX-054")
+async def test_whoever_is_not_the_system_needs_the_fence(play: Play) -> None:
     engine = play.engine
     held = await play.claimed()
     e, other = held.execution_id, "99999999-9999-4999-8999-999999999999"
@@ -136,7 +140,8 @@ async def test_a_lease_that_a_timeout_of_the_system_cancels_is_the_reconciler_s_
     assert (await play.core(held.execution_id))["cancelled_by"] == "system_timeout"
 
 
-async def test_ex_055_cancel_after_terminal(play: Play) -> None:
+@pytest.mark.spec("EX-055")
+async def test_cancel_after_terminal(play: Play) -> None:
     engine = play.engine
     e = await play.create()
     await engine.cancel_execution(e, reason="a")
@@ -153,7 +158,8 @@ async def test_ex_055_cancel_after_terminal(play: Play) -> None:
         await engine.cancel_execution(held.execution_id)
 
 
-async def test_ex_056_cancel_while_waiting_for_retry(play: Play) -> None:
+@pytest.mark.spec("EX-056")
+async def test_cancel_while_waiting_for_retry(play: Play) -> None:
     held = await play.claimed(policy=retries(1))
     e = held.execution_id
     await play.engine.fail(held.handle, reason="flaky")
@@ -170,8 +176,9 @@ async def test_ex_056_cancel_while_waiting_for_retry(play: Play) -> None:
         assert await play.engine.promote_delayed(MISSING) is Promotion.NOT_FOUND
 
 
+@pytest.mark.spec("EX-056")
 @pytest.mark.parametrize("end", ["cancel", "expire"])
-async def test_ex_056_an_interrupted_attempt_ends_with_its_execution(play: Play, end: str) -> None:
+async def test_an_interrupted_attempt_ends_with_its_execution(play: Play, end: str) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.delayed(held)
@@ -190,7 +197,8 @@ async def test_ex_056_an_interrupted_attempt_ends_with_its_execution(play: Play,
     assert await play.told(e) == ["acquired", "released worker_delay"]
 
 
-async def test_ex_057_handle_cancel_replay(play: Play) -> None:
+@pytest.mark.spec("EX-057")
+async def test_handle_cancel_replay(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     assert await play.engine.cancel(held.handle, reason="mine") == Cancelled(e)
@@ -208,7 +216,8 @@ async def test_ex_057_handle_cancel_replay(play: Play) -> None:
         await play.engine.cancel(old.handle)
 
 
-async def test_ex_057_an_old_handle_cancels_what_is_cancelled_already(play: Play) -> None:
+@pytest.mark.spec("EX-057")
+async def test_an_old_handle_cancels_what_is_cancelled_already(play: Play) -> None:
     old = await play.claimed()
     await play.expired(old)
     new = await play.reclaimed(old.execution_id)
@@ -218,8 +227,9 @@ async def test_ex_057_an_old_handle_cancels_what_is_cancelled_already(play: Play
         assert await play.engine.cancel(old.handle, reason="mine") == Cancelled(old.execution_id)
 
 
+@pytest.mark.spec("EX-058")
 @pytest.mark.parametrize("lease", ["live", "expired", "revoked"])
-async def test_ex_058_expire_an_active_execution(play: Play, lease: str) -> None:
+async def test_expire_an_active_execution(play: Play, lease: str) -> None:
     held = await play.claimed(policy=retries(3))
     e = held.execution_id
     if lease == "expired":
@@ -248,9 +258,10 @@ async def test_ex_058_expire_an_active_execution(play: Play, lease: str) -> None
         assert await play.engine.expire_execution(MISSING) == AlreadyTerminal(MISSING)
 
 
+@pytest.mark.spec("EX-059")
 @pytest.mark.parametrize("state", NEVER_CLAIMED)
 @pytest.mark.parametrize("named", ["argument", "policy"])
-async def test_ex_059_expire_a_waiting_execution(play: Play, state: Any, named: str) -> None:
+async def test_expire_a_waiting_execution(play: Play, state: Any, named: str) -> None:
     t = play.now + 10_000
     create = play.create
 
@@ -276,7 +287,8 @@ async def test_ex_059_expire_a_waiting_execution(play: Play, state: Any, named: 
     assert await play.outcomes() == ["expired"]
 
 
-async def test_ex_059_a_deadline_covers_retries_and_delays(play: Play) -> None:
+@pytest.mark.spec("EX-059")
+async def test_a_deadline_covers_retries_and_delays(play: Play) -> None:
     t = play.now + 10_000
     held = await play.claimed(policy=retries(3, type="fixed", delay_ms=60_000), execution_deadline_at=t)
     await play.engine.fail(held.handle, reason="flaky")
@@ -310,14 +322,16 @@ async def times_out_at(play: Play, e: str, instant: int) -> None:
     assert (await play.core(e))["failure_reason"] == "attempt_timeout"
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("where", ["claim", "policy"])
-async def test_ex_060_attempt_timeout_arming(play: Play, where: str) -> None:
+async def test_attempt_timeout_arming(play: Play, where: str) -> None:
     held = await timed(play, where, **retries(3))
 
     await times_out_at(play, held.execution_id, play.now + 1000)
 
 
-async def test_ex_060_a_retry_disarms_the_timer(play: Play) -> None:
+@pytest.mark.spec("EX-060")
+async def test_a_retry_disarms_the_timer(play: Play) -> None:
     t = play.now
     held = await timed(play, "policy", **retries(3, type="fixed", delay_ms=60_000))
     play.clock.now = t + 500
@@ -331,8 +345,9 @@ async def test_ex_060_a_retry_disarms_the_timer(play: Play) -> None:
     await times_out_at(play, held.execution_id, play.now + 1000)
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("road", ["named", "stored", "pull", "operator", "longer"])
-async def test_ex_060_a_resumed_attempt_has_the_time_it_had_left(play: Play, road: str) -> None:
+async def test_a_resumed_attempt_has_the_time_it_had_left(play: Play, road: str) -> None:
     t = play.now
     held = await timed(play)
     e = held.execution_id
@@ -360,8 +375,9 @@ async def test_ex_060_a_resumed_attempt_has_the_time_it_had_left(play: Play, roa
     await times_out_at(play, e, u + (2000 if road == "longer" else 600))
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("wait", ["suspend", "park"])
-async def test_ex_060_an_attempt_that_waited_has_the_time_it_had_left(play: Play, waits: Waits, wait: str) -> None:
+async def test_an_attempt_that_waited_has_the_time_it_had_left(play: Play, waits: Waits, wait: str) -> None:
     t = play.now
     held = await timed(play)
     e = held.execution_id
@@ -391,10 +407,9 @@ async def test_who_cancelled_is_kept_though_the_reason_is_one_of_the_engine_s_ow
     assert (core["cancelled_by"], core["cancellation_reason"]) == (source, reason)
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("late_ms", [0, 250])
-async def test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away(
-    play: Play, late_ms: int
-) -> None:
+async def test_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away(play: Play, late_ms: int) -> None:
     held = await timed(play)
     e = held.execution_id
     play.clock.advance_ms(1000 + late_ms)
@@ -406,7 +421,8 @@ async def test_ex_060_time_that_has_run_out_is_not_forgotten_when_the_work_is_pu
     await times_out_at(play, e, play.now + 1)
 
 
-async def test_ex_060_a_block_does_not_forget_the_time_that_was_left(play: Play) -> None:
+@pytest.mark.spec("EX-060")
+async def test_a_block_does_not_forget_the_time_that_was_left(play: Play) -> None:
     t = play.now
     held = await timed(play)
     e = held.execution_id
@@ -420,8 +436,9 @@ async def test_ex_060_a_block_does_not_forget_the_time_that_was_left(play: Play)
     await times_out_at(play, e, t + 400 + 600)
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("where", ["policy", "claim"])
-async def test_ex_060_a_takeover_has_the_whole_time_again(play: Play, where: str) -> None:
+async def test_a_takeover_has_the_whole_time_again(play: Play, where: str) -> None:
     held = await timed(play, where, timeout=40_000)
     await play.expired(held)
 
@@ -431,8 +448,9 @@ async def test_ex_060_a_takeover_has_the_whole_time_again(play: Play, where: str
     await times_out_at(play, held.execution_id, play.now + 40_000)
 
 
+@pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("meanwhile", ["complete", "retry"])
-async def test_ex_060_a_timer_that_was_listed_but_is_gone_does_nothing(play: Play, meanwhile: str) -> None:
+async def test_a_timer_that_was_listed_but_is_gone_does_nothing(play: Play, meanwhile: str) -> None:
     held = await timed(play, "policy", **retries(3))
     e = held.execution_id
     play.clock.advance_ms(1000)
@@ -453,7 +471,8 @@ async def test_ex_060_a_timer_that_was_listed_but_is_gone_does_nothing(play: Pla
         assert late == (AlreadyTerminal(e) if meanwhile == "complete" else NotDue(e))
 
 
-async def test_ex_060_no_time_arms_nothing(play: Play) -> None:
+@pytest.mark.spec("EX-060")
+async def test_no_time_arms_nothing(play: Play) -> None:
     for held in (await timed(play, timeout=0), await timed(play, "policy", timeout=0), await play.claimed()):
         assert "attempt_timeout_at" not in await play.core(held.execution_id)
     play.clock.advance_ms(10)

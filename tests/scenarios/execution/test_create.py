@@ -30,8 +30,9 @@ async def another_backend(clock: ManualClock, tag: BackendTag) -> Engine:
     return Engine(Watched(store), minter=SeededMinter(2))
 
 
+@pytest.mark.spec("EX-006")
 @pytest.mark.parametrize("forged", [False, True], ids=["foreign", "forged"])
-async def test_ex_006_handle_offered_to_another_backend(play: Play, forged: bool) -> None:
+async def test_handle_offered_to_another_backend(play: Play, forged: bool) -> None:
     here = play.engine
     held = await play.claimed()
     there = await another_backend(play.clock, here.store.tag)
@@ -52,7 +53,8 @@ async def test_ex_006_handle_offered_to_another_backend(play: Play, forged: bool
     assert await here.complete(held.handle) == Completed(held.execution_id)
 
 
-async def test_ex_007_plain_create(play: Play) -> None:
+@pytest.mark.spec("EX-007")
+async def test_plain_create(play: Play) -> None:
     e = play.engine.new_execution_id()
 
     answer = await play.engine.create_execution(execution_id=e, priority=5)
@@ -75,7 +77,8 @@ async def test_ex_007_plain_create(play: Play) -> None:
     assert (await play.everything())["events"] == []
 
 
-async def test_ex_008_delayed_create_and_promotion(play: Play) -> None:
+@pytest.mark.spec("EX-008")
+async def test_delayed_create_and_promotion(play: Play) -> None:
     engine, e, t = play.engine, play.engine.new_execution_id(), play.now
 
     answer = await engine.create_execution(execution_id=e, delay_until=t + 5000)
@@ -105,14 +108,16 @@ async def test_ex_008_delayed_create_and_promotion(play: Play) -> None:
         assert await engine.promote_delayed(e) is Promotion.NOT_DELAYED
 
 
-def test_ex_008_a_promotion_is_told_in_the_words_of_the_specification() -> None:
+@pytest.mark.spec("EX-008")
+def test_a_promotion_is_told_in_the_words_of_the_specification() -> None:
     words = ["promoted", "not_yet_due", "not_delayed_cleaned", "not_runnable_cleaned", "not_found_cleaned"]
     assert [answer.value for answer in Promotion] == words
 
 
+@pytest.mark.spec("EX-009")
 @pytest.mark.parametrize("early", [1, 0], ids=["a millisecond ago", "now"])
 @pytest.mark.parametrize("in_policy", [False, True], ids=["argument", "policy"])
-async def test_ex_009_delay_until_already_past(play: Play, early: int, in_policy: bool) -> None:
+async def test_delay_until_already_past(play: Play, early: int, in_policy: bool) -> None:
     engine, e, t = play.engine, play.engine.new_execution_id(), play.now
     until = t - early
     given: dict[str, Any] = {"policy": {"delay_until": until}} if in_policy else {"delay_until": until}
@@ -127,8 +132,9 @@ async def test_ex_009_delay_until_already_past(play: Play, early: int, in_policy
     assert (await play.claim(e)).lease_epoch == 1
 
 
+@pytest.mark.spec("EX-010")
 @pytest.mark.parametrize("life", ["waiting", "active", "terminal"])
-async def test_ex_010_duplicate_execution_id(play: Play, life: str) -> None:
+async def test_duplicate_execution_id(play: Play, life: str) -> None:
     engine = play.engine
     e = await play.create(priority=5, input_payload=b"A", tags={"a.b": "1"}, policy={"max_replay_count": 3})
     if life != "waiting":
@@ -150,7 +156,8 @@ async def test_ex_010_duplicate_execution_id(play: Play, life: str) -> None:
     assert await engine.get_execution_tag(e, "a.b") == "1"
 
 
-async def test_ex_011_idempotency_key_returns_the_first_execution(play: Play) -> None:
+@pytest.mark.spec("EX-011")
+async def test_idempotency_key_returns_the_first_execution(play: Play) -> None:
     engine = play.engine
     e1 = await play.create(namespace="n1", idempotency_key="k")
 
@@ -174,7 +181,8 @@ async def test_ex_011_idempotency_key_returns_the_first_execution(play: Play) ->
     assert await engine.create_execution(execution_id=e1, namespace="n1", idempotency_key="k2") == Duplicate(e1)
 
 
-async def test_ex_011_the_window_is_the_policy_s_and_outlives_the_execution(play: Play) -> None:
+@pytest.mark.spec("EX-011")
+async def test_the_window_is_the_policy_s_and_outlives_the_execution(play: Play) -> None:
     engine = play.engine
     policy = {"dedup_window_ms": 5000, "stream_policy": {"retention_ttl_ms": 1000}}
     e1 = await play.create(idempotency_key="k", policy=policy)
@@ -190,8 +198,9 @@ async def test_ex_011_the_window_is_the_policy_s_and_outlives_the_execution(play
     await play.create(idempotency_key="k")
 
 
+@pytest.mark.spec("EX-011")
 @pytest.mark.parametrize("window", [1, 1000])
-async def test_ex_011_a_key_is_remembered_to_the_last_millisecond_of_its_window(play: Play, window: int) -> None:
+async def test_a_key_is_remembered_to_the_last_millisecond_of_its_window(play: Play, window: int) -> None:
     first = await play.create(idempotency_key="k", policy={"dedup_window_ms": window})
 
     async def again() -> Created | Duplicate:
@@ -204,9 +213,10 @@ async def test_ex_011_a_key_is_remembered_to_the_last_millisecond_of_its_window(
     assert isinstance(await again(), Created)
 
 
+@pytest.mark.spec("EX-011")
 @pytest.mark.parametrize("window", [None, 0])
 @pytest.mark.parametrize("before", ["never used", "over"])
-async def test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once(
+async def test_a_key_that_another_process_uses_meanwhile_is_used_once(
     play: Play, before: str, window: int | None
 ) -> None:
     if before == "over":
@@ -225,7 +235,8 @@ async def test_ex_011_a_key_that_another_process_uses_meanwhile_is_used_once(
     assert loser not in await play.eligible()
 
 
-async def test_ex_012_priority_clamp_at_create(play: Play) -> None:
+@pytest.mark.spec("EX-012")
+async def test_priority_clamp_at_create(play: Play) -> None:
     asked = [9000, 10_000, 0, -5]
     created = []
     for priority in asked:
@@ -236,7 +247,8 @@ async def test_ex_012_priority_clamp_at_create(play: Play) -> None:
     assert await play.eligible() == created
 
 
-async def test_ex_013_rejected_policy_leaves_nothing_behind(play: Play) -> None:
+@pytest.mark.spec("EX-013")
+async def test_rejected_policy_leaves_nothing_behind(play: Play) -> None:
     engine, e = play.engine, play.engine.new_execution_id()
 
     for text in ("{not json", "{", '{"priority": NaN}', "{}x", "{}\0", '{"x": "\ud800"}'):
@@ -261,6 +273,7 @@ async def test_a_policy_that_is_no_json_is_refused_as_a_mapping_too(play: Play, 
         await play.create(policy={"retry_policy": {}, part: no_json})
 
 
+@pytest.mark.spec("EX-014")
 @pytest.mark.parametrize(
     ("routing", "error", "detail"),
     [
@@ -274,7 +287,7 @@ async def test_a_policy_that_is_no_json_is_refused_as_a_mapping_too(play: Play, 
         (7, errors.InvalidPolicyJson, "routing_requirements:not_object"),
     ],
 )
-async def test_ex_014_a_create_with_a_wrong_requirement_is_refused(
+async def test_a_create_with_a_wrong_requirement_is_refused(
     play: Play, routing: object, error: type[errors.FabricError], detail: str
 ) -> None:
     e = play.engine.new_execution_id()
@@ -285,7 +298,8 @@ async def test_ex_014_a_create_with_a_wrong_requirement_is_refused(
     assert await play.engine.describe_execution(e) is None
 
 
-async def test_ex_014_a_requirement_in_any_alphabet_is_stored(play: Play) -> None:
+@pytest.mark.spec("EX-014")
+async def test_a_requirement_in_any_alphabet_is_stored(play: Play) -> None:
     e = await play.create(policy={"routing_requirements": {"required_capabilities": ["东京-gpu", "a"]}})
 
     assert (await play.core(e))["required_capabilities"] == "a,东京-gpu"
@@ -294,7 +308,8 @@ async def test_ex_014_a_requirement_in_any_alphabet_is_stored(play: Play) -> Non
     )
 
 
-async def test_ex_015_create_time_tags(play: Play) -> None:
+@pytest.mark.spec("EX-015")
+async def test_create_time_tags(play: Play) -> None:
     engine = play.engine
     e = await play.create(tags={"cairn.instance_id": "i1", "app.sub.field": "v"})
     other = await play.create(tags={"cairn.instance_id": "i2"})

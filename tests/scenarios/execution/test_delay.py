@@ -13,7 +13,8 @@ from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from tests.scenarios.play import ACTIVE, DELAYED, RESUMABLE, Play
 
 
-async def test_ex_050_worker_delay_and_resume(play: Play) -> None:
+@pytest.mark.spec("EX-050")
+async def test_worker_delay_and_resume(play: Play) -> None:
     deadline = play.now + 90_000
     held = await play.claimed(execution_deadline_at=deadline)
     e = held.execution_id
@@ -69,7 +70,8 @@ async def test_ex_050_worker_delay_and_resume(play: Play) -> None:
     assert await play.told(e) == ["acquired", "released worker_delay", "acquired claim_resumed"]
 
 
-async def test_ex_050_a_pull_resumes_like_a_grant(play: Play) -> None:
+@pytest.mark.spec("EX-050")
+async def test_a_pull_resumes_like_a_grant(play: Play) -> None:
     held = await play.claimed(input_payload=b"in")
     await play.delayed(held)
     await play.promoted(held.execution_id)
@@ -85,8 +87,9 @@ async def test_ex_050_a_pull_resumes_like_a_grant(play: Play) -> None:
     assert (await play.attempt(held.execution_id, 0)).resumed_at == play.now
 
 
+@pytest.mark.spec("EX-050")
 @pytest.mark.parametrize("early", [1, 0, 10**9])
-async def test_ex_050_a_delay_into_the_past_is_over_at_the_next_pass(play: Play, early: int) -> None:
+async def test_a_delay_into_the_past_is_over_at_the_next_pass(play: Play, early: int) -> None:
     held = await play.claimed()
     e = held.execution_id
 
@@ -97,7 +100,8 @@ async def test_ex_050_a_delay_into_the_past_is_over_at_the_next_pass(play: Play,
     assert await play.vector(e) == RESUMABLE
 
 
-async def test_ex_051_with_no_dependency_the_work_is_claimable_at_once(play: Play) -> None:
+@pytest.mark.spec("EX-051")
+async def test_with_no_dependency_the_work_is_claimable_at_once(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     play.clock.advance_ms(10)
@@ -115,7 +119,8 @@ async def test_ex_051_with_no_dependency_the_work_is_claimable_at_once(play: Pla
     assert (resumed.attempt_id, resumed.lease_epoch) == (held.attempt_id, 2)
 
 
-async def test_ex_052_old_handle_after_delay(play: Play) -> None:
+@pytest.mark.spec("EX-052")
+async def test_old_handle_after_delay(play: Play) -> None:
     held = await play.claimed("wa")
     e = held.execution_id
     await play.delayed(held)

@@ -35,7 +35,8 @@ def retries(count: int, categories: tuple[str, ...] = (), **backoff: Any) -> dic
     return {"retry_policy": {"max_retries": count, "backoff": backoff, "retryable_categories": list(categories)}}
 
 
-async def test_ex_040_complete(play: Play) -> None:
+@pytest.mark.spec("EX-040")
+async def test_complete(play: Play) -> None:
     t0 = play.now
     policy = {"timeout_policy": {"attempt_timeout_ms": 20_000}}
     held = await play.claimed(policy=policy, execution_deadline_at=t0 + 25_000)
@@ -92,7 +93,8 @@ async def test_ex_040_complete(play: Play) -> None:
             assert (await play.engine.sweep_once(sweep)).processed == 0
 
 
-async def test_ex_041_complete_replay_by_the_same_holder(play: Play) -> None:
+@pytest.mark.spec("EX-041")
+async def test_complete_replay_by_the_same_holder(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.engine.complete(held.handle, result=b"R1")
@@ -110,7 +112,8 @@ async def test_ex_041_complete_replay_by_the_same_holder(play: Play) -> None:
         await play.engine.complete(execution_id=e, fence=Fence(held.lease_id, 2, held.attempt_id))
 
 
-async def test_ex_042_operator_override_completion(play: Play) -> None:
+@pytest.mark.spec("EX-042")
+async def test_operator_override_completion(play: Play) -> None:
     engine, override = play.engine, "operator_override"
     held = await play.claimed()
     e = held.execution_id
@@ -154,7 +157,8 @@ async def test_blank_parts_of_a_fence_are_parts_that_were_not_given(play: Play) 
     assert await engine.complete(execution_id=e, fence=blank, source="operator_override") == Completed(e)
 
 
-async def test_ex_043_result_presence(play: Play) -> None:
+@pytest.mark.spec("EX-043")
+async def test_result_presence(play: Play) -> None:
     for result in (None, b"", b"x", bytes(range(256))):
         held = await play.claimed()
         assert await play.engine.get_execution_result(held.execution_id) is None
@@ -162,8 +166,9 @@ async def test_ex_043_result_presence(play: Play) -> None:
         assert await play.engine.get_execution_result(held.execution_id) == result
 
 
+@pytest.mark.spec("EX-044")
 @pytest.mark.parametrize("why", ["no policy", "no retries", "unparsable", "permanent", "cancelled"])
-async def test_ex_044_fail_without_usable_policy(play: Play, why: str) -> None:
+async def test_fail_without_usable_policy(play: Play, why: str) -> None:
     policy = None if why == "no policy" else retries(0 if why == "no retries" else 3)
     held = await play.claimed(policy=policy)
     e = held.execution_id
@@ -194,7 +199,8 @@ async def test_a_blank_retry_policy_leaves_the_execution_s_own_in_force(play: Pl
     assert isinstance(await play.engine.fail(held.handle, reason="boom", retry_policy=""), RetryScheduled)
 
 
-async def test_ex_045_fail_with_retry_scheduled(play: Play) -> None:
+@pytest.mark.spec("EX-045")
+async def test_fail_with_retry_scheduled(play: Play) -> None:
     deadline = play.now + 90_000
     held = await play.claimed(policy=retries(2), execution_deadline_at=deadline)
     e = held.execution_id
@@ -240,7 +246,8 @@ async def test_ex_045_fail_with_retry_scheduled(play: Play) -> None:
         assert await play.engine.fail(held.handle, reason="again") == RetryScheduled(e, 0, 1)
 
 
-async def test_ex_046_retry_claim_lineage(play: Play) -> None:
+@pytest.mark.spec("EX-046")
+async def test_retry_claim_lineage(play: Play) -> None:
     t0 = play.now
     held = await play.claimed(policy=retries(2))
     e = held.execution_id
@@ -274,6 +281,7 @@ async def failures(play: Play, policy: dict[str, Any], count: int) -> list[int]:
     return pauses
 
 
+@pytest.mark.spec("EX-047")
 @pytest.mark.parametrize(
     ("backoff", "pauses"),
     [
@@ -286,18 +294,20 @@ async def failures(play: Play, policy: dict[str, Any], count: int) -> list[int]:
         ({"type": "lunar"}, [1000, 1000]),
     ],
 )
-async def test_ex_047_backoff_of_successive_failures(play: Play, backoff: dict[str, Any], pauses: list[int]) -> None:
+async def test_backoff_of_successive_failures(play: Play, backoff: dict[str, Any], pauses: list[int]) -> None:
     assert await failures(play, retries(4, **backoff), len(pauses)) == pauses
 
 
+@pytest.mark.spec("EX-047")
 @pytest.mark.parametrize(("chance", "pause"), [(0.0, 500), (0.999999, 1000)])
-async def test_ex_047_jitter_spreads_the_first_pause(play: Play, chance: float, pause: int) -> None:
+async def test_jitter_spreads_the_first_pause(play: Play, chance: float, pause: int) -> None:
     play.engine.random = lambda: chance
 
     assert await failures(play, retries(1, type="exponential", initial_delay_ms=1000, jitter=True), 1) == [pause]
 
 
-async def test_ex_048_retryable_categories_filter(play: Play) -> None:
+@pytest.mark.spec("EX-048")
+async def test_retryable_categories_filter(play: Play) -> None:
     held = await play.claimed(policy=retries(5, ("rate_limit",)))
     e = held.execution_id
     assert isinstance(await play.engine.fail(held.handle, reason="r", category="rate_limit"), RetryScheduled)
@@ -313,9 +323,10 @@ async def test_ex_048_retryable_categories_filter(play: Play) -> None:
         free = await play.claimed_again(free.execution_id)
 
 
+@pytest.mark.spec("EX-049")
 @pytest.mark.parametrize("first", ["complete", "cancel"])
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_ex_049_complete_versus_cancel_race(play: Play, first: str, processes: int) -> None:
+async def test_complete_versus_cancel_race(play: Play, first: str, processes: int) -> None:
     engine = play.engine
     operator = engine if processes == 1 else Engine(engine.store, minter=SeededMinter(9))
     held = await play.claimed()
@@ -345,7 +356,8 @@ async def test_ex_049_complete_versus_cancel_race(play: Play, first: str, proces
         assert await engine.cancel_execution(e) == Cancelled(e)
 
 
-async def test_ex_049_of_many_ends_exactly_one_takes_effect(play: Play) -> None:
+@pytest.mark.spec("EX-049")
+async def test_of_many_ends_exactly_one_takes_effect(play: Play) -> None:
     engine, other = play.engine, Engine(play.engine.store, minter=SeededMinter(9))
     held = await play.claimed()
     e = held.execution_id

@@ -50,7 +50,8 @@ def identity(held: Claimed, worker: str = "wa") -> dict[str, Any]:
     }
 
 
-async def test_ex_032_renew_extends_and_may_shorten(play: Play) -> None:
+@pytest.mark.spec("EX-032")
+async def test_renew_extends_and_may_shorten(play: Play) -> None:
     held = await play.claimed()
     e, t = held.execution_id, play.now
     before = await play.core(e)
@@ -75,7 +76,8 @@ async def test_ex_032_renew_extends_and_may_shorten(play: Play) -> None:
     assert await play.told(e) == ["acquired"], "renewals are told in the feed only"
 
 
-async def test_ex_032_a_handle_renews_for_its_own_length(play: Play) -> None:
+@pytest.mark.spec("EX-032")
+async def test_a_handle_renews_for_its_own_length(play: Play) -> None:
     held = await play.claimed(ttl=7000)
     play.clock.advance_ms(6999)
 
@@ -85,7 +87,8 @@ async def test_ex_032_a_handle_renews_for_its_own_length(play: Play) -> None:
     assert renewed == Renewed(play.now + 7000, 1)
 
 
-async def test_ex_032_a_named_lease_renews_like_a_handle(play: Play) -> None:
+@pytest.mark.spec("EX-032")
+async def test_a_named_lease_renews_like_a_handle(play: Play) -> None:
     held = await play.claimed()
     play.clock.advance_ms(10)
 
@@ -109,7 +112,8 @@ async def test_however_often_a_lease_is_renewed_its_history_keeps_the_rest(
     assert await play.told(held.execution_id) == ["acquired", "released completed"]
 
 
-async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
+@pytest.mark.spec("EX-033")
+async def test_renew_at_the_exact_expiry_instant(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     before = await play.core(e)
@@ -134,7 +138,8 @@ async def test_ex_033_renew_at_the_exact_expiry_instant(play: Play) -> None:
         await play.engine.renew(held.handle, lease_ttl_ms=LEASE_MS)
 
 
-async def test_ex_033_a_clock_that_goes_back_revives_no_lease(play: Play) -> None:
+@pytest.mark.spec("EX-033")
+async def test_a_clock_that_goes_back_revives_no_lease(play: Play) -> None:
     held = await play.claimed()
     play.clock.advance_ms(LEASE_MS)
     await play.engine.mark_lease_expired_if_due(held.execution_id)
@@ -145,7 +150,8 @@ async def test_ex_033_a_clock_that_goes_back_revives_no_lease(play: Play) -> Non
             await late(held.handle)
 
 
-async def test_ex_034_renew_fence_requirements(play: Play) -> None:
+@pytest.mark.spec("EX-034")
+async def test_renew_fence_requirements(play: Play) -> None:
     held = await play.claimed()
     e, fence = held.execution_id, fence_of(held)
 
@@ -168,7 +174,8 @@ async def test_ex_034_renew_fence_requirements(play: Play) -> None:
     assert (await renew(fence)).lease_epoch == 1
 
 
-async def test_ex_034_a_missing_execution_is_looked_for_before_the_fence(play: Play) -> None:
+@pytest.mark.spec("EX-034")
+async def test_a_missing_execution_is_looked_for_before_the_fence(play: Play) -> None:
     for fence in (Fence(), Fence(lease_epoch=1), Fence(OTHER, 1, OTHER)):
         async with play.refused(errors.NotFound, entity="execution"):
             await play.engine.renew(execution_id=MISSING, attempt_index=0, fence=fence, lease_ttl_ms=LEASE_MS)
@@ -176,7 +183,8 @@ async def test_ex_034_a_missing_execution_is_looked_for_before_the_fence(play: P
         await play.engine.renew(execution_id=MISSING, attempt_index=0, fence=Fence(), lease_ttl_ms=0)
 
 
-async def test_ex_034_what_is_not_active_cannot_be_renewed(play: Play) -> None:
+@pytest.mark.spec("EX-034")
+async def test_what_is_not_active_cannot_be_renewed(play: Play) -> None:
     held = await play.claimed()
     await play.engine.complete(held.handle)
     waiting = await play.create()
@@ -191,7 +199,8 @@ async def test_ex_034_what_is_not_active_cannot_be_renewed(play: Play) -> None:
         )
 
 
-async def test_ex_035_mark_lease_expired_if_due_answers(play: Play) -> None:
+@pytest.mark.spec("EX-035")
+async def test_mark_lease_expired_if_due_answers(play: Play) -> None:
     engine = play.engine
     waiting = await play.create()
     revoked = await play.claimed()
@@ -222,7 +231,8 @@ async def test_ex_035_mark_lease_expired_if_due_answers(play: Play) -> None:
         assert (await engine.sweep_once("lease_expiry")).processed == 0
 
 
-async def test_ex_035_the_sweep_marks_what_lapsed_and_leaves_a_renewed_lease_alone(play: Play) -> None:
+@pytest.mark.spec("EX-035")
+async def test_the_sweep_marks_what_lapsed_and_leaves_a_renewed_lease_alone(play: Play) -> None:
     lapsed, renewed = await play.claimed(), await play.claimed()
     play.clock.advance_ms(LEASE_MS - 1)
     assert (await play.engine.sweep_once("lease_expiry")).processed == 0
@@ -235,7 +245,8 @@ async def test_ex_035_the_sweep_marks_what_lapsed_and_leaves_a_renewed_lease_alo
     assert await play.vector(renewed.execution_id) == ACTIVE
 
 
-async def test_ex_037_progress_updates(play: Play) -> None:
+@pytest.mark.spec("EX-037")
+async def test_progress_updates(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     before, events = await play.core(e), (await play.everything())["events"]
@@ -261,7 +272,8 @@ async def test_ex_037_progress_updates(play: Play) -> None:
     assert await play.engine.update_progress(e, fence=other_attempt, pct=91) == ProgressNoted(e)
 
 
-async def test_ex_037_progress_is_refused_without_a_live_lease_and_marks_nothing(play: Play) -> None:
+@pytest.mark.spec("EX-037")
+async def test_progress_is_refused_without_a_live_lease_and_marks_nothing(play: Play) -> None:
     held = await play.claimed()
     waiting = await play.create()
     async with play.refused(errors.ExecutionNotActive, lifecycle_phase="runnable", terminal_outcome="none"):
@@ -276,7 +288,8 @@ async def test_ex_037_progress_is_refused_without_a_live_lease_and_marks_nothing
     assert await play.vector(held.execution_id) == ACTIVE
 
 
-async def test_ex_038_revoke(play: Play) -> None:
+@pytest.mark.spec("EX-038")
+async def test_revoke(play: Play) -> None:
     engine = play.engine
     held = await play.claimed()
     e = held.execution_id
@@ -314,8 +327,9 @@ async def test_ex_038_revoke(play: Play) -> None:
     assert (await play.attempt(e, 0)).attempt_state == "started"
 
 
+@pytest.mark.spec("EX-038")
 @pytest.mark.parametrize("way", ["reclaim", "takeover", "cancel", "expire"])
-async def test_ex_038_the_ways_out_of_a_revoked_lease(play: Play, way: str) -> None:
+async def test_the_ways_out_of_a_revoked_lease(play: Play, way: str) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.revoked(held)
@@ -334,7 +348,8 @@ async def test_ex_038_the_ways_out_of_a_revoked_lease(play: Play, way: str) -> N
     assert not {"lease_revoked_at", "lease_revoke_reason", "blocking_detail"} & set(await play.core(e))
 
 
-async def test_ex_038_revoke_answers(play: Play) -> None:
+@pytest.mark.spec("EX-038")
+async def test_revoke_answers(play: Play) -> None:
     engine = play.engine
     held = await play.claimed()
     e = held.execution_id
@@ -360,7 +375,8 @@ async def test_ex_038_revoke_answers(play: Play) -> None:
         assert await engine.revoke_lease(lapsed.execution_id) == NothingToDo("already_expired")
 
 
-async def test_ex_039_epoch_through_a_long_life(play: Play) -> None:
+@pytest.mark.spec("EX-039")
+async def test_epoch_through_a_long_life(play: Play) -> None:
     engine = play.engine
     e = await play.create(policy={"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}})
     epochs: list[int] = []

@@ -29,7 +29,8 @@ from tests.scenarios.waits import Waits
 REPLAYED = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_replay_attempt/waiting"
 
 
-async def test_ex_072_change_priority_reorders(play: Play) -> None:
+@pytest.mark.spec("EX-072")
+async def test_change_priority_reorders(play: Play) -> None:
     engine = play.engine
     a = await play.create(priority=1)
     play.clock.advance_ms(10)
@@ -55,7 +56,8 @@ async def test_ex_072_change_priority_reorders(play: Play) -> None:
     assert (await play.next_for("wb")).execution_id == a
 
 
-async def test_ex_073_change_priority_clamps_and_refusals(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("EX-073")
+async def test_change_priority_clamps_and_refusals(play: Play, waits: Waits) -> None:
     engine = play.engine
     e = await play.create(priority=3)
     for asked, stored in ((10_000, 9000), (-5, 0)):
@@ -76,7 +78,8 @@ async def test_ex_073_change_priority_clamps_and_refusals(play: Play, waits: Wai
         await engine.change_priority(MISSING, 7)
 
 
-async def test_ex_074_replay_a_completed_execution(play: Play) -> None:
+@pytest.mark.spec("EX-074")
+async def test_replay_a_completed_execution(play: Play) -> None:
     engine = play.engine
     t0 = play.now
     deadline = t0 + 60_000
@@ -128,8 +131,9 @@ async def test_ex_074_replay_a_completed_execution(play: Play) -> None:
     assert (await engine.sweep_once("execution_deadline")).processed == 0, "a replay does not arm the deadline again"
 
 
+@pytest.mark.spec("EX-074")
 @pytest.mark.parametrize("road", ["grant", "pull"])
-async def test_ex_074_every_outcome_can_be_replayed(play: Play, road: str) -> None:
+async def test_every_outcome_can_be_replayed(play: Play, road: str) -> None:
     engine = play.engine
 
     async def failed(held: Claimed) -> None:
@@ -160,7 +164,8 @@ async def test_ex_074_every_outcome_can_be_replayed(play: Play, road: str) -> No
         assert await engine.complete(again.handle) == Completed(e)
 
 
-async def test_ex_074_what_never_ran_can_be_replayed_too(play: Play) -> None:
+@pytest.mark.spec("EX-074")
+async def test_what_never_ran_can_be_replayed_too(play: Play) -> None:
     e = await play.create()
     await play.engine.cancel_execution(e)
     await play.engine.replay_execution(e)
@@ -172,7 +177,8 @@ async def test_ex_074_what_never_ran_can_be_replayed_too(play: Play) -> None:
     assert (await play.attempt(e, 0)).lineage.replayed_from_attempt_index is None
 
 
-async def test_ex_075_replay_limits_and_gating(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("EX-075")
+async def test_replay_limits_and_gating(play: Play, waits: Waits) -> None:
     engine = play.engine
     async with play.refused(errors.NotFound, entity="execution"):
         await engine.replay_execution(MISSING)
@@ -200,7 +206,8 @@ async def test_ex_075_replay_limits_and_gating(play: Play, waits: Waits) -> None
         await engine.replay_execution(free)
 
 
-async def test_ex_077_replay_does_not_reset_retry_budget(play: Play) -> None:
+@pytest.mark.spec("EX-077")
+async def test_replay_does_not_reset_retry_budget(play: Play) -> None:
     engine = play.engine
     held = await play.claimed(policy=retries(1))
     e = held.execution_id
@@ -221,7 +228,8 @@ def blocked(eligibility: str, reason: str, public: str) -> str:
     return f"runnable/unowned/{eligibility}/{reason}/none/pending_first_attempt/{public}"
 
 
-async def test_ex_081_block_and_unblock(play: Play) -> None:
+@pytest.mark.spec("EX-081")
+async def test_block_and_unblock(play: Play) -> None:
     engine, e = play.engine, await play.create()
     play.clock.advance_ms(10)
 
@@ -245,6 +253,7 @@ async def test_ex_081_block_and_unblock(play: Play) -> None:
         await engine.unblock_execution(e)
 
 
+@pytest.mark.spec("EX-081")
 @pytest.mark.parametrize(
     ("reason", "eligibility", "public", "clearable"),
     [
@@ -255,7 +264,7 @@ async def test_ex_081_block_and_unblock(play: Play) -> None:
         ("paused_by_policy", "blocked_by_lane_state", "waiting", False),
     ],
 )
-async def test_ex_081_every_reason_and_its_state(
+async def test_every_reason_and_its_state(
     play: Play, reason: str, eligibility: str, public: str, clearable: bool
 ) -> None:
     engine, e = play.engine, await play.create()
@@ -272,7 +281,8 @@ async def test_ex_081_every_reason_and_its_state(
         assert await engine.cancel_execution(e) == Cancelled(e)
 
 
-async def test_ex_081_wrong_reasons_and_wrong_states(play: Play) -> None:
+@pytest.mark.spec("EX-081")
+async def test_wrong_reasons_and_wrong_states(play: Play) -> None:
     engine, e = play.engine, await play.create()
     for reason in ("foo", "", "waiting_for_children", "none"):
         async with play.refused(errors.InvalidBlockingReason, reason):

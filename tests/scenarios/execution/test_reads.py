@@ -33,7 +33,8 @@ def numbered(partition: int, number: int) -> str:
     return f"{{fp:{partition}}}:{number:08d}-1111-4111-8111-111111111111"
 
 
-async def test_ex_078_listing_executions(play: Play) -> None:
+@pytest.mark.spec("EX-078")
+async def test_listing_executions(play: Play) -> None:
     engine = play.engine
     fifth = [numbered(5, number) for number in range(15)]
     for e in [*reversed(fifth), *(numbered(6, number) for number in range(3))]:
@@ -58,7 +59,8 @@ async def test_ex_078_listing_executions(play: Play) -> None:
         await engine.list_executions(5, cursor="nonsense")
 
 
-async def test_ex_078_a_page_never_exceeds_a_thousand(play: Play) -> None:
+@pytest.mark.spec("EX-078")
+async def test_a_page_never_exceeds_a_thousand(play: Play) -> None:
     created = [numbered(5, number) for number in range(1001)]
     asks = [
         CreateExecution(execution_id=e, partition=5, namespace="default", lane_id="default", execution_kind="task")
@@ -71,7 +73,8 @@ async def test_ex_078_a_page_never_exceeds_a_thousand(play: Play) -> None:
     assert (page.executions, page.next_cursor) == (created[:1000], created[999])
 
 
-async def test_ex_079_attempt_pointer_versus_counter(play: Play) -> None:
+@pytest.mark.spec("EX-079")
+async def test_attempt_pointer_versus_counter(play: Play) -> None:
     engine = play.engine
     e = await play.create(policy=retries(1))
     seen: list[tuple[int, int]] = []
@@ -102,7 +105,8 @@ async def test_ex_079_attempt_pointer_versus_counter(play: Play) -> None:
             await read(MISSING)
 
 
-async def test_ex_080_retention(play: Play) -> None:
+@pytest.mark.spec("EX-080")
+async def test_retention(play: Play) -> None:
     engine = play.engine
     held = await play.claimed(tags={"a.b": "c"}, input_payload=b"in")
     e, waiting = held.execution_id, await play.create()
@@ -133,10 +137,9 @@ async def test_ex_080_retention(play: Play) -> None:
     assert (await engine.sweep_once("retention_trimmer")).processed == 0, "what has not ended is never purged"
 
 
+@pytest.mark.spec("EX-080")
 @pytest.mark.parametrize("goes_back_ms", [0, 5000])
-async def test_ex_080_the_history_is_that_of_one_execution_whatever_the_clock_says(
-    play: Play, goes_back_ms: int
-) -> None:
+async def test_the_history_is_that_of_one_execution_whatever_the_clock_says(play: Play, goes_back_ms: int) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 0}}
     earlier = await play.claimed(policy=policy)
     e = earlier.execution_id
@@ -160,7 +163,8 @@ async def test_ex_080_the_history_is_that_of_one_execution_whatever_the_clock_sa
     assert await play.told(e) == told
 
 
-async def test_ex_080_the_policy_s_own_retention(play: Play) -> None:
+@pytest.mark.spec("EX-080")
+async def test_the_policy_s_own_retention(play: Play) -> None:
     e = await play.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await play.engine.cancel_execution(e)
     play.clock.advance_ms(999)
@@ -184,8 +188,9 @@ RUNNABLE = {
 ENDED = {"none": "failed", "success": "completed"}
 
 
+@pytest.mark.spec("EX-082")
 @pytest.mark.parametrize("phase", LifecyclePhase)
-def test_ex_082_public_state_derivation(phase: LifecyclePhase) -> None:
+def test_public_state_derivation(phase: LifecyclePhase) -> None:
     for eligibility, outcome, _ in product(EligibilityState, TerminalOutcome, OwnershipState):
         expected = {
             LifecyclePhase.SUBMITTED: "waiting",
@@ -197,7 +202,8 @@ def test_ex_082_public_state_derivation(phase: LifecyclePhase) -> None:
         assert public_state(phase, eligibility, outcome).value == expected
 
 
-async def test_ex_083_completion_events_are_once_and_complete(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("EX-083")
+async def test_completion_events_are_once_and_complete(play: Play, waits: Waits) -> None:
     engine = play.engine
     given: dict[str, Any] = {"namespace": "n1", "tags": {"cairn.instance_id": "i1"}}
     success, failed, cancelled, expired, capped = [await play.claimed(**given) for _ in range(5)]
@@ -226,8 +232,9 @@ async def test_ex_083_completion_events_are_once_and_complete(play: Play, waits:
     assert await play.outcomes(success.execution_id) == ["success", "success"]
 
 
+@pytest.mark.spec("EX-084")
 @pytest.mark.parametrize("ahead", [HOUR_MS, -HOUR_MS], ids=["an hour ahead", "an hour behind"])
-async def test_ex_084_server_clock_rules(play: Play, ahead: int) -> None:
+async def test_server_clock_rules(play: Play, ahead: int) -> None:
     engine, t = play.engine, play.now
     engine.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
 

@@ -41,7 +41,8 @@ async def lapsed(play: Play, worker: str = "wa", **given: Any) -> Claimed:
     return held
 
 
-async def test_ex_061_reclaim_after_expiry(play: Play) -> None:
+@pytest.mark.spec("EX-061")
+async def test_reclaim_after_expiry(play: Play) -> None:
     held = await lapsed(play)
     e = held.execution_id
     started = (await play.core(e))["started_at"]
@@ -100,7 +101,8 @@ async def test_ex_061_reclaim_after_expiry(play: Play) -> None:
     assert await play.outcomes() == []
 
 
-async def test_ex_062_reclaim_a_revoked_lease(play: Play) -> None:
+@pytest.mark.spec("EX-062")
+async def test_reclaim_a_revoked_lease(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.revoked(held)
@@ -116,7 +118,8 @@ async def test_ex_062_reclaim_a_revoked_lease(play: Play) -> None:
     assert await play.engine.complete(claimed.handle) == Completed(e)
 
 
-async def test_ex_063_reclaim_grant_refusals(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("EX-063")
+async def test_reclaim_grant_refusals(play: Play, waits: Waits) -> None:
     async with play.refused(errors.NotFound, entity="execution"):
         await play.reclaim_grant(MISSING)
     async with play.refused(errors.NotFound, entity="execution"):
@@ -139,7 +142,8 @@ async def test_ex_063_reclaim_grant_refusals(play: Play, waits: Waits) -> None:
     assert isinstance(await play.reclaim_grant(expired, "wc"), ReclaimGrant)
 
 
-async def test_ex_063_a_grant_that_cannot_be_signed_is_refused_after_everything_else(
+@pytest.mark.spec("EX-063")
+async def test_a_grant_that_cannot_be_signed_is_refused_after_everything_else(
     keyless: Engine, clock: ManualClock
 ) -> None:
     play = Play(keyless, clock)
@@ -153,7 +157,8 @@ async def test_ex_063_a_grant_that_cannot_be_signed_is_refused_after_everything_
     assert await play.live_grant(expired) is None
 
 
-async def test_ex_064_lazy_expiry_at_reclaim(play: Play) -> None:
+@pytest.mark.spec("EX-064")
+async def test_lazy_expiry_at_reclaim(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     play.clock.advance_ms(LEASE_MS)
@@ -168,7 +173,8 @@ async def test_ex_064_lazy_expiry_at_reclaim(play: Play) -> None:
         assert await play.engine.mark_lease_expired_if_due(e) == NothingToDo("already_expired")
 
 
-async def test_ex_065_reclaim_respects_capabilities(play: Play) -> None:
+@pytest.mark.spec("EX-065")
+async def test_reclaim_respects_capabilities(play: Play) -> None:
     e = await play.create(policy=requires("gpu"))
     await play.grant(e, can={"gpu"})
     await play.expired(await play.claim(e))
@@ -186,7 +192,8 @@ async def test_ex_065_reclaim_respects_capabilities(play: Play) -> None:
     assert isinstance(await play.reclaim(e), Claimed)
 
 
-async def test_ex_066_reclaim_without_a_valid_grant(play: Play) -> None:
+@pytest.mark.spec("EX-066")
+async def test_reclaim_without_a_valid_grant(play: Play) -> None:
     e = (await lapsed(play)).execution_id
     async with play.untouched():
         assert await play.reclaim(e, "wb") == GrantNotFound(e)
@@ -207,7 +214,8 @@ async def test_ex_066_reclaim_without_a_valid_grant(play: Play) -> None:
     assert (await play.core(late))["current_worker_instance_id"] == "wb-7"
 
 
-async def test_ex_066_a_grant_that_ends_on_the_way_to_the_store_reclaims_nothing(play: Play) -> None:
+@pytest.mark.spec("EX-066")
+async def test_a_grant_that_ends_on_the_way_to_the_store_reclaims_nothing(play: Play) -> None:
     e = (await lapsed(play)).execution_id
     await play.reclaim_grant(e, "wb", ttl=200)
 
@@ -218,7 +226,8 @@ async def test_ex_066_a_grant_that_ends_on_the_way_to_the_store_reclaims_nothing
     assert isinstance(await play.late(play.reclaim(e, "wb"), 199), Claimed)
 
 
-async def test_ex_067_reclaim_cap_boundary(play: Play) -> None:
+@pytest.mark.spec("EX-067")
+async def test_reclaim_cap_boundary(play: Play) -> None:
     held = await lapsed(play)
     e = held.execution_id
     for count in (1, 2, 3, 4):
@@ -250,8 +259,9 @@ async def reclaimed_before(play: Play, e: str, count: int) -> None:
     assert await play.store.commit([change]) == [play.now]
 
 
+@pytest.mark.spec("EX-067")
 @pytest.mark.parametrize("policy", [None, {}, {"timeout_policy": {"max_reclaim_count": 1}}])
-async def test_ex_067_without_a_word_of_anybody_a_thousand_reclaims_are_enough(play: Play, policy: Any) -> None:
+async def test_without_a_word_of_anybody_a_thousand_reclaims_are_enough(play: Play, policy: Any) -> None:
     last, over = [(await lapsed(play, policy=policy)).execution_id for _ in range(2)]
     await reclaimed_before(play, last, 999)
     await reclaimed_before(play, over, 1000)
@@ -264,8 +274,9 @@ async def test_ex_067_without_a_word_of_anybody_a_thousand_reclaims_are_enough(p
     assert await play.vector(over) == terminal("failed")
 
 
+@pytest.mark.spec("EX-067")
 @pytest.mark.parametrize("lease", ["lease_expired", "lease_revoked"])
-async def test_ex_067_the_attempt_that_was_one_too_many_says_how_it_was_lost(play: Play, lease: str) -> None:
+async def test_the_attempt_that_was_one_too_many_says_how_it_was_lost(play: Play, lease: str) -> None:
     held = await play.claimed(policy={"max_reclaim_count": 0})
     e = held.execution_id
     if lease == "lease_revoked":
@@ -300,7 +311,8 @@ async def test_every_hundredth_reclaim_is_worth_a_warning(
     assert [one.message for one in caplog.records] == ([words] if warned else [])
 
 
-async def test_ex_067_with_cap_zero_the_first_reclaim_ends_it_without_a_grant(play: Play) -> None:
+@pytest.mark.spec("EX-067")
+async def test_with_cap_zero_the_first_reclaim_ends_it_without_a_grant(play: Play) -> None:
     held = await lapsed(play)
 
     assert await play.reclaim(held.execution_id, max_reclaim_count=0) == ReclaimCapExceeded(0)
@@ -308,7 +320,8 @@ async def test_ex_067_with_cap_zero_the_first_reclaim_ends_it_without_a_grant(pl
     assert await play.vector(held.execution_id) == terminal("failed")
 
 
-async def test_ex_067_the_policy_s_cap_counts_before_the_caller_s(play: Play) -> None:
+@pytest.mark.spec("EX-067")
+async def test_the_policy_s_cap_counts_before_the_caller_s(play: Play) -> None:
     held = await lapsed(play, policy={"max_reclaim_count": 1})
     e = held.execution_id
     await play.expired(await play.reclaimed(e, max_reclaim_count=0))
@@ -318,7 +331,8 @@ async def test_ex_067_the_policy_s_cap_counts_before_the_caller_s(play: Play) ->
     assert await play.reclaim(e, max_reclaim_count=9) == ReclaimCapExceeded(1)
 
 
-async def test_ex_068_terminal_between_grant_and_reclaim(play: Play) -> None:
+@pytest.mark.spec("EX-068")
+async def test_terminal_between_grant_and_reclaim(play: Play) -> None:
     e = (await lapsed(play)).execution_id
     await play.reclaim_grant(e)
     await play.engine.cancel_execution(e)
@@ -330,8 +344,9 @@ async def test_ex_068_terminal_between_grant_and_reclaim(play: Play) -> None:
     assert await play.outcomes(e) == ["cancelled"]
 
 
+@pytest.mark.spec("EX-069")
 @pytest.mark.parametrize("road", ["reclaim", "takeover"])
-async def test_ex_069_late_writes_from_the_old_holder(play: Play, road: str) -> None:
+async def test_late_writes_from_the_old_holder(play: Play, road: str) -> None:
     old = await lapsed(play)
     e = old.execution_id
     new = await play.reclaimed(e) if road == "reclaim" else await play.pull("wb")
@@ -351,7 +366,8 @@ async def test_ex_069_late_writes_from_the_old_holder(play: Play, road: str) -> 
     assert await play.engine.complete(new.handle) == Completed(e)
 
 
-async def test_ex_070_double_redemption_of_a_reclaim_grant(play: Play) -> None:
+@pytest.mark.spec("EX-070")
+async def test_double_redemption_of_a_reclaim_grant(play: Play) -> None:
     e = (await lapsed(play)).execution_id
     await play.reclaim_grant(e, "wb")
 
@@ -394,7 +410,8 @@ async def test_a_takeover_respects_a_reclaim_grant_of_somebody_else(play: Play) 
     assert taken.execution_id == e
 
 
-async def test_ex_071_list_expired_leases(play: Play) -> None:
+@pytest.mark.spec("EX-071")
+async def test_list_expired_leases(play: Play) -> None:
     engine, t = play.engine, play.now
 
     async def leased(ttl: int, uuid_digit: int, **given: Any) -> Claimed:
@@ -428,7 +445,8 @@ async def test_ex_071_list_expired_leases(play: Play) -> None:
     assert len((await engine.list_expired_leases(as_of=t + 200, limit=2**40)).entries) == 3
 
 
-async def test_ex_071_a_page_never_exceeds_ten_thousand(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.spec("EX-071")
+async def test_a_page_never_exceeds_ten_thousand(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
     scan = play.store.store.scan
 

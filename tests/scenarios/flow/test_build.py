@@ -19,7 +19,8 @@ async def numbers(flow: Flowing) -> tuple[int, int, int]:
     return described.graph_revision, described.node_count, described.edge_count
 
 
-async def test_s_001_create_flow_is_idempotent(flow: Flowing) -> None:
+@pytest.mark.spec("S-001")
+async def test_create_flow_is_idempotent(flow: Flowing) -> None:
     first = await flow.engine.create_flow(flow.id, flow_kind="dag", namespace="n1")
     second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n1")
 
@@ -31,7 +32,8 @@ async def test_s_001_create_flow_is_idempotent(flow: Flowing) -> None:
     assert (described.cancelled_at, described.cancel_reason, described.cancellation_policy) == (None, None, None)
 
 
-async def test_s_002_add_of_unknown_execution_writes_nothing(flow: Flowing) -> None:
+@pytest.mark.spec("S-002")
+async def test_add_of_unknown_execution_writes_nothing(flow: Flowing) -> None:
     await flow.begin()
     stranger = flow.new_id()
 
@@ -43,7 +45,8 @@ async def test_s_002_add_of_unknown_execution_writes_nothing(flow: Flowing) -> N
     assert await flow.engine.describe_execution(stranger) is None
 
 
-async def test_s_003_an_execution_belongs_to_one_flow(flow: Flowing) -> None:
+@pytest.mark.spec("S-003")
+async def test_an_execution_belongs_to_one_flow(flow: Flowing) -> None:
     await flow.begin("a")
     other = Flowing(flow.engine, flow.clock)
     while other.partition != flow.partition:
@@ -58,7 +61,8 @@ async def test_s_003_an_execution_belongs_to_one_flow(flow: Flowing) -> None:
     assert await numbers(other) == (0, 0, 0)
 
 
-async def test_s_004_partition_co_location_is_enforced(flow: Flowing) -> None:
+@pytest.mark.spec("S-004")
+async def test_partition_co_location_is_enforced(flow: Flowing) -> None:
     other = Flowing(flow.engine, flow.clock)
     while other.partition == flow.partition:
         other = Flowing(flow.engine, flow.clock)
@@ -70,7 +74,8 @@ async def test_s_004_partition_co_location_is_enforced(flow: Flowing) -> None:
     assert str(other.partition) in caught.value.detail
 
 
-async def test_s_005_cancelled_flow_rejects_growth(flow: Flowing) -> None:
+@pytest.mark.spec("S-005")
+async def test_cancelled_flow_rejects_growth(flow: Flowing) -> None:
     await flow.begin()
     await flow.create("a")
     await flow.create("b")
@@ -84,7 +89,8 @@ async def test_s_005_cancelled_flow_rejects_growth(flow: Flowing) -> None:
     assert await numbers(flow) == (0, 0, 0)
 
 
-async def test_s_006_happy_path_revisions(flow: Flowing) -> None:
+@pytest.mark.spec("S-006")
+async def test_happy_path_revisions(flow: Flowing) -> None:
     await flow.begin("abc")
     a, b, c = (flow.names[name] for name in "abc")
     e1, e2 = flow.engine.minter.uuid(), flow.engine.minter.uuid()
@@ -97,14 +103,16 @@ async def test_s_006_happy_path_revisions(flow: Flowing) -> None:
     assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
 
 
-async def test_s_007_guard_order_self_edge_first(flow: Flowing) -> None:
+@pytest.mark.spec("S-007")
+async def test_guard_order_self_edge_first(flow: Flowing) -> None:
     loop = flow.new_id()
 
     with pytest.raises(errors.SelfReferencingEdge):
         await flow.engine.stage_dependency_edge(flow.id, flow.engine.minter.uuid(), loop, loop)
 
 
-async def test_s_008_duplicate_edge_id(flow: Flowing) -> None:
+@pytest.mark.spec("S-008")
+async def test_duplicate_edge_id(flow: Flowing) -> None:
     await flow.begin("ab")
     edge = await flow.stage("a", "b", data_passing_ref="x")
     before = await numbers(flow)
@@ -119,7 +127,8 @@ async def test_s_008_duplicate_edge_id(flow: Flowing) -> None:
     assert await numbers(flow) == before
 
 
-async def test_s_009_parallel_edges_count_separately(flow: Flowing) -> None:
+@pytest.mark.spec("S-009")
+async def test_parallel_edges_count_separately(flow: Flowing) -> None:
     await flow.begin("ab")
     first, second = await flow.stage("a", "b"), await flow.stage("a", "b")
 
@@ -134,7 +143,8 @@ async def test_s_009_parallel_edges_count_separately(flow: Flowing) -> None:
     assert await flow.vector("b") == WAITING
 
 
-async def test_s_010_apply_to_a_running_child_does_not_interrupt_it(flow: Flowing) -> None:
+@pytest.mark.spec("S-010")
+async def test_apply_to_a_running_child_does_not_interrupt_it(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("b")
     await flow.stage("a", "b")
@@ -150,7 +160,8 @@ async def test_s_010_apply_to_a_running_child_does_not_interrupt_it(flow: Flowin
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
 
-async def test_s_011_apply_requires_a_staged_edge(flow: Flowing) -> None:
+@pytest.mark.spec("S-011")
+async def test_apply_requires_a_staged_edge(flow: Flowing) -> None:
     await flow.begin("ab")
 
     with pytest.raises(errors.InvalidDependency):
@@ -159,7 +170,8 @@ async def test_s_011_apply_requires_a_staged_edge(flow: Flowing) -> None:
     assert await flow.vector("b") == WAITING
 
 
-async def test_s_012_apply_after_the_upstream_already_finished(flow: Flowing) -> None:
+@pytest.mark.spec("S-012")
+async def test_apply_after_the_upstream_already_finished(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
 
@@ -171,7 +183,8 @@ async def test_s_012_apply_after_the_upstream_already_finished(flow: Flowing) ->
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
 
 
-async def test_s_013_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: Flowing) -> None:
+@pytest.mark.spec("S-013")
+async def test_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: Flowing) -> None:
     await flow.begin("abdv")
     await flow.edge("a", "b")
     await flow.join("a", "d", any_of("let_run"))
@@ -191,7 +204,8 @@ async def test_s_013_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(f
     assert await flow.counts("b") == "2/0/0 of 2 satisfied"
 
 
-async def test_s_014_policy_must_precede_edges(flow: Flowing) -> None:
+@pytest.mark.spec("S-014")
+async def test_policy_must_precede_edges(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.stage("a", "b")
 
@@ -201,7 +215,8 @@ async def test_s_014_policy_must_precede_edges(flow: Flowing) -> None:
     assert caught.value.detail.startswith("edge_group_policy_already_fixed")
 
 
-async def test_s_015_policy_restate_and_replace(flow: Flowing) -> None:
+@pytest.mark.spec("S-015")
+async def test_policy_restate_and_replace(flow: Flowing) -> None:
     await flow.begin("12345b")
 
     answers = [await flow.policy("b", quorum(k, "cancel_remaining")) for k in (2, 2, 3)]

@@ -32,7 +32,8 @@ async def requests(flow: Flowing, chosen: Filter | None = None) -> list[dict[str
     return found
 
 
-async def test_s_039_wait_mode_cancels_everybody(flow: Flowing) -> None:
+@pytest.mark.spec("S-039")
+async def test_wait_mode_cancels_everybody(flow: Flowing) -> None:
     await flow.begin("abc")
     await flow.run("b")
     await flow.succeed("c")
@@ -76,7 +77,8 @@ async def test_who_listens_for_a_tag_hears_of_the_cancel_of_a_flow_that_has_it(f
         assert len(await requests(flow, Filter(namespace, ("app.team", team)))) == heard
 
 
-async def test_s_040_asynchronous_mode(flow: Flowing) -> None:
+@pytest.mark.spec("S-040")
+async def test_asynchronous_mode(flow: Flowing) -> None:
     names = [f"m{number:02}" for number in range(40)]
     await flow.begin(names)
 
@@ -103,7 +105,8 @@ class Refusing:
         return await self._store.commit(changes, hint)
 
 
-async def test_s_041_partial_failure_is_reported(flow: Flowing) -> None:
+@pytest.mark.spec("S-041")
+async def test_partial_failure_is_reported(flow: Flowing) -> None:
     await flow.begin("gh")
     flow.engine.commit_queue._store = Refusing(flow, "h")  # type: ignore[assignment]
 
@@ -116,7 +119,8 @@ async def test_s_041_partial_failure_is_reported(flow: Flowing) -> None:
     assert (await flow.one(Flow, flow.id)).public_flow_state == "cancelled"
 
 
-async def test_s_042_already_finished_member_is_not_a_failure(flow: Flowing) -> None:
+@pytest.mark.spec("S-042")
+async def test_already_finished_member_is_not_a_failure(flow: Flowing) -> None:
     await flow.begin("cp")
     await flow.succeed("c")
     await flow.write(Delete(Execution, (flow.names["p"],)))
@@ -138,7 +142,8 @@ async def test_a_member_that_ends_between_header_and_cancel_is_acknowledged(flow
     assert await flow.backlog() == (None, [])
 
 
-async def test_s_043_idempotent_replay_keeps_the_original_policy(flow: Flowing) -> None:
+@pytest.mark.spec("S-043")
+async def test_idempotent_replay_keeps_the_original_policy(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.engine.cancel_flow(flow.id, policy="cancel_flow_only", reason="first")
 
@@ -150,7 +155,8 @@ async def test_s_043_idempotent_replay_keeps_the_original_policy(flow: Flowing) 
     assert len(await requests(flow)) == 1
 
 
-async def test_s_044_member_cap_on_replay(flow: Flowing) -> None:
+@pytest.mark.spec("S-044")
+async def test_member_cap_on_replay(flow: Flowing) -> None:
     names = [f"m{number:04}" for number in range(1500)]
     await flow.begin()
     flow.names = {name: flow.new_id() for name in names}
@@ -163,7 +169,8 @@ async def test_s_044_member_cap_on_replay(flow: Flowing) -> None:
     assert again.member_execution_ids == flow.ids(names)[:1000]
 
 
-async def test_s_045_cancel_pending_spares_running_work(flow: Flowing) -> None:
+@pytest.mark.spec("S-045")
+async def test_cancel_pending_spares_running_work(flow: Flowing) -> None:
     await flow.begin("qwmrs")
     await flow.add("d", delay_until=flow.clock.now + 60_000)
     await flow.edge("r", "w")
@@ -182,7 +189,8 @@ async def test_s_045_cancel_pending_spares_running_work(flow: Flowing) -> None:
     assert await flow.state(*"rs") == "completed completed"
 
 
-async def test_s_046_ack_semantics(flow: Flowing) -> None:
+@pytest.mark.spec("S-046")
+async def test_ack_semantics(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     told = await flow.engine.store.feed_end()
@@ -208,7 +216,8 @@ async def test_two_acks_of_the_last_members_leave_no_entry_behind(flow: Flowing)
     assert await flow.backlog() == (None, [])
 
 
-async def test_s_047_crash_recovery_through_the_backlog(flow: Flowing) -> None:
+@pytest.mark.spec("S-047")
+async def test_crash_recovery_through_the_backlog(flow: Flowing) -> None:
     await flow.begin("ab")
     header = await flow.engine.cancel_flow_header(flow.id, reason="r")
     assert isinstance(header, flow_answers.HeaderCancelled)
@@ -224,8 +233,9 @@ async def test_s_047_crash_recovery_through_the_backlog(flow: Flowing) -> None:
     assert await flow.backlog() == (None, [])
 
 
+@pytest.mark.spec("S-048")
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_s_048_empty_reason(flow: Flowing, crashes: bool) -> None:
+async def test_empty_reason(flow: Flowing, crashes: bool) -> None:
     await flow.begin("a")
     if crashes:
         await flow.engine.cancel_flow_header(flow.id, reason="")
@@ -238,7 +248,8 @@ async def test_s_048_empty_reason(flow: Flowing, crashes: bool) -> None:
     assert (await flow.row("a")).cancellation_reason == "flow_cancelled"
 
 
-async def test_s_049_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
+@pytest.mark.spec("S-049")
+async def test_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
     flow.engine.dispatcher._enabled = True
     await flow.begin("abc")
     await flow.chain("abc")
@@ -278,7 +289,8 @@ async def test_a_downstream_that_the_cancel_spares_may_be_skipped(flow: Flowing)
         await flow.engine.complete(held.handle)
 
 
-async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
+@pytest.mark.spec("S-050")
+async def test_poisoned_backlog_data(flow: Flowing) -> None:
     gone, empty = Flowing(flow.engine, flow.clock), Flowing(flow.engine, flow.clock)
     await gone.begin("a")
     await gone.engine.cancel_flow_header(gone.id)
@@ -300,7 +312,8 @@ async def test_s_050_poisoned_backlog_data(flow: Flowing) -> None:
     assert await flow.state("v") == "cancelled"
 
 
-async def test_s_051_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
+@pytest.mark.spec("S-051")
+async def test_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
     await flow.mixed({"a": "n1", "b": "n2"})
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     flow.clock.advance_ms(30_000)
@@ -333,7 +346,8 @@ async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_th
     assert await flow.state(*"abcdef") == "waiting waiting waiting cancelled cancelled cancelled"
 
 
-async def test_ex_085_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
+@pytest.mark.spec("EX-085")
+async def test_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
     await flow.begin("a")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
 

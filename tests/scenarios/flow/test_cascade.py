@@ -24,7 +24,8 @@ async def outcomes(flow: Flowing, name: str) -> list[str | None]:
     return [one.event.outcome for one in told]
 
 
-async def test_s_030_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None:
+@pytest.mark.spec("S-030")
+async def test_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None:
     await flow.begin("abcd")
     await flow.chain("abcd")
     await flow.fail("a")
@@ -35,7 +36,8 @@ async def test_s_030_failure_skips_the_whole_tail_synchronously(flow: Flowing) -
     assert [await outcomes(flow, name) for name in "bcd"] == [["skipped"]] * 3
 
 
-async def test_ex_083_the_end_of_a_member_names_its_flow(flow: Flowing) -> None:
+@pytest.mark.spec("EX-083")
+async def test_the_end_of_a_member_names_its_flow(flow: Flowing) -> None:
     await flow.begin("abc", namespace="n1", tags={"cairn.instance_id": "i1"})
     await flow.chain("bc")
     await flow.succeed("a")
@@ -64,7 +66,8 @@ async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flo
     assert {await flow.state(name) for name in names[1:]} == {"skipped"}
 
 
-async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
+@pytest.mark.spec("S-031")
+async def test_retryable_failure_does_not_cascade(flow: Flowing) -> None:
     await flow.begin("b")
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 10}}}
     await flow.add("a", policy=policy)
@@ -82,8 +85,9 @@ async def test_s_031_retryable_failure_does_not_cascade(flow: Flowing) -> None:
     assert await flow.state("a", "b") == "failed skipped"
 
 
+@pytest.mark.spec("S-032")
 @pytest.mark.parametrize("few", [128, 0])
-async def test_s_032_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+async def test_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
     await flow.begin("ab")
     await flow.edge("a", "b")
@@ -179,7 +183,8 @@ async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks
     assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "5/0/0 of 5 satisfied")
 
 
-async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
+@pytest.mark.spec("S-033")
+async def test_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
     await flow.begin("abc")
     await flow.stage("a", "b")
     await flow.edge("a", "c")
@@ -191,7 +196,8 @@ async def test_s_033_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None
     assert await flow.counts("c") == "1/0/0 of 1 satisfied"
 
 
-async def test_s_034_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
+@pytest.mark.spec("S-034")
+async def test_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("b")
     await flow.engine.append_frame(held.handle, b"half of it")
@@ -229,7 +235,8 @@ async def test_skip_of_a_suspended_child_closes_its_suspension(flow: Flowing) ->
     assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
 
 
-async def test_s_035_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
+@pytest.mark.spec("S-035")
+async def test_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
     await flow.begin("a")
     held = await flow.run("a")
 
@@ -270,7 +277,8 @@ async def test_parking_a_replayed_execution_does_not_wait_for_a_join_that_became
     assert await flow.vector("b") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
 
 
-async def test_ex_051_waiting_for_children(flow: Flowing) -> None:
+@pytest.mark.spec("EX-051")
+async def test_waiting_for_children(flow: Flowing) -> None:
     await flow.begin("ab")
     held = await flow.run("b")
     await flow.edge("a", "b")
@@ -348,7 +356,8 @@ async def test_eligibility_is_told_by_the_first_reason_that_applies(flow: Flowin
     assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left for the cancel of its flow
 
 
-async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
+@pytest.mark.spec("S-089")
+async def test_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
     deadline = flow.clock.now + 1000
     await flow.begin()
     for name in "qwrs":
@@ -372,8 +381,9 @@ async def test_s_089_an_expired_member_skips_its_dependents(flow: Flowing) -> No
     assert await flow.state(*"xyzt") == "skipped skipped skipped skipped"
 
 
+@pytest.mark.spec("S-092")
 @pytest.mark.parametrize("apart_ms", [1, 0], ids=["one after the other", "all at once"])
-async def test_s_092_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing, apart_ms: int) -> None:
+async def test_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing, apart_ms: int) -> None:
     names = [f"m{number:02}" for number in range(60)]
     await flow.begin(["running", "done", *names])
     names.sort(key=lambda name: flow.names[name])  # of one instant they are taken by their ids

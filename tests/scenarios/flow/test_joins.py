@@ -17,7 +17,8 @@ SATISFIED, IMPOSSIBLE = Resolution.SATISFIED, Resolution.IMPOSSIBLE
 PENDING, ALREADY = Resolution.PENDING, Resolution.ALREADY_RESOLVED
 
 
-async def test_s_016_any_of_cancel_remaining_fires_on_the_first_success(flow: Flowing) -> None:
+@pytest.mark.spec("S-016")
+async def test_any_of_cancel_remaining_fires_on_the_first_success(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b", any_of("cancel_remaining"))
     held = await flow.run("1")
@@ -38,7 +39,8 @@ async def test_s_016_any_of_cancel_remaining_fires_on_the_first_success(flow: Fl
     assert await flow.state("2", "3") == "active active"
 
 
-async def test_s_017_any_of_let_run_never_flags(flow: Flowing) -> None:
+@pytest.mark.spec("S-017")
+async def test_any_of_let_run_never_flags(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b", any_of("let_run"))
     await flow.succeed("1")
@@ -52,7 +54,8 @@ async def test_s_017_any_of_let_run_never_flags(flow: Flowing) -> None:
     assert await flow.state("2", "3") == "waiting waiting"
 
 
-async def test_s_018_quorum_fires_exactly_at_k(flow: Flowing) -> None:
+@pytest.mark.spec("S-018")
+async def test_quorum_fires_exactly_at_k(flow: Flowing) -> None:
     await flow.begin("b12345")
     await flow.join("12345", "b", quorum(3, "let_run"))
 
@@ -67,7 +70,8 @@ async def test_s_018_quorum_fires_exactly_at_k(flow: Flowing) -> None:
     assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/2/0 of 5 satisfied")
 
 
-async def test_s_019_k_larger_than_n(flow: Flowing) -> None:
+@pytest.mark.spec("S-019")
+async def test_k_larger_than_n(flow: Flowing) -> None:
     await flow.begin("b12")
     await flow.join("12", "b", quorum(3, "let_run"))
 
@@ -78,7 +82,8 @@ async def test_s_019_k_larger_than_n(flow: Flowing) -> None:
     assert await flow.state("b") == "skipped"
 
 
-async def test_s_020_all_of_short_circuits_and_stays_impossible(flow: Flowing) -> None:
+@pytest.mark.spec("S-020")
+async def test_all_of_short_circuits_and_stays_impossible(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b")
     await flow.succeed("1")
@@ -93,7 +98,8 @@ async def test_s_020_all_of_short_circuits_and_stays_impossible(flow: Flowing) -
     assert await flow.state("b") == "skipped"
 
 
-async def test_s_021_redelivered_completion_does_not_double_count(flow: Flowing) -> None:
+@pytest.mark.spec("S-021")
+async def test_redelivered_completion_does_not_double_count(flow: Flowing) -> None:
     await flow.begin("b12")
     await flow.join("12", "b", any_of("cancel_remaining"))
     await flow.succeed("1")
@@ -224,6 +230,7 @@ async def test_a_skipped_upstream_satisfies_a_failure_branch(flow: Flowing) -> N
     assert await flow.counts("c") == "1/0/0 of 1 satisfied"
 
 
+@pytest.mark.spec("S-027")
 @pytest.mark.parametrize(
     ("ref", "result", "payload"),
     [
@@ -233,7 +240,7 @@ async def test_a_skipped_upstream_satisfies_a_failure_branch(flow: Flowing) -> N
         ("x", None, b"orig"),
     ],
 )
-async def test_s_027_result_becomes_the_childs_input(
+async def test_result_becomes_the_childs_input(
     flow: Flowing, ref: str | None, result: bytes | None, payload: bytes
 ) -> None:
     await flow.begin("ab", input_payload=b"orig")
@@ -285,7 +292,8 @@ async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edg
     assert [await flow.payload(name) for name in "bcde"] == [b"A", b"A", b"orig", b"orig"]
 
 
-async def test_s_028_several_references_under_all_of_last_resolution_wins(flow: Flowing) -> None:
+@pytest.mark.spec("S-028")
+async def test_several_references_under_all_of_last_resolution_wins(flow: Flowing) -> None:
     await flow.begin("abc", input_payload=b"orig")
     await flow.join("ab", "c", data_passing_ref="r")
 
@@ -311,7 +319,8 @@ async def test_several_references_folded_together_leave_the_last_end_too(flow: F
     assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, late.encode())
 
 
-async def test_s_029_quorum_copies_only_from_the_firing_edge(flow: Flowing) -> None:
+@pytest.mark.spec("S-029")
+async def test_quorum_copies_only_from_the_firing_edge(flow: Flowing) -> None:
     await flow.begin("c123", input_payload=b"orig")
     await flow.join("123", "c", quorum(2, "let_run"), data_passing_ref="r")
 

@@ -16,7 +16,8 @@ from flowfabric.stores.queries import Loaded, Read
 from tests.scenarios.flowing import Flowing, any_of, quorum
 
 
-async def test_s_036_finished_flow_accepts_new_members_and_re_enters_projection(flow: Flowing) -> None:
+@pytest.mark.spec("S-036")
+async def test_finished_flow_accepts_new_members_and_re_enters_projection(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.succeed("a", "b")
     assert await flow.sweep("flow_projector", 2) == [1, 0]
@@ -139,7 +140,8 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
     assert (summary.members_waiting, summary.members_failed, summary.public_flow_state) == (1, 0, "open")
 
 
-async def test_s_037_edge_listing_and_lookup(flow: Flowing) -> None:
+@pytest.mark.spec("S-037")
+async def test_edge_listing_and_lookup(flow: Flowing) -> None:
     await flow.begin("abcd")
     first, second = await flow.stage("a", "b"), await flow.stage("a", "c")
     solo = flow.engine.new_execution_id()
@@ -163,7 +165,8 @@ async def test_s_037_edge_listing_and_lookup(flow: Flowing) -> None:
         await edges(flow.id)
 
 
-async def test_s_038_tag_key_rules(flow: Flowing) -> None:
+@pytest.mark.spec("S-038")
+async def test_tag_key_rules(flow: Flowing) -> None:
     await flow.begin()
     for key in ("app.task", "app.sub.field", "a1_b.x"):
         await flow.engine.set_flow_tag(flow.id, key, f"value of {key}")

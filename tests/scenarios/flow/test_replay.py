@@ -32,7 +32,8 @@ async def replay_events(flow: Flowing, name: str) -> list[dict[str, Any]]:
     return [msgspec.json.decode(one.event.details or "{}") for one in told if one.event.operator == "replayed"]
 
 
-async def test_s_052_skipped_member_waits_again(flow: Flowing) -> None:
+@pytest.mark.spec("S-052")
+async def test_skipped_member_waits_again(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
     await flow.fail("a")
@@ -59,7 +60,8 @@ async def test_s_052_skipped_member_waits_again(flow: Flowing) -> None:
     assert (await flow.run("b")).attempt_type == "replay"
 
 
-async def test_s_053_replaying_only_the_child_skips_it_again(flow: Flowing) -> None:
+@pytest.mark.spec("S-053")
+async def test_replaying_only_the_child_skips_it_again(flow: Flowing) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
     await flow.fail("a")
@@ -73,7 +75,8 @@ async def test_s_053_replaying_only_the_child_skips_it_again(flow: Flowing) -> N
     assert (row.public_state, row.replay_count) == ("skipped", 1)
 
 
-async def test_s_054_quorum_group_reset_on_replay(flow: Flowing) -> None:
+@pytest.mark.spec("S-054")
+async def test_quorum_group_reset_on_replay(flow: Flowing) -> None:
     await flow.begin("b123")
     await flow.join("123", "b", quorum(2, "let_run"))
     await flow.succeed("1")
@@ -91,7 +94,8 @@ async def test_s_054_quorum_group_reset_on_replay(flow: Flowing) -> None:
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/1/0 of 3 satisfied")
 
 
-async def test_s_055_replay_limits_and_guards(flow: Flowing) -> None:
+@pytest.mark.spec("S-055")
+async def test_replay_limits_and_guards(flow: Flowing) -> None:
     await flow.begin()
     await flow.add("a", policy={"max_replay_count": 1, "retry_policy": {"max_retries": 0}})
     held = await flow.run("a")
@@ -123,7 +127,8 @@ async def test_a_skipped_member_is_replayed_no_more_often_than_its_policy_allows
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
 
-async def test_ex_076_replay_of_a_skipped_flow_member(flow: Flowing) -> None:
+@pytest.mark.spec("EX-076")
+async def test_replay_of_a_skipped_flow_member(flow: Flowing) -> None:
     await flow.begin("abc")
     await flow.join("ab", "c")
     await flow.succeed("a")

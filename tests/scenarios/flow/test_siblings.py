@@ -37,7 +37,8 @@ def actions(flow: Flowing) -> dict[str, float]:
     return {name: often for name, often in counted.items() if often}
 
 
-async def test_s_022_dispatcher_terminates_losers(flow: Flowing) -> None:
+@pytest.mark.spec("S-022")
+async def test_dispatcher_terminates_losers(flow: Flowing) -> None:
     await fired(flow)
 
     assert await flow.sweep("edge_cancel_dispatcher") == [1]
@@ -71,7 +72,8 @@ class Unlucky:
         return await self._store.commit(changes, hint)
 
 
-async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:
+@pytest.mark.spec("S-023")
+async def test_transient_failure_keeps_the_group(flow: Flowing) -> None:
     await fired(flow)
     flagged, entry = await flow.group("b"), await flow.entry("b")
     flow.engine.commit_queue._store = Unlucky(flow, "3")  # type: ignore[assignment]
@@ -85,7 +87,8 @@ async def test_s_023_transient_failure_keeps_the_group(flow: Flowing) -> None:
     assert (await flow.entry("b"), (await flow.group("b")).cancel_siblings_pending_flag) == (None, False)
 
 
-async def test_s_024_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
+@pytest.mark.spec("S-024")
+async def test_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
     await flow.begin("b12")
     await flow.join("12", "b", any_of("cancel_remaining"))
     await flow.write(Upsert(PendingSiblingCancel(*flow.child("b"), flow.clock.now)))
@@ -97,7 +100,8 @@ async def test_s_024_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
     assert await flow.state("1", "2") == "waiting waiting"
 
 
-async def test_s_025_reconciler_completes_an_interrupted_drain(flow: Flowing) -> None:
+@pytest.mark.spec("S-025")
+async def test_reconciler_completes_an_interrupted_drain(flow: Flowing) -> None:
     await fired(flow)
     await flow.cancel("2")
     await flow.write(Delete(Execution, (flow.names["3"],)))
@@ -112,7 +116,8 @@ async def test_s_025_reconciler_completes_an_interrupted_drain(flow: Flowing) ->
     assert action is SiblingReconcile.NO_OP
 
 
-async def test_s_026_reconciler_leaves_running_members_to_the_dispatcher(flow: Flowing) -> None:
+@pytest.mark.spec("S-026")
+async def test_reconciler_leaves_running_members_to_the_dispatcher(flow: Flowing) -> None:
     await fired(flow)
     await flow.succeed("3")
     before = await flow.group("b"), await flow.entry("b")

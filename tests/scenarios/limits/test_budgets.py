@@ -51,7 +51,8 @@ async def usage(play: Play, budget_id: str = B) -> dict[str, int]:
     return (await play.engine.get_budget_status(budget_id)).usage
 
 
-async def test_s_056_create_and_status(play: Play) -> None:
+@pytest.mark.spec("S-056")
+async def test_create_and_status(play: Play) -> None:
     created = await play.engine.create_budget(
         B,
         scope_type="flow",
@@ -79,6 +80,7 @@ async def test_s_056_create_and_status(play: Play) -> None:
     assert again == BudgetExists(B)
 
 
+@pytest.mark.spec("S-057")
 @pytest.mark.parametrize(
     ("dimensions", "hard", "soft", "detail"),
     [
@@ -91,13 +93,14 @@ async def test_s_056_create_and_status(play: Play) -> None:
         (["a"], [1], [True], "soft_limits: not a whole number"),
     ],
 )
-async def test_s_057_array_and_size_validation_of_a_definition(
+async def test_array_and_size_validation_of_a_definition(
     play: Play, dimensions: list[str], hard: list[int], soft: list[int], detail: str
 ) -> None:
     async with play.refused(errors.InvalidInput, detail):
         await play.engine.create_budget(B, dimensions=dimensions, hard_limits=hard, soft_limits=soft)
 
 
+@pytest.mark.spec("S-057")
 @pytest.mark.parametrize(
     ("dimensions", "deltas", "detail"),
     [
@@ -107,7 +110,7 @@ async def test_s_057_array_and_size_validation_of_a_definition(
         (["a", "a"], [2**63 - 1, 1], f"a: {2**63} is not within 0..{2**63 - 1}"),
     ],
 )
-async def test_s_057_array_and_size_validation_of_a_report(
+async def test_array_and_size_validation_of_a_report(
     play: Play, dimensions: list[str], deltas: list[int], detail: str
 ) -> None:
     await budget(play, a=100)
@@ -115,7 +118,8 @@ async def test_s_057_array_and_size_validation_of_a_report(
         await play.engine.report_usage_admin(B, dimensions=dimensions, deltas=deltas)
 
 
-async def test_s_057_sixty_four_dimensions_are_enough(play: Play) -> None:
+@pytest.mark.spec("S-057")
+async def test_sixty_four_dimensions_are_enough(play: Play) -> None:
     names = [f"d{n:02}" for n in range(64)]
     created = await play.engine.create_budget(B, dimensions=names, hard_limits=[9] * 64, soft_limits=[0] * 64)
 
@@ -124,7 +128,8 @@ async def test_s_057_sixty_four_dimensions_are_enough(play: Play) -> None:
     assert await usage(play) == dict.fromkeys(names, 1)
 
 
-async def test_s_058_a_hard_breach_is_all_or_nothing(play: Play) -> None:
+@pytest.mark.spec("S-058")
+async def test_a_hard_breach_is_all_or_nothing(play: Play) -> None:
     await budget(play, tokens=100, cost=5)
     assert await report(play, cost=5) == Ok()
     play.clock.advance_ms(7)
@@ -137,7 +142,8 @@ async def test_s_058_a_hard_breach_is_all_or_nothing(play: Play) -> None:
     assert (status.breach_count, status.last_breach_dim, status.last_breach_at) == (1, "cost", str(play.now))
 
 
-async def test_s_059_the_reported_dimension_follows_request_order_on_the_admin_call(play: Play) -> None:
+@pytest.mark.spec("S-059")
+async def test_the_reported_dimension_follows_request_order_on_the_admin_call(play: Play) -> None:
     await budget(play, x=1, y=1)
     await report(play, x=1, y=1)
     held = await play.claimed()
@@ -150,7 +156,8 @@ async def test_s_059_the_reported_dimension_follows_request_order_on_the_admin_c
     assert worker == spender == HardBreach("x", current_usage=1, hard_limit=1)
 
 
-async def test_s_060_dedup_on_success(play: Play) -> None:
+@pytest.mark.spec("S-060")
+async def test_dedup_on_success(play: Play) -> None:
     await budget(play, tokens=100)
     await budget(play, B2, tokens=100)
 
@@ -161,7 +168,8 @@ async def test_s_060_dedup_on_success(play: Play) -> None:
     assert await report(play, B2, key="k", tokens=10) == Ok()
 
 
-async def test_s_060_the_three_calls_share_their_keys_for_a_day(play: Play) -> None:
+@pytest.mark.spec("S-060")
+async def test_the_three_calls_share_their_keys_for_a_day(play: Play) -> None:
     await budget(play, tokens=100)
     held = await play.claimed()
     assert await play.engine.record_spend(B, held.execution_id, {"tokens": 1}, idempotency_key="k") == Ok()
@@ -176,7 +184,8 @@ async def test_s_060_the_three_calls_share_their_keys_for_a_day(play: Play) -> N
     assert await usage(play) == {"tokens": 2}
 
 
-async def test_s_061_a_hard_breach_does_not_burn_the_dedup_key(play: Play) -> None:
+@pytest.mark.spec("S-061")
+async def test_a_hard_breach_does_not_burn_the_dedup_key(play: Play) -> None:
     await budget(play, tokens=10)
     await report(play, tokens=8)
     assert isinstance(await report(play, key="k", tokens=5), HardBreach)
@@ -187,7 +196,8 @@ async def test_s_061_a_hard_breach_does_not_burn_the_dedup_key(play: Play) -> No
     assert await usage(play) == {"tokens": 5}
 
 
-async def test_s_062_spend_and_release(play: Play) -> None:
+@pytest.mark.spec("S-062")
+async def test_spend_and_release(play: Play) -> None:
     await budget(play, tokens=100)
     e1, e2 = await play.create(), await play.create()
     await play.engine.record_spend(B, e1, {"tokens": 8})
@@ -207,7 +217,8 @@ async def never_spent(play: Play) -> str:
     return play.engine.new_execution_id()
 
 
-async def test_s_063_release_after_reset_must_not_steal(play: Play) -> None:
+@pytest.mark.spec("S-063")
+async def test_release_after_reset_must_not_steal(play: Play) -> None:
     await budget(play, tokens=100)
     e1, e2 = await play.create(), await play.create()
     await play.engine.record_spend(B, e1, {"tokens": 10})
@@ -241,7 +252,8 @@ async def test_a_budget_that_was_only_used_has_neither_limits_to_change_nor_a_pe
         await play.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[1], soft_limits=[0])
 
 
-async def test_s_064_manual_and_scheduled_reset(play: Play) -> None:
+@pytest.mark.spec("S-064")
+async def test_manual_and_scheduled_reset(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
     await budget(play, B2, tokens=50)
     await report(play, tokens=40)
@@ -259,7 +271,8 @@ async def test_s_064_manual_and_scheduled_reset(play: Play) -> None:
         await play.engine.reset_budget(UNKNOWN)
 
 
-async def test_s_064_the_scheduled_reset_comes_when_it_is_due_and_does_not_catch_up(play: Play) -> None:
+@pytest.mark.spec("S-064")
+async def test_the_scheduled_reset_comes_when_it_is_due_and_does_not_catch_up(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
     await report(play, tokens=40)
     play.clock.advance_ms(59_999)
@@ -274,7 +287,8 @@ async def test_s_064_the_scheduled_reset_comes_when_it_is_due_and_does_not_catch
     assert (await play.engine.sweep_once("budget_reset")).processed == 0
 
 
-async def test_s_064_a_manual_reset_makes_the_scheduled_one_a_no_op(play: Play) -> None:
+@pytest.mark.spec("S-064")
+async def test_a_manual_reset_makes_the_scheduled_one_a_no_op(play: Play) -> None:
     await budget(play, reset=60_000, tokens=50)
     play.clock.advance_ms(60_000)
     play.store.after_due = lambda: play.engine.reset_budget(B)
@@ -284,7 +298,8 @@ async def test_s_064_a_manual_reset_makes_the_scheduled_one_a_no_op(play: Play) 
     assert (await play.engine.get_budget_status(B)).next_reset_at == str(play.now + 60_000)
 
 
-async def test_s_065_concurrent_reports_never_overshoot(play: Play) -> None:
+@pytest.mark.spec("S-065")
+async def test_concurrent_reports_never_overshoot(play: Play) -> None:
     await budget(play, tokens=100)
     before = play.store.calls["commit"]
 
@@ -297,7 +312,8 @@ async def test_s_065_concurrent_reports_never_overshoot(play: Play) -> None:
     assert play.store.calls["commit"] - before <= 2, "reports that arrive together are written together"
 
 
-async def test_s_066_a_breach_does_not_touch_running_work(play: Play) -> None:
+@pytest.mark.spec("S-066")
+async def test_a_breach_does_not_touch_running_work(play: Play) -> None:
     await budget(play, tokens=10)
     held = await play.claimed(policy={"budget_ids": [B]})
     queued = await play.create(policy={"budget_ids": [B]})

@@ -58,7 +58,8 @@ async def corrupt(play: Play, **fields: Any) -> None:
     assert await play.engine.store.commit([change]) != [None]
 
 
-async def test_s_067_sliding_window(play: Play) -> None:
+@pytest.mark.spec("S-067")
+async def test_sliding_window(play: Play) -> None:
     e1, e2, e3, e4 = [await play.create() for _ in range(4)]
     start = play.now
     assert await check(play, e1, rate_limit=2) == Admitted()
@@ -75,7 +76,8 @@ async def test_s_067_sliding_window(play: Play) -> None:
     assert await check(play, e4, rate_limit=2) == RateExceeded(10_000)
 
 
-async def test_s_067_jitter_spreads_the_retries_evenly_up_to_its_length(play: Play) -> None:
+@pytest.mark.spec("S-067")
+async def test_jitter_spreads_the_retries_evenly_up_to_its_length(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     await check(play, e1, rate_limit=1)
     waits = []
@@ -86,7 +88,8 @@ async def test_s_067_jitter_spreads_the_retries_evenly_up_to_its_length(play: Pl
     assert waits == [60_000, 60_050, 60_100]
 
 
-async def test_s_067_windows_of_other_dimensions_and_policies_are_apart(play: Play) -> None:
+@pytest.mark.spec("S-067")
+async def test_windows_of_other_dimensions_and_policies_are_apart(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     assert await check(play, e1, rate_limit=1) == Admitted()
 
@@ -94,7 +97,8 @@ async def test_s_067_windows_of_other_dimensions_and_policies_are_apart(play: Pl
     assert await check(play, e2, Q2, rate_limit=1) == Admitted()
 
 
-async def test_s_067_slots_and_their_counter_are_of_the_policy_whatever_the_dimension(play: Play) -> None:
+@pytest.mark.spec("S-067")
+async def test_slots_and_their_counter_are_of_the_policy_whatever_the_dimension(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     assert await check(play, e1, concurrency_cap=1, dimension="a") == Admitted()
 
@@ -104,7 +108,8 @@ async def test_s_067_slots_and_their_counter_are_of_the_policy_whatever_the_dime
     assert await check(play, e2, concurrency_cap=1, dimension="b") == Admitted()
 
 
-async def test_s_068_idempotent_admission(play: Play) -> None:
+@pytest.mark.spec("S-068")
+async def test_idempotent_admission(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     start = play.now
     assert await check(play, e1, concurrency_cap=1) == Admitted()
@@ -118,7 +123,8 @@ async def test_s_068_idempotent_admission(play: Play) -> None:
     assert (await root(play)).active == 1
 
 
-async def test_s_069_concurrency_after_rate(play: Play) -> None:
+@pytest.mark.spec("S-069")
+async def test_concurrency_after_rate(play: Play) -> None:
     e1, e2 = await play.create(), await play.create()
     assert await check(play, e1, rate_limit=1, concurrency_cap=1) == Admitted()
 
@@ -126,7 +132,8 @@ async def test_s_069_concurrency_after_rate(play: Play) -> None:
     assert await check(play, e2, rate_limit=0, concurrency_cap=1) == ConcurrencyExceeded()
 
 
-async def test_s_070_the_reconciler_heals_drift(play: Play) -> None:
+@pytest.mark.spec("S-070")
+async def test_the_reconciler_heals_drift(play: Play) -> None:
     await policy(play, cap=2)
     e1, e2, e3 = [await play.create() for _ in range(3)]
     start = play.now
@@ -147,7 +154,8 @@ async def test_s_070_the_reconciler_heals_drift(play: Play) -> None:
         assert await play.engine.reconcile_quota_counters(partition) == Reconciled(0, 0)
 
 
-async def test_s_070_work_that_runs_longer_than_the_window_keeps_its_slot(play: Play) -> None:
+@pytest.mark.spec("S-070")
+async def test_work_that_runs_longer_than_the_window_keeps_its_slot(play: Play) -> None:
     await policy(play, cap=1)
     held = await play.claimed()
     waiting = await play.create()
@@ -163,7 +171,8 @@ async def test_s_070_work_that_runs_longer_than_the_window_keeps_its_slot(play: 
     assert (await root(play)).active == 0
 
 
-async def test_s_070_without_a_cap_nothing_is_recounted_but_a_dead_slot_takes_its_count_along(play: Play) -> None:
+@pytest.mark.spec("S-070")
+async def test_without_a_cap_nothing_is_recounted_but_a_dead_slot_takes_its_count_along(play: Play) -> None:
     await policy(play, rate=5)
     e1, e2 = await play.create(), await play.create()
     await check(play, e1, concurrency_cap=1)
@@ -175,7 +184,8 @@ async def test_s_070_without_a_cap_nothing_is_recounted_but_a_dead_slot_takes_it
     assert await check(play, e2, concurrency_cap=1) == Admitted()
 
 
-async def test_s_071_block_and_unblock_transitions(play: Play) -> None:
+@pytest.mark.spec("S-071")
+async def test_block_and_unblock_transitions(play: Play) -> None:
     e = await play.create()
     blocked = await play.engine.block_execution_for_admission(e, reason="waiting_for_budget", detail="why")
     assert blocked == Blocked(e, "waiting_for_budget")

@@ -102,9 +102,10 @@ async def set_once(play: Play, name: str) -> None:
     await Engine(play.engine.store, minter=SeededMinter(9), settings=settings).sweep_once(name)
 
 
+@pytest.mark.spec("S-091")
 @pytest.mark.parametrize("road", [asked, set_once])
 @pytest.mark.parametrize("prepare", FILTERED, ids=lambda prepare: prepare.__name__)
-async def test_s_091_a_filtered_sweep_leaves_the_others_alone(flow: Flowing, prepare: Prepare, road: Any) -> None:
+async def test_a_filtered_sweep_leaves_the_others_alone(flow: Flowing, prepare: Prepare, road: Any) -> None:
     play = Play(flow.engine, flow.clock)  # nothing is dispatched but by the sweeps
     chosen = await prepare(play, {"namespace": "n1", "tags": dict([TAG])})
     others = [await prepare(play, given) for given in ({"namespace": "n2", "tags": dict([TAG])}, {"namespace": "n1"})]

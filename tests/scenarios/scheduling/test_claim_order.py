@@ -55,9 +55,10 @@ async def after_a_lapse(play: Play, a: str) -> None:
 RETURNS = [after_a_retry, after_a_delay, after_a_block, after_a_replay, after_a_lapse]
 
 
+@pytest.mark.spec("EX-026")
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("road", ["scheduler", "pull"])
-async def test_ex_026_returning_executions_keep_their_age(play: Play, returns: Any, road: str) -> None:
+async def test_returning_executions_keep_their_age(play: Play, returns: Any, road: str) -> None:
     a = await play.create(policy=RETRY_ONCE)
     play.clock.advance_ms(10)
     b = await play.create(policy=RETRY_ONCE)
@@ -71,7 +72,8 @@ async def test_ex_026_returning_executions_keep_their_age(play: Play, returns: A
     assert [one.execution_id for one in taken if one] == [a, b]
 
 
-async def test_ex_027_unroutable_work_does_not_hold_up_the_lane(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_unroutable_work_does_not_hold_up_the_lane(play: Play) -> None:
     a = await play.create(priority=9, policy=requires("gpu"))
     b = await play.create(priority=1)
 
@@ -83,8 +85,9 @@ async def test_ex_027_unroutable_work_does_not_hold_up_the_lane(play: Play) -> N
     assert await play.live_grant(a) is None
 
 
+@pytest.mark.spec("EX-027")
 @pytest.mark.parametrize("road", ["scheduler", "pull"])
-async def test_ex_027_a_capable_claim_takes_route_blocked_work_at_once(play: Play, road: str) -> None:
+async def test_a_capable_claim_takes_route_blocked_work_at_once(play: Play, road: str) -> None:
     a = await play.create(priority=9, policy=requires("gpu"))
     b = await play.create(priority=1)
     await play.engine.block_route(a)
@@ -108,7 +111,8 @@ async def test_ex_027_a_capable_claim_takes_route_blocked_work_at_once(play: Pla
     assert "blocking_detail" not in await play.core(a)
 
 
-async def test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant(play: Play) -> None:
     a = await play.create(policy=requires("gpu"))
     elsewhere = Engine(play.store.store, minter=SeededMinter(2))
     gate = play.slowed("commit")
@@ -125,7 +129,8 @@ async def test_ex_027_work_that_is_blocked_by_route_while_it_is_granted_is_unblo
     assert (await play.claim(a, "wa")).lease_epoch == 1
 
 
-async def test_ex_027_a_worker_without_the_capability_passes_route_blocked_work_by(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_a_worker_without_the_capability_passes_route_blocked_work_by(play: Play) -> None:
     a = await play.create(priority=9, policy=requires("gpu"))
     await play.engine.block_route(a)
 
@@ -370,7 +375,8 @@ async def test_schedulers_in_parallel_never_grant_one_execution_twice(play: Play
     assert set(granted) == created
 
 
-async def test_ex_028_operator_grant_and_claim_fresh(play: Play) -> None:
+@pytest.mark.spec("EX-028")
+async def test_operator_grant_and_claim_fresh(play: Play) -> None:
     e = await play.create(policy=requires("gpu"))
 
     answer = await play.engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=30_000)
@@ -384,7 +390,8 @@ async def test_ex_028_operator_grant_and_claim_fresh(play: Play) -> None:
     assert await play.told(e) == ["acquired issue_grant_and_claim"]
 
 
-async def test_ex_028_operator_grant_and_claim_resumed(play: Play) -> None:
+@pytest.mark.spec("EX-028")
+async def test_operator_grant_and_claim_resumed(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.delayed(held)
@@ -397,7 +404,8 @@ async def test_ex_028_operator_grant_and_claim_resumed(play: Play) -> None:
     assert (await play.told(e))[-1] == "acquired issue_grant_and_claim_resumed"
 
 
-async def test_ex_029_operator_grant_and_claim_refusals(play: Play) -> None:
+@pytest.mark.spec("EX-029")
+async def test_operator_grant_and_claim_refusals(play: Play) -> None:
     active = (await play.claimed()).execution_id
     granted = await play.create()
     await play.grant(granted, "wa")
@@ -422,7 +430,8 @@ async def test_ex_029_operator_grant_and_claim_refusals(play: Play) -> None:
     assert held.worker_id == "wa"
 
 
-async def test_ex_030_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play: Play) -> None:
+@pytest.mark.spec("EX-030")
+async def test_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play: Play) -> None:
     engine, e = play.engine, await play.create()
     grant = await play.next_for("wa")
     assert (grant.execution_id, grant.partition_key, grant.lane_id) == (e, "{fp:86}", "default")
@@ -444,7 +453,8 @@ async def test_ex_030_a_scheduler_s_grant_is_signed_and_outlives_a_rotation(play
     assert isinstance(await play.claim(e, "wa"), Claimed)
 
 
-async def test_ex_030_a_grant_key_that_was_altered_is_not_good(play: Play) -> None:
+@pytest.mark.spec("EX-030")
+async def test_a_grant_key_that_was_altered_is_not_good(play: Play) -> None:
     engine, e = play.engine, await play.create()
     key = (await play.next_for("wa")).grant_key
     end = key.split(":")[4]
@@ -461,7 +471,8 @@ async def test_ex_030_a_grant_key_that_was_altered_is_not_good(play: Play) -> No
     assert await engine.verify_grant(e, key) is GrantFault.UNKNOWN_GRANT, "a grant is used once"
 
 
-async def test_ex_030_without_a_key_nothing_is_granted(keyless: Engine, clock: ManualClock) -> None:
+@pytest.mark.spec("EX-030")
+async def test_without_a_key_nothing_is_granted(keyless: Engine, clock: ManualClock) -> None:
     play = Play(keyless, clock)
     await play.create()
     lapsed = await play.claimed()

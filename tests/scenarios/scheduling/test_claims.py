@@ -46,7 +46,8 @@ async def ask(play: Play, road: str, worker: str = "wa", can: tuple[str, ...] = 
     return next(iter(await pull(play, worker=worker, capabilities=can)), None)
 
 
-async def test_s_072_priority_then_age(play: Play) -> None:
+@pytest.mark.spec("S-072")
+async def test_priority_then_age(play: Play) -> None:
     by_priority = {priority: await play.create(priority=priority) for priority in (1, 10, 5)}
     play.clock.advance_ms(1)
     younger = await play.create(priority=5)
@@ -61,7 +62,8 @@ async def test_s_072_priority_then_age(play: Play) -> None:
     assert await play.next_for() is None
 
 
-async def test_s_073_a_granted_head_does_not_hide_the_queue(play: Play) -> None:
+@pytest.mark.spec("S-073")
+async def test_a_granted_head_does_not_hide_the_queue(play: Play) -> None:
     x, y = await play.create(priority=9), await play.create(priority=1)
 
     assert (await play.next_for("w1")).execution_id == x
@@ -71,7 +73,8 @@ async def test_s_073_a_granted_head_does_not_hide_the_queue(play: Play) -> None:
     assert (await play.next_for("w3")).execution_id == x
 
 
-async def test_s_074_two_callers_two_executions(play: Play) -> None:
+@pytest.mark.spec("S-074")
+async def test_two_callers_two_executions(play: Play) -> None:
     waiting = {await play.create() for _ in range(2)}
 
     grants = await asyncio.gather(play.next_for("w1"), play.next_for("w2"))
@@ -79,7 +82,8 @@ async def test_s_074_two_callers_two_executions(play: Play) -> None:
     assert {grant.execution_id for grant in grants} == waiting
 
 
-async def test_s_075_the_union_of_workers_is_not_enough(play: Play) -> None:
+@pytest.mark.spec("S-075")
+async def test_the_union_of_workers_is_not_enough(play: Play) -> None:
     e = await play.create(policy=requires("gpu", "cuda"))
     await play.engine.block_route(e)
     await register(play, "i1", capabilities=["gpu"])
@@ -94,7 +98,8 @@ async def test_s_075_the_union_of_workers_is_not_enough(play: Play) -> None:
     assert await play.vector(e) == WAITING
 
 
-async def test_s_075_the_net_finds_what_a_registration_missed(play: Play) -> None:
+@pytest.mark.spec("S-075")
+async def test_the_net_finds_what_a_registration_missed(play: Play) -> None:
     e = await play.create(policy=requires("gpu"))
     await register(play, "i1", capabilities=["gpu"])
     await play.engine.block_route(e)
@@ -103,8 +108,9 @@ async def test_s_075_the_net_finds_what_a_registration_missed(play: Play) -> Non
     assert await play.vector(e) == WAITING
 
 
+@pytest.mark.spec("S-076")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_076_mismatch_with_a_capable_peer_leaves_it_eligible(play: Play, road: str) -> None:
+async def test_mismatch_with_a_capable_peer_leaves_it_eligible(play: Play, road: str) -> None:
     await register(play, "i1", capabilities=["gpu"])
     e = await play.create(policy=requires("gpu"))
 
@@ -113,8 +119,9 @@ async def test_s_076_mismatch_with_a_capable_peer_leaves_it_eligible(play: Play,
     assert await play.vector(e) == WAITING
 
 
+@pytest.mark.spec("S-077")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_077_a_budget_is_exhausted_at_equality(play: Play, road: str) -> None:
+async def test_a_budget_is_exhausted_at_equality(play: Play, road: str) -> None:
     await budget(play, tokens=10)
     await report(play, tokens=10)
     e = await play.create(policy={"budget_ids": [B]})
@@ -139,7 +146,8 @@ async def test_what_a_budget_counts_without_a_limit_holds_nobody_up(play: Play, 
     assert await ask(play, road) == e
 
 
-async def test_s_077_work_that_had_begun_goes_on_with_its_attempt_when_there_is_room_again(play: Play) -> None:
+@pytest.mark.spec("S-077")
+async def test_work_that_had_begun_goes_on_with_its_attempt_when_there_is_room_again(play: Play) -> None:
     await budget(play, tokens=10)
     e = await play.create(policy={"budget_ids": [B]})
     assert await ask(play, "scheduler") == e
@@ -156,8 +164,9 @@ async def test_s_077_work_that_had_begun_goes_on_with_its_attempt_when_there_is_
     assert (await play.resume(e)).attempt_index == 0
 
 
+@pytest.mark.spec("S-077")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_077_a_reset_sets_free_at_once_without_a_pass(play: Play, road: str) -> None:
+async def test_a_reset_sets_free_at_once_without_a_pass(play: Play, road: str) -> None:
     await budget(play, tokens=10)
     await report(play, tokens=10)
     waiting = {await play.create(policy={"budget_ids": [B]}) for _ in range(3)}
@@ -168,8 +177,9 @@ async def test_s_077_a_reset_sets_free_at_once_without_a_pass(play: Play, road: 
     assert {await ask(play, road) for _ in range(3)} == waiting
 
 
+@pytest.mark.spec("S-078")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_078_fail_closed_on_an_unreadable_budget(play: Play, road: str) -> None:
+async def test_fail_closed_on_an_unreadable_budget(play: Play, road: str) -> None:
     await budget(play, tokens=10)
     e = await play.create(policy={"budget_ids": [B]})
     await write_limit(play, -1)
@@ -191,8 +201,9 @@ async def write_limit(play: Play, hard: int) -> None:
     assert await play.engine.store.commit([change]) != [None]
 
 
+@pytest.mark.spec("S-078")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fail_closed_when_the_store_is_away(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.engine.runtime.runtime.Pause.__init__.__defaults__", (0.0,))
     await policy(play, cap=5)
     e = await play.create(policy={"quota_policy_ids": [Q]})
@@ -213,8 +224,9 @@ async def test_s_078_fail_closed_when_the_store_is_away(play: Play, road: str, m
     assert await ask(play, road) == e
 
 
+@pytest.mark.spec("S-079")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_079_a_quota_refusal_blocks_until_the_window_opens(play: Play, road: str) -> None:
+async def test_a_quota_refusal_blocks_until_the_window_opens(play: Play, road: str) -> None:
     await policy(play, window=60, rate=1)
     await check(play, play.engine.new_execution_id(), rate_limit=1)
     start = play.now
@@ -235,8 +247,9 @@ async def test_s_079_a_quota_refusal_blocks_until_the_window_opens(play: Play, r
     assert await ask(play, road) == e
 
 
+@pytest.mark.spec("S-080")
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_080_capability_is_checked_before_quota(play: Play, road: str) -> None:
+async def test_capability_is_checked_before_quota(play: Play, road: str) -> None:
     await policy(play, cap=1, rate=5)
     await play.create(policy={"quota_policy_ids": [Q], **requires("gpu")})
 
@@ -248,6 +261,7 @@ async def test_s_080_capability_is_checked_before_quota(play: Play, road: str) -
     assert await play.engine.scan(Scan(QuotaSlot)) == []
 
 
+@pytest.mark.spec("S-081")
 @pytest.mark.parametrize(
     ("tokens", "accepted"),
     [
@@ -262,7 +276,7 @@ async def test_s_080_capability_is_checked_before_quota(play: Play, road: str) -
     ],
 )
 @pytest.mark.parametrize("road", ROADS)
-async def test_s_081_claim_input_validation(play: Play, tokens: list[str], accepted: bool, road: str) -> None:
+async def test_claim_input_validation(play: Play, tokens: list[str], accepted: bool, road: str) -> None:
     async def asked() -> Any:
         if road == "scheduler":
             return await play.next_for(can=tokens)
@@ -275,7 +289,8 @@ async def test_s_081_claim_input_validation(play: Play, tokens: list[str], accep
             await asked()
 
 
-async def test_s_082_full_partition_coverage(play: Play) -> None:
+@pytest.mark.spec("S-082")
+async def test_full_partition_coverage(play: Play) -> None:
     for partition in (0, 31, 32, 137, 255):
         e = await play.create(execution_id=f"{{fp:{partition}}}:0e000000-0000-4000-8000-000000000{partition:03}")
         polls = []

@@ -33,8 +33,9 @@ async def granted(play: Play, kind: str = "claim") -> Any:
     return await play.next_for("wa")
 
 
+@pytest.mark.spec("EX-031")
 @pytest.mark.parametrize("kind", KINDS)
-async def test_ex_031_at_capacity_worker_keeps_the_grant(play: Play, kind: str) -> None:
+async def test_at_capacity_worker_keeps_the_grant(play: Play, kind: str) -> None:
     busy = worker(play, lease_ttl_ms=10 * LEASE_MS)
     first = await busy.claim_from_grant(await granted(play))
     assert isinstance(first, Claimed)

@@ -32,7 +32,8 @@ async def resumable(play: Play) -> Claimed:
     return held
 
 
-async def test_ex_017_grant_life_cycle_basics(play: Play) -> None:
+@pytest.mark.spec("EX-017")
+async def test_grant_life_cycle_basics(play: Play) -> None:
     e = await play.create()
     before = await play.core(e)
 
@@ -53,8 +54,9 @@ async def test_ex_017_grant_life_cycle_basics(play: Play) -> None:
     await play.grant(e, "wb")
 
 
+@pytest.mark.spec("EX-017")
 @pytest.mark.parametrize("kind", ["claim", "reclaim"])
-async def test_ex_017_a_grant_keeps_what_was_said_with_it(play: Play, kind: str) -> None:
+async def test_a_grant_keeps_what_was_said_with_it(play: Play, kind: str) -> None:
     e = await play.create()
     offer: Any = play.engine.issue_claim_grant
     if kind == "reclaim":
@@ -76,7 +78,8 @@ async def test_ex_017_a_grant_keeps_what_was_said_with_it(play: Play, kind: str)
     assert grant == Grant(kind, "wb", "wb-1", "default", t, t + 5000, key_id=grant.key_id, **notes)
 
 
-async def test_ex_017_what_cannot_be_granted(play: Play) -> None:
+@pytest.mark.spec("EX-017")
+async def test_what_cannot_be_granted(play: Play) -> None:
     delayed = await play.create(delay_until=play.now + 1000)
     active = (await play.claimed()).execution_id
     terminal = await play.create()
@@ -92,7 +95,8 @@ async def test_ex_017_what_cannot_be_granted(play: Play) -> None:
         await play.grant(waiting, lane="main")
 
 
-async def test_ex_018_capability_matching_at_grant(play: Play) -> None:
+@pytest.mark.spec("EX-018")
+async def test_capability_matching_at_grant(play: Play) -> None:
     for offer in ({"gpu", "cuda"}, {"cuda", "gpu", "x"}):
         await play.grant(await play.create(policy=requires("gpu", "cuda")), can=offer)
     await play.grant(await play.create(), can=())
@@ -111,7 +115,8 @@ async def test_ex_018_capability_matching_at_grant(play: Play) -> None:
     assert e in await play.eligible()
 
 
-async def test_ex_018_a_list_that_is_presented_may_be_joined_by_commas(play: Play) -> None:
+@pytest.mark.spec("EX-018")
+async def test_a_list_that_is_presented_may_be_joined_by_commas(play: Play) -> None:
     e = await play.create(policy={"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}})
 
     await play.grant(e, can={"gpu,,cuda", " ", ""})
@@ -119,6 +124,7 @@ async def test_ex_018_a_list_that_is_presented_may_be_joined_by_commas(play: Pla
     assert await play.live_grant(e) is not None
 
 
+@pytest.mark.spec("EX-018")
 @pytest.mark.parametrize(
     ("can", "detail"),
     [
@@ -128,7 +134,7 @@ async def test_ex_018_a_list_that_is_presented_may_be_joined_by_commas(play: Pla
         (["x" * 2048, "y" * 2048], "worker:too_many_bytes"),
     ],
 )
-async def test_ex_018_a_list_that_is_too_long_is_refused_after_the_state_is_looked_at(
+async def test_a_list_that_is_too_long_is_refused_after_the_state_is_looked_at(
     play: Play, can: list[str], detail: str
 ) -> None:
     e = await play.create()
@@ -140,14 +146,16 @@ async def test_ex_018_a_list_that_is_too_long_is_refused_after_the_state_is_look
         await play.grant(e, can=can)
 
 
-async def test_ex_018_the_longest_lists_are_accepted(play: Play) -> None:
+@pytest.mark.spec("EX-018")
+async def test_the_longest_lists_are_accepted(play: Play) -> None:
     for can in ([f"{number:03}" for number in range(256)], ["x" * 4096], ["x" * 2048, "y" * 2047]):
         e = await play.create()
         await play.grant(e, can=can)
         assert await play.live_grant(e) is not None
 
 
-async def test_ex_019_fresh_claim(play: Play) -> None:
+@pytest.mark.spec("EX-019")
+async def test_fresh_claim(play: Play) -> None:
     e = await play.create()
     await play.grant(e)
     play.clock.advance_ms(100)
@@ -191,7 +199,8 @@ async def test_ex_019_fresh_claim(play: Play) -> None:
     assert (attempt.worker_id, attempt.worker_instance_id, attempt.ended_at) == ("wa", "wa-1", None)
 
 
-async def test_ex_019_a_claim_may_name_another_time_and_another_deadline_and_zero_names_none(play: Play) -> None:
+@pytest.mark.spec("EX-019")
+async def test_a_claim_may_name_another_time_and_another_deadline_and_zero_names_none(play: Play) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 700}}
     t = play.now
 
@@ -205,7 +214,8 @@ async def test_ex_019_a_claim_may_name_another_time_and_another_deadline_and_zer
     assert await times(attempt_timeout_ms=0, execution_deadline_at=0) == (None, t + 9000)
 
 
-async def test_ex_020_grant_ownership_on_claim(play: Play) -> None:
+@pytest.mark.spec("EX-020")
+async def test_grant_ownership_on_claim(play: Play) -> None:
     e = await play.create()
     async with play.refused(errors.InvalidClaimGrant):
         await play.claim(e, "wa")
@@ -219,7 +229,8 @@ async def test_ex_020_grant_ownership_on_claim(play: Play) -> None:
     assert (await play.core(e))["current_worker_instance_id"] == "wa-2"
 
 
-async def test_ex_021_expired_claim_grant(play: Play) -> None:
+@pytest.mark.spec("EX-021")
+async def test_expired_claim_grant(play: Play) -> None:
     e = await play.create()
     await play.grant(e, "wa", ttl=200)
     play.clock.advance_ms(200)
@@ -234,7 +245,8 @@ async def test_ex_021_expired_claim_grant(play: Play) -> None:
     assert (claimed.lease_epoch, claimed.attempt_index) == (1, 0)
 
 
-async def test_ex_021_a_grant_is_good_to_its_last_millisecond(play: Play) -> None:
+@pytest.mark.spec("EX-021")
+async def test_a_grant_is_good_to_its_last_millisecond(play: Play) -> None:
     e = await play.create()
     await play.grant(e, "wa", ttl=200)
     play.clock.advance_ms(199)
@@ -242,7 +254,8 @@ async def test_ex_021_a_grant_is_good_to_its_last_millisecond(play: Play) -> Non
     assert (await play.claim(e, "wa")).lease_epoch == 1
 
 
-async def test_ex_021_a_grant_that_ends_on_the_way_to_the_store_redeems_nothing(play: Play) -> None:
+@pytest.mark.spec("EX-021")
+async def test_a_grant_that_ends_on_the_way_to_the_store_redeems_nothing(play: Play) -> None:
     fresh, interrupted = await play.create(), (await resumable(play)).execution_id
     await play.grant(fresh, ttl=200)
     await play.grant(interrupted, ttl=500)
@@ -257,7 +270,8 @@ async def test_ex_021_a_grant_that_ends_on_the_way_to_the_store_redeems_nothing(
     assert (await play.late(play.claim(fresh), 199)).lease_epoch == 1
 
 
-async def test_ex_022_state_changes_between_grant_and_claim(play: Play) -> None:
+@pytest.mark.spec("EX-022")
+async def test_state_changes_between_grant_and_claim(play: Play) -> None:
     engine = play.engine
     cancelled = await play.create()
     await play.grant(cancelled)
@@ -279,7 +293,8 @@ async def test_ex_022_state_changes_between_grant_and_claim(play: Play) -> None:
     assert (await play.claim(blocked)).lease_epoch == 1
 
 
-async def test_ex_023_claiming_an_active_execution(play: Play) -> None:
+@pytest.mark.spec("EX-023")
+async def test_claiming_an_active_execution(play: Play) -> None:
     e = (await play.claimed("wa")).execution_id
 
     async with play.refused(errors.ExecutionNotLeaseable):
@@ -288,7 +303,8 @@ async def test_ex_023_claiming_an_active_execution(play: Play) -> None:
         await play.grant(e, "wb")
 
 
-async def test_ex_024_fresh_claim_refuses_an_interrupted_attempt(play: Play) -> None:
+@pytest.mark.spec("EX-024")
+async def test_fresh_claim_refuses_an_interrupted_attempt(play: Play) -> None:
     first = await resumable(play)
     e = first.execution_id
     assert await play.vector(e) == RESUMABLE
@@ -306,7 +322,8 @@ async def test_ex_024_fresh_claim_refuses_an_interrupted_attempt(play: Play) -> 
     assert await play.vector(e) == ACTIVE
 
 
-async def test_ex_024_a_resumed_claim_refuses_what_was_not_interrupted(play: Play) -> None:
+@pytest.mark.spec("EX-024")
+async def test_a_resumed_claim_refuses_what_was_not_interrupted(play: Play) -> None:
     e = await play.create()
     await play.grant(e)
 
@@ -316,7 +333,8 @@ async def test_ex_024_a_resumed_claim_refuses_what_was_not_interrupted(play: Pla
         await play.resume(MISSING)
 
 
-async def test_ex_025_resume_grant_misuse(play: Play) -> None:
+@pytest.mark.spec("EX-025")
+async def test_resume_grant_misuse(play: Play) -> None:
     engine = play.engine
     e = (await resumable(play)).execution_id
     await play.grant(e, "wa", ttl=200)

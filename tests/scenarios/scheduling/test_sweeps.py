@@ -41,7 +41,8 @@ async def write(play: Play, e: str, **fields: Any) -> None:
     assert await play.engine.store.commit([change]) != [None]
 
 
-async def test_s_088_delayed_promotion(play: Play) -> None:
+@pytest.mark.spec("S-088")
+async def test_delayed_promotion(play: Play) -> None:
     held = await play.claimed(policy=RETRY)
     cancelled = await play.create(delay_until=play.now + 500)
     assert isinstance(await play.engine.fail(held.handle, reason="flaky"), RetryScheduled)
@@ -58,7 +59,8 @@ async def test_s_088_delayed_promotion(play: Play) -> None:
     assert await play.vector(cancelled) == terminal("cancelled", "pending_first_attempt")
 
 
-async def test_s_089_the_deadline_fires_in_every_phase(play: Play) -> None:
+@pytest.mark.spec("S-089")
+async def test_the_deadline_fires_in_every_phase(play: Play) -> None:
     deadline = play.now + 1000
     queued = await play.create(execution_deadline_at=deadline)
     held = await play.claimed(execution_deadline_at=deadline)
@@ -80,7 +82,8 @@ async def test_s_089_the_deadline_fires_in_every_phase(play: Play) -> None:
     assert await play.outcomes() == ["expired"] * 5
 
 
-async def test_s_090_lease_expiry_marks_and_does_not_requeue(play: Play) -> None:
+@pytest.mark.spec("S-090")
+async def test_lease_expiry_marks_and_does_not_requeue(play: Play) -> None:
     held, renewed = await play.claimed(), await play.claimed()
     play.clock.advance_ms(29_000)
     await play.engine.renew(renewed.handle, lease_ttl_ms=9000)
@@ -98,7 +101,8 @@ async def test_s_090_lease_expiry_marks_and_does_not_requeue(play: Play) -> None
     assert (taken.execution_id, taken.attempt_type, taken.lease_epoch) == (held.execution_id, "reclaim", 2)
 
 
-async def test_s_090_a_lease_renewed_between_selection_and_action_is_left_alone(play: Play) -> None:
+@pytest.mark.spec("S-090")
+async def test_a_lease_renewed_between_selection_and_action_is_left_alone(play: Play) -> None:
     held = await play.claimed()
     other = Engine(play.store.store, minter=SeededMinter(9))
     play.clock.advance_ms(29_999)
@@ -115,7 +119,8 @@ async def test_s_090_a_lease_renewed_between_selection_and_action_is_left_alone(
     assert await play.vector(held.execution_id) == ACTIVE
 
 
-async def test_s_091_namespace_and_tag_filters(play: Play) -> None:
+@pytest.mark.spec("S-091")
+async def test_namespace_and_tag_filters(play: Play) -> None:
     due = play.now + 10
     tag = {"app.instance_id": "i1"}
     n1 = await play.create(namespace="n1", delay_until=due)
@@ -130,7 +135,8 @@ async def test_s_091_namespace_and_tag_filters(play: Play) -> None:
     assert [(await play.sheet(e)).public_state for e in (n1, tagged, n2)] == ["waiting", "waiting", "delayed"]
 
 
-async def test_s_091_the_settings_filter_too_and_what_is_passed_over_hides_nothing(play: Play) -> None:
+@pytest.mark.spec("S-091")
+async def test_the_settings_filter_too_and_what_is_passed_over_hides_nothing(play: Play) -> None:
     for _ in range(7):
         await play.create(namespace="n1", delay_until=play.now + 1)
     mine = await play.create(namespace="n1", delay_until=play.now + 2, tags={"app.instance_id": "i1"})
@@ -144,7 +150,8 @@ async def test_s_091_the_settings_filter_too_and_what_is_passed_over_hides_nothi
     assert await play.vector(mine) == WAITING
 
 
-async def test_s_091_however_many_are_passed_over_the_passes_come_to_those_behind_them(play: Play) -> None:
+@pytest.mark.spec("S-091")
+async def test_however_many_are_passed_over_the_passes_come_to_those_behind_them(play: Play) -> None:
     for _ in range(30):
         await play.create(delay_until=play.now + 1)
     mine = await play.create(delay_until=play.now + 2, tags={"app.instance_id": "i1"})
@@ -158,10 +165,9 @@ async def test_s_091_however_many_are_passed_over_the_passes_come_to_those_behin
     assert (await play.engine.sweep_once("delayed_promoter", batch=1)).processed == 1  # another one begins in front
 
 
+@pytest.mark.spec("S-091")
 @pytest.mark.parametrize("sweep", ["delayed_promoter", "unblock"])
-async def test_s_091_an_execution_whose_tags_cannot_be_read_is_passed_over_until_they_can(
-    play: Play, sweep: str
-) -> None:
+async def test_an_execution_whose_tags_cannot_be_read_is_passed_over_until_they_can(play: Play, sweep: str) -> None:
     tag = {"app.instance_id": "i1"}
     if sweep == "unblock":
         unreadable, other = [await play.create(tags=tag) for _ in range(2)]
@@ -183,7 +189,8 @@ async def test_s_091_an_execution_whose_tags_cannot_be_read_is_passed_over_until
     assert await play.vector(unreadable) == WAITING
 
 
-async def test_s_091_a_filter_holds_for_the_unblock_sweep_too(play: Play) -> None:
+@pytest.mark.spec("S-091")
+async def test_a_filter_holds_for_the_unblock_sweep_too(play: Play) -> None:
     n1, n2 = [await play.create(namespace=name) for name in ("n1", "n2")]
     for e in (n1, n2):
         await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
@@ -194,7 +201,8 @@ async def test_s_091_a_filter_holds_for_the_unblock_sweep_too(play: Play) -> Non
     assert (await play.sheet(n1)).public_state == "rate_limited"
 
 
-async def test_s_093_unblock_skips_foreign_reasons_and_fails_closed(play: Play) -> None:
+@pytest.mark.spec("S-093")
+async def test_unblock_skips_foreign_reasons_and_fails_closed(play: Play) -> None:
     await budget(play, tokens=10)
     await report(play, tokens=10)
     foreign, unreadable = [await play.create(policy={"budget_ids": [B]}) for _ in range(2)]
@@ -249,9 +257,8 @@ async def forget_usage(play: Play, *, limit: int) -> None:
     assert await play.engine.store.commit([change]) != [None]
 
 
-async def test_s_093_a_route_is_opened_when_the_registry_cannot_be_read(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.spec("S-093")
+async def test_a_route_is_opened_when_the_registry_cannot_be_read(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     e = await play.create(policy=requires("gpu"))
     await play.engine.block_route(e)
     assert (await play.engine.sweep_once("unblock")).processed == 0
@@ -265,7 +272,8 @@ async def test_s_093_a_route_is_opened_when_the_registry_cannot_be_read(
     assert await play.vector(e) == WAITING
 
 
-async def test_s_094_every_lane_is_covered(play: Play) -> None:
+@pytest.mark.spec("S-094")
+async def test_every_lane_is_covered(play: Play) -> None:
     due = play.now + 10
     delayed = [await play.create(lane=lane, delay_until=due) for lane in ("default", "nobody-named-this", "mail")]
     play.clock.advance_ms(10)
@@ -283,7 +291,8 @@ async def ended(play: Play, count: int, **given: Any) -> list[str]:
     return executions
 
 
-async def test_s_095_batch_bound(play: Play) -> None:
+@pytest.mark.spec("S-095")
+async def test_batch_bound(play: Play) -> None:
     await ended(play, 45)
     play.clock.advance_ms(DAY_MS)
 
@@ -293,9 +302,8 @@ async def test_s_095_batch_bound(play: Play) -> None:
     assert await play.engine.scan(Scan(Execution)) == []
 
 
-async def test_s_095_one_that_cannot_be_purged_does_not_keep_the_others(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.spec("S-095")
+async def test_one_that_cannot_be_purged_does_not_keep_the_others(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     executions = await ended(play, 5)
     play.clock.advance_ms(DAY_MS)
     purge = play.engine.purge_execution
@@ -313,7 +321,8 @@ async def test_s_095_one_that_cannot_be_purged_does_not_keep_the_others(
     assert (await play.engine.sweep_once("retention_trimmer", batch=20)).processed == 1
 
 
-async def test_s_095_the_operation_trims_one_lane_of_one_partition(play: Play) -> None:
+@pytest.mark.spec("S-095")
+async def test_the_operation_trims_one_lane_of_one_partition(play: Play) -> None:
     mine = await ended(play, 45)
     other = await ended(play, 1, lane="mail")
     long = await ended(play, 1, policy={"stream_policy": {"retention_ttl_ms": 2 * DAY_MS}})

@@ -37,7 +37,8 @@ async def listed(play: Play, namespace: str = "default") -> list[str]:
     return [entry.worker_instance_id for entry in (await play.engine.list_workers(namespace)).entries]
 
 
-async def test_s_083_heartbeat_boundary(play: Play) -> None:
+@pytest.mark.spec("S-083")
+async def test_heartbeat_boundary(play: Play) -> None:
     t0 = play.now
     assert await register(play) == WorkerRegistered("i1", t0 + 1000)
 
@@ -50,13 +51,15 @@ async def test_s_083_heartbeat_boundary(play: Play) -> None:
     assert await register(play, worker="another pool".replace(" ", "-")) == WorkerRegistered("i1", t0 + 3000)
 
 
-async def test_s_083_a_live_instance_cannot_change_its_worker(play: Play) -> None:
+@pytest.mark.spec("S-083")
+async def test_a_live_instance_cannot_change_its_worker(play: Play) -> None:
     await register(play)
     async with play.refused(errors.InvalidInput, "instance_id reassigned"):
         await register(play, worker="other")
 
 
-async def test_s_083_registering_again_refreshes_and_keeps_the_first_time(play: Play) -> None:
+@pytest.mark.spec("S-083")
+async def test_registering_again_refreshes_and_keeps_the_first_time(play: Play) -> None:
     t0 = play.now
     await register(play, capabilities=["a"])
     play.clock.advance_ms(500)
@@ -70,6 +73,7 @@ async def test_s_083_registering_again_refreshes_and_keeps_the_first_time(play: 
     assert row.partition == fnv1a_64(b"i1") % 256
 
 
+@pytest.mark.spec("S-083")
 @pytest.mark.parametrize(
     ("given", "detail"),
     [
@@ -79,12 +83,13 @@ async def test_s_083_registering_again_refreshes_and_keeps_the_first_time(play: 
         ({"capabilities": ["a b"]}, "capabilities: control or whitespace character in token: 'a b'"),
     ],
 )
-async def test_s_083_registrations_that_are_refused(play: Play, given: dict[str, Any], detail: str) -> None:
+async def test_registrations_that_are_refused(play: Play, given: dict[str, Any], detail: str) -> None:
     async with play.refused(errors.InvalidInput, detail):
         await register(play, **given)
 
 
-async def test_s_084_mark_dead(play: Play) -> None:
+@pytest.mark.spec("S-084")
+async def test_mark_dead(play: Play) -> None:
     await register(play, "wa-1", "wa")
     held = await play.claimed("wa")
 
@@ -100,10 +105,11 @@ async def test_s_084_mark_dead(play: Play) -> None:
     await play.engine.renew(held.handle)
 
 
+@pytest.mark.spec("S-084")
 @pytest.mark.parametrize(
     ("reason", "detail"), [("r" * 257, "reason: more than"), ("a\nb", "reason: control character")]
 )
-async def test_s_084_reasons_that_are_refused(play: Play, reason: str, detail: str) -> None:
+async def test_reasons_that_are_refused(play: Play, reason: str, detail: str) -> None:
     await register(play)
     async with play.untouched():
         with pytest.raises(errors.InvalidInput, match=detail):
@@ -111,7 +117,8 @@ async def test_s_084_reasons_that_are_refused(play: Play, reason: str, detail: s
     assert await play.engine.mark_worker_dead(worker_instance_id="i1", reason="r" * 256) == MarkedDead("i1")
 
 
-async def test_s_085_ttl_sweep_and_events(play: Play) -> None:
+@pytest.mark.spec("S-085")
+async def test_ttl_sweep_and_events(play: Play) -> None:
     t0 = play.now
     await register(play)
     await beat(play)
@@ -127,7 +134,8 @@ async def test_s_085_ttl_sweep_and_events(play: Play) -> None:
         assert (await play.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0
 
 
-async def test_s_085_a_worker_that_returns_between_look_and_sweep_stays(play: Play) -> None:
+@pytest.mark.spec("S-085")
+async def test_a_worker_that_returns_between_look_and_sweep_stays(play: Play) -> None:
     await register(play)
     play.clock.advance_ms(1001)
     play.store.after_due = lambda: register(play)
@@ -137,7 +145,8 @@ async def test_s_085_a_worker_that_returns_between_look_and_sweep_stays(play: Pl
     assert await listed(play) == ["i1"]
 
 
-async def test_s_086_listing_pages(play: Play) -> None:
+@pytest.mark.spec("S-086")
+async def test_listing_pages(play: Play) -> None:
     for name in "ebadc":
         await register(play, name, namespace="n1")
     await register(play, "z", namespace="n2")
@@ -158,7 +167,8 @@ async def test_s_086_listing_pages(play: Play) -> None:
         await play.engine.list_workers()
 
 
-async def test_s_087_expired_leases_listing(play: Play) -> None:
+@pytest.mark.spec("S-087")
+async def test_expired_leases_listing(play: Play) -> None:
     lanes = ("default", "mail", "ocr", "etl")
     held = [await play.claimed(lane=lane, ttl=ttl) for lane, ttl in zip(lanes, (1000, 1000, 2000, 9000), strict=True)]
     foreign = await play.claimed(namespace="n2", ttl=1500)
@@ -179,7 +189,8 @@ async def test_s_087_expired_leases_listing(play: Play) -> None:
 # -- routes --------------------------------------------------------------------------------------------------------
 
 
-async def test_ex_027_the_scheduler_blocks_unroutable_work_and_moves_on(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_the_scheduler_blocks_unroutable_work_and_moves_on(play: Play) -> None:
     a = await play.create(priority=9, policy=requires("gpu"))
     b = await play.create(priority=1)
 
@@ -191,7 +202,8 @@ async def test_ex_027_the_scheduler_blocks_unroutable_work_and_moves_on(play: Pl
     assert (await play.sheet(a)).blocking_text == "no connected worker satisfies required_capabilities"
 
 
-async def test_ex_027_a_registration_unblocks_in_the_same_step(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_a_registration_unblocks_in_the_same_step(play: Play) -> None:
     low = await play.create(priority=1, policy=requires("gpu"))
     high = await play.create(priority=9, policy=requires("gpu"))
     assert await play.next_for("wa") is None
@@ -207,7 +219,8 @@ async def test_ex_027_a_registration_unblocks_in_the_same_step(play: Play) -> No
     assert [(await play.next_for("wg", can={"gpu"})).execution_id for _ in range(2)] == [high, low]
 
 
-async def test_ex_027_any_registration_unblocks_what_requires_nothing(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_any_registration_unblocks_what_requires_nothing(play: Play) -> None:
     e = await play.create()
     await play.engine.block_route(e)
 
@@ -219,7 +232,8 @@ async def test_ex_027_any_registration_unblocks_what_requires_nothing(play: Play
     assert await play.vector(e) == WAITING
 
 
-async def test_ex_027_a_worker_that_pulls_with_admission_says_what_nobody_can_run(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_a_worker_that_pulls_with_admission_says_what_nobody_can_run(play: Play) -> None:
     a = await play.create(policy=requires("gpu"))
 
     pulled = await play.engine.claim_admitted("default", worker_id="wa", worker_instance_id="wa-1")
@@ -232,7 +246,8 @@ async def test_ex_027_a_worker_that_pulls_with_admission_says_what_nobody_can_ru
     assert taken.execution_id == a
 
 
-async def test_ex_027_a_worker_that_registers_while_work_is_being_blocked_is_not_missed(play: Play) -> None:
+@pytest.mark.spec("EX-027")
+async def test_a_worker_that_registers_while_work_is_being_blocked_is_not_missed(play: Play) -> None:
     a = await play.create(policy=requires("gpu"))
     other = Engine(play.store.store, minter=SeededMinter(9))
     gate = play.slowed("commit")

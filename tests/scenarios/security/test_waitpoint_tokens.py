@@ -33,7 +33,8 @@ async def rotated(play: Play, kid: str, secret: str, grace: int) -> PartitionRot
     return entry
 
 
-async def test_ss_026_bad_tokens(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-026")
+async def test_bad_tokens(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     e, good = held.execution_id, p.waitpoint_token.reveal()
     flipped = good[:-1] + ("0" if good[-1] != "0" else "1")
@@ -52,7 +53,8 @@ async def test_ss_026_bad_tokens(play: Play, waits: Waits) -> None:
     assert await waits.signals_told(e) == []
 
 
-async def test_ss_027_no_existence_oracle(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-027")
+async def test_no_existence_oracle(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     real = await play.engine.create_waitpoint(held.handle, "k", 60_000)
@@ -82,7 +84,8 @@ async def test_ss_027_no_existence_oracle(play: Play, waits: Waits) -> None:
     assert [calls for found in asked.values() for calls in found if calls != once] == []
 
 
-async def test_ss_028_grace_end_and_collection(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-028")
+async def test_grace_end_and_collection(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     await rotated(play, "k2", B, 1000)
     assert await play.engine.list_waitpoint_hmac_kids() == KeyIds("k2", (VerifyingKid("k1", play.now + 1000),))
@@ -117,7 +120,8 @@ async def test_a_kid_that_is_used_anew_with_another_secret_does_not_revive_old_w
     assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
 
 
-async def test_ss_029_rotation_idempotency(play: Play) -> None:
+@pytest.mark.spec("SS-029")
+async def test_rotation_idempotency(play: Play) -> None:
     assert (await rotated(play, "k2", B, 60_000)).result == KeyRotated("k1", "k2", 0)
 
     for kid, secret, result in (
@@ -131,7 +135,8 @@ async def test_ss_029_rotation_idempotency(play: Play) -> None:
     assert (await play.engine.list_waitpoint_hmac_kids()).current_kid == "k2"
 
 
-async def test_ss_030_seed(keyless: Engine) -> None:
+@pytest.mark.spec("SS-030")
+async def test_seed(keyless: Engine) -> None:
     assert await keyless.list_waitpoint_hmac_kids() == KeyIds(None, ())
 
     assert await keyless.seed_waitpoint_hmac_secret("k", A) == KeySeeded("k")
@@ -143,7 +148,8 @@ async def test_ss_030_seed(keyless: Engine) -> None:
             await keyless.seed_waitpoint_hmac_secret(kid, secret)
 
 
-async def test_ss_031_rotation_between_create_and_activate(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-031")
+async def test_rotation_between_create_and_activate(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     await rotated(play, "k2", B, 60_000)
@@ -154,7 +160,8 @@ async def test_ss_031_rotation_between_create_and_activate(play: Play, waits: Wa
     assert await waits.effect(held.execution_id, "go", pending) == SATISFIED
 
 
-async def test_ss_032_boundary_of_grace(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-032")
+async def test_boundary_of_grace(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     await rotated(play, "k2", B, 1000)

@@ -50,7 +50,8 @@ async def everything(subscription: Subscription[Any]) -> list[Any]:
     return found
 
 
-async def test_ss_062_tail_from_now(play: Play) -> None:
+@pytest.mark.spec("SS-062")
+async def test_tail_from_now(play: Play) -> None:
     await ended(play)
     feed = await play.engine.subscribe_completion()
 
@@ -62,7 +63,8 @@ async def test_ss_062_tail_from_now(play: Play) -> None:
     assert [news.execution_id for news in await everything(again)] == [third]
 
 
-async def test_ss_063_completion_outcomes(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-063")
+async def test_completion_outcomes(play: Play, waits: Waits) -> None:
     expected = {await ended(play, outcome): variant for outcome, variant in ENDINGS.items()}
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
     retried = await play.claimed(policy=policy)
@@ -78,7 +80,8 @@ async def test_ss_063_completion_outcomes(play: Play, waits: Waits) -> None:
     assert {news.flow_id for news in found} == {None}
 
 
-async def test_ss_064_signal_delivery_effects(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-064")
+async def test_signal_delivery_effects(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
@@ -98,7 +101,8 @@ async def test_ss_064_signal_delivery_effects(play: Play, waits: Waits) -> None:
     assert told[1].signal_id == told[2].signal_id == first.signal_id  # type: ignore[union-attr]
 
 
-async def test_ss_065_instance_tag_filter(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-065")
+async def test_instance_tag_filter(play: Play, waits: Waits) -> None:
     tagged: list[dict[str, str] | None] = [{"app.instance": "i-1"}, {"app.instance": "i-2"}, None]
     found = []
     for tags in tagged:
@@ -151,7 +155,8 @@ async def cut(subscription: Subscription[Any], wire: FlakyStore) -> errors.Strea
     return ending.value
 
 
-async def test_ss_066_filtered_events_advance_the_cursor(wire: FlakyStore) -> None:
+@pytest.mark.spec("SS-066")
+async def test_filtered_events_advance_the_cursor(wire: FlakyStore) -> None:
     engine = Engine(wire)
     feed = await engine.subscribe_completion(FROM_THE_START, Filter(namespace="nobody"))
     await tell(wire, 1000)
@@ -165,7 +170,8 @@ async def test_ss_066_filtered_events_advance_the_cursor(wire: FlakyStore) -> No
     assert await everything(again) == []
 
 
-async def test_ss_067_disconnect_before_first_event(wire: FlakyStore) -> None:
+@pytest.mark.spec("SS-067")
+async def test_disconnect_before_first_event(wire: FlakyStore) -> None:
     engine = Engine(wire)
     feed = await engine.subscribe_completion()
 
@@ -176,7 +182,8 @@ async def test_ss_067_disconnect_before_first_event(wire: FlakyStore) -> None:
     assert len(await everything(await engine.subscribe_completion(ending.cursor))) == 1
 
 
-async def test_ss_067_a_store_that_comes_back_is_not_noticed(wire: FlakyStore) -> None:
+@pytest.mark.spec("SS-067")
+async def test_a_store_that_comes_back_is_not_noticed(wire: FlakyStore) -> None:
     feed = await Engine(wire).subscribe_completion()
     wire.lose("feed", Loss.REQUEST, times=3)
     await tell(wire, 2)
@@ -185,7 +192,8 @@ async def test_ss_067_a_store_that_comes_back_is_not_noticed(wire: FlakyStore) -
     assert len(wire.losses) == 3
 
 
-async def test_ss_068_no_committer_is_too_late_for_a_reader(store: Store, clock: Any) -> None:
+@pytest.mark.spec("SS-068")
+async def test_no_committer_is_too_late_for_a_reader(store: Store, clock: Any) -> None:
     play = Play(Engine(store), clock)
     feed = await play.engine.subscribe_completion()
     seen: list[str] = []
@@ -211,7 +219,8 @@ async def trimmed(engine: Engine, clock: Any) -> None:
         pass
 
 
-async def test_ss_069_gap_notice(store: Store, clock: Any) -> None:
+@pytest.mark.spec("SS-069")
+async def test_gap_notice(store: Store, clock: Any) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_completion()
     await tell(store, 3)
@@ -227,7 +236,8 @@ async def test_ss_069_gap_notice(store: Store, clock: Any) -> None:
     assert len(await everything(later)) == 1
 
 
-async def test_ss_069_what_other_feeds_lost_is_no_gap(store: Store, clock: Any) -> None:
+@pytest.mark.spec("SS-069")
+async def test_what_other_feeds_lost_is_no_gap(store: Store, clock: Any) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_operator_event()
     await tell(store, 3)

@@ -31,7 +31,8 @@ async def best_effort(play: Play, held: Claimed, payload: bytes = b"x", **given:
     return appended.frame_count
 
 
-async def test_ss_047_append_and_read(play: Play) -> None:
+@pytest.mark.spec("SS-047")
+async def test_append_and_read(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
 
@@ -51,7 +52,8 @@ async def test_ss_047_append_and_read(play: Play) -> None:
     assert (page.closed_at, page.closed_reason) == (None, None)
 
 
-async def test_ss_047_bytes_that_are_no_text_come_as_base64(play: Play) -> None:
+@pytest.mark.spec("SS-047")
+async def test_bytes_that_are_no_text_come_as_base64(play: Play) -> None:
     held = await play.claimed()
     await play.engine.append_frame(held.handle, b"\xff\x00", kind="blob")
 
@@ -61,7 +63,8 @@ async def test_ss_047_bytes_that_are_no_text_come_as_base64(play: Play) -> None:
     assert frame.fields["frame_type"] == "blob"
 
 
-async def test_ss_048_stale_appenders(play: Play) -> None:
+@pytest.mark.spec("SS-048")
+async def test_stale_appenders(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     fields = held.handle.fields
@@ -85,7 +88,8 @@ async def test_ss_048_stale_appenders(play: Play) -> None:
         await play.engine.append_frame(revoked.handle, b"late")
 
 
-async def test_ss_048_streams_of_work_that_does_not_run_are_closed(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-048")
+async def test_streams_of_work_that_does_not_run_are_closed(play: Play, waits: Waits) -> None:
     endings: dict[str, Callable[[Claimed], Awaitable[object]]] = {
         "complete": lambda held: play.engine.complete(held.handle),
         "fail": lambda held: play.engine.fail(held.handle, reason="no", category="permanent"),
@@ -99,7 +103,8 @@ async def test_ss_048_streams_of_work_that_does_not_run_are_closed(play: Play, w
             await play.engine.append_frame(held.handle, b"late")
 
 
-async def test_ss_049_close_reasons(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-049")
+async def test_close_reasons(play: Play, waits: Waits) -> None:
     async def time_out(held: Claimed) -> None:
         play.clock.now = (await play.core(held.execution_id))["attempt_timeout_at"]
         await play.engine.sweep_once("attempt_timeout")
@@ -130,7 +135,8 @@ async def test_ss_049_close_reasons(play: Play, waits: Waits) -> None:
     assert await play.engine.read_stream(silent.execution_id, 0) == StreamPage([])
 
 
-async def test_ss_049_a_failure_that_is_retried_closes_what_its_attempt_put_out(play: Play) -> None:
+@pytest.mark.spec("SS-049")
+async def test_a_failure_that_is_retried_closes_what_its_attempt_put_out(play: Play) -> None:
     held = await play.claimed(policy={"retry_policy": {"max_retries": 1}})
     e, t = held.execution_id, play.now
     await play.engine.append_frame(held.handle, b"first")
@@ -145,7 +151,8 @@ async def test_ss_049_a_failure_that_is_retried_closes_what_its_attempt_put_out(
     assert (second.closed_at, second.closed_reason, texts(second)) == (None, None, ["second"])
 
 
-async def test_ss_049_a_reclaim_closes_what_the_lapse_did_not(play: Play) -> None:
+@pytest.mark.spec("SS-049")
+async def test_a_reclaim_closes_what_the_lapse_did_not(play: Play) -> None:
     held, other = await play.claimed(), await play.claimed()
     for one in (held, other):
         await play.engine.append_frame(one.handle, b"frame")
@@ -161,7 +168,8 @@ async def test_ss_049_a_reclaim_closes_what_the_lapse_did_not(play: Play) -> Non
     assert texts(await play.engine.read_stream(other.execution_id, 0)) == ["frame"]
 
 
-async def test_ex_036_expiry_closes_the_output_stream_once(play: Play) -> None:
+@pytest.mark.spec("EX-036")
+async def test_expiry_closes_the_output_stream_once(play: Play) -> None:
     silent, written = await play.claimed(), await play.claimed()
     await play.engine.append_frame(written.handle, b"frame")
 
@@ -177,17 +185,19 @@ async def test_ex_036_expiry_closes_the_output_stream_once(play: Play) -> None:
     assert await play.engine.read_stream(written.execution_id, 0) == page
 
 
+@pytest.mark.spec("SS-050")
 @pytest.mark.parametrize(
     ("text", "cause"),
     [("", "empty"), ("-", "bare marker"), ("+", "bare marker")]
     + [(text, "malformed") for text in ("abc", "12-", "-5", "1-2-3", "１", " 1", "1 ", "9" * 21)],
 )
-def test_ss_050_cursor_grammar_refuses(text: str, cause: str) -> None:
+def test_cursor_grammar_refuses(text: str, cause: str) -> None:
     with pytest.raises(errors.InvalidInput, match=cause):
         parse_cursor(text)
 
 
-async def test_ss_050_cursor_grammar_accepts(play: Play) -> None:
+@pytest.mark.spec("SS-050")
+async def test_cursor_grammar_accepts(play: Play) -> None:
     accepted = ["start", "end", "123", "123-4"]
     assert [parse_cursor(text) for text in accepted] == ["start", "end", (123, None), (123, 4)]
     for text in ("start", "end"):
@@ -199,7 +209,8 @@ async def test_ss_050_cursor_grammar_accepts(play: Play) -> None:
         assert refusal.value.detail == detail
 
 
-async def test_ss_050_both_ends_of_a_read_are_included(play: Play) -> None:
+@pytest.mark.spec("SS-050")
+async def test_both_ends_of_a_read_are_included(play: Play) -> None:
     held = await play.claimed()
     e, t = held.execution_id, play.now
     for text in (b"a", b"b"):
@@ -233,7 +244,8 @@ async def tailing(play: Play, e: str, **given: object) -> asyncio.Task[tuple[Str
     return task
 
 
-async def test_ss_051_tail_blocks_and_wakes(play: Play) -> None:
+@pytest.mark.spec("SS-051")
+async def test_tail_blocks_and_wakes(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     tail = await tailing(play, e, after="0-0", block_ms=20_000)
@@ -249,7 +261,8 @@ async def test_ss_051_tail_blocks_and_wakes(play: Play) -> None:
     assert await play.engine.tail_stream(e, 0, after=last, block_ms=0) == StreamPage([])
 
 
-async def test_ss_052_tail_wakes_on_close(play: Play) -> None:
+@pytest.mark.spec("SS-052")
+async def test_tail_wakes_on_close(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     first = await play.engine.append_frame(held.handle, b"frame")
@@ -262,7 +275,8 @@ async def test_ss_052_tail_wakes_on_close(play: Play) -> None:
     assert length < 10
 
 
-async def test_ss_053_hidden_frames_do_not_wake(play: Play) -> None:
+@pytest.mark.spec("SS-053")
+async def test_hidden_frames_do_not_wake(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     given = {"after": "0-0", "block_ms": 20_000, "count_limit": 1}
@@ -278,7 +292,8 @@ async def test_ss_053_hidden_frames_do_not_wake(play: Play) -> None:
     assert texts(page) == ["kept"]
 
 
-async def test_ss_054_best_effort_ttl(play: Play) -> None:
+@pytest.mark.spec("SS-054")
+async def test_best_effort_ttl(play: Play) -> None:
     held = await play.claimed(ttl=1_000_000)
     e = held.execution_id
     for number in (1, 2):
@@ -296,7 +311,8 @@ async def test_ss_054_best_effort_ttl(play: Play) -> None:
     assert texts(await play.engine.read_stream(e, 0)) == ["new", "durable", "later"]
 
 
-async def test_ss_055_ids_survive_clock_steps(play: Play) -> None:
+@pytest.mark.spec("SS-055")
+async def test_ids_survive_clock_steps(play: Play) -> None:
     play.clock.now = 1000
     held = await play.claimed(ttl=10**9)
     first = await play.engine.append_frame(held.handle, b"a")
@@ -309,7 +325,8 @@ async def test_ss_055_ids_survive_clock_steps(play: Play) -> None:
     assert texts(await play.engine.tail_stream(held.execution_id, 0, after="1000-0")) == ["b"]
 
 
-async def test_ss_056_waiting_tails_do_not_starve_writers(play: Play) -> None:
+@pytest.mark.spec("SS-056")
+async def test_waiting_tails_do_not_starve_writers(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     tails = [await tailing(play, e, after="0-0", block_ms=20_000) for _ in range(32)]

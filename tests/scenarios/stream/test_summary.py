@@ -25,7 +25,8 @@ async def document(play: Play, held: Claimed) -> Any:
     return msgspec.json.decode(found.document_json)
 
 
-async def test_ss_057_empty_object_patch_value(play: Play) -> None:
+@pytest.mark.spec("SS-057")
+async def test_empty_object_patch_value(play: Play) -> None:
     held = await play.claimed()
     assert await play.engine.read_summary(held.execution_id, 0) is None
 
@@ -49,6 +50,7 @@ def nested(levels: int) -> bytes:
     return b'{"a":' * levels + b"{}" + b"}" * levels
 
 
+@pytest.mark.spec("SS-058")
 @pytest.mark.parametrize(
     ("payload", "detail"),
     [
@@ -66,7 +68,7 @@ def nested(levels: int) -> bytes:
         (b'{"a":' + b"[" * 17 + b"]" * 17 + b"}", "patch_depth_exceeded"),
     ],
 )
-async def test_ss_058_rejected_patches(play: Play, payload: bytes, detail: str) -> None:
+async def test_rejected_patches(play: Play, payload: bytes, detail: str) -> None:
     held = await play.claimed()
     await patch(play, held, b'{"n":1}')
 
@@ -77,7 +79,8 @@ async def test_ss_058_rejected_patches(play: Play, payload: bytes, detail: str) 
     assert (after.frame_count, after.summary_version) == (2, 2)
 
 
-async def test_ss_059_large_integers(play: Play) -> None:
+@pytest.mark.spec("SS-059")
+async def test_large_integers(play: Play) -> None:
     held = await play.claimed()
 
     await patch(play, held, b'{"n":9007199254740993,"huge":123456789012345678901234567890,"f":1.10,"e":1e400}')
@@ -103,7 +106,8 @@ async def test_a_null_deletes_and_its_stand_in_is_kept_as_null(play: Play) -> No
     assert len((await play.engine.read_stream(held.execution_id, 0)).frames) == 64
 
 
-async def test_ss_060_overwrite_and_keep(play: Play) -> None:
+@pytest.mark.spec("SS-060")
+async def test_overwrite_and_keep(play: Play) -> None:
     held = await play.claimed()
     e = held.execution_id
     before = (await play.everything())["events"]
@@ -118,7 +122,8 @@ async def test_ss_060_overwrite_and_keep(play: Play) -> None:
     assert (await play.everything())["events"] == before
 
 
-async def test_ss_061_fencing(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-061")
+async def test_fencing(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     fields = held.handle.fields
     stale = Handle.mint(held.handle.backend, held.handle.kind, msgspec.structs.replace(fields, lease_epoch=2))

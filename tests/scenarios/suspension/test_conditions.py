@@ -24,7 +24,8 @@ from tests.scenarios.waits import ANY, APPENDED, NO_OP, REPEATED, SATISFIED, SUS
 WAITS = SUSPENDED.format(reason="waiting_for_signal")
 
 
-async def test_ss_012_all_of_two_names(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-012")
+async def test_all_of_two_names(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(named("a", "b"))
     e = held.execution_id
 
@@ -35,7 +36,8 @@ async def test_ss_012_all_of_two_names(play: Play, waits: Waits) -> None:
     assert await play.vector(e) == RESUMABLE
 
 
-async def test_ss_013_all_of_three_waitpoints(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-013")
+async def test_all_of_three_waitpoints(play: Play, waits: Waits) -> None:
     fresh = [FreshWaitpoint(waits.id(), key) for key in "xyz"]
     held, details = await waits.suspended(AllConditions(tuple(Single(key) for key in "xyz")), *fresh)
     e = held.execution_id
@@ -53,7 +55,8 @@ async def test_ss_013_all_of_three_waitpoints(play: Play, waits: Waits) -> None:
     assert len(observed) == 3
 
 
-async def test_ss_014_count_distinct_sources(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-014")
+async def test_count_distinct_sources(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(count(2))
     e = held.execution_id
     sources = ["alice", "alice", "bob"]
@@ -63,7 +66,8 @@ async def test_ss_014_count_distinct_sources(play: Play, waits: Waits) -> None:
     assert effects == [APPENDED, REPEATED, SATISFIED]
 
 
-async def test_ss_014_a_source_is_a_pair(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-014")
+async def test_a_source_is_a_pair(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(count(4))
     e = held.execution_id
     pairs = [("user", "alice"), ("bot", "alice"), ("a", "b:c"), ("a:b", "c")]
@@ -73,7 +77,8 @@ async def test_ss_014_a_source_is_a_pair(play: Play, waits: Waits) -> None:
     assert effects == [APPENDED, APPENDED, APPENDED, SATISFIED]
 
 
-async def test_ss_015_one_signal_two_leaves(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-015")
+async def test_one_signal_two_leaves(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), Single("k", Wildcard()))))
 
     assert await waits.effect(held.execution_id, "go", p) == SATISFIED
@@ -86,6 +91,7 @@ def nested(depth: int) -> Condition:
     return condition
 
 
+@pytest.mark.spec("SS-016")
 @pytest.mark.parametrize(
     ("condition", "detail"),
     [
@@ -96,7 +102,7 @@ def nested(depth: int) -> Condition:
         (count(3, CountKind.DISTINCT_WAITPOINTS, "k", "l"), "count_exceeds_waitpoint_set"),
     ],
 )
-async def test_ss_016_structural_limits(play: Play, waits: Waits, condition: Condition, detail: str) -> None:
+async def test_structural_limits(play: Play, waits: Waits, condition: Condition, detail: str) -> None:
     held = await play.claimed()
     keys = ("k", "l") if condition == count(3, CountKind.DISTINCT_WAITPOINTS, "k", "l") else ("k",)
 
@@ -108,7 +114,8 @@ async def test_ss_016_structural_limits(play: Play, waits: Waits, condition: Con
     assert detail in refusal.value.detail
 
 
-async def test_ss_016_what_is_within_the_limits(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-016")
+async def test_what_is_within_the_limits(play: Play, waits: Waits) -> None:
     await waits.suspended(nested(4))
     held, p = await waits.suspended(
         count(3, CountKind.DISTINCT_SIGNALS, "k", "l"), FreshWaitpoint(waits.id(), "k"), FreshWaitpoint(waits.id(), "l")
@@ -119,7 +126,8 @@ async def test_ss_016_what_is_within_the_limits(play: Play, waits: Waits) -> Non
     assert effects == [APPENDED, APPENDED, SATISFIED]
 
 
-async def test_ss_017_operator_only(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-017")
+async def test_operator_only(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(OperatorOnly())
     e = held.execution_id
 
@@ -130,7 +138,8 @@ async def test_ss_017_operator_only(play: Play, waits: Waits) -> None:
     assert await play.engine.resume_execution(e, trigger_type="operator") == Resumed(PublicState.WAITING)
 
 
-async def test_ss_018_single_mismatch_is_no_op(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-018")
+async def test_single_mismatch_is_no_op(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(named("go"))
     e = held.execution_id
 
@@ -142,7 +151,8 @@ async def test_ss_018_single_mismatch_is_no_op(play: Play, waits: Waits) -> None
     assert await play.vector(e) == WAITS
 
 
-async def test_ss_019_never_by_signal_member(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-019")
+async def test_never_by_signal_member(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), OperatorOnly())))
     e = held.execution_id
 

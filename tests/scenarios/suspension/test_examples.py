@@ -15,7 +15,8 @@ from tests.scenarios.play import Play
 from tests.scenarios.waits import SATISFIED, Waits, partition
 
 
-async def test_ss_070_strict_vs_try(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-070")
+async def test_strict_vs_try(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     await waits.send(held.execution_id, "go", pending)
@@ -38,7 +39,8 @@ async def test_ss_070_strict_vs_try(play: Play, waits: Waits) -> None:
         await play.engine.renew(third.handle)
 
 
-async def test_ss_071_signal_through_the_engine(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-071")
+async def test_signal_through_the_engine(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     e, good = held.execution_id, p.waitpoint_token.reveal()
     with pytest.raises(errors.InvalidToken, match="invalid_token"):
@@ -50,7 +52,8 @@ async def test_ss_071_signal_through_the_engine(play: Play, waits: Waits) -> Non
         await play.engine.deliver_signal(waits.signal(play.engine.new_execution_id(), "go", p.waitpoint_id, good))
 
 
-async def test_ss_071_the_bridge_compares_before_it_delivers(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-071")
+async def test_the_bridge_compares_before_it_delivers(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     e = held.execution_id
     ignored = waits.signal(e, "go", p.waitpoint_id, "k1:" + "0" * 64)
@@ -72,7 +75,8 @@ async def test_ss_071_the_bridge_compares_before_it_delivers(play: Play, waits: 
     assert delivered.effect == SATISFIED
 
 
-async def test_ss_072_token_read(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-072")
+async def test_token_read(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     where = partition(held.execution_id)
 

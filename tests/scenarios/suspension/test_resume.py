@@ -20,7 +20,8 @@ from tests.scenarios.waits import NO_TIMEOUT, SATISFIED, SUSPENDED, Waits, named
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
 
 
-async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-041")
+async def test_operator_resume(play: Play, waits: Waits) -> None:
     both = AllConditions((Single("a"), Single("b")))
     held, a = await waits.suspended(both, FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b"))
     e, [b] = held.execution_id, a.additional_waitpoints
@@ -48,6 +49,7 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
     assert (await play.core(other.execution_id))["blocking_detail"] == "resume delay 1000ms"
 
 
+@pytest.mark.spec("SS-042")
 @pytest.mark.parametrize(
     ("behavior", "outcome", "attempt"),
     [
@@ -56,7 +58,7 @@ async def test_ss_041_operator_resume(play: Play, waits: Waits) -> None:
         (TimeoutBehavior.EXPIRE, "expired", AttemptRecordState.ENDED_FAILURE),
     ],
 )
-async def test_ss_042_timeout_fail_cancel_expire(
+async def test_timeout_fail_cancel_expire(
     play: Play, waits: Waits, behavior: TimeoutBehavior, outcome: str, attempt: AttemptRecordState
 ) -> None:
     held = await play.claimed(policy=RETRIES)
@@ -84,7 +86,8 @@ async def test_ss_042_timeout_fail_cancel_expire(
     assert (await play.sheet(e)).current_suspension_id is None
 
 
-async def test_ss_043_timeout_auto_resume(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-043")
+async def test_timeout_auto_resume(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(
         named("a", "b"), timeout_at=play.now + 100, timeout_behavior=TimeoutBehavior.AUTO_RESUME
     )
@@ -105,7 +108,8 @@ async def test_ss_043_timeout_auto_resume(play: Play, waits: Waits) -> None:
     assert await play.completions(e) == []
 
 
-async def test_ss_043_the_older_name_means_the_same(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-043")
+async def test_the_older_name_means_the_same(play: Play, waits: Waits) -> None:
     given: dict[str, Any] = {"timeout_behavior": "auto_resume", "timeout_at": play.now + 100}
     held, _ = await waits.suspended(TimeoutOnly(), **given)
 
@@ -114,7 +118,8 @@ async def test_ss_043_the_older_name_means_the_same(play: Play, waits: Waits) ->
     assert await play.vector(held.execution_id) == RESUMABLE
 
 
-async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-044")
+async def test_timeout_escalate(play: Play, waits: Waits) -> None:
     deadline = play.now + 100
     held, p = await waits.suspended(named("go"), timeout_at=deadline, timeout_behavior=TimeoutBehavior.ESCALATE)
     e = held.execution_id
@@ -138,7 +143,8 @@ async def test_ss_044_timeout_escalate(play: Play, waits: Waits) -> None:
     assert await waits.effect(e, "go", p) == SATISFIED
 
 
-async def test_ss_045_signal_beats_timeout(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-045")
+async def test_signal_beats_timeout(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(timeout_at=play.now + 100)
     e = held.execution_id
     play.clock.advance_ms(101)
@@ -151,7 +157,8 @@ async def test_ss_045_signal_beats_timeout(play: Play, waits: Waits) -> None:
     assert await play.completions(e) == []
 
 
-async def test_ss_046_stream_continues_across_resume(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-046")
+async def test_stream_continues_across_resume(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     for text in (b"f1", b"f2"):

@@ -14,7 +14,8 @@ from tests.scenarios.waits import ANY, APPENDED, BUFFERED, NO_OP, SATISFIED, Wai
 RESUME_DELAY = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
 
 
-async def test_ss_033_retry_of_the_resuming_signal(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-033")
+async def test_retry_of_the_resuming_signal(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended()
     e = held.execution_id
     first = await waits.send(e, "go", p, idempotency_key="i1")
@@ -26,7 +27,8 @@ async def test_ss_033_retry_of_the_resuming_signal(play: Play, waits: Waits) -> 
         await waits.send(e, "go", p)
 
 
-async def test_ss_034_dedup_scope_and_ttl(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-034")
+async def test_dedup_scope_and_ttl(play: Play, waits: Waits) -> None:
     never = AllConditions((Single("x"), Single("y"), OperatorOnly()))
     held, x = await waits.suspended(never, FreshWaitpoint(waits.id(), "x"), FreshWaitpoint(waits.id(), "y"))
     e, [y] = held.execution_id, x.additional_waitpoints
@@ -43,7 +45,8 @@ async def test_ss_034_dedup_scope_and_ttl(play: Play, waits: Waits) -> None:
     assert await waits.effect(e, "go", x, idempotency_key="j") == repeated
 
 
-async def test_ss_035_signal_cap(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-035")
+async def test_signal_cap(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(OperatorOnly())
     e = held.execution_id
     assert await waits.effect(e, "a", p, max_signals_per_execution=2, idempotency_key="i") == NO_OP
@@ -55,7 +58,8 @@ async def test_ss_035_signal_cap(play: Play, waits: Waits) -> None:
     assert await waits.effect(e, "d", p, max_signals_per_execution=0) == NO_OP
 
 
-async def test_ss_035_the_cap_counts_what_is_buffered_too(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-035")
+async def test_the_cap_counts_what_is_buffered_too(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "k", 60_000)
     assert await waits.effect(held.execution_id, "a", pending, max_signals_per_execution=1) == BUFFERED
@@ -64,7 +68,8 @@ async def test_ss_035_the_cap_counts_what_is_buffered_too(play: Play, waits: Wai
         await waits.send(held.execution_id, "b", pending, max_signals_per_execution=1)
 
 
-async def test_ss_036_payload_limit_and_fidelity(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-036")
+async def test_payload_limit_and_fidelity(play: Play, waits: Waits) -> None:
     exact = bytes(range(256)) * 256
     held, p = await waits.suspended(count(2))
     e = held.execution_id
@@ -79,7 +84,8 @@ async def test_ss_036_payload_limit_and_fidelity(play: Play, waits: Waits) -> No
     assert (first.payload, second.payload) == (exact, None)
 
 
-async def test_ss_037_resume_delay(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-037")
+async def test_resume_delay(play: Play, waits: Waits) -> None:
     policy = ResumePolicy(resume_delay_ms=5000)
     held, p = await waits.suspended(named("go"), resume_policy=policy)
     e = held.execution_id
@@ -109,7 +115,8 @@ async def test_ss_037_resume_delay(play: Play, waits: Waits) -> None:
     assert await play.vector(other.execution_id) == RESUMABLE
 
 
-async def test_ss_038_approval_signal(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-038")
+async def test_approval_signal(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(named("approved"))
     e = held.execution_id
 
@@ -152,7 +159,8 @@ async def test_ss_038_approval_signal(play: Play, waits: Waits) -> None:
     assert rejected.effect == SATISFIED
 
 
-async def test_ss_039_observe_only_satisfiers(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-039")
+async def test_observe_only_satisfiers(play: Play, waits: Waits) -> None:
     held, p = await waits.suspended(named("ready"))
     e = held.execution_id
     for name in ("a", "b"):
@@ -168,7 +176,8 @@ async def test_ss_039_observe_only_satisfiers(play: Play, waits: Waits) -> None:
     assert (seen.source_identity, seen.correlation_id, seen.accepted_at) == ("jane", "c-1", play.now)
 
 
-async def test_ss_040_observe_returns_nothing(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-040")
+async def test_observe_returns_nothing(play: Play, waits: Waits) -> None:
     fresh = await play.claimed()
     assert await play.engine.observe_signals(fresh.handle) == []
 

@@ -22,7 +22,8 @@ from tests.scenarios.waits import ANY, APPENDED, SATISFIED, SUSPENDED, Waits, na
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 
 
-async def test_ss_001_fresh_suspend_happy_path(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-001")
+async def test_fresh_suspend_happy_path(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e, p = held.execution_id, waits.id()
     args = waits.args(
@@ -50,7 +51,8 @@ async def test_ss_001_fresh_suspend_happy_path(play: Play, waits: Waits) -> None
     assert await play.completions(e) == []
 
 
-async def test_ss_001_a_fresh_waitpoint_is_called_after_its_id_unless_it_has_a_key(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-001")
+async def test_a_fresh_waitpoint_is_called_after_its_id_unless_it_has_a_key(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     fresh = play.engine.fresh_waitpoint()
     assert fresh.waitpoint_key == f"wpk:{fresh.waitpoint_id}"
@@ -61,7 +63,8 @@ async def test_ss_001_a_fresh_waitpoint_is_called_after_its_id_unless_it_has_a_k
     assert (details.waitpoint_id, details.waitpoint_key) == (fresh.waitpoint_id, fresh.waitpoint_key)
 
 
-async def test_ss_002_suspended_kind_handle_is_refused_first(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-002")
+async def test_suspended_kind_handle_is_refused_first(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     args = waits.args(idempotency_key="K")
     outcome = await play.engine.suspend(held.handle, args)
@@ -75,6 +78,7 @@ async def test_ss_002_suspended_kind_handle_is_refused_first(play: Play, waits: 
             await play.engine.suspend(handle, waits.args(waitpoints=(), idempotency_key="K"))
 
 
+@pytest.mark.spec("SS-003")
 @pytest.mark.parametrize(
     ("condition", "bindings", "detail"),
     [
@@ -85,7 +89,7 @@ async def test_ss_002_suspended_kind_handle_is_refused_first(play: Play, waits: 
         (AllConditions((Single("k", ByName("")),)), ("k",), EMPTY_NAME),
     ],
 )
-async def test_ss_003_argument_validation(
+async def test_argument_validation(
     play: Play, waits: Waits, condition: Condition, bindings: tuple[str, ...], detail: str
 ) -> None:
     held = await play.claimed()
@@ -98,7 +102,8 @@ async def test_ss_003_argument_validation(
     await waits.suspend(held, TimeoutOnly(), timeout_at=play.now + 60_000)
 
 
-async def test_ss_004_past_deadline_tolerance(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-004")
+async def test_past_deadline_tolerance(play: Play, waits: Waits) -> None:
     held, other = await play.claimed(), await play.claimed()
 
     await waits.suspend(held, timeout_at=play.now - 600_000)
@@ -106,6 +111,7 @@ async def test_ss_004_past_deadline_tolerance(play: Play, waits: Waits) -> None:
         await play.engine.suspend(other.handle, waits.args(timeout_at=play.now - 600_001))
 
 
+@pytest.mark.spec("SS-005")
 @pytest.mark.parametrize(
     ("keys", "condition", "detail"),
     [
@@ -117,7 +123,7 @@ async def test_ss_004_past_deadline_tolerance(play: Play, waits: Waits) -> None:
         (("a", "a"), AllConditions((Single("a"),)), "duplicate_waitpoint_binding: a"),
     ],
 )
-async def test_ss_005_multi_binding_cross_checks(
+async def test_multi_binding_cross_checks(
     play: Play, waits: Waits, keys: tuple[str | None, ...], condition: Condition, detail: str
 ) -> None:
     held = await play.claimed()
@@ -129,7 +135,8 @@ async def test_ss_005_multi_binding_cross_checks(
         await play.engine.suspend(held.handle, waits.args(condition, *bindings))
 
 
-async def test_ss_005_two_bindings_never_share_an_id(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-005")
+async def test_two_bindings_never_share_an_id(play: Play, waits: Waits) -> None:
     held, p = await play.claimed(), waits.id()
 
     async with play.refused(errors.InvalidInput, "duplicate_waitpoint_binding: b"):
@@ -137,7 +144,8 @@ async def test_ss_005_two_bindings_never_share_an_id(play: Play, waits: Waits) -
         await play.engine.suspend(held.handle, waits.args(both, FreshWaitpoint(p, "a"), FreshWaitpoint(p, "b")))
 
 
-async def test_ss_006_second_suspend_without_key(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-006")
+async def test_second_suspend_without_key(play: Play, waits: Waits) -> None:
     held, _ = await waits.suspended()
 
     async with play.refused(
@@ -146,7 +154,8 @@ async def test_ss_006_second_suspend_without_key(play: Play, waits: Waits) -> No
         await play.engine.suspend(held.handle, waits.args())
 
 
-async def test_ss_007_dedup_replay(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-007")
+async def test_dedup_replay(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
 
@@ -160,7 +169,8 @@ async def test_ss_007_dedup_replay(play: Play, waits: Waits) -> None:
     assert again.details.waitpoint_token.reveal() == first.details.waitpoint_token.reveal()
 
 
-async def test_ss_007_a_key_belongs_to_one_execution(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-007")
+async def test_a_key_belongs_to_one_execution(play: Play, waits: Waits) -> None:
     held, other = await play.claimed(), await play.claimed()
     first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
 
@@ -169,7 +179,8 @@ async def test_ss_007_a_key_belongs_to_one_execution(play: Play, waits: Waits) -
     assert first.details.suspension_id != second.details.suspension_id
 
 
-async def test_ss_008_dedup_survives_resume(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-008")
+async def test_dedup_survives_resume(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
@@ -185,7 +196,8 @@ async def test_ss_008_dedup_survives_resume(play: Play, waits: Waits) -> None:
     assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
 
 
-async def test_ss_009_dedup_ttl(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-009")
+async def test_dedup_ttl(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e, t = held.execution_id, play.now
     given: dict[str, Any] = {"timeout_behavior": TimeoutBehavior.AUTO_RESUME, "timeout_at": t + 1000}
@@ -205,7 +217,8 @@ async def test_ss_009_dedup_ttl(play: Play, waits: Waits) -> None:
     assert await play.engine.suspend(lasting.handle, waits.args(idempotency_key="K")) == kept
 
 
-async def test_ss_010_expired_lease_is_marked(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-010")
+async def test_expired_lease_is_marked(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     await play.engine.append_frame(held.handle, b"one")
@@ -222,7 +235,8 @@ async def test_ss_010_expired_lease_is_marked(play: Play, waits: Waits) -> None:
     assert await play.engine.describe_suspension(e) is None
 
 
-async def test_ss_011_re_suspend_after_resume(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-011")
+async def test_re_suspend_after_resume(play: Play, waits: Waits) -> None:
     held, first = await waits.suspended()
     e = held.execution_id
     assert await waits.effect(e, "go", first) == SATISFIED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flowfabric import errors
 from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, Suspended
 from flowfabric.model.answers.execution import Completed
@@ -11,7 +13,8 @@ from tests.scenarios.play import ACTIVE, LEASE_MS, Play
 from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, partition, plain
 
 
-async def test_ss_020_pending_then_activate(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-020")
+async def test_pending_then_activate(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
@@ -31,7 +34,8 @@ async def test_ss_020_pending_then_activate(play: Play, waits: Waits) -> None:
     assert await waits.effect(e, "go", pending) == SATISFIED
 
 
-async def test_ss_021_buffered_signal_satisfies(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-021")
+async def test_buffered_signal_satisfies(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
@@ -54,7 +58,8 @@ async def test_ss_021_buffered_signal_satisfies(play: Play, waits: Waits) -> Non
     assert await play.engine.complete(held.handle) == Completed(e)
 
 
-async def test_ss_021_a_composite_is_satisfied_from_the_buffer_too(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-021")
+async def test_a_composite_is_satisfied_from_the_buffer_too(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
     for name in ("a", "noise", "b"):
@@ -67,7 +72,8 @@ async def test_ss_021_a_composite_is_satisfied_from_the_buffer_too(play: Play, w
     assert [signal.signal_name for signal in observed] == ["a", "b"]
 
 
-async def test_ss_022_partial_buffer(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-022")
+async def test_partial_buffer(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
@@ -81,7 +87,8 @@ async def test_ss_022_partial_buffer(play: Play, waits: Waits) -> None:
     assert [signal.source_identity for signal in observed] == ["alice", "bob"]
 
 
-async def test_ss_023_pending_expiry(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-023")
+async def test_pending_expiry(play: Play, waits: Waits) -> None:
     held = await play.claimed(ttl=10 * LEASE_MS)
     e = held.execution_id
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
@@ -102,9 +109,8 @@ async def test_ss_023_pending_expiry(play: Play, waits: Waits) -> None:
     assert await play.vector(e) == ACTIVE
 
 
-async def test_ss_023_one_that_was_closed_by_hand_is_too_late_too_once_its_time_is_over(
-    play: Play, waits: Waits
-) -> None:
+@pytest.mark.spec("SS-023")
+async def test_one_that_was_closed_by_hand_is_too_late_too_once_its_time_is_over(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
     await play.engine.close_waitpoint(pending.waitpoint_id)
@@ -118,7 +124,8 @@ async def test_ss_023_one_that_was_closed_by_hand_is_too_late_too_once_its_time_
     assert (record.state, record.close_reason) == ("closed", "proactive_close")
 
 
-async def test_ss_023_one_millisecond_earlier_it_is_open(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-023")
+async def test_one_millisecond_earlier_it_is_open(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     pending = await play.engine.create_waitpoint(held.handle, "kp", 1000)
     play.clock.advance_ms(999)
@@ -127,7 +134,8 @@ async def test_ss_023_one_millisecond_earlier_it_is_open(play: Play, waits: Wait
     assert await waits.effect(held.execution_id, "go", pending) == BUFFERED
 
 
-async def test_ss_024_pending_list_redaction(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-024")
+async def test_pending_list_redaction(play: Play, waits: Waits) -> None:
     held, details = await waits.suspended(named("approve"), timeout_at=play.now + 1000)
 
     page = await play.engine.list_pending_waitpoints(held.execution_id)
@@ -140,7 +148,8 @@ async def test_ss_024_pending_list_redaction(play: Play, waits: Waits) -> None:
     assert digest not in plain(page)
 
 
-async def test_ss_025_pending_list_paging(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-025")
+async def test_pending_list_paging(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     ids = sorted([(await play.engine.create_waitpoint(held.handle, "k", 60_000)).waitpoint_id for _ in range(5)])
@@ -159,7 +168,8 @@ async def test_ss_025_pending_list_paging(play: Play, waits: Waits) -> None:
         await play.engine.list_pending_waitpoints(play.engine.new_execution_id())
 
 
-async def test_ss_025_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-025")
+async def test_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     extra = await play.engine.create_waitpoint(held.handle, "extra", 60_000)
@@ -175,7 +185,8 @@ async def test_ss_025_a_page_holds_a_hundred_and_at_most_a_thousand(play: Play, 
     assert ([entry.waitpoint_id for entry in last.entries], last.next_cursor) == (order[1000:], None)
 
 
-async def test_ss_025_waitpoints_that_closed_with_their_suspension_are_passed_over(play: Play, waits: Waits) -> None:
+@pytest.mark.spec("SS-025")
+async def test_waitpoints_that_closed_with_their_suspension_are_passed_over(play: Play, waits: Waits) -> None:
     held = await play.claimed()
     e = held.execution_id
     for _ in range(7):

@@ -18,7 +18,8 @@ def claim(**given: object) -> dict[str, object]:
     return {"lane_id": "L", "worker_instance_id": "w1-a", "grant_ttl_ms": 5000} | given
 
 
-async def test_r11_create(ask: Asking) -> None:
+@pytest.mark.spec("R11")
+async def test_create(ask: Asking) -> None:
     execution_id = fresh()
     answer = await ask.post("/v1/executions", ask.creation(execution_id))
 
@@ -26,7 +27,8 @@ async def test_r11_create(ask: Asking) -> None:
     assert answer.json() == {"Created": {"execution_id": execution_id, "public_state": "waiting"}}
 
 
-async def test_r12_create_twice(ask: Asking) -> None:
+@pytest.mark.spec("R12")
+async def test_create_twice(ask: Asking) -> None:
     body = ask.creation()
     await ask.post("/v1/executions", body)
     answer = await ask.post("/v1/executions", body)
@@ -34,7 +36,8 @@ async def test_r12_create_twice(ask: Asking) -> None:
     assert (answer.status_code, answer.json()) == (200, {"Duplicate": {"execution_id": body["execution_id"]}})
 
 
-async def test_r13_get(ask: Asking) -> None:
+@pytest.mark.spec("R13")
+async def test_get(ask: Asking) -> None:
     execution_id = await ask.created()
     info = (await ask.get(path(execution_id))).json()
 
@@ -51,27 +54,31 @@ async def test_r13_get(ask: Asking) -> None:
     assert (info["priority"], info["current_attempt_index"], info["blocking_detail"]) == (0, 0, "")
 
 
-async def test_r14_get_unknown(ask: Asking) -> None:
+@pytest.mark.spec("R14")
+async def test_get_unknown(ask: Asking) -> None:
     unknown = fresh()
     answer = await ask.get(path(unknown))
 
     assert (answer.status_code, answer.json()) == (404, {"error": f"execution not found: {unknown}"})
 
 
-async def test_r15_state_is_a_bare_string(ask: Asking) -> None:
+@pytest.mark.spec("R15")
+async def test_state_is_a_bare_string(ask: Asking) -> None:
     execution_id = await ask.created()
     answer = await ask.get(f"/v1/executions/{execution_id}/state")  # raw braces are fine, too
 
     assert (answer.status_code, answer.text) == (200, '"waiting"')
 
 
-async def test_r16_priority_clamp(ask: Asking) -> None:
+@pytest.mark.spec("R16")
+async def test_priority_clamp(ask: Asking) -> None:
     execution_id = await ask.created(priority=20_000)
 
     assert (await ask.get(path(execution_id))).json()["priority"] == 9000
 
 
-async def test_r17_cancel_twice(ask: Asking) -> None:
+@pytest.mark.spec("R17")
+async def test_cancel_twice(ask: Asking) -> None:
     execution_id = await ask.created()
     for _ in range(2):
         answer = await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
@@ -79,7 +86,8 @@ async def test_r17_cancel_twice(ask: Asking) -> None:
         assert answer.json() == {"Cancelled": {"execution_id": execution_id, "public_state": "cancelled"}}
 
 
-async def test_r18_replay_cancelled(ask: Asking) -> None:
+@pytest.mark.spec("R18")
+async def test_replay_cancelled(ask: Asking) -> None:
     execution_id = await ask.created()
     await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
     answer = await ask.post(path(execution_id, "replay"))
@@ -88,7 +96,8 @@ async def test_r18_replay_cancelled(ask: Asking) -> None:
     assert await ask.state(execution_id) == "waiting"
 
 
-async def test_r19_result_bytes(ask: Asking) -> None:
+@pytest.mark.spec("R19")
+async def test_result_bytes(ask: Asking) -> None:
     execution_id = await ask.completed(b"\x00\xffA")
     answer = await ask.get(path(execution_id, "result"))
 
@@ -96,21 +105,24 @@ async def test_r19_result_bytes(ask: Asking) -> None:
     assert answer.headers["content-type"] == "application/octet-stream"
 
 
-async def test_r20_result_before_completion(ask: Asking) -> None:
+@pytest.mark.spec("R20")
+async def test_result_before_completion(ask: Asking) -> None:
     execution_id = await ask.created()
     answer = await ask.get(path(execution_id, "result"))
 
     assert (answer.status_code, answer.json()) == (404, {"error": f"execution result not found: {execution_id}"})
 
 
-async def test_r21_revoke_without_lease(ask: Asking) -> None:
+@pytest.mark.spec("R21")
+async def test_revoke_without_lease(ask: Asking) -> None:
     execution_id = await ask.created()
     answer = await ask.post(path(execution_id, "revoke-lease"))
 
     assert (answer.status_code, answer.json()) == (200, {"AlreadySatisfied": {"reason": "no_active_lease"}})
 
 
-async def test_r22_revoke_with_lease(ask: Asking) -> None:
+@pytest.mark.spec("R22")
+async def test_revoke_with_lease(ask: Asking) -> None:
     held = await ask.claimed()
     answer = await ask.post(path(held.execution_id, "revoke-lease"))
 
@@ -122,13 +134,15 @@ async def test_r22_revoke_with_lease(ask: Asking) -> None:
         await ask.engine.renew(held.handle)
 
 
-async def test_r23_empty_partition(ask: Asking) -> None:
+@pytest.mark.spec("R23")
+async def test_empty_partition(ask: Asking) -> None:
     answer = await ask.get("/v1/executions?partition=9")
 
     assert (answer.status_code, answer.json()) == (200, {"executions": [], "next_cursor": None})
 
 
-async def test_r24_bad_cursor(ask: Asking) -> None:
+@pytest.mark.spec("R24")
+async def test_bad_cursor(ask: Asking) -> None:
     answer = await ask.get("/v1/executions?partition=3&cursor=zzz")
 
     assert answer.status_code == 400
@@ -143,13 +157,15 @@ async def test_a_bad_query_is_refused_in_json(ask: Asking, query: str) -> None:
     assert answer.json()["error"]
 
 
-async def test_r25_nothing_to_claim(ask: Asking) -> None:
+@pytest.mark.spec("R25")
+async def test_nothing_to_claim(ask: Asking) -> None:
     answer = await ask.post(CLAIM, claim())
 
     assert (answer.status_code, answer.content) == (204, b"")
 
 
-async def test_r26_grant(ask: Asking, clock: ManualClock) -> None:
+@pytest.mark.spec("R26")
+async def test_grant(ask: Asking, clock: ManualClock) -> None:
     execution_id = await ask.created()
     answer = await ask.post(CLAIM, claim())
 
@@ -160,14 +176,16 @@ async def test_r26_grant(ask: Asking, clock: ManualClock) -> None:
     assert 0 < grant["expires_at_ms"] - await ask.engine.ping() <= 5000
 
 
+@pytest.mark.spec("R27")
 @pytest.mark.parametrize("ttl", [0, 60_001])
-async def test_r27_ttl_too_large(ask: Asking, ttl: int) -> None:
+async def test_ttl_too_large(ask: Asking, ttl: int) -> None:
     answer = await ask.post(CLAIM, claim(grant_ttl_ms=ttl))
 
     assert (answer.status_code, answer.json()) == (400, {"error": "grant_ttl_ms must be in 1..=60000"})
 
 
-async def test_r28_matching_capability(ask: Asking) -> None:
+@pytest.mark.spec("R28")
+async def test_matching_capability(ask: Asking) -> None:
     policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     execution_id = await ask.created(policy=policy)
 
@@ -176,7 +194,8 @@ async def test_r28_matching_capability(ask: Asking) -> None:
     assert (granted.status_code, granted.json()["execution_id"]) == (200, execution_id)
 
 
-async def test_r29_priority_order(ask: Asking) -> None:
+@pytest.mark.spec("R29")
+async def test_priority_order(ask: Asking) -> None:
     low, high = await ask.created(priority=1), await ask.created(priority=10)
     granted = [(await ask.post(CLAIM, claim())).json()["execution_id"] for _ in range(2)]
 
@@ -187,13 +206,15 @@ def reclaim(**given: object) -> dict[str, object]:
     return {"worker_id": "w", "worker_instance_id": "w-2", "lane_id": "L", "grant_ttl_ms": 5000} | given
 
 
-async def test_r30_unknown_execution(ask: Asking) -> None:
+@pytest.mark.spec("R30")
+async def test_unknown_execution(ask: Asking) -> None:
     answer = await ask.post(path(fresh(), "reclaim"), reclaim())
 
     assert (answer.status_code, answer.json()) == (404, {"error": "not found: execution"})
 
 
-async def test_r31_not_reclaimable(ask: Asking) -> None:
+@pytest.mark.spec("R31")
+async def test_not_reclaimable(ask: Asking) -> None:
     execution_id = await ask.created()
     answer = await ask.post(path(execution_id, "reclaim"), reclaim())
 
@@ -220,8 +241,9 @@ async def test_names_of_a_claim_are_checked(ask: Asking, where: str, body: objec
     assert (answer.status_code, answer.json()) == (400, {"error": text})
 
 
+@pytest.mark.spec("S-081")
 @pytest.mark.parametrize("token", ["", "a,b", "a b", "a\nb"])
-async def test_s_081_capabilities_of_a_claim_are_checked(ask: Asking, token: str) -> None:
+async def test_capabilities_of_a_claim_are_checked(ask: Asking, token: str) -> None:
     answer = await ask.post(CLAIM, claim(capabilities=[token]))
 
     assert answer.status_code == 400
@@ -235,6 +257,7 @@ async def test_s_081_capabilities_of_a_claim_are_checked(ask: Asking, token: str
 UUID = "550e8400-e29b-41d4-a716-446655440000"
 
 
+@pytest.mark.spec("EX-001")
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
@@ -245,14 +268,15 @@ UUID = "550e8400-e29b-41d4-a716-446655440000"
         ("{fp:3}:not-a-uuid", "execution_id UUID suffix is not a valid UUID: {fp:3}:not-a-uuid"),
     ],
 )
-async def test_ex_001_execution_id_parsing_rejects(ask: Asking, bad: str, text: str) -> None:
+async def test_execution_id_parsing_rejects(ask: Asking, bad: str, text: str) -> None:
     answer = await ask.get(path(bad))
 
     assert (answer.status_code, answer.json()) == (400, {"error": f"invalid execution_id: {text}"})
     assert (await ask.post("/v1/executions", ask.creation(bad))).status_code == 422
 
 
-async def test_ex_016_http_create_codes_and_limits(ask: Asking) -> None:
+@pytest.mark.spec("EX-016")
+async def test_http_create_codes_and_limits(ask: Asking) -> None:
     body = ask.creation()
     assert [(await ask.post("/v1/executions", body)).status_code for _ in range(2)] == [201, 200]
     size = 1_048_577
@@ -268,14 +292,16 @@ async def test_ex_016_http_create_codes_and_limits(ask: Asking) -> None:
     assert (await ask.post("/v1/executions", ask.creation(UUID))).status_code == 422
 
 
-async def test_ex_043_result_presence(ask: Asking) -> None:
+@pytest.mark.spec("EX-043")
+async def test_result_presence(ask: Asking) -> None:
     answers = [await ask.get(path(await ask.completed(result), "result")) for result in (None, b"", b"x")]
 
     assert [(one.status_code, one.content) for one in answers[1:]] == [(200, b""), (200, b"x")]
     assert answers[0].status_code == 404
 
 
-async def test_ex_055_cancel_after_terminal(ask: Asking) -> None:
+@pytest.mark.spec("EX-055")
+async def test_cancel_after_terminal(ask: Asking) -> None:
     execution_id = await ask.completed()
     answer = await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id))
 
@@ -288,7 +314,8 @@ async def test_ex_055_cancel_after_terminal(ask: Asking) -> None:
     assert exact["facts"]["terminal_outcome"] == "success"
 
 
-async def test_ex_063_reclaim_grant_refusals(ask: Asking, clock: ManualClock) -> None:
+@pytest.mark.spec("EX-063")
+async def test_reclaim_grant_refusals(ask: Asking, clock: ManualClock) -> None:
     held = await ask.claimed()
     where = path(held.execution_id, "reclaim")
     assert (await ask.post(where, reclaim())).json()["status"] == "not_reclaimable"
@@ -305,7 +332,8 @@ async def test_ex_063_reclaim_grant_refusals(ask: Asking, clock: ManualClock) ->
     )
 
 
-async def test_ex_073_change_priority_clamps_and_refusals(ask: Asking) -> None:
+@pytest.mark.spec("EX-073")
+async def test_change_priority_clamps_and_refusals(ask: Asking) -> None:
     execution_id = await ask.created()
     where = path(execution_id, "priority")
     changed = await ask.put(where, {"new_priority": 7})
@@ -320,7 +348,8 @@ async def test_ex_073_change_priority_clamps_and_refusals(ask: Asking) -> None:
     assert (await ask.put(path(fresh(), "priority"), {"new_priority": 7})).status_code == 404
 
 
-async def test_ex_075_replay_limits_and_gating(ask: Asking) -> None:
+@pytest.mark.spec("EX-075")
+async def test_replay_limits_and_gating(ask: Asking) -> None:
     execution_id = await ask.created(policy={"max_replay_count": 1})
     early = await ask.post(path(execution_id, "replay"))
     assert (early.status_code, early.json()["kind"]) == (409, "execution_not_terminal")
@@ -337,7 +366,8 @@ async def test_ex_075_replay_limits_and_gating(ask: Asking) -> None:
     assert (await ask.post(path(fresh(), "replay"))).status_code == 404
 
 
-async def test_ex_078_listing_executions(ask: Asking) -> None:
+@pytest.mark.spec("EX-078")
+async def test_listing_executions(ask: Asking) -> None:
     five = sorted([await ask.created(execution_id=fresh(5)) for _ in range(15)])
     for _ in range(3):
         await ask.created(execution_id=fresh(6))

@@ -16,7 +16,8 @@ from tests.server.asking import NOW, Asking, fresh, path
 STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
 
 
-async def test_r46_stage_and_apply(ask: Asking) -> None:
+@pytest.mark.spec("R46")
+async def test_stage_and_apply(ask: Asking) -> None:
     flow_id, [a, b] = await ask.flow(2)
     edge = ask.edge(flow_id, a, b)
     where = f"/v1/flows/{flow_id}/edges"
@@ -34,14 +35,16 @@ async def test_r46_stage_and_apply(ask: Asking) -> None:
     assert await ask.state(b) == "waiting_children"
 
 
-async def test_r47_stale_revision(ask: Asking) -> None:
+@pytest.mark.spec("R47")
+async def test_stale_revision(ask: Asking) -> None:
     flow_id, [a, b] = await ask.flow(2)
     answer = await ask.post(f"/v1/flows/{flow_id}/edges", ask.edge(flow_id, a, b, expected_graph_revision=1))
 
     assert (answer.status_code, answer.json()) == (409, STALE)
 
 
-async def test_r48_cycle(ask: Asking) -> None:
+@pytest.mark.spec("R48")
+async def test_cycle(ask: Asking) -> None:
     flow_id, [a, b] = await ask.flow(2)
     await ask.connected(flow_id, a, b)
     answer = await ask.post(f"/v1/flows/{flow_id}/edges", ask.edge(flow_id, b, a, expected_graph_revision=3))
@@ -49,7 +52,8 @@ async def test_r48_cycle(ask: Asking) -> None:
     assert (answer.status_code, answer.json()["kind"], answer.json()["retryable"]) == (409, "cycle_detected", False)
 
 
-async def test_r49_dependent_runs_after_success(ask: Asking) -> None:
+@pytest.mark.spec("R49")
+async def test_dependent_runs_after_success(ask: Asking) -> None:
     flow_id, [a, b] = await ask.flow(2)
     await ask.connected(flow_id, a, b)
     held = await ask.engine.claim("L", worker_id="w", worker_instance_id="w-1")
@@ -65,7 +69,8 @@ def cancellation(flow_id: str, policy: str) -> dict[str, object]:
     return {"flow_id": flow_id, "reason": "r", "cancellation_policy": policy, "now": NOW}
 
 
-async def test_r50_cancel_again(ask: Asking) -> None:
+@pytest.mark.spec("R50")
+async def test_cancel_again(ask: Asking) -> None:
     flow_id, members = await ask.flow(1)
     where = f"/v1/flows/{flow_id}/cancel"
     first = await ask.post(where, cancellation(flow_id, "cancel_all"))
@@ -78,7 +83,8 @@ async def test_r50_cancel_again(ask: Asking) -> None:
     )
 
 
-async def test_s_039_wait_mode_cancels_everybody(ask: Asking) -> None:
+@pytest.mark.spec("S-039")
+async def test_wait_mode_cancels_everybody(ask: Asking) -> None:
     flow_id, members = await ask.flow(3)
     held = await ask.engine.claim_many("L", 2, worker_id="w", worker_instance_id="w-1")
     await ask.engine.complete(held[0].handle)
@@ -111,7 +117,8 @@ async def test_a_wait_for_a_cancel_ends_when_the_caller_says_so(ask: Asking) -> 
     assert (await ask.get(f"/v1/flows/{flow_id}")).json()["public_flow_state"] == "cancelled"
 
 
-async def test_s_004_partition_co_location_is_enforced(ask: Asking) -> None:
+@pytest.mark.spec("S-004")
+async def test_partition_co_location_is_enforced(ask: Asking) -> None:
     flow_id, [member] = await ask.flow(1)
     elsewhere = (partition_of(ExecutionId(member)) + 1) % 256
     for flow in (flow_id, str(uuid.uuid4())):
@@ -131,7 +138,8 @@ async def test_a_policy_that_is_none_is_refused_and_an_alias_is_known(ask: Askin
     assert (await ask.post(where, cancellation(flow_id, "cancel_flow_only"))).status_code == 200
 
 
-async def test_s_096_status_mapping(ask: Asking) -> None:
+@pytest.mark.spec("S-096")
+async def test_status_mapping(ask: Asking) -> None:
     unknown = str(uuid.uuid4())
     flow_id, [a, b] = await ask.flow(2)
     held = await ask.claimed()
@@ -174,7 +182,8 @@ async def test_adding_to_a_cancelled_flow_is_a_conflict(ask: Asking) -> None:
     assert (answer.status_code, answer.json()["kind"]) == (409, "flow_already_terminal")
 
 
-async def test_s_097_creation_statuses(ask: Asking) -> None:
+@pytest.mark.spec("S-097")
+async def test_creation_statuses(ask: Asking) -> None:
     flow_id, quota_id, budget = str(uuid.uuid4()), str(uuid.uuid4()), ask.budget()
     here = flow_partition(FlowId(flow_id), ask.engine.partitions)
     members = [await ask.created(execution_id=fresh(here)) for _ in range(2)]
@@ -229,7 +238,8 @@ async def test_a_bad_id_in_a_path_is_named(ask: Asking, where: str, text: str) -
 # Budgets and quotas
 
 
-async def test_r51_create(ask: Asking) -> None:
+@pytest.mark.spec("R51")
+async def test_a_budget_is_created_once(ask: Asking) -> None:
     body = ask.budget()
     answers = [await ask.post("/v1/budgets", body) for _ in range(2)]
 
@@ -240,7 +250,8 @@ async def test_r51_create(ask: Asking) -> None:
     assert (await ask.post("/v1/budgets", ask.budget(hard_limits=[1, 2]))).status_code == 400
 
 
-async def test_r52_status(ask: Asking) -> None:
+@pytest.mark.spec("R52")
+async def test_status(ask: Asking) -> None:
     status = (await ask.get(await ask.budgeted())).json()
 
     assert not status["usage"].get("tokens")
@@ -259,7 +270,8 @@ async def used(ask: Asking, where: str) -> int:
     return int((await ask.get(where)).json()["usage"].get("tokens", 0))
 
 
-async def test_r53_soft_breach(ask: Asking) -> None:
+@pytest.mark.spec("R53")
+async def test_soft_breach(ask: Asking) -> None:
     where = await ask.budgeted(45)
     told = await usage(ask, where, 10)
 
@@ -267,7 +279,8 @@ async def test_r53_soft_breach(ask: Asking) -> None:
     assert await used(ask, where) == 55
 
 
-async def test_r54_hard_breach_applies_nothing(ask: Asking) -> None:
+@pytest.mark.spec("R54")
+async def test_hard_breach_applies_nothing(ask: Asking) -> None:
     where = await ask.budgeted(95)
     told = await usage(ask, where, 10)
 
@@ -276,7 +289,8 @@ async def test_r54_hard_breach_applies_nothing(ask: Asking) -> None:
     assert (await ask.get(where)).json()["breach_count"] == 1
 
 
-async def test_r54_the_dimensions_of_a_report_are_looked_at_by_name(ask: Asking) -> None:
+@pytest.mark.spec("R54")
+async def test_the_dimensions_of_a_report_are_looked_at_by_name(ask: Asking) -> None:
     body = ask.budget(dimensions=["y", "x"], hard_limits=[1, 1], soft_limits=[0, 0])
     await ask.post("/v1/budgets", body)
     where = f"/v1/budgets/{body['budget_id']}/usage"
@@ -286,7 +300,8 @@ async def test_r54_the_dimensions_of_a_report_are_looked_at_by_name(ask: Asking)
     assert told["HardBreach"]["dimension"] == "x"
 
 
-async def test_r55_dedup(ask: Asking) -> None:
+@pytest.mark.spec("R55")
+async def test_dedup(ask: Asking) -> None:
     where = await ask.budgeted()
 
     assert await usage(ask, where, 10, dedup_key="d1") == "Ok"
@@ -294,7 +309,8 @@ async def test_r55_dedup(ask: Asking) -> None:
     assert await used(ask, where) == 10
 
 
-async def test_r56_reset(ask: Asking) -> None:
+@pytest.mark.spec("R56")
+async def test_reset(ask: Asking) -> None:
     where = await ask.budgeted(40)
     answer = await ask.post(f"{where}/reset")
 
@@ -302,7 +318,8 @@ async def test_r56_reset(ask: Asking) -> None:
     assert await used(ask, where) == 0
 
 
-async def test_r57_create(ask: Asking) -> None:
+@pytest.mark.spec("R57")
+async def test_create(ask: Asking) -> None:
     quota = {
         "quota_policy_id": str(uuid.uuid4()),
         "window_seconds": 60,

@@ -261,8 +261,9 @@ async def test_usage_spend_and_reservations(ask: Asking) -> None:
     assert released.json()["Released"]["amounts"] == {"tokens": 14}
 
 
+@pytest.mark.spec("EX-031")
 @pytest.mark.parametrize("kind", ["claim", "resume", "reclaim"])
-async def test_ex_031_a_grant_stays_good_until_it_is_redeemed(ask: Asking, clock: ManualClock, kind: str) -> None:
+async def test_a_grant_stays_good_until_it_is_redeemed(ask: Asking, clock: ManualClock, kind: str) -> None:
     """A worker that is full redeems later: an unused grant is untouched, of whichever kind it is."""
     work = await claimed(ask)
     execution_id = work["execution_id"]

@@ -46,7 +46,8 @@ async def sent(ask: Asking, execution_id: str, details: SuspendDetails, **given:
     return await ask.post(path(execution_id, "signal"), body)
 
 
-async def test_r32_list_pending_waitpoints(ask: Asking) -> None:
+@pytest.mark.spec("R32")
+async def test_list_pending_waitpoints(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     answer = await ask.get(path(execution_id, "pending-waitpoints"))
 
@@ -61,7 +62,8 @@ async def test_r32_list_pending_waitpoints(ask: Asking) -> None:
     assert (await ask.get(path(fresh(), "pending-waitpoints"))).json() == {"error": "not found: execution"}
 
 
-async def test_r33_token_read(ask: Asking) -> None:
+@pytest.mark.spec("R33")
+async def test_token_read(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     [entry] = (await ask.get(path(execution_id, "pending-waitpoints"))).json()
     answer = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
@@ -73,7 +75,8 @@ async def test_r33_token_read(ask: Asking) -> None:
     assert answer.headers["cache-control"] == "no-store"
 
 
-async def test_ss_072_token_endpoint(ask: Asking) -> None:
+@pytest.mark.spec("SS-072")
+async def test_token_endpoint(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     other, _ = await suspended(ask)
     used, closed = await suspended(ask)
@@ -95,7 +98,8 @@ async def test_ss_072_token_endpoint(ask: Asking) -> None:
     assert bad.json()["error"].startswith("waitpoint_id: ")
 
 
-async def test_r34_matching_signal_resumes(ask: Asking) -> None:
+@pytest.mark.spec("R34")
+async def test_matching_signal_resumes(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     signal_id = str(uuid.uuid4())
     answer = await sent(ask, execution_id, details, signal_id=signal_id)
@@ -105,7 +109,8 @@ async def test_r34_matching_signal_resumes(ask: Asking) -> None:
     assert await ask.state(execution_id) != "suspended"
 
 
-async def test_r35_name_not_in_condition(ask: Asking) -> None:
+@pytest.mark.spec("R35")
+async def test_name_not_in_condition(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     answer = await sent(ask, execution_id, details, signal_name="other")
 
@@ -113,7 +118,8 @@ async def test_r35_name_not_in_condition(ask: Asking) -> None:
     assert await ask.state(execution_id) == "suspended"
 
 
-async def test_r36_idempotency(ask: Asking) -> None:
+@pytest.mark.spec("R36")
+async def test_idempotency(ask: Asking) -> None:
     execution_id, details = await suspended(ask, SOURCES)
     first = await sent(ask, execution_id, details, idempotency_key="i1")
     second = await sent(ask, execution_id, details, idempotency_key="i1")
@@ -122,7 +128,8 @@ async def test_r36_idempotency(ask: Asking) -> None:
     assert second.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
 
 
-async def test_r37_count_of_distinct_sources(ask: Asking) -> None:
+@pytest.mark.spec("R37")
+async def test_count_of_distinct_sources(ask: Asking) -> None:
     execution_id, details = await suspended(ask, SOURCES)
     effects = [
         (await sent(ask, execution_id, details, source_identity=who)).json()["Accepted"]["effect"]
@@ -136,7 +143,8 @@ async def test_r37_count_of_distinct_sources(ask: Asking) -> None:
     ]
 
 
-async def test_ss_071_signal_over_http(ask: Asking) -> None:
+@pytest.mark.spec("SS-071")
+async def test_signal_over_http(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     where = path(execution_id, "signal")
     token = details.waitpoint_token.reveal()
@@ -210,8 +218,9 @@ async def test_a_number_that_is_null_is_one_that_was_left_out(ask: Asking) -> No
 ROTATE = "/v1/admin/rotate-waitpoint-secret"
 
 
+@pytest.mark.spec("R58")
 @pytest.mark.parametrize("secret", ["abc", "zz", ""])
-async def test_r58_bad_secret(ask: Asking, secret: str) -> None:
+async def test_bad_secret(ask: Asking, secret: str) -> None:
     answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
 
     assert (answer.status_code, answer.json()) == (
@@ -227,7 +236,8 @@ async def test_a_key_id_is_checked(ask: Asking, kid: str) -> None:
     assert (answer.status_code, answer.json()) == (400, {"error": "new_kid must be non-empty and must not contain ':'"})
 
 
-async def test_r59_old_token_inside_grace(ask: Asking) -> None:
+@pytest.mark.spec("R59")
+async def test_old_token_inside_grace(ask: Asking) -> None:
     execution_id, details = await suspended(ask)
     rotation = {"new_kid": "k2", "new_secret_hex": "ab" * 32}
     for _ in range(2):

@@ -23,13 +23,15 @@ async def written(ask: Asking, *payloads: bytes) -> Any:
     return held
 
 
-async def test_r38_no_stream_yet(ask: Asking) -> None:
+@pytest.mark.spec("R38")
+async def test_no_stream_yet(ask: Asking) -> None:
     answer = await ask.get(stream(await ask.created()))
 
     assert (answer.status_code, answer.json()) == (200, {"frames": [], "count": 0})
 
 
-async def test_r39_read_frames(ask: Asking) -> None:
+@pytest.mark.spec("R39")
+async def test_read_frames(ask: Asking) -> None:
     held = await written(ask, b"one", b"two", b"three")
     page = (await ask.get(stream(held.execution_id, "?limit=2"))).json()
 
@@ -40,7 +42,8 @@ async def test_r39_read_frames(ask: Asking) -> None:
     assert (fields["frame_type"], fields["payload"], fields["mode"]) == ("log", "one", "durable")
 
 
-async def test_r40_closed_marker(ask: Asking) -> None:
+@pytest.mark.spec("R40")
+async def test_closed_marker(ask: Asking) -> None:
     held = await written(ask, b"one")
     await ask.engine.complete(held.handle)
     page = (await ask.get(stream(held.execution_id))).json()
@@ -49,6 +52,7 @@ async def test_r40_closed_marker(ask: Asking) -> None:
     assert page["closed_reason"] == "attempt_success"
 
 
+@pytest.mark.spec("R41")
 @pytest.mark.parametrize(
     ("query", "text"),
     [
@@ -58,7 +62,7 @@ async def test_r40_closed_marker(ask: Asking) -> None:
         ("/tail?block_ms=30001", "block_ms exceeds 30000ms ceiling"),
     ],
 )
-async def test_r41_limit_bounds(ask: Asking, query: str, text: str) -> None:
+async def test_limit_bounds(ask: Asking, query: str, text: str) -> None:
     answer = await ask.get(stream(await ask.created(), query))
 
     assert (answer.status_code, answer.json()) == (400, {"error": text})
@@ -73,7 +77,8 @@ async def test_a_malformed_cursor_is_a_bad_request(ask: Asking, cursor: str) -> 
     assert (await ask.get(path(execution_id, "attempts", "x", "stream"))).status_code == 400
 
 
-async def test_r42_tail_is_exclusive(ask: Asking) -> None:
+@pytest.mark.spec("R42")
+async def test_tail_is_exclusive(ask: Asking) -> None:
     held = await written(ask, b"f1", b"f2")
     first = (await ask.get(stream(held.execution_id))).json()["frames"][0]["id"]
     page = (await ask.get(stream(held.execution_id, f"/tail?after={first}"))).json()
@@ -81,8 +86,9 @@ async def test_r42_tail_is_exclusive(ask: Asking) -> None:
     assert [frame["fields"]["payload"] for frame in page["frames"]] == ["f2"]
 
 
+@pytest.mark.spec("R43")
 @pytest.mark.parametrize("cursor", ["start", "end"])
-async def test_r43_tail_symbolic_cursor(ask: Asking, cursor: str) -> None:
+async def test_tail_symbolic_cursor(ask: Asking, cursor: str) -> None:
     answer = await ask.get(stream(await ask.created(), f"/tail?after={cursor}"))
 
     assert (answer.status_code, answer.json()) == (
@@ -98,7 +104,8 @@ async def waiting_tail(ask: Asking, execution_id: str, engine: Engine) -> asynci
     return tail
 
 
-async def test_r44_tail_wakes_on_append(ask: Asking) -> None:
+@pytest.mark.spec("R44")
+async def test_tail_wakes_on_append(ask: Asking) -> None:
     held = await ask.claimed()
     tail = await waiting_tail(ask, held.execution_id, ask.engine)
     await ask.engine.append_frame(held.handle, b"hello")
@@ -121,7 +128,8 @@ async def test_a_tail_wakes_when_the_stream_closes(ask: Asking) -> None:
     assert (page["frames"], page["closed_reason"]) == ([], "attempt_success")
 
 
-async def test_r45_pool_limit(ask: Asking) -> None:
+@pytest.mark.spec("R45")
+async def test_pool_limit(ask: Asking) -> None:
     execution_id = await ask.created()
     ask.engine.stream_reads.limit = 1
     tail = await waiting_tail(ask, execution_id, ask.engine)
