@@ -184,7 +184,7 @@ def expand(change: Change, root: msgspec.Struct) -> Change:
 
     patch = Patch(form.row, change.guards[0].key, filled(form.fields))
     told = Event(**filled(form.event))
-    return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), form=None)
+    return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), template=None)
 
 
 def merge_changes(*changes: Change) -> Change:

@@ -89,14 +89,14 @@ class Scan(msgspec.Struct, frozen=True):
         named = self.limit_by_condition
         op: Op = "=" if named.op == "in" else "starts"
         return [
-            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.other_conditions), each=None)
+            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.other_conditions), limit_by=None)
             for value in dict.fromkeys(named.value)
         ]
 
     def with_values(self, values: Iterable[str]) -> Scan:
         """The same list for these values, which were found in the index."""
         where = (Where(self.limit_by_condition.column, "in", tuple(values)), *self.other_conditions)
-        return msgspec.structs.replace(self, where=where, values=None)
+        return msgspec.structs.replace(self, where=where, max_values=None)
 
     @property
     def other_conditions(self) -> tuple[Where, ...]:

@@ -42,7 +42,7 @@ def names(rows: list[Any]) -> list[str]:
 
 async def claimed(store: Store, handed: CommitAndClaimResult, take: ClaimRequest) -> list[str]:
     """What was handed over, and then what is still there to take, in the order in which they came."""
-    left = msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").lease_ids)
+    left = msgspec.structs.replace(take, lease_ids=a_take(20, prefix="later-").lease_ids)
     return names(handed.rows) + names((await store.claim_rows(left)).rows)
 
 
@@ -194,7 +194,7 @@ async def test_an_input_that_the_same_change_replaces_is_the_one_that_is_handed_
 
     handed = await store.commit_and_claim([carrying, freed("b", revisions["b"])], NO_HINT, take)
 
-    left = await store.claim_rows(msgspec.structs.replace(take, stamps=a_take(20, prefix="later-").lease_ids))
+    left = await store.claim_rows(msgspec.structs.replace(take, lease_ids=a_take(20, prefix="later-").lease_ids))
     assert [content for _, content in handed.rows + left.rows] == [news, payload("b")]
 
 

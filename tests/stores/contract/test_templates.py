@@ -29,7 +29,7 @@ def finished(row: Execution, revision: int | None = None) -> Change:
     held = LeaseCheck(LeaseRequirement.LIVE, row.lease_id or "", row.lease_epoch)
     seen = Guard(Execution, (row.execution_id,), revision or row.revision, held)
     result = Upsert(Result(row.execution_id, b"R"))
-    return msgspec.structs.replace(change(result, guards=[seen]), form=success_template(row))
+    return msgspec.structs.replace(change(result, guards=[seen]), template=success_template(row))
 
 
 async def told(store: Store, after: int) -> list[FeedEvent]:

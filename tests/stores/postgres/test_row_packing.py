@@ -42,7 +42,7 @@ def finished(row: Execution) -> Change:
     done = change(
         Upsert(Result(row.execution_id, b"R")), guards=[Guard(Execution, (row.execution_id,), row.revision, held)]
     )
-    return msgspec.structs.replace(done, form=success_template(row))
+    return msgspec.structs.replace(done, template=success_template(row))
 
 
 async def lived(store: PostgresStore, name: str = "a") -> None:

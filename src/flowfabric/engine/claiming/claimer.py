@@ -358,7 +358,7 @@ class Claimer(ReadyQueues):
 
     def _with_new_lease_ids(self, take: ClaimRequest) -> ClaimRequest:
         """The same take once more, with identities that nobody has seen."""
-        return msgspec.structs.replace(take, stamps=self._next_lease_ids(len(take.lease_ids)))
+        return msgspec.structs.replace(take, lease_ids=self._next_lease_ids(len(take.lease_ids)))
 
     def _claim_request(self, lines: tuple[QueueKey, ...], limit: int, order: ClaimOrder) -> ClaimRequest:
         return ClaimRequest(

@@ -244,7 +244,7 @@ class JoinResolver:
             for case, carriers in open_cases:
                 payload, result = first(next(found)), first(next(found))
                 if payload is not None and result is not None:
-                    case.around = msgspec.structs.replace(case.around, carried=(payload, result))
+                    case.around = msgspec.structs.replace(case.around, passed_result=(payload, result))
                 elif carriers:
                     left.append((case, carriers))
             open_cases = left

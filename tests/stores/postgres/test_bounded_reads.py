@@ -127,7 +127,7 @@ async def until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]
 async def test_a_claim_by_plan_steps_over_a_bounded_number_of_entries(
     pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter, decided: bool
 ) -> None:
-    queues = [msgspec.structs.replace(queue, decided=decided) for queue in keyed("a", "b", "c")]
+    queues = [msgspec.structs.replace(queue, guarded=decided) for queue in keyed("a", "b", "c")]
     most = (1 + 2 * len(queues)) * MOST
     claims = Claims(engine, clock, queues, meter)
     await dead_work(pg, clock, queues)
