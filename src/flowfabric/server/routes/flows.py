@@ -156,11 +156,13 @@ class EdgeRequest(RequestBody, frozen=True):
         check_ids(ids.parse_uuid, self.flow_id, self.edge_id)
         check_ids(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
 
-    def to_edge_kwargs(self, path_flow_id: str) -> dict[str, Any]:
-        """What the engine wants to know of an edge, which is one of the path's flow."""
-        check_same_id("flow_id", path_flow_id, ids.parse_uuid(self.flow_id))
-        ends = {"upstream": self.upstream_execution_id, "downstream": self.downstream_execution_id}
-        return ends | self.to_kwargs("upstream_execution_id", "downstream_execution_id")
+
+def _edge_kwargs(ask: Request[Any]) -> dict[str, Any]:
+    """Return the keywords of the engine's edge operations; refuse a body that names another flow than the path."""
+    body: EdgeRequest = ask.body
+    check_same_id("flow_id", ask.flow_id, ids.parse_uuid(body.flow_id))
+    ends = {"upstream": body.upstream_execution_id, "downstream": body.downstream_execution_id}
+    return ends | body.to_kwargs("upstream_execution_id", "downstream_execution_id")
 
 
 class StageEdgeRequest(EdgeRequest, frozen=True):
@@ -177,7 +179,7 @@ class StageEdgeRequest(EdgeRequest, frozen=True):
 )
 async def stage_dependency_edge(ask: Request[StageEdgeRequest]) -> Response:
     """Add an edge to the graph; without an expected revision none is asked for."""
-    return variant_response(await ask.engine.stage_dependency_edge(**ask.body.to_edge_kwargs(ask.flow_id)), 201)
+    return variant_response(await ask.engine.stage_dependency_edge(**_edge_kwargs(ask)), 201)
 
 
 class ApplyEdgeRequest(EdgeRequest, frozen=True):
@@ -194,7 +196,7 @@ class ApplyEdgeRequest(EdgeRequest, frozen=True):
 )
 async def apply_dependency_to_child(ask: Request[ApplyEdgeRequest]) -> Response:
     """Let the downstream of a staged edge wait for its upstream."""
-    edge = ask.body.to_edge_kwargs(ask.flow_id)
+    edge = _edge_kwargs(ask)
     await ask.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
     return variant_response(await ask.engine.apply_dependency_to_child(**edge))
 

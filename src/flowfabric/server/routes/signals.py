@@ -28,7 +28,9 @@ routes = RouteGroup("signals")
 
 EXECUTION_PATH = "/v1/executions/{id}"
 NO_STORE = ("cache-control", "no-store")
-DEDUP_TTL_MS, MAX_SIGNALS, SIGNAL_LOG_LENGTH = 86_400_000, 10_000, 1000
+DEDUP_TTL_MS = 86_400_000
+MAX_SIGNALS = 10_000
+SIGNAL_LOG_LENGTH = 1000
 TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
