@@ -1,4 +1,8 @@
-"""Shapes of the wire that several routes share: identifiers, bytes, handles, variants."""
+"""Encodings that several schemas share: integers, bytes, identifiers, handles, names of variants.
+
+A response that can be one of several structs is sent as an object with one key, the name of the variant, or as the bare
+name if the struct has no fields.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,13 @@ from msgspec import UNSET, Meta, UnsetType
 
 from flowfabric import errors
 from flowfabric.handles import SIGNATURE_BYTES, Handle, HandleKind, decode_handle
-from flowfabric.server.routing import QueryParam
 
-MAX_WAIT_MS = 30_000  # how long a request may wait on purpose
+MAX_WAIT_MS = 30_000  # the longest long poll
+
+# Largest request bodies in bytes.
+CREATE_LIMIT = 1_048_576
+WORK_LIMIT = 4 * 1_048_576  # results and batches of frames
+BULK_LIMIT = 16 * 1_048_576
 
 Octet = Annotated[int, Meta(ge=0, le=255)]
 Octets = list[Octet]
@@ -23,13 +31,9 @@ U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 I64 = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 
-CURSOR_PARAM = QueryParam("cursor", {"type": "string"})
-LIMIT_PARAM = QueryParam("limit", {"type": "integer", "minimum": 0})
-NAMESPACE_PARAM = QueryParam("namespace", {"type": "string"})
-
 
 class RedactedRepr:
-    """For what carries a token or a secret: printed, it tells its name and nothing else."""
+    """Prints only the class name, for structs that carry a token or a secret."""
 
     __slots__ = ()
 
@@ -38,15 +42,15 @@ class RedactedRepr:
 
 
 class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's body. Unknown fields are passed over, and what a caller's clock says (`now`) decides nothing."""
+    """A request body. Unknown fields are ignored, and so is the caller's clock (`now`)."""
 
-    def to_kwargs(self, *but: str) -> dict[str, Any]:
-        """The fields by name, for a verb that calls them the same."""
-        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "now" and name not in but}
+    def to_kwargs(self, *excluded: str) -> dict[str, Any]:
+        """Return the fields by name, as keywords for an engine operation with the same names."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "now" and name not in excluded}
 
 
 def check_ids(parse: Callable[[str], Any], *texts: str | None) -> None:
-    """Refuse a body with an identifier that is none (422, as any other wrong shape)."""
+    """Raise ValueError if an identifier is malformed; the server answers 422, as for any other wrong shape."""
     for text in texts:
         if text is not None:
             try:
@@ -55,28 +59,25 @@ def check_ids(parse: Callable[[str], Any], *texts: str | None) -> None:
                 raise ValueError(fault.detail) from None
 
 
-def decode_octets(name: str, given: list[int] | UnsetType | None, base64_form: bytes | None) -> bytes | None:
-    """Bytes given as numbers, or in base64 beside them; not both."""
-    if base64_form is not None:
-        if given is not UNSET and given is not None:
+def decode_octets(name: str, octets: list[int] | UnsetType | None, encoded: bytes | None) -> bytes | None:
+    """Return bytes that were sent as numbers or in base64; raise ValueError if both were sent."""
+    if encoded is not None:
+        if octets is not UNSET and octets is not None:
             raise ValueError(f"{name} is given twice")
-        return base64_form
-    return None if given is UNSET or given is None else bytes(given)
+        return encoded
+    return None if octets is UNSET or octets is None else bytes(octets)
 
-
-# ---------------------------------------------------------------------------------------------------------------
-# Handles
 
 HANDLE_NOT_OURS = "handle: not one of ours"
 
 
 def handle_to_text(handle: Handle, signature: bytes) -> str:
-    """A handle as text: its kind, then its bytes and the signature in base64."""
+    """Encode a handle: its kind, a dot, then its bytes and signature in base64."""
     return f"{handle.kind.value}.{base64.urlsafe_b64encode(handle.opaque + signature).decode()}"
 
 
 def handle_from_text(text: str) -> Handle:
-    """A handle from its text; its backend is the one in its bytes. Its signature is not checked here."""
+    """Decode a handle; the backend is taken from its bytes. The signature is not verified here."""
     kind, dot, rest = text.partition(".")
     try:
         if not dot:
@@ -89,27 +90,12 @@ def handle_from_text(text: str) -> Handle:
 
 
 class HolderRequest(RequestBody, frozen=True):
-    """What the holder of a lease says. The server checks the handle before a route sees the request (`Ask.holder`)."""
+    """A request by the holder of a lease. The server verifies the handle before the route runs (`Request.handle`)."""
 
     handle: str
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Variants, for the documents
-
-
-class VariantSchema(msgspec.Struct, frozen=True):
-    """One of several answers, each an object with one key, its name, or the bare name of one without fields."""
-
-    variants: tuple[tuple[str, Any], ...]
-
-
 def variant_name(kind: type) -> str:
-    """Return the name of a variant on the wire: `variant` of the class, or the name of the class."""
+    """Return the name that is sent for a variant: `variant` of the class, or else the name of the class."""
     name: str = getattr(kind, "variant", kind.__name__)
     return name
-
-
-def one_of(*types: Any, **named: Any) -> VariantSchema:
-    """Variants by the names of their types, or by others."""
-    return VariantSchema((*((variant_name(each), each) for each in types), *named.items()))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.api import durable, executions, signals
 from flowfabric.api.encoding import handle_from_text
 from flowfabric.client.base import execution_path
 from flowfabric.client.decoding import decode_as, decode_variant
@@ -31,7 +32,6 @@ from flowfabric.engine.types import (
 )
 from flowfabric.handles import Handle
 from flowfabric.model.gate import GateMemo, StepMemo
-from flowfabric.server.routes import durable, leases, signals
 
 LEASE_LOST_KINDS = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
 
@@ -62,7 +62,7 @@ class ClientDurable(ClientLeases):
 
     async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
         """Set some tags of the held execution, all of them or none; how many were given."""
-        return decode_as(await self._post_as_holder("tags", handle, tags=dict(pairs)), leases.SetTagsResponse).set
+        return decode_as(await self._post_as_holder("tags", handle, tags=dict(pairs)), executions.SetTagsResponse).set
 
     async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
         """Open a gate by name, find it open with the same links, or find what came of it."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 import httpx2
 
 from flowfabric import errors
+from flowfabric.api.admin import StoreInfo
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.durable import ClientDurable
 from flowfabric.client.executions import ClientExecutions
@@ -25,7 +26,6 @@ from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.engine import Capabilities, Engine, SchemaVersion
 from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
-from flowfabric.server.routes.client import StoreInfo
 from flowfabric.settings import Secret, Settings
 
 CONNECT_RETRY_FOR_S = 2.0  # an address that is wrong is told soon

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.api.encoding import BULK_LIMIT, CREATE_LIMIT
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
@@ -20,7 +21,6 @@ from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import CancellationPolicy
-from flowfabric.server.routing import BULK_LIMIT, CREATE_LIMIT
 
 MAX_CREATES_PER_REQUEST = 1000
 NO_FENCE = Fence()

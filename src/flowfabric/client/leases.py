@@ -8,7 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from flowfabric import errors
+from flowfabric.api.claims import ClaimedWork, ClaimWorkResponse
 from flowfabric.api.encoding import MAX_WAIT_MS, handle_from_text, handle_to_text
+from flowfabric.api.leases import MAX_CHILDREN
 from flowfabric.client.base import ClientBase
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
@@ -19,8 +21,6 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Payload
 from flowfabric.model.states import AttemptType
 from flowfabric.model.worker import STOPPED, MarkedDead, NotRegistered, WorkerPage, WorkerRefreshed, WorkerRegistered
-from flowfabric.server.routes.leases import MAX_CHILDREN
-from flowfabric.server.routes.workers import ClaimedWork, ClaimWorkResponse
 
 MAX_REMEMBERED_CLAIMS = 10  # claims under one key, each of which the server may have heard
 SHORT_RETRY_FOR_S = 1.0  # the patience of a heartbeat, whose next one comes soon

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric import errors
+from flowfabric.api import budgets
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as, decode_variant
 from flowfabric.client.transport import quote_segment
 from flowfabric.handles import Handle
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE
-from flowfabric.server.routes import budgets
 
 _USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.api import executions, streams
 from flowfabric.api.encoding import variant_name
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
@@ -21,7 +22,6 @@ from flowfabric.model import obstacles
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import PublicState
-from flowfabric.server.routes import executions, queries, streams
 
 
 class ClientReads(ClientBase):
@@ -84,13 +84,13 @@ class ClientReads(ClientBase):
     async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
         """What the holder last said of its progress."""
         told = await self.transport.request("GET", execution_path(execution_id, "progress"))
-        said = decode_as(told.body, queries.ReadProgressResponse)
+        said = decode_as(told.body, executions.ReadProgressResponse)
         return said.pct, said.message
 
     async def explain(self, execution_id: str) -> Explanation:
         """Why it is not running."""
         told = await self.transport.request("GET", execution_path(execution_id, "explain"))
-        found = decode_as(told.body, queries.ExplanationResponse)
+        found = decode_as(told.body, executions.ExplanationResponse)
         kind = {variant_name(kind): kind for kind in obstacles.Obstacle.__subclasses__()}[found.obstacle]
         return Explanation(found.execution_id, PublicState(found.public_state), msgspec.convert(found.facts, kind))
 
@@ -145,12 +145,12 @@ class ClientReads(ClientBase):
         found: dict[str, bytes | None] = {}
         wanted = list(execution_ids)
         while wanted:
-            asked, wanted = wanted[: queries.MAX_RESULTS], wanted[queries.MAX_RESULTS :]
+            asked, wanted = wanted[: executions.MAX_RESULTS], wanted[executions.MAX_RESULTS :]
             body: dict[str, Any] = {"execution_ids": asked}
             if namespace is not None:
                 body["namespace"] = namespace
             told = await self.transport.request("POST", "/v1/executions/results", body)
-            page = decode_as(told.body, queries.ReadResultsResponse)
+            page = decode_as(told.body, executions.ReadResultsResponse)
             if not page.results:
                 raise errors.StoreUnavailable("server: no results in its answer", backend=BACKEND)
             found |= page.results

@@ -13,13 +13,13 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.api.encoding import MAX_WAIT_MS
+from flowfabric.api.executions import MAX_AWAITED, AwaitOutcomesResponse, ExecutionOutcomeResponse
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import decode_error
 from flowfabric.engine.claiming.poller import ExecutionOutcome
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.server.routes import client, queries
 
 MAX_CONCURRENT_POLLS = 8  # requests that wait at a time
 OVERFLOW_POLL_S = 1.0
@@ -47,7 +47,7 @@ class ClientResults(ClientBase):
         execution = parse_execution_id(execution_id)
         if not max_wait_ms:
             told = await self.transport.request("GET", execution_path(execution, "end"), query={"result": "true"})
-            return None if told.status == 204 else _ended(decode_as(told.body, queries.ExecutionOutcomeResponse))
+            return None if told.status == 204 else _ended(decode_as(told.body, ExecutionOutcomeResponse))
         awaited = self._awaited.get(execution)
         if awaited is None:
             awaited = self._awaited[execution] = AwaitedOutcome()
@@ -80,7 +80,7 @@ class ClientResults(ClientBase):
         asked: set[str] = set()
         try:
             while True:
-                while self._unpolled and len(asked) < client.MAX_AWAITED:
+                while self._unpolled and len(asked) < MAX_AWAITED:
                     asked.add(self._unpolled.popitem()[0])
                 if not asked:
                     return
@@ -94,7 +94,7 @@ class ClientResults(ClientBase):
         try:
             await asyncio.sleep(OVERFLOW_POLL_S)
             while self._unpolled:
-                await self._ask(tuple(self._unpolled)[: client.MAX_AWAITED], 0)
+                await self._ask(tuple(self._unpolled)[:MAX_AWAITED], 0)
                 await asyncio.sleep(OVERFLOW_POLL_S)
         finally:
             self._is_looking = False
@@ -104,7 +104,7 @@ class ClientResults(ClientBase):
         try:
             body = {"execution_ids": list(executions), "wait_ms": wait_ms}
             told = await self.transport.request("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
-            ends = decode_as(told.body, client.AwaitOutcomesResponse)
+            ends = decode_as(told.body, AwaitOutcomesResponse)
         except errors.FabricError as refused:
             for execution in executions:
                 self._tell(execution, refused)
@@ -128,7 +128,7 @@ class ClientResults(ClientBase):
         return self._awaited.pop(execution, None)
 
 
-def _ended(told: queries.ExecutionOutcomeResponse) -> ExecutionOutcome:
+def _ended(told: ExecutionOutcomeResponse) -> ExecutionOutcome:
     result = told.result_b64
     return ExecutionOutcome(
         told.execution_id,

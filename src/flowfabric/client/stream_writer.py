@@ -6,15 +6,14 @@ import asyncio
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.api.encoding import handle_to_text
+from flowfabric.api.encoding import WORK_LIMIT, handle_to_text
+from flowfabric.api.streams import MAX_FRAMES
 from flowfabric.client.base import ClientBase
 from flowfabric.client.decoding import convert_variant, decode_as
 from flowfabric.client.errors import error_in_batch
 from flowfabric.engine.types import Appended, BestEffort
 from flowfabric.handles import Handle
 from flowfabric.model.stream import FrameKind, FrameMode
-from flowfabric.server.routes.leases import MAX_FRAMES
-from flowfabric.server.routing import WORK_LIMIT
 
 DEFAULT_BEST_EFFORT = BestEffort()
 FRAME_OVERHEAD_BYTES = 256  # what a frame takes beside its payload

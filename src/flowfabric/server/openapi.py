@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import __version__
-from flowfabric.api.encoding import VariantSchema
 from flowfabric.server.errors import OversizeProblem, Problem
-from flowfabric.server.routing import FIELDS_HEADER, HTML, OCTET_STREAM, Route, RouteGroup, Router
+from flowfabric.server.routing import FIELDS_HEADER, HTML, OCTET_STREAM, Route, RouteGroup, Router, VariantSchema
 
 REF_TEMPLATE = "#/components/schemas/{name}"
 STATUS_DESCRIPTIONS = {

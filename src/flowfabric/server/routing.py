@@ -10,6 +10,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from flowfabric.api.encoding import variant_name
 from flowfabric.model.api_token import ApiScope
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 CONTROL_LIMIT = 65_536
 SIGNAL_LIMIT = 262_144
-CREATE_LIMIT = 1_048_576
-WORK_LIMIT = 4 * 1_048_576  # results and batches of frames
-BULK_LIMIT = 16 * 1_048_576
 
 OCTET_STREAM = "application/octet-stream"
 FIELDS_HEADER = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
@@ -59,6 +57,22 @@ class QueryParam(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any]
     required: bool = False
+
+
+CURSOR_PARAM = QueryParam("cursor", {"type": "string"})
+LIMIT_PARAM = QueryParam("limit", {"type": "integer", "minimum": 0})
+NAMESPACE_PARAM = QueryParam("namespace", {"type": "string"})
+
+
+class VariantSchema(msgspec.Struct, frozen=True):
+    """One of several answers, each an object with one key, its name, or the bare name of one without fields."""
+
+    variants: tuple[tuple[str, Any], ...]
+
+
+def one_of(*types: Any, **named: Any) -> VariantSchema:
+    """Variants by the names of their types, or by others."""
+    return VariantSchema((*((variant_name(each), each) for each in types), *named.items()))
 
 
 Handler = Callable[["Request[Any]"], Awaitable[Response | StreamingResponse]]

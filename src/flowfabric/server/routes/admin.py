@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from flowfabric import errors
-from flowfabric.api.encoding import CURSOR_PARAM, LIMIT_PARAM, Natural, RedactedRepr, RequestBody
+from flowfabric.api.admin import (
+    CreateTokenRequest,
+    ListTokensResponse,
+    RevokeTokenResponse,
+    RotateTokenRequest,
+    RotateWaitpointSecretRequest,
+    RotateWaitpointSecretResponse,
+)
 from flowfabric.engine.types import KeyIds
-from flowfabric.model.api_token import ApiScope, ApiTokenCreated, TokenView
+from flowfabric.model.api_token import ApiScope, ApiTokenCreated
 from flowfabric.server import logging
 from flowfabric.server.errors import HttpError, bad_request
 from flowfabric.server.request import Request, json_response, path_uuid
-from flowfabric.server.routing import Response, RouteGroup, Subject
+from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, Response, RouteGroup, Subject
 
 routes = RouteGroup("admin")
 
 ROTATION_TIMEOUT_S = 120.0
 HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
-
-
-class RotateWaitpointSecretRequest(RedactedRepr, RequestBody, frozen=True):
-    new_kid: str
-    new_secret_hex: str
-
-
-class RotateWaitpointSecretResponse(msgspec.Struct, frozen=True):
-    rotated: int
-    failed: list[int]
-    new_kid: str
 
 
 @routes.post(
@@ -87,15 +81,6 @@ async def list_signing_keys(ask: Request[None]) -> Response:
     return json_response(await ask.engine.list_waitpoint_hmac_kids())
 
 
-class CreateTokenRequest(RequestBody, frozen=True):
-    """A token to be made; without namespaces it is good in all of them."""
-
-    name: str
-    scopes: list[ApiScope]
-    namespaces: list[str] | None = None
-    expires_in_ms: Natural | None = None
-
-
 @routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
 async def make_api_token(ask: Request[CreateTokenRequest]) -> Response:
     """A new token; it is shown now and never again."""
@@ -104,10 +89,6 @@ async def make_api_token(ask: Request[CreateTokenRequest]) -> Response:
         body.name, body.scopes, namespaces=body.namespaces, expires_in_ms=body.expires_in_ms
     )
     return json_response(made, 201, NO_STORE)
-
-
-class ListTokensResponse(msgspec.Struct, frozen=True):
-    tokens: list[TokenView]
 
 
 @routes.get("/v1/admin/tokens", {200: ListTokensResponse}, scope=ApiScope.ADMIN, query=(CURSOR_PARAM, LIMIT_PARAM))
@@ -122,10 +103,6 @@ async def list_api_tokens(ask: Request[None]) -> Response:
     )
 
 
-class RotateTokenRequest(RequestBody, frozen=True):
-    grace_ms: Natural = 0
-
-
 @routes.post(
     "/v1/admin/tokens/{id}/rotate", {200: ApiTokenCreated}, body=RotateTokenRequest, scope=ApiScope.ADMIN, audit=True
 )
@@ -134,10 +111,6 @@ async def rotate_api_token(ask: Request[RotateTokenRequest]) -> Response:
     made = await ask.engine.rotate_api_token(path_uuid("token_id", ask.path_params[0]), grace_ms=ask.body.grace_ms)
     ask.app.authenticator.clear_cache()
     return json_response(made, 200, NO_STORE)
-
-
-class RevokeTokenResponse(msgspec.Struct, frozen=True):
-    revoked: bool
 
 
 @routes.delete("/v1/admin/tokens/{id}", {200: RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)

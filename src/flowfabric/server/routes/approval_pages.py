@@ -15,12 +15,12 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from flowfabric import errors, ids, json_limits
-from flowfabric.api.encoding import RedactedRepr, one_of
+from flowfabric.api.encoding import RedactedRepr
 from flowfabric.engine.types import Accepted, DuplicateDelivery, SignalArgs, WaitpointToken, approval_name, vote_schema
 from flowfabric.server import approval_form
 from flowfabric.server.errors import HttpError, bad_request
 from flowfabric.server.request import Request, encode, variant_response
-from flowfabric.server.routing import HTML, SIGNAL_LIMIT, QueryParam, Response, RouteGroup
+from flowfabric.server.routing import HTML, SIGNAL_LIMIT, QueryParam, Response, RouteGroup, one_of
 
 routes = RouteGroup("waitpoint pages")
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from flowfabric import ids
-from flowfabric.api.encoding import (
-    CURSOR_PARAM,
-    I64,
-    LIMIT_PARAM,
-    NAMESPACE_PARAM,
-    Natural,
-    RequestBody,
-    check_ids,
-    one_of,
+from flowfabric.api.budgets import (
+    BudgetIds,
+    BudgetRef,
+    ChangeBudgetLimitsRequest,
+    CreateBudgetRequest,
+    CreateQuotaPolicyRequest,
+    HardBreachResponse,
+    QuotaRef,
+    ReleaseBudgetRequest,
+    ReportUsageRequest,
 )
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.request import Request, json_response, path_uuid, require_found, variant_response
-from flowfabric.server.routing import Response, RouteGroup, Subject
+from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("budgets")
 
@@ -33,31 +31,6 @@ def _budget(ask: Request[Any]) -> str:
 
 def _owner(ask: Request[Any]) -> str:
     return ask.resolve_namespace(ask.query_param("namespace"))
-
-
-class BudgetRef(msgspec.Struct, frozen=True):
-    budget_id: str
-
-
-class CreateBudgetRequest(RequestBody, frozen=True):
-    """A budget; the three lists are positional."""
-
-    budget_id: str
-    scope_type: str
-    scope_id: str
-    enforcement_mode: str
-    on_hard_limit: str
-    on_soft_limit: str
-    reset_interval_ms: Natural
-    dimensions: list[str]
-    hard_limits: list[Natural]
-    soft_limits: list[Natural]
-    now: I64 | None = None
-    namespace: str | None = None
-    declaration: str | None = None  # a digest of the code that declares it; another one changes the limits
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
 
 
 @routes.post(
@@ -78,10 +51,6 @@ async def create_budget(ask: Request[CreateBudgetRequest]) -> Response:
     return variant_response(
         answer, 200, "Changed" if isinstance(answer, limit_answers.LimitsChanged) else "AlreadySatisfied"
     )
-
-
-class BudgetIds(msgspec.Struct, frozen=True):
-    budgets: list[str]
 
 
 @routes.get(
@@ -107,22 +76,6 @@ async def list_budgets(ask: Request[None]) -> Response:
 async def get_budget_status(ask: Request[None]) -> Response:
     """A budget: its limits, what was used, what was refused."""
     return json_response(await ask.engine.get_budget_status(_budget(ask), namespace=_owner(ask)))
-
-
-class ReportUsageRequest(RequestBody, frozen=True):
-    dimensions: dict[str, Natural]
-    now: I64 | None = None
-    dedup_key: str | None = None
-    namespace: str | None = None
-
-
-class HardBreachResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Nothing was applied. What is reserved is told where it counts, or the numbers would not add up."""
-
-    dimension: str
-    current_usage: int
-    hard_limit: int
-    reserved: int = 0
 
 
 @routes.post(
@@ -166,13 +119,6 @@ async def reset_budget(ask: Request[bytes]) -> Response:
     return variant_response(await ask.engine.reset_budget(_budget(ask), namespace=_owner(ask)), name="Reset")
 
 
-class ChangeBudgetLimitsRequest(RequestBody, frozen=True):
-    dimensions: list[str]
-    hard_limits: list[Natural]
-    soft_limits: list[Natural]
-    namespace: str | None = None
-
-
 @routes.put(
     f"{BUDGET_PATH}/limits",
     {200: one_of(Changed=BudgetRef)},
@@ -194,14 +140,6 @@ async def change_budget_limits(ask: Request[ChangeBudgetLimitsRequest]) -> Respo
     return variant_response(answer, name="Changed")
 
 
-class ReleaseBudgetRequest(RequestBody, frozen=True):
-    execution_id: str
-    namespace: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
-
-
 @routes.post(
     f"{BUDGET_PATH}/release",
     {200: one_of(Released=limit_answers.BudgetReleased)},
@@ -216,27 +154,6 @@ async def release_budget(ask: Request[ReleaseBudgetRequest]) -> Response:
     namespace = ask.resolve_namespace(body.namespace)
     answer = await ask.engine.release_budget(_budget(ask), body.execution_id, namespace=namespace, shared=False)
     return variant_response(answer, name="Released")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Quotas
-
-
-class QuotaRef(msgspec.Struct, frozen=True):
-    quota_policy_id: str
-
-
-class CreateQuotaPolicyRequest(RequestBody, frozen=True):
-    quota_policy_id: str
-    window_seconds: Natural
-    max_requests_per_window: Natural
-    max_concurrent: Natural
-    jitter_ms: Natural = 0
-    now: I64 | None = None
-    namespace: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.quota_policy_id)
 
 
 @routes.post(

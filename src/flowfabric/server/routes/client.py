@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from flowfabric import __version__, errors, ids
-from flowfabric.api.encoding import MAX_WAIT_MS, NAMESPACE_PARAM, Natural, RequestBody, check_ids, one_of
+from flowfabric import __version__, errors
+from flowfabric.api.admin import StoreInfo
+from flowfabric.api.budgets import (
+    RecordSpendRequest,
+    RefundReservationRequest,
+    ReserveBudgetRequest,
+    SettleReservationRequest,
+    WakeBudgetResponse,
+)
+from flowfabric.api.encoding import BULK_LIMIT, MAX_WAIT_MS
+from flowfabric.api.executions import AwaitOutcomesRequest, AwaitOutcomesResponse, ExecutionOutcomeResponse
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import error_entry
 from flowfabric.server.request import Request, json_response, path_uuid, variant_response
 from flowfabric.server.routes.lease_usage import USAGE_RESPONSE
-from flowfabric.server.routes.queries import MAX_RESULT_BYTES, ExecutionOutcomeResponse, outcome_response
-from flowfabric.server.routing import BULK_LIMIT, Response, RouteGroup, Subject
+from flowfabric.server.routes.queries import MAX_RESULT_BYTES, outcome_response
+from flowfabric.server.routing import NAMESPACE_PARAM, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("applications")
 
 EXECUTION_PATH = "/v1/executions/{id}"
-MAX_AWAITED = 1000
 COALESCE_S = 0.01
-
-
-class StoreInfo(msgspec.Struct, frozen=True):
-    """The store behind the server: its kind, its schema, its partitions, its time; and the server's own release."""
-
-    backend: str
-    partitions: ids.PartitionCounts
-    now: int  # milliseconds since the epoch
-    schema_version: int = 0
-    release: str = ""
 
 
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
@@ -43,17 +38,6 @@ async def store_info(ask: Request[None]) -> Response:
     return json_response(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.current, __version__))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Budgets, for an execution whoever holds it
-
-
-class ExecutionBudgetRequest(RequestBody, frozen=True, kw_only=True):
-    """A request of an execution to one of its budgets."""
-
-    namespace: str | None = None  # of the execution, which a caller that may see all namespaces saves a look
-    shared: bool = True  # whether the shared budget of that id stands in, for a token that may use it
-
-
 def _whose(ask: Request[Any]) -> dict[str, Any]:
     """Where the engine looks for the budget: a bound token means those of the execution's namespace only."""
     body = ask.body
@@ -61,15 +45,6 @@ def _whose(ask: Request[Any]) -> dict[str, Any]:
         "namespace": body.namespace if ask.may_use_shared_budgets else ask.execution_namespace,
         "shared": ask.may_use_shared_budgets and body.shared,
     }
-
-
-class RecordSpendRequest(ExecutionBudgetRequest, frozen=True):
-    budget_id: str
-    dimensions: dict[str, Natural]
-    idempotency_key: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
 
 
 @routes.post(
@@ -87,16 +62,6 @@ async def spend_for(ask: Request[RecordSpendRequest]) -> Response:
             body.budget_id, ask.execution_id, body.dimensions, idempotency_key=body.idempotency_key, **_whose(ask)
         )
     )
-
-
-class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
-    budget_id: str
-    reservation_id: str
-    amounts: dict[str, Natural]
-    ttl_ms: Natural
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
 @routes.post(
@@ -121,15 +86,6 @@ async def reserve_for(ask: Request[ReserveBudgetRequest]) -> Response:
     )
 
 
-class SettleReservationRequest(ExecutionBudgetRequest, frozen=True):
-    budget_id: str
-    reservation_id: str
-    amounts: dict[str, Natural]
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
-
-
 @routes.post(
     f"{EXECUTION_PATH}/settle",
     {200: USAGE_RESPONSE},
@@ -145,17 +101,6 @@ async def settle_for(ask: Request[SettleReservationRequest]) -> Response:
             body.budget_id, ask.execution_id, body.reservation_id, body.amounts, **_whose(ask)
         )
     )
-
-
-class RefundReservationRequest(RequestBody, frozen=True):
-    reservation_id: str
-    namespace: str | None = None
-    shared: bool = True
-    execution_id: str | None = None  # a reservation of another execution is refused
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.reservation_id)
-        check_ids(ids.parse_execution_id, self.execution_id)
 
 
 def _budget(ask: Request[Any]) -> str:
@@ -188,10 +133,6 @@ async def refund_reservation(ask: Request[RefundReservationRequest]) -> Response
     )
 
 
-class WakeBudgetResponse(msgspec.Struct, frozen=True):
-    still_waiting: bool
-
-
 @routes.post(
     "/v1/budgets/{id}/wake",
     {200: WakeBudgetResponse},
@@ -208,25 +149,6 @@ async def wake_budget(ask: Request[bytes]) -> Response:
             )
         )
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The ends of many
-
-
-class AwaitOutcomesRequest(RequestBody, frozen=True):
-    execution_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_AWAITED)]
-    wait_ms: Natural = 0  # at most 30 s are waited
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, *self.execution_ids)
-
-
-class AwaitOutcomesResponse(msgspec.Struct, frozen=True):
-    """How those ended that have, and why others cannot be told of: by execution, an error's body with its `code`."""
-
-    ended: list[ExecutionOutcomeResponse]
-    refused: dict[str, dict[str, Any]]
 
 
 @routes.post(

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from contextlib import suppress
 from json import dumps
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 
 from flowfabric import errors, ids
 from flowfabric.api.encoding import (
-    CURSOR_PARAM,
-    I32,
-    I64,
-    LIMIT_PARAM,
+    BULK_LIMIT,
+    CREATE_LIMIT,
     MAX_WAIT_MS,
-    U16,
-    Octets,
-    RequestBody,
-    check_ids,
     decode_octets,
-    one_of,
+)
+from flowfabric.api.executions import (
+    CancelExecutionRequest,
+    ChangePriorityRequest,
+    CreateExecutionRequest,
+    CreateExecutionsRequest,
+    CreateExecutionsResponse,
+    ExecutionInfoResponse,
+    ResumeExecutionRequest,
+    ResumeExecutionResponse,
+    RevokeLeaseResponse,
+    SetTagsRequest,
+    SetTagsResponse,
 )
 from flowfabric.engine.operations.reads import ExecutionPage
 from flowfabric.engine.types import POLICY_PARTS, CreateExecution, Fence
@@ -39,68 +45,20 @@ from flowfabric.server.request import (
     require_found,
     variant_response,
 )
-from flowfabric.server.routes.leases import SetTagsResponse
-from flowfabric.server.routing import BULK_LIMIT, CREATE_LIMIT, OCTET_STREAM, QueryParam, Response, RouteGroup, Subject
+from flowfabric.server.routing import (
+    CURSOR_PARAM,
+    LIMIT_PARAM,
+    OCTET_STREAM,
+    QueryParam,
+    Response,
+    RouteGroup,
+    Subject,
+    one_of,
+)
 
 routes = RouteGroup("executions")
-
-MAX_BULK = 10_000
 MAX_WARNING_CHARS = 1000
 EXECUTION_PATH = "/v1/executions/{id}"
-
-
-class CreateExecutionRequest(RequestBody, frozen=True):
-    """A new execution. What the reference wants from its caller and this server can tell by itself may be left out."""
-
-    namespace: str
-    lane_id: str
-    execution_kind: str
-    execution_id: str | None = None
-    input_payload: Octets | UnsetType = UNSET
-    input_payload_b64: bytes | None = None
-    priority: I32 = 0  # kept within 0..9000
-    creator_identity: str = ""
-    payload_encoding: str | None = None
-    idempotency_key: str | None = None
-    tags: dict[str, str] = msgspec.field(default_factory=dict)
-    policy: dict[str, Any] | None = None
-    delay_until: I64 | None = None
-    execution_deadline_at: I64 | None = None
-    parent_id: str | None = None
-    partition_id: U16 | None = None  # the id's own partition decides
-    now: I64 | None = None  # the store's clock decides
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_lane_id, self.lane_id)
-        check_ids(ids.parse_execution_id, self.execution_id, self.parent_id)
-        if self.input_payload is UNSET and self.input_payload_b64 is None:
-            raise ValueError("input_payload is missing")
-        if self.input_payload is not UNSET and self.input_payload_b64 is not None:
-            raise ValueError("input_payload is given twice")
-
-
-class ExecutionInfoResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An execution; instants are texts of milliseconds here."""
-
-    execution_id: str
-    namespace: str
-    lane_id: str
-    priority: int
-    execution_kind: str
-    state_vector: Any
-    public_state: PublicState
-    created_at: str
-    current_attempt_index: int
-    flow_id: str | None
-    blocking_detail: str
-    started_at: str | UnsetType = UNSET
-    completed_at: str | UnsetType = UNSET
-
-
-class RevokeLeaseResponse(msgspec.Struct, frozen=True):
-    variant: ClassVar[str] = "Revoked"
-    lease_id: str
-    lease_epoch: str
 
 
 async def to_create_execution(ask: Request[Any], body: CreateExecutionRequest) -> CreateExecution:
@@ -139,16 +97,6 @@ async def create_execution(ask: Request[CreateExecutionRequest]) -> Response:
         return reply
     odd = dumps(sorted(ask.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:MAX_WARNING_CHARS]
     return msgspec.structs.replace(reply, headers=(("warning", f'299 flowfabric "policy keys passed over: {odd}"'),))
-
-
-class CreateExecutionsRequest(RequestBody, frozen=True):
-    executions: Annotated[list[CreateExecutionRequest], Meta(max_length=MAX_BULK)]
-
-
-class CreateExecutionsResponse(msgspec.Struct, frozen=True):
-    """An answer for each, in order: Created, Duplicate, or an error's body."""
-
-    results: list[dict[str, Any]]
 
 
 @routes.post(
@@ -244,20 +192,6 @@ async def get_result(ask: Request[None]) -> Response:
     return Response(200, require_found(result, f"execution result not found: {execution_id}"), OCTET_STREAM)
 
 
-class CancelExecutionRequest(RequestBody, frozen=True):
-    execution_id: str
-    reason: str
-    now: I64 | None = None
-    source: str = "operator_override"
-    lease_id: str | None = None
-    lease_epoch: I64 | None = None
-    attempt_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
-        check_ids(ids.parse_uuid, self.lease_id, self.attempt_id)
-
-
 @routes.post(
     f"{EXECUTION_PATH}/cancel",
     {200: one_of(answers.Cancelled)},
@@ -274,10 +208,6 @@ async def cancel_execution(ask: Request[CancelExecutionRequest]) -> Response:
     return variant_response(
         await ask.engine.cancel_execution(execution_id, reason=body.reason, source=body.source, fence=fence)
     )
-
-
-class ChangePriorityRequest(RequestBody, frozen=True):
-    new_priority: I32
 
 
 @routes.put(
@@ -320,10 +250,6 @@ async def revoke_lease(ask: Request[bytes]) -> Response:
     return variant_response(RevokeLeaseResponse(answer.lease_id, str(answer.lease_epoch)))
 
 
-class SetTagsRequest(RequestBody, frozen=True):
-    tags: dict[str, str]
-
-
 @routes.put(
     f"{EXECUTION_PATH}/tags",
     {200: SetTagsResponse},
@@ -334,16 +260,6 @@ class SetTagsRequest(RequestBody, frozen=True):
 async def set_execution_tags(ask: Request[SetTagsRequest]) -> Response:
     """Set some tags, all of them or none."""
     return json_response(SetTagsResponse(await ask.engine.set_execution_tags(ask.execution_id, ask.body.tags)))
-
-
-class ResumeExecutionRequest(RequestBody, frozen=True):
-    trigger_type: str = "operator"
-    resume_delay_ms: I64 = 0
-
-
-class ResumeExecutionResponse(msgspec.Struct, frozen=True):
-    variant: ClassVar[str] = "Resumed"
-    public_state: PublicState
 
 
 @routes.post(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from flowfabric import ids
-from flowfabric.api.encoding import CURSOR_PARAM, I64, LIMIT_PARAM, RequestBody, check_ids, one_of
+from flowfabric.api.encoding import BULK_LIMIT
+from flowfabric.api.flows import (
+    AddMemberRequest,
+    ApplyEdgeRequest,
+    CancelFlowRequest,
+    CreateFlowGraphRequest,
+    CreateFlowRequest,
+    EdgeRequest,
+    ListEdgesResponse,
+    ListMembersResponse,
+    SetJoinRequest,
+    SetJoinResponse,
+    StageEdgeRequest,
+)
 from flowfabric.engine.operations.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
 from flowfabric.engine.operations.flow_reads import FlowPage
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import EdgeSnapshot, FlowSnapshot
+from flowfabric.engine.types import FlowSnapshot
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.api_token import ApiScope
 from flowfabric.model.flow import FlowSummary
@@ -26,26 +36,14 @@ from flowfabric.server.request import (
     require_found,
     variant_response,
 )
-from flowfabric.server.routes.executions import CreateExecutionRequest, to_create_execution
-from flowfabric.server.routing import BULK_LIMIT, QueryParam, Response, RouteGroup, Subject
+from flowfabric.server.routes.executions import to_create_execution
+from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, QueryParam, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("flows")
 
 FLOW_PATH = "/v1/flows/{id}"
 FLOW_NOT_FOUND = "not found: flow"
 STRING_SCHEMA = {"type": "string"}
-
-Revision = Annotated[int, Meta(ge=0)]
-
-
-class CreateFlowRequest(RequestBody, frozen=True):
-    flow_id: str
-    flow_kind: str
-    namespace: str
-    now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
@@ -61,28 +59,6 @@ async def create_flow(ask: Request[CreateFlowRequest]) -> Response:
     ask.require_namespace(body.namespace)
     answer = await ask.engine.create_flow(body.flow_id, flow_kind=body.flow_kind, namespace=body.namespace)
     return variant_response(answer, 201 if isinstance(answer, flow_answers.FlowCreated) else 200)
-
-
-class EdgeSpec(RequestBody, frozen=True):
-    upstream_execution_id: str
-    downstream_execution_id: str
-    dependency_kind: str = "success_only"
-    data_passing_ref: str | None = None
-    edge_id: str | None = None
-
-
-class CreateFlowGraphRequest(RequestBody, frozen=True):
-    """A flow with all its members, edges and joins; a join that is not named waits for all."""
-
-    nodes: list[CreateExecutionRequest]
-    flow_id: str | None = None
-    edges: tuple[EdgeSpec, ...] = ()
-    policies: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    flow_kind: str = "dag"
-    namespace: str = "default"
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
@@ -118,16 +94,6 @@ async def create_flow_graph(ask: Request[CreateFlowGraphRequest]) -> Response:
     return variant_response(answer, 201 if isinstance(answer, flow_answers.GraphCreated) else 200)
 
 
-class AddMemberRequest(RequestBody, frozen=True):
-    flow_id: str
-    execution_id: str
-    now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
-        check_ids(ids.parse_execution_id, self.execution_id)
-
-
 @routes.post(
     f"{FLOW_PATH}/members",
     {201: one_of(flow_answers.Added), 200: one_of(flow_answers.AlreadyMember)},
@@ -144,30 +110,12 @@ async def add_execution_to_flow(ask: Request[AddMemberRequest]) -> Response:
     return variant_response(answer, 201 if isinstance(answer, flow_answers.Added) else 200)
 
 
-class EdgeRequest(RequestBody, frozen=True):
-    flow_id: str
-    edge_id: str
-    upstream_execution_id: str
-    downstream_execution_id: str
-    data_passing_ref: str | None = None
-    now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id, self.edge_id)
-        check_ids(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
-
-
 def _edge_kwargs(ask: Request[Any]) -> dict[str, Any]:
     """Return the keywords of the engine's edge operations; refuse a body that names another flow than the path."""
     body: EdgeRequest = ask.body
     check_same_id("flow_id", ask.flow_id, ids.parse_uuid(body.flow_id))
     ends = {"upstream": body.upstream_execution_id, "downstream": body.downstream_execution_id}
     return ends | body.to_kwargs("upstream_execution_id", "downstream_execution_id")
-
-
-class StageEdgeRequest(EdgeRequest, frozen=True):
-    dependency_kind: str = "success_only"
-    expected_graph_revision: Revision | None = None
 
 
 @routes.post(
@@ -182,11 +130,6 @@ async def stage_dependency_edge(ask: Request[StageEdgeRequest]) -> Response:
     return variant_response(await ask.engine.stage_dependency_edge(**_edge_kwargs(ask)), 201)
 
 
-class ApplyEdgeRequest(EdgeRequest, frozen=True):
-    graph_revision: Revision | None = None
-    dependency_kind: str | None = None
-
-
 @routes.post(
     f"{FLOW_PATH}/edges/apply",
     {200: one_of(flow_answers.DependencyApplied, flow_answers.DependencyAlreadyApplied)},
@@ -199,16 +142,6 @@ async def apply_dependency_to_child(ask: Request[ApplyEdgeRequest]) -> Response:
     edge = _edge_kwargs(ask)
     await ask.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
     return variant_response(await ask.engine.apply_dependency_to_child(**edge))
-
-
-class CancelFlowRequest(RequestBody, frozen=True):
-    flow_id: str
-    reason: str
-    cancellation_policy: str
-    now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
 
 
 @routes.post(
@@ -279,20 +212,12 @@ async def get_flow_summary(ask: Request[None]) -> Response:
     return json_response(require_found(summary, "not found: flow_summary"))
 
 
-class ListMembersResponse(msgspec.Struct, frozen=True):
-    members: list[str]
-
-
 @routes.get(f"{FLOW_PATH}/members", {200: ListMembersResponse}, subject=Subject.FLOW)
 async def list_flow_members(ask: Request[None]) -> Response:
     """Every member that was ever added."""
     flow_id = ask.flow_id
     require_found(await ask.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
     return json_response(ListMembersResponse(await ask.engine.list_flow_members(flow_id)))
-
-
-class ListEdgesResponse(msgspec.Struct, frozen=True):
-    edges: list[EdgeSnapshot]
 
 
 @routes.get(
@@ -315,14 +240,6 @@ async def list_edges(ask: Request[None]) -> Response:
             )
         )
     )
-
-
-class SetJoinRequest(RequestBody, frozen=True):
-    policy: Annotated[dict[str, Any], Meta(description="all_of, any_of or quorum, as an edge policy is written")]
-
-
-class SetJoinResponse(msgspec.Struct, frozen=True):
-    status: flow_answers.SetJoinPolicyResult
 
 
 @routes.put(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors, ids
-from flowfabric.api.encoding import I64, RequestBody
+from flowfabric.api.claims import ClaimGrantRequest, ClaimGrantResponse, ReclaimGrantRequest, ReclaimGrantResponse
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import bad_request
@@ -17,23 +15,6 @@ from flowfabric.server.routing import Response, RouteGroup, Subject
 routes = RouteGroup("claims")
 
 MAX_GRANT_TTL_MS = 60_000
-
-
-class ClaimGrantRequest(RequestBody, frozen=True):
-    lane_id: str
-    worker_instance_id: str
-    grant_ttl_ms: I64
-    capabilities: tuple[str, ...] = ()
-
-
-class ClaimGrantResponse(msgspec.Struct, frozen=True):
-    """An offer; `grant_kind` is claim, resume or reclaim: how it is redeemed."""
-
-    execution_id: str
-    partition_key: str
-    grant_key: str
-    expires_at_ms: int
-    grant_kind: str
 
 
 def check_worker_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
@@ -83,30 +64,6 @@ async def claim_for_worker(ask: Request[ClaimGrantRequest]) -> Response:
     return json_response(
         ClaimGrantResponse(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind)
     )
-
-
-class ReclaimGrantRequest(RequestBody, frozen=True):
-    worker_id: str
-    worker_instance_id: str
-    lane_id: str
-    grant_ttl_ms: I64
-    capability_hash: str | None = None
-    route_snapshot_json: str | None = None
-    admission_summary: str | None = None
-    worker_capabilities: tuple[str, ...] = ()
-
-
-class ReclaimGrantResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`granted`, `not_reclaimable` or `reclaim_cap_exceeded`, with what belongs to each."""
-
-    status: str
-    execution_id: str
-    partition_key: str = ""
-    grant_key: str = ""
-    expires_at_ms: int | None = None
-    lane_id: str = ""
-    detail: str = ""
-    reclaim_count: int | None = None
 
 
 @routes.post(

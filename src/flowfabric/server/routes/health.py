@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors
+from flowfabric.api.admin import HealthStatus
 from flowfabric.server import logging
 from flowfabric.server.errors import Problem
 from flowfabric.server.metrics import CONTENT_TYPE, exposition
@@ -17,10 +16,6 @@ from flowfabric.server.routing import METRICS_PATH, Response, RouteGroup
 routes = RouteGroup("health")
 
 QUEUE_DEPTH_TIMEOUT_S = 5.0  # how long the store may take to count; whoever scrapes does not wait much longer
-
-
-class HealthStatus(msgspec.Struct, frozen=True):
-    status: str
 
 
 @routes.get("/healthz", {200: HealthStatus}, scope=None)

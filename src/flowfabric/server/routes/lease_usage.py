@@ -6,26 +6,16 @@ namespaces means the shared one of `default`.
 
 from __future__ import annotations
 
-from flowfabric import ids
-from flowfabric.api.encoding import HolderRequest, Natural, check_ids, one_of
+from flowfabric.api.budgets import HolderRefundRequest, HolderReserveRequest, HolderSettleRequest, HolderUsageRequest
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE
 from flowfabric.server.request import Request, variant_response
 from flowfabric.server.routes.leases import lease_route, routes
-from flowfabric.server.routing import Response
+from flowfabric.server.routing import Response, one_of
 
 USAGE_RESPONSE = one_of(
     limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach
 )
-
-
-class HolderUsageRequest(HolderRequest, frozen=True):
-    budget_id: str
-    dimensions: dict[str, Natural]
-    dedup_key: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
 
 
 @lease_route("usage", USAGE_RESPONSE, HolderUsageRequest)
@@ -63,16 +53,6 @@ async def record_spend(ask: Request[HolderUsageRequest]) -> Response:
     )
 
 
-class HolderReserveRequest(HolderRequest, frozen=True):
-    budget_id: str
-    amounts: dict[str, Natural]
-    ttl_ms: Natural
-    reservation_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
-
-
 @lease_route(
     "reserve",
     one_of(limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied),
@@ -96,15 +76,6 @@ async def reserve_budget(ask: Request[HolderReserveRequest]) -> Response:
     )
 
 
-class HolderSettleRequest(HolderRequest, frozen=True):
-    budget_id: str
-    reservation_id: str
-    amounts: dict[str, Natural]
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
-
-
 @lease_route("settle", USAGE_RESPONSE, HolderSettleRequest)
 async def settle_budget(ask: Request[HolderSettleRequest]) -> Response:
     """Turn a reservation into what was really spent."""
@@ -121,14 +92,6 @@ async def settle_budget(ask: Request[HolderSettleRequest]) -> Response:
             shared=ask.may_use_shared_budgets,
         )
     )
-
-
-class HolderRefundRequest(HolderRequest, frozen=True):
-    budget_id: str
-    reservation_id: str
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
 @lease_route("refund", one_of(limit_answers.Refunded), HolderRefundRequest)

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.api.encoding import (
-    HolderRequest,
-    Natural,
-    Octets,
-    RedactedRepr,
-    RequestBody,
-    check_ids,
+    BULK_LIMIT,
+    WORK_LIMIT,
     decode_octets,
-    one_of,
 )
+from flowfabric.api.executions import SetTagsResponse
+from flowfabric.api.leases import (
+    BatchResponse,
+    CancelChildrenRequest,
+    CompleteRequest,
+    CreateWaitpointRequest,
+    CreateWaitpointResponse,
+    DelayRequest,
+    FailRequest,
+    HandleOnlyRequest,
+    HolderCancelRequest,
+    HolderSetTagsRequest,
+    IssuedWaitpoint,
+    RenewLeasesRequest,
+    ReportProgressRequest,
+    SuspendRequest,
+    SuspendResponse,
+)
+from flowfabric.api.signals import ObservedSignalItem, ObservedSignalsResponse
+from flowfabric.api.streams import AppendFramesRequest, FrameSpec
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
 from flowfabric.engine.types import BestEffort, FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
 from flowfabric.handles import Handle
@@ -27,24 +41,9 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import bad_request, error_entry
 from flowfabric.server.request import Request, as_variant, json_response, variant_response
-from flowfabric.server.routing import BULK_LIMIT, WORK_LIMIT, H, Response, RouteGroup, Subject
+from flowfabric.server.routing import H, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("work")
-
-MAX_HANDLES = 10_000
-MAX_FRAMES = 1000
-MAX_CHILDREN = 1000
-
-
-class BatchResponse(msgspec.Struct, frozen=True):
-    """An answer for each, in order; a refusal is an error's body with its exact `code`."""
-
-    results: list[dict[str, Any]]
-
-
-class RenewLeasesRequest(RequestBody, frozen=True):
-    handles: Annotated[list[str], Meta(max_length=MAX_HANDLES)]
-    lease_ttl_ms: Natural | None = None
 
 
 @routes.post(
@@ -88,24 +87,10 @@ def lease_route(
     )
 
 
-class ReportProgressRequest(HolderRequest, frozen=True):
-    pct: Natural | None = None
-    message: str | None = None
-
-
 @lease_route("progress", one_of(answers.ProgressNoted), ReportProgressRequest)
 async def progress(ask: Request[ReportProgressRequest]) -> Response:
     """Note how far the work is."""
     return variant_response(await ask.engine.progress(ask.handle, pct=ask.body.pct, message=ask.body.message))
-
-
-class CompleteRequest(HolderRequest, frozen=True):
-    result: Octets | None = None
-    result_b64: bytes | None = None
-    encoding: str | None = None
-
-    def __post_init__(self) -> None:
-        decode_octets("result", self.result, self.result_b64)
 
 
 @lease_route("complete", one_of(answers.Completed), CompleteRequest, BULK_LIMIT)
@@ -116,12 +101,6 @@ async def complete(ask: Request[CompleteRequest]) -> Response:
     answer = await ask.engine.complete(ask.handle, result=result, encoding=body.encoding)
     ask.trace_attempt_end("ok")
     return variant_response(answer)
-
-
-class FailRequest(HolderRequest, frozen=True):
-    reason: str
-    category: str = "transient"
-    retry_policy: str | None = None
 
 
 @lease_route("fail", one_of(answers.RetryScheduled, answers.TerminalFailed), FailRequest)
@@ -135,10 +114,6 @@ async def fail(ask: Request[FailRequest]) -> Response:
     return variant_response(answer)
 
 
-class HolderCancelRequest(HolderRequest, frozen=True):
-    reason: str = ""
-
-
 @lease_route("cancel", one_of(answers.Cancelled), HolderCancelRequest, audit=True)
 async def cancel(ask: Request[HolderCancelRequest]) -> Response:
     """Cancel as the holder of the lease, or of the last one while its attempt is open."""
@@ -147,26 +122,10 @@ async def cancel(ask: Request[HolderCancelRequest]) -> Response:
     return variant_response(answer)
 
 
-class HolderSetTagsRequest(HolderRequest, frozen=True):
-    tags: dict[str, str]
-
-
-class SetTagsResponse(msgspec.Struct, frozen=True):
-    set: int
-
-
 @lease_route("tags", SetTagsResponse, HolderSetTagsRequest)
 async def set_tags(ask: Request[HolderSetTagsRequest]) -> Response:
     """Set some tags of the held execution, all of them or none; the holder may set those that begin with `ff.`."""
     return json_response(SetTagsResponse(await ask.engine.set_tags(ask.handle, ask.body.tags)))
-
-
-class CancelChildrenRequest(HolderRequest, frozen=True):
-    execution_ids: Annotated[list[str], Meta(max_length=MAX_CHILDREN)]
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, *self.execution_ids)
 
 
 @lease_route("cancel-children", one_of(answers.ChildrenCancelled), CancelChildrenRequest)
@@ -174,14 +133,6 @@ async def cancel_children(ask: Request[CancelChildrenRequest]) -> Response:
     """Cancel children of the execution that is held; of others it is said that they do not exist."""
     body = ask.body
     return variant_response(await ask.engine.cancel_children(ask.handle, body.execution_ids, reason=body.reason))
-
-
-class DelayRequest(HolderRequest, frozen=True):
-    """Until an instant, or for a length of time by the store's clock; 0 hands the work back at once."""
-
-    delay_until: Natural | None = None
-    delay_ms: Natural | None = None
-    reason: str = ""  # told to who asks why it does not run; with `delay_ms` only
 
 
 @lease_route("delay", one_of(answers.Delayed), DelayRequest)
@@ -198,61 +149,12 @@ async def delay(ask: Request[DelayRequest]) -> Response:
     return variant_response(answer)
 
 
-class HandleOnlyRequest(HolderRequest, frozen=True):
-    pass
-
-
 @lease_route("wait-children", one_of(answers.Moved), HandleOnlyRequest)
 async def wait_children(ask: Request[HandleOnlyRequest]) -> Response:
     """Put the work away until its dependencies are resolved."""
     answer = await ask.engine.wait_children(ask.handle)
     ask.trace_attempt_end("waiting")
     return variant_response(answer)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Waiting
-
-
-class ResumePolicySpec(RequestBody, frozen=True):
-    resume_target: str = "Runnable"
-    consume_matched_signals: bool = True
-    retain_signal_buffer_until_closed: bool = False
-    resume_delay_ms: Natural | None = None
-    close_waitpoint_on_resume: bool = True
-
-
-class SuspendRequest(HolderRequest, frozen=True):
-    """A suspend as the reference's library writes it: bindings, condition and names in PascalCase."""
-
-    waitpoints: list[dict[str, dict[str, str]]]
-    resume_condition: Any
-    reason_code: str = "WaitingForSignal"
-    suspension_id: str | None = None
-    resume_policy: ResumePolicySpec = ResumePolicySpec()
-    requested_by: str = "Worker"
-    timeout_at: Natural | None = None
-    timeout_behavior: str = "Fail"
-    continuation_metadata_pointer: str | None = None
-    idempotency_key: str | None = None
-    now: Natural | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.suspension_id)
-
-
-class IssuedWaitpoint(RedactedRepr, msgspec.Struct, frozen=True):
-    waitpoint_id: str
-    waitpoint_key: str
-    waitpoint_token: str
-
-
-class SuspendResponse(msgspec.Struct, frozen=True):
-    """What is waited on, with the tokens to hand out; with `handle` the lease is gone, without it the wait is over."""
-
-    suspension_id: str
-    waitpoints: list[IssuedWaitpoint]
-    handle: str | UnsetType = UNSET
 
 
 @lease_route("suspend", one_of(Suspended=SuspendResponse, AlreadySatisfied=SuspendResponse), SuspendRequest)
@@ -316,16 +218,6 @@ def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
-class CreateWaitpointRequest(HolderRequest, frozen=True):
-    waitpoint_key: str
-    expires_in_ms: Natural
-
-
-class CreateWaitpointResponse(RedactedRepr, msgspec.Struct, frozen=True):
-    waitpoint_id: str
-    token: str
-
-
 @lease_route("waitpoints", CreateWaitpointResponse, CreateWaitpointRequest)
 async def create_waitpoint(ask: Request[CreateWaitpointRequest]) -> Response:
     """A waitpoint to hand out before the wait."""
@@ -333,21 +225,6 @@ async def create_waitpoint(ask: Request[CreateWaitpointRequest]) -> Response:
     return json_response(
         CreateWaitpointResponse(made.waitpoint_id, made.token.reveal()), 200, ("cache-control", "no-store")
     )
-
-
-class ObservedSignalItem(msgspec.Struct, frozen=True):
-    signal_id: str
-    signal_name: str
-    signal_category: str
-    source_type: str
-    source_identity: str
-    correlation_id: str
-    accepted_at: int
-    payload_b64: bytes | None
-
-
-class ObservedSignalsResponse(msgspec.Struct, frozen=True):
-    signals: list[ObservedSignalItem]
 
 
 @lease_route("signals", ObservedSignalsResponse, HandleOnlyRequest)
@@ -370,33 +247,6 @@ def observed_signal_item(signal: Any) -> ObservedSignalItem:
         signal.accepted_at,
         signal.payload,
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Output
-
-
-class BestEffortSpec(RequestBody, frozen=True):
-    ttl_ms: Natural = 0
-    maxlen_floor: Natural = 64
-    maxlen_ceiling: Natural = 16_384
-    ema_alpha: float = 0.2
-
-
-class FrameSpec(RequestBody, frozen=True):
-    payload: Octets | None = None
-    payload_b64: bytes | None = None
-    frame_type: str = ""
-    mode: str = "durable"
-    correlation_id: str | None = None
-    best_effort: BestEffortSpec = BestEffortSpec()
-
-    def __post_init__(self) -> None:
-        decode_octets("payload", self.payload, self.payload_b64)
-
-
-class AppendFramesRequest(HolderRequest, frozen=True):
-    frames: Annotated[list[FrameSpec], Meta(min_length=1, max_length=MAX_FRAMES)]
 
 
 @lease_route("frames", BatchResponse, AppendFramesRequest)

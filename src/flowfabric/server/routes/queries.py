@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 
 from flowfabric import ids
-from flowfabric.api.encoding import CURSOR_PARAM, LIMIT_PARAM, MAX_WAIT_MS, RequestBody, check_ids, variant_name
+from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
+from flowfabric.api.executions import (
+    ExecutionOutcomeResponse,
+    ExplanationResponse,
+    ReadProgressResponse,
+    ReadResultsRequest,
+    ReadResultsResponse,
+)
 from flowfabric.engine.claiming import poller
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.operations.reads import (
@@ -24,13 +29,12 @@ from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import bad_request
 from flowfabric.server.request import Request, json_response, require_found
-from flowfabric.server.routing import QueryParam, Response, RouteGroup, Subject
+from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, QueryParam, Response, RouteGroup, Subject
 
 routes = RouteGroup("lookups")
 
 EXECUTION_PATH = "/v1/executions/{id}"
 STRING_SCHEMA = {"type": "string"}
-MAX_RESULTS = 1000
 MAX_RESULT_BYTES = 8 * 1024 * 1024  # of one answer; a single result may be larger, and comes alone
 RESULTS_BATCH = 20
 
@@ -120,25 +124,10 @@ async def lease_history(ask: Request[None]) -> Response:
     return json_response(await ask.engine.lease_history(ask.execution_id))
 
 
-class ReadProgressResponse(msgspec.Struct, frozen=True):
-    pct: int | None
-    message: str | None
-
-
 @routes.get(f"{EXECUTION_PATH}/progress", {200: ReadProgressResponse}, subject=Subject.EXECUTION)
 async def read_progress(ask: Request[None]) -> Response:
     """What the holder last said of its progress."""
     return json_response(ReadProgressResponse(*await ask.engine.read_progress(ask.execution_id)))
-
-
-class ExplanationResponse(msgspec.Struct, frozen=True):
-    """Why an execution is not running: the obstacle by name, with its facts, and in a sentence."""
-
-    execution_id: str
-    public_state: str
-    obstacle: str
-    facts: dict[str, Any]
-    sentence: str
 
 
 @routes.get(f"{EXECUTION_PATH}/explain", {200: ExplanationResponse}, subject=Subject.EXECUTION)
@@ -151,16 +140,6 @@ async def explain(ask: Request[None]) -> Response:
             told.execution_id, told.public_state.value, variant_name(type(told.obstacle)), facts, told.sentence
         )
     )
-
-
-class ExecutionOutcomeResponse(msgspec.Struct, frozen=True):
-    execution_id: str
-    outcome: str
-    has_result: bool
-    encoding: str | None
-    reason: str | None
-    result_b64: bytes | UnsetType | None = UNSET
-    namespace: str | None = None
 
 
 @routes.get(
@@ -195,21 +174,6 @@ def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> Ex
         ended.result if with_result else UNSET,
         ended.namespace,
     )
-
-
-class ReadResultsRequest(RequestBody, frozen=True):
-    execution_ids: Annotated[list[str], Meta(max_length=MAX_RESULTS)]
-    namespace: str | None = None  # that all of them must belong to
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, *self.execution_ids)
-
-
-class ReadResultsResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Results in base64 by execution, null for one that has none; `rest` are those to ask for next."""
-
-    results: dict[str, bytes | None]
-    rest: list[str] = []
 
 
 @routes.post(

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from flowfabric import ids
-from flowfabric.api.encoding import (
-    I64,
-    LIMIT_PARAM,
-    Natural,
-    Octets,
-    RedactedRepr,
-    RequestBody,
-    check_ids,
-    decode_octets,
-    one_of,
+from flowfabric.api.encoding import decode_octets
+from flowfabric.api.signals import (
+    DEDUP_TTL_MS,
+    MAX_SIGNALS,
+    SIGNAL_LOG_LENGTH,
+    DeliverSignalRequest,
+    SendMessageRequest,
+    WaitpointEntry,
+    WaitpointTokenResponse,
 )
 from flowfabric.engine.types import Accepted, DuplicateDelivery, MessageArgs, SignalArgs, WaitpointRecord
 from flowfabric.model.api_token import ApiScope
-from flowfabric.model.suspension import WaitpointState
 from flowfabric.server.errors import Problem
 from flowfabric.server.request import Request, check_same_id, json_response, path_uuid, require_found, variant_response
-from flowfabric.server.routing import SIGNAL_LIMIT, QueryParam, Response, RouteGroup, Subject
+from flowfabric.server.routing import LIMIT_PARAM, SIGNAL_LIMIT, QueryParam, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("signals")
 
 EXECUTION_PATH = "/v1/executions/{id}"
 NO_STORE = ("cache-control", "no-store")
-DEDUP_TTL_MS = 86_400_000
-MAX_SIGNALS = 10_000
-SIGNAL_LOG_LENGTH = 1000
 TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
-
-
-class WaitpointEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An open waitpoint; the token is not part of it."""
-
-    waitpoint_id: str
-    waitpoint_key: str
-    execution_id: str
-    state: WaitpointState
-    required_signal_names: list[str]
-    created_at: int
-    token_kid: str
-    token_fingerprint: str
-    activated_at: int | UnsetType = UNSET
-    expires_at: int | UnsetType = UNSET
 
 
 @routes.get(
@@ -88,10 +66,6 @@ async def describe_waitpoint(ask: Request[None]) -> Response:
     return json_response(require_found(record, "not found: waitpoint"))
 
 
-class WaitpointTokenResponse(RedactedRepr, msgspec.Struct, frozen=True):
-    token: str
-
-
 @routes.get(
     f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}/token",
     {200: WaitpointTokenResponse},
@@ -106,36 +80,6 @@ async def read_waitpoint_token(ask: Request[None]) -> Response:
     if token is None:
         return json_response(Problem(TOKEN_NOT_FOUND), 404, NO_STORE)
     return json_response(WaitpointTokenResponse(token.reveal()), 200, NO_STORE)
-
-
-class DeliverSignalRequest(RedactedRepr, RequestBody, frozen=True):
-    """A signal; id and instants may be left to the server."""
-
-    execution_id: str
-    waitpoint_id: str
-    signal_name: str
-    signal_category: str
-    source_type: str
-    source_identity: str
-    waitpoint_token: str
-    target_scope: str = "waitpoint"
-    signal_id: str | None = None
-    now: I64 | None = None
-    payload: Octets | None = None
-    payload_b64: bytes | None = None
-    payload_encoding: str | None = None
-    correlation_id: str | None = None
-    idempotency_key: str | None = None
-    created_at: Natural | None = None
-    dedup_ttl_ms: Natural | None = DEDUP_TTL_MS
-    resume_delay_ms: Natural | None = None
-    max_signals_per_execution: Natural | None = MAX_SIGNALS
-    signal_maxlen: Natural | None = SIGNAL_LOG_LENGTH
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
-        check_ids(ids.parse_uuid, self.waitpoint_id, self.signal_id)
-        decode_octets("payload", self.payload, self.payload_b64)
 
 
 @routes.post(
@@ -173,23 +117,6 @@ async def deliver_signal(ask: Request[DeliverSignalRequest]) -> Response:
 def _or(given: int | None, default: int) -> int:
     """A number that may be sent as null, which says no more than leaving it out."""
     return default if given is None else given
-
-
-class SendMessageRequest(RequestBody, frozen=True):
-    """A message to the mailbox of a durable function."""
-
-    mailbox: str
-    message_id: str | None = None
-    payload: Octets | None = None
-    payload_b64: bytes | None = None
-    payload_encoding: str | None = None
-    sender: str = ""
-    idempotency_key: str | None = None
-    dedup_ttl_ms: Natural = 86_400_000
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.message_id)
-        decode_octets("payload", self.payload, self.payload_b64)
 
 
 @routes.post(

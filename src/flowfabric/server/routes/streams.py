@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from flowfabric import errors
+from flowfabric.api.streams import MAX_BLOCK_MS, MAX_FRAMES_PER_READ, ReadStreamResponse, StreamFrame
 from flowfabric.engine.types import StreamPage, SummaryView
 from flowfabric.server import sse
 from flowfabric.server.errors import bad_request
@@ -17,26 +17,10 @@ from flowfabric.server.routing import EVENT_STREAM, QueryParam, Response, RouteG
 routes = RouteGroup("streams")
 
 STREAM_PATH = "/v1/executions/{id}/attempts/{idx}/stream"
-MAX_FRAMES_PER_READ = 1000
-MAX_BLOCK_MS = 30_000
 PAGE_SIZE = 500
 
 _LIMIT = QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_FRAMES_PER_READ})
 _AFTER = QueryParam("after", {"type": "string"})
-
-
-class StreamFrame(msgspec.Struct, frozen=True):
-    id: str
-    fields: dict[str, str]
-
-
-class ReadStreamResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A page of frames; a stream that is closed says since when and why."""
-
-    frames: list[StreamFrame]
-    count: int
-    closed_at: int | UnsetType = UNSET
-    closed_reason: str | UnsetType = UNSET
 
 
 def _index(ask: Request[None]) -> int:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from flowfabric import ids
-from flowfabric.api.encoding import CURSOR_PARAM, LIMIT_PARAM, MAX_WAIT_MS, Natural, RequestBody, check_ids, one_of
+from flowfabric.api.claims import (
+    ClaimedWork,
+    ClaimWorkRequest,
+    ClaimWorkResponse,
+    EndClaimsRequest,
+    EndClaimsResponse,
+    MarkWorkerDeadRequest,
+    RedeemGrantRequest,
+    RegisterWorkerRequest,
+    WorkerInstanceRequest,
+)
+from flowfabric.api.encoding import MAX_WAIT_MS
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import ApiScope
@@ -27,49 +34,9 @@ from flowfabric.server import tracing
 from flowfabric.server.errors import bad_request
 from flowfabric.server.request import Request, json_response, variant_response
 from flowfabric.server.routes.grants import check_worker_names
-from flowfabric.server.routing import H, QueryParam, Response, RouteGroup, Subject
+from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, H, QueryParam, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("workers")
-
-MAX_CLAIM = 1000
-MAX_LANES = 100
-DEFAULT_LEASE_MS = 15_000
-
-
-class ClaimedWork(msgspec.Struct, frozen=True):
-    """An execution to work on, and the handle that fences whatever its holder says of it."""
-
-    execution_id: str
-    handle: str
-    lease_id: str
-    lease_epoch: int
-    lease_expires_at: int
-    attempt_index: int
-    attempt_id: str
-    attempt_type: str
-    execution_kind: str
-    input_payload_b64: bytes
-    payload_encoding: str | None
-    creator_identity: str
-    policy: str | None
-    traceparent: str | None = None  # where it was submitted, when traces are kept
-    namespace: str | None = None  # a redeemed grant does not tell
-
-
-class ClaimWorkResponse(msgspec.Struct, frozen=True):
-    claimed: list[ClaimedWork]
-
-
-class ClaimWorkRequest(RequestBody, frozen=True):
-    """A worker's wish for work: as much as it has room for, waited for as long as it likes."""
-
-    worker_instance_id: str
-    lanes: Annotated[list[str], Meta(min_length=1, max_length=MAX_LANES)]
-    limit: Annotated[int, Meta(ge=1, le=MAX_CLAIM)] = 1
-    capabilities: tuple[str, ...] = ()
-    lease_ttl_ms: Natural = DEFAULT_LEASE_MS
-    wait_ms: Natural = 0  # at most 30 s are waited
-    namespaces: tuple[str, ...] | None = None  # whose work is wanted; all that the token is good for unless said
 
 
 @routes.post(
@@ -135,14 +102,6 @@ def _endable(ask: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Itera
             ask.app.waiting_claims.pop(claimant, None)
 
 
-class EndClaimsRequest(RequestBody, frozen=True):
-    worker_instance_id: str
-
-
-class EndClaimsResponse(msgspec.Struct, frozen=True):
-    ended: int
-
-
 @routes.post(
     "/v1/workers/{worker_id}/claims/end",
     {200: EndClaimsResponse},
@@ -191,24 +150,6 @@ async def _work(ask: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], cl
     )
 
 
-class RedeemGrantRequest(RequestBody, frozen=True):
-    """A grant to be redeemed; `grant_kind` and `grant_key` as the grant says."""
-
-    grant_kind: str
-    worker_id: str
-    worker_instance_id: str
-    grant_key: str = ""
-    lane_id: str = ""
-    lease_ttl_ms: Natural = DEFAULT_LEASE_MS
-    lease_id: str | None = None
-    attempt_id: str | None = None
-    attempt_timeout_ms: Natural | None = None
-    max_reclaim_count: Natural | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.lease_id, self.attempt_id)
-
-
 @routes.post(
     "/v1/executions/{id}/redeem",
     {200: one_of(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=ClaimedWork)},
@@ -241,25 +182,6 @@ async def redeem(ask: Request[RedeemGrantRequest]) -> Response:
     if isinstance(answer, answers.Claimed):
         return variant_response(await _work(ask, answer), name="Claimed")
     return variant_response(answer)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The registry
-
-
-class WorkerInstanceRequest(RequestBody, frozen=True):
-    worker_instance_id: str
-    namespace: str = "default"
-
-
-class RegisterWorkerRequest(WorkerInstanceRequest, frozen=True, kw_only=True):
-    lanes: list[str]
-    liveness_ttl_ms: Natural
-    capabilities: tuple[str, ...] = ()
-
-
-class MarkWorkerDeadRequest(WorkerInstanceRequest, frozen=True):
-    reason: str = ""
 
 
 def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, **given: Any) -> Callable[[H], H]:

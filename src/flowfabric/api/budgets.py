@@ -1,0 +1,175 @@
+"""Schemas of budgets and quota policies.
+
+Three callers spend: an operator by budget id, an application for an execution, and the holder of a lease with its
+handle.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowfabric import ids
+from flowfabric.api.encoding import I64, HolderRequest, Natural, RequestBody, check_ids
+
+
+class BudgetRef(msgspec.Struct, frozen=True):
+    budget_id: str
+
+
+class CreateBudgetRequest(RequestBody, frozen=True):
+    """A budget definition; `dimensions`, `hard_limits` and `soft_limits` are parallel lists."""
+
+    budget_id: str
+    scope_type: str
+    scope_id: str
+    enforcement_mode: str
+    on_hard_limit: str
+    on_soft_limit: str
+    reset_interval_ms: Natural
+    dimensions: list[str]
+    hard_limits: list[Natural]
+    soft_limits: list[Natural]
+    now: I64 | None = None
+    namespace: str | None = None
+    declaration: str | None = None  # a digest of the declaring code; a different digest changes the limits
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id)
+
+
+class BudgetIds(msgspec.Struct, frozen=True):
+    budgets: list[str]
+
+
+class ReportUsageRequest(RequestBody, frozen=True):
+    dimensions: dict[str, Natural]
+    now: I64 | None = None
+    dedup_key: str | None = None
+    namespace: str | None = None
+
+
+class HardBreachResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A refused report: nothing was applied. `reserved` is sent if it is not 0, because it counts against the limit."""
+
+    dimension: str
+    current_usage: int
+    hard_limit: int
+    reserved: int = 0
+
+
+class ChangeBudgetLimitsRequest(RequestBody, frozen=True):
+    dimensions: list[str]
+    hard_limits: list[Natural]
+    soft_limits: list[Natural]
+    namespace: str | None = None
+
+
+class ReleaseBudgetRequest(RequestBody, frozen=True):
+    execution_id: str
+    namespace: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_execution_id, self.execution_id)
+
+
+class QuotaRef(msgspec.Struct, frozen=True):
+    quota_policy_id: str
+
+
+class CreateQuotaPolicyRequest(RequestBody, frozen=True):
+    quota_policy_id: str
+    window_seconds: Natural
+    max_requests_per_window: Natural
+    max_concurrent: Natural
+    jitter_ms: Natural = 0
+    now: I64 | None = None
+    namespace: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.quota_policy_id)
+
+
+class ExecutionBudgetRequest(RequestBody, frozen=True, kw_only=True):
+    """A request on behalf of an execution to one of its budgets."""
+
+    namespace: str | None = None  # of the execution; an unbound token saves the server a load by sending it
+    shared: bool = True  # fall back to the shared budget of that id, if the token may use it
+
+
+class RecordSpendRequest(ExecutionBudgetRequest, frozen=True):
+    budget_id: str
+    dimensions: dict[str, Natural]
+    idempotency_key: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id)
+
+
+class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
+    budget_id: str
+    reservation_id: str
+    amounts: dict[str, Natural]
+    ttl_ms: Natural
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+class SettleReservationRequest(ExecutionBudgetRequest, frozen=True):
+    budget_id: str
+    reservation_id: str
+    amounts: dict[str, Natural]
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+class RefundReservationRequest(RequestBody, frozen=True):
+    reservation_id: str
+    namespace: str | None = None
+    shared: bool = True
+    execution_id: str | None = None  # if set, a reservation of another execution is refused
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.reservation_id)
+        check_ids(ids.parse_execution_id, self.execution_id)
+
+
+class WakeBudgetResponse(msgspec.Struct, frozen=True):
+    still_waiting: bool
+
+
+class HolderUsageRequest(HolderRequest, frozen=True):
+    budget_id: str
+    dimensions: dict[str, Natural]
+    dedup_key: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id)
+
+
+class HolderReserveRequest(HolderRequest, frozen=True):
+    budget_id: str
+    amounts: dict[str, Natural]
+    ttl_ms: Natural
+    reservation_id: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+class HolderSettleRequest(HolderRequest, frozen=True):
+    budget_id: str
+    reservation_id: str
+    amounts: dict[str, Natural]
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+
+
+class HolderRefundRequest(HolderRequest, frozen=True):
+    budget_id: str
+    reservation_id: str
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
