@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Clock
 from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.ids import Minter
 from flowfabric.settings import Deadlines, Secret, Settings
 from flowfabric.stores.port import Store
@@ -26,7 +27,7 @@ async def connect(
     minter: Minter | None = None,
     clock: Clock | None = None,
     token: str | None = None,
-) -> Engine:
+) -> EngineAPI:
     """An engine on `memory://`, `sqlite:///path` or `postgresql://…`, its schema brought up to date when asked to.
 
     `http://…` and `https://…` are a server's address: what is returned then looks like the engine to applications and
@@ -42,9 +43,21 @@ async def connect(
 
     `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
     """
-    settings = settings or Settings()
     if is_server_url(url):
-        return await _remote(url, token, settings, minter)
+        return await _remote(url, token, settings or Settings(), minter)
+    return await open_engine(url, migrate=migrate, settings=settings, minter=minter, clock=clock)
+
+
+async def open_engine(
+    url: str,
+    *,
+    migrate: bool = True,
+    settings: Settings | None = None,
+    minter: Minter | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """Open an engine on a store, with all its operations; the address of a server is refused."""
+    settings = settings or Settings()
     if settings.secret_key is None and (secret := os.environ.get("FF_SECRET_KEY")):
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
     store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size, deadlines=settings.deadlines)
@@ -90,7 +103,7 @@ def public_base_url(url: str, named: str | None = None) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
 
 
-async def _remote(url: str, token: str | None, settings: Settings, minter: Minter | None) -> Engine:
+async def _remote(url: str, token: str | None, settings: Settings, minter: Minter | None) -> EngineAPI:
     try:
         from flowfabric.client import RemoteEngine
     except ImportError as missing:
@@ -100,11 +113,9 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
         deadlines = msgspec.structs.replace(settings.deadlines, command_s=command_s)
         settings = msgspec.structs.replace(settings, deadlines=deadlines)
     given = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
-    engine = await RemoteEngine.connect(
+    return await RemoteEngine.connect(
         url, token=None if given is None else Secret(given), settings=settings, minter=minter
     )
-    # It has the engine's own signatures wherever an application needs them; a test compares the two.
-    return cast("Engine", engine)
 
 
 def open_store(

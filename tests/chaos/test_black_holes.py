@@ -13,7 +13,8 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from flowfabric import Context, Engine, Fabric, Run, connect, errors
+from flowfabric import Context, Engine, Fabric, Run, errors
+from flowfabric.connector import open_engine
 from flowfabric.model.states import PublicState
 from flowfabric.settings import Deadlines, Settings
 from flowfabric.stores.postgres import PostgresStore
@@ -183,9 +184,9 @@ async def test_idle_connections_of_the_same_age_are_not_tried_one_after_the_othe
 
 
 async def test_a_listener_that_went_silent_is_replaced(database: str) -> None:
-    async with _behind(database) as place, await connect(database) as teller:
+    async with _behind(database) as place, await open_engine(database) as teller:
         settings = Settings(poll_ms=60_000, deadlines=Deadlines(command_s=0.5))
-        async with await connect(place.through, settings=settings) as hearer:
+        async with await open_engine(place.through, settings=settings) as hearer:
             heard = asyncio.Event()
             hearer.store.on_notify(lambda _: heard.set())
             await _until_heard(teller, heard)

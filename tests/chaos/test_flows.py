@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 
-from flowfabric import connect
+from flowfabric.connector import open_engine
 from flowfabric.ids import FlowId
 from flowfabric.model.flow import EdgeGroup
 from flowfabric.settings import Settings
@@ -23,7 +23,7 @@ TTL_MS = 1500  # of leases whose holder is killed
 
 async def test_a_process_that_is_killed_while_it_finishes_strands_nobody(url: str) -> None:
     flow, count = FlowId(str(uuid4())), 200
-    async with await connect(url, settings=Settings(poll_ms=100)) as engine:
+    async with await open_engine(url, settings=Settings(poll_ms=100)) as engine:
         join = await fan_in(engine, flow, count)
         others = await asyncio.gather(*(started(url, "parents", count // PROCESSES) for _ in range(PROCESSES - 1)))
         victim = await started(url, "parents", count // PROCESSES, TTL_MS)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric import Budget, Context, Fabric, Limit, connect, errors
+from flowfabric import Budget, Context, Fabric, Limit, errors
+from flowfabric.connector import open_engine
 from flowfabric.model.api_token import ApiScope
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
@@ -55,7 +56,7 @@ async def working(app: Fabric, **ways: object) -> AsyncIterator[Worker]:
 
 async def token(server: Serving, *scopes: ApiScope, namespaces: list[str] | None = None) -> str:
     """A token with these scopes."""
-    async with await connect(server.store_url) as engine:
+    async with await open_engine(server.store_url) as engine:
         return (await engine.make_api_token("app", scopes, namespaces=namespaces)).token
 
 

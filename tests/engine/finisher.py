@@ -10,11 +10,11 @@ import json
 import sys
 from typing import Any
 
-from flowfabric import connect
+from flowfabric.connector import open_engine
 
 
 async def finish(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]:
-    async with await connect(url, migrate=False) as engine:
+    async with await open_engine(url, migrate=False) as engine:
         held = await engine.claim_many(lane, count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=ttl_ms)
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)

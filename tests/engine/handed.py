@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric import connect
+from flowfabric.connector import open_engine
 from flowfabric.model.change import Change
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 
@@ -22,7 +22,7 @@ async def stop(*names: str) -> None:
 
 
 async def work(url: str, lane: str, ttl_ms: int, *, heard: bool) -> None:
-    async with await connect(url, migrate=False) as engine:
+    async with await open_engine(url, migrate=False) as engine:
         hand_over: Any = engine.store.commit_and_claim
 
         async def hand_over_and_stop(

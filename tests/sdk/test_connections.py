@@ -12,7 +12,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric import Context, Fabric, connect
+from flowfabric import Context, Fabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import StoreUnavailable
 from flowfabric.sdk import fabric as fabric_page
@@ -36,7 +37,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     made = list[Engine]()
 
     async def counted(*given: Any, **ways: Any) -> Engine:
-        made.append(await connect(*given, **ways))
+        made.append(await open_engine(*given, **ways))
         return made[-1]
 
     monkeypatch.setattr(fabric_page, "connect", counted)

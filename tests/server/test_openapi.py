@@ -15,7 +15,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi import checks
 
-from flowfabric import connect
+from flowfabric.connector import open_engine
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.__main__ import render_document
 from flowfabric.server.lifecycle import Server, seed_signing_key
@@ -59,7 +59,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ready, found = threading.Event(), list[Any]()
 
     async def run() -> None:
-        async with await connect(url) as engine:
+        async with await open_engine(url) as engine:
             app = create_app(engine, ServerSettings(port=0))
             await seed_signing_key(engine, app.settings)
             await engine.create_execution(execution_id=EXECUTION)

@@ -20,10 +20,11 @@ from time import perf_counter
 
 import msgspec
 
-from flowfabric import CreateExecution, Engine, __version__, connect
+from flowfabric import CreateExecution, Engine, __version__
 from flowfabric.bench.scratch_store import scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import CLAIM_BATCH, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
+from flowfabric.connector import open_engine
 
 SETS = 10
 EXCLUSIVE = 3  # of the ten capabilities, in the partial scenario
@@ -75,7 +76,7 @@ async def capability(
     names = [f"cap{number}" for number in range(SETS)]
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await connect(place.url))
+        engine = await stack.enter_async_context(await open_engine(place.url))
         await _drain(engine, "bench-warm", min(jobs, 1000), names)
         plain, spread = [], []
         for number in range(rounds):

@@ -16,10 +16,11 @@ from uuid import uuid4
 
 import msgspec
 
-from flowfabric import CreateExecution, Engine, __version__, connect
+from flowfabric import CreateExecution, Engine, __version__
 from flowfabric.bench.scratch_store import Control, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
+from flowfabric.connector import open_engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.types import Change, outcome_of
 from flowfabric.ids import FlowId, mint_for_flow
@@ -78,7 +79,7 @@ async def flow(
     tell = StepCounter(progress, 2 * rounds + 4)
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await connect(place.url))
+        engine = await stack.enter_async_context(await open_engine(place.url))
         await _chains(engine, "bench-warm", IN_FLIGHT * 4, steps)
         rates, bare = [], []
         for number in range(rounds):

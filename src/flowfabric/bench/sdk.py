@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flowfabric import Engine, __version__
+from flowfabric import __version__
 from flowfabric.bench import sdk_app
 from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
 from flowfabric.bench.scratch_store import ScratchStore, scratch_store
 from flowfabric.bench.throughput import PER_SECOND, ProgressCallback, StepCounter
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
@@ -169,7 +170,7 @@ async def _drain(place: ScratchStore, starts: Path, jobs: int, slots: int) -> fl
     return per_second(str(starts))
 
 
-async def _any(engine: Engine, state: str) -> bool:
+async def _any(engine: EngineAPI, state: str) -> bool:
     return bool((await engine.search_executions(public_state=state, limit=1)).executions)
 
 

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
-from flowfabric import Engine, Handle, connect
+from flowfabric import Engine, Handle
 from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.connector import open_engine
 from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.engine.types import FreshWaitpoint, SignalArgs, SuspendArgs
 from flowfabric.model.condition import Single
@@ -63,14 +64,14 @@ async def suspend(
     tell = progress or (lambda what, done, steps: None)
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await connect(place.url))
+        engine = await stack.enter_async_context(await open_engine(place.url))
         await engine.ensure_signing_key(secrets.token_hex(32))
         tell("suspend, signal, claim", 0, 3)
         times, ground_times = await _round_trips(engine, rounds)
         tell("frames", 1, 3)
         rate = await _frames(engine, frames)
         tell("tail", 2, 3)
-        reader = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
+        reader = await stack.enter_async_context(await open_engine(place.url)) if place.shared else engine
         delays = await _tails(engine, reader, tails)
         tell("done", 3, 3)
         whole = [suspending + resuming for suspending, _, resuming in times]

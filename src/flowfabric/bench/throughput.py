@@ -14,9 +14,10 @@ from typing import Protocol
 
 import msgspec
 
-from flowfabric import Engine, __version__, connect
+from flowfabric import Engine, __version__
 from flowfabric.bench import workload
 from flowfabric.bench.scratch_store import Control, ScratchStore, scratch_store
+from flowfabric.connector import open_engine
 
 PER_SECOND = 50  # submits while latency is measured
 WARM_UP = 20  # submits that are not counted
@@ -73,15 +74,15 @@ async def throughput(
     payloads = [chance.randbytes(payload_bytes) for _ in range(jobs)]
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await connect(place.url))
-        claimer = await stack.enter_async_context(await connect(place.url)) if place.shared else engine
+        engine = await stack.enter_async_context(await open_engine(place.url))
+        claimer = await stack.enter_async_context(await open_engine(place.url)) if place.shared else engine
         tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
         times = await _latencies(engine, claimer, place.control, payloads[0], WARM_UP + samples)
         rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
         costs = None
         if depth:
             other = await stack.enter_async_context(scratch_store(url))
-            empty = await stack.enter_async_context(await connect(other.url))
+            empty = await stack.enter_async_context(await open_engine(other.url))
             costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
         tell.finish()
         return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)

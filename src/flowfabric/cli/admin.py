@@ -12,7 +12,7 @@ from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url
 from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,10 +43,12 @@ def rotate_secret(
 
     secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
 
-    async def rotated(engine: Engine) -> list[Any]:
+    async def rotated(engine: EngineAPI) -> list[Any]:
+        from flowfabric import Engine
         from flowfabric.errors import FabricError
         from flowfabric.sdk.durations import to_ms
 
+        assert isinstance(engine, Engine), "check_is_store refuses servers"
         done = await engine.rotate_waitpoint_hmac_secret_all(kid, secret, to_ms(grace, "grace"))
         for refused in (one.result for one in done if isinstance(one.result, FabricError)):
             raise refused

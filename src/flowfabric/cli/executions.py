@@ -20,7 +20,7 @@ from flowfabric.cli.stores import StoreOrServerOption, run_on_execution, run_on_
 from flowfabric.model.text import humanize
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
 
 IdArgument = Annotated[
     str,
@@ -60,7 +60,7 @@ def ls(
     """List executions, by id."""
     wanted = None if tag is None else parse_tag(tag, "--tag")
 
-    async def found(engine: Engine) -> Any:
+    async def found(engine: EngineAPI) -> Any:
         page = await engine.search_executions(
             public_state=state, lane_id=lane, namespace=namespace, tag=wanted, limit=limit, cursor=cursor
         )
@@ -101,7 +101,7 @@ def ls(
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Show one execution. Where it stands, its attempts, and what happened to its leases."""
 
-    async def looked_up(engine: Engine, full_id: str) -> dict[str, Any]:
+    async def looked_up(engine: EngineAPI, full_id: str) -> dict[str, Any]:
         from flowfabric.errors import NotFound
 
         snapshot = await engine.describe_execution(full_id)
@@ -160,7 +160,7 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
     )
 
 
-async def _why(engine: Engine, execution_id: str) -> str | None:
+async def _why(engine: EngineAPI, execution_id: str) -> str | None:
     """Why it is not running; None when it is, or has ended."""
     from flowfabric.model.obstacles import EndedObstacle, Running
 
@@ -203,7 +203,7 @@ def cancel(
 ) -> None:
     """Cancel an execution, whatever it is doing. Cancelling it again changes nothing."""
 
-    async def cancelled(engine: Engine, full_id: str) -> tuple[str, str]:
+    async def cancelled(engine: EngineAPI, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.cancel_execution(full_id, reason=reason)).public_state.value
 
     _told(*run_on_execution(store, execution_id, cancelled), json=json)
@@ -212,7 +212,7 @@ def cancel(
 def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Give an execution that has ended another life."""
 
-    async def replayed(engine: Engine, full_id: str) -> tuple[str, str]:
+    async def replayed(engine: EngineAPI, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.replay_execution(full_id)).public_state.value
 
     _told(*run_on_execution(store, execution_id, replayed), json=json)

@@ -20,6 +20,7 @@ from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
     from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.deployment import SnapshotHolder
 
 PINGS = 7
@@ -53,7 +54,7 @@ def print_version_and_exit(asked: bool) -> None:
 def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
 
-    async def versions(engine: Engine) -> tuple[int, int, bool]:
+    async def versions(engine: EngineAPI) -> tuple[int, int, bool]:
         return engine.schema.found, engine.schema.current, engine.schema.compatible
 
     with exit_on_error():
@@ -130,7 +131,7 @@ def _examined(url: str) -> list[dict[str, Any]]:
 
 
 async def _examine(url: str) -> list[dict[str, Any]]:
-    from flowfabric import connect
+    from flowfabric import Engine, connect
     from flowfabric.cli.stores import check_store_exists
 
     check_store_exists(url)
@@ -142,7 +143,7 @@ async def _examine(url: str) -> list[dict[str, Any]]:
             _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
             _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
             *await _times(engine),
-            *(await _store_checks(engine) if release is None else []),
+            *(await _store_checks(engine) if isinstance(engine, Engine) else []),
             await _keystore(engine),
         ]
 
@@ -157,7 +158,7 @@ def _server(release: str) -> dict[str, Any]:
     )
 
 
-async def _times(engine: Engine) -> list[dict[str, Any]]:
+async def _times(engine: EngineAPI) -> list[dict[str, Any]]:
     from statistics import median
     from time import perf_counter, time
 
@@ -227,7 +228,7 @@ def _holder(one: SnapshotHolder) -> str:
     return f"{one.kind} {', '.join(part for part in parts if part)}{age}, {one.transactions} transactions ago"
 
 
-async def _keystore(engine: Engine) -> dict[str, Any]:
+async def _keystore(engine: EngineAPI) -> dict[str, Any]:
     kids = await engine.list_waitpoint_hmac_kids()
     if kids.current_kid is None:
         return _finding(

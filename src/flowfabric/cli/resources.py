@@ -10,7 +10,7 @@ from flowfabric.cli.output import JsonOption, format_instant, print_json, print_
 from flowfabric.cli.stores import StoreOrServerOption, run_on_store
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.answers.limits import BudgetStatus
 
 
@@ -27,7 +27,7 @@ def workers(
 ) -> None:
     """List the live workers. Which lanes they serve, what they can do, when they were last heard of."""
 
-    async def found(engine: Engine) -> list[Any]:
+    async def found(engine: EngineAPI) -> list[Any]:
         page = await engine.list_workers(namespace)
         entries = page.entries
         while page.cursor is not None:
@@ -69,7 +69,7 @@ def budgets(
 ) -> None:
     """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
-    async def found(engine: Engine) -> list[BudgetStatus]:
+    async def found(engine: EngineAPI) -> list[BudgetStatus]:
         from flowfabric.cli.short_ids import resolve_budget_id
 
         if budget_id:

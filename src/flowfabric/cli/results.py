@@ -13,8 +13,8 @@ from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 from flowfabric.cli.tail import ObstacleWatcher
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
     from flowfabric.engine.claiming.poller import ExecutionOutcome
+    from flowfabric.engine_api import EngineAPI
 
 EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}
 EXIT_NOT_ENDED = 5
@@ -41,7 +41,7 @@ def result(
     5 when it has not ended.
     """
 
-    async def ended(engine: Engine, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
+    async def ended(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
         from flowfabric.sdk.durations import to_ms
 
         limit_ms = 0 if timeout is None and not wait else None if timeout is None else to_ms(timeout, "timeout")
@@ -68,7 +68,7 @@ _HOW = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", 
 
 
 async def _wait_for_end(
-    engine: Engine, execution_id: str, limit_ms: int | None, *, tell: bool
+    engine: EngineAPI, execution_id: str, limit_ms: int | None, *, tell: bool
 ) -> ExecutionOutcome | None:
     """The end, waited for, for ever without a limit; meanwhile people are told why it is not running."""
     from time import monotonic

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
 
 MAX_CANDIDATES = 10
 UUID_DIGITS = 32
 
 
-async def resolve_execution_id(engine: Engine, text: str) -> str:
+async def resolve_execution_id(engine: EngineAPI, text: str) -> str:
     """The execution that an id, or its unique beginning, stands for. Of several the message lists the first."""
     from flowfabric.errors import InvalidInput, NotFound
     from flowfabric.ids import parse_execution_id
@@ -28,7 +28,7 @@ async def resolve_execution_id(engine: Engine, text: str) -> str:
     raise _ambiguous("execution_id", text, [f"{one}  {kinds.get(one, '')}" for one in matches.execution_ids])
 
 
-async def resolve_budget_id(engine: Engine, text: str, namespace: str) -> str:
+async def resolve_budget_id(engine: EngineAPI, text: str, namespace: str) -> str:
     """The budget of a namespace that an id, or its unique beginning, stands for."""
     from uuid import UUID
 

@@ -10,7 +10,7 @@ from flowfabric.cli.output import JsonOption, console, format_instant, print_jso
 from flowfabric.cli.stores import StoreOrServerOption, resolve_store_url, run_on_execution, run_on_store
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.gate import Gate
 
 LINK_PATH = "/v1/waitpoints/"
@@ -68,7 +68,7 @@ _SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kep
 
 
 def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def sent(engine: Engine, execution_id: str) -> Any:
+    async def sent(engine: EngineAPI, execution_id: str) -> Any:
         from flowfabric.engine.types import MessageArgs
 
         return await engine.send_message(
@@ -87,7 +87,7 @@ def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
 
 
 def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def voted(engine: Engine) -> Any:
+    async def voted(engine: EngineAPI) -> Any:
         from flowfabric.engine.types import SignalArgs, WaitpointToken
 
         execution_id, waitpoint_id, token = _parts(link)
@@ -179,7 +179,7 @@ def approvals(
             out.print(link, markup=False, soft_wrap=True)
 
 
-async def _open(engine: Engine, base_url: str | None) -> list[dict[str, Any]]:
+async def _open(engine: EngineAPI, base_url: str | None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     cursor = None
     while True:
@@ -196,7 +196,7 @@ async def _open(engine: Engine, base_url: str | None) -> list[dict[str, Any]]:
 
 
 async def _asked(
-    engine: Engine, execution_id: str, gate_name: str, gate: Gate, about: str | None, base_url: str | None
+    engine: EngineAPI, execution_id: str, gate_name: str, gate: Gate, about: str | None, base_url: str | None
 ) -> dict[str, Any]:
     return {
         "execution_id": execution_id,
@@ -210,7 +210,7 @@ async def _asked(
     }
 
 
-async def _answers(engine: Engine, execution_id: str, gate: Gate) -> int:
+async def _answers(engine: EngineAPI, execution_id: str, gate: Gate) -> int:
     records = [await engine.describe_waitpoint(execution_id, one) for one, _ in gate.waitpoints]
     return sum(record.signal_count > 0 for record in records if record is not None)
 
@@ -233,7 +233,7 @@ def _find(condition: Any, name: str) -> int | None:
     return None
 
 
-async def _links(engine: Engine, execution_id: str, gate: Gate, base_url: str) -> list[str]:
+async def _links(engine: EngineAPI, execution_id: str, gate: Gate, base_url: str) -> list[str]:
     from flowfabric.sdk.approvals import ApprovalLink
 
     made = []

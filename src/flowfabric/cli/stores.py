@@ -13,7 +13,7 @@ import typer
 from flowfabric.cli.output import exit_on_error
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
+    from flowfabric.engine_api import EngineAPI
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
             )
 
 
-def run_on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, migrate: bool = False) -> T:
+def run_on_store(named: str | None, work: Callable[[EngineAPI], Awaitable[T]], *, migrate: bool = False) -> T:
     """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
     import asyncio
 
@@ -75,10 +75,10 @@ def run_on_store(named: str | None, work: Callable[[Engine], Awaitable[T]], *, m
         return asyncio.run(connected())
 
 
-def run_on_execution(named: str | None, execution_id: str, work: Callable[[Engine, str], Awaitable[T]]) -> T:
+def run_on_execution(named: str | None, execution_id: str, work: Callable[[EngineAPI, str], Awaitable[T]]) -> T:
     """The same for one execution, given by its id or a unique beginning of it; the work gets the whole id."""
 
-    async def resolved(engine: Engine) -> T:
+    async def resolved(engine: EngineAPI) -> T:
         from flowfabric.cli.short_ids import resolve_execution_id
         from flowfabric.errors import NotFound
 

@@ -12,7 +12,8 @@ from flowfabric.cli.output import JsonOption, exit_on_error, print_json
 from flowfabric.cli.stores import StoreOrServerOption, run_on_store
 
 if TYPE_CHECKING:
-    from flowfabric import Engine, Run, Task
+    from flowfabric import Run, Task
+    from flowfabric.engine_api import EngineAPI
 
 
 def add_to(app: typer.Typer) -> None:
@@ -124,7 +125,7 @@ def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
 
 
 def _as_it_is(given: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None) -> tuple[str, bool]:
-    async def created(engine: Engine) -> Any:
+    async def created(engine: EngineAPI) -> Any:
         from flowfabric.sdk.durations import to_ms
 
         return await engine.create_execution(

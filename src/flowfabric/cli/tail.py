@@ -13,8 +13,8 @@ from flowfabric.cli.output import JsonOption, console, format_progress, print_js
 from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 
 if TYPE_CHECKING:
-    from flowfabric import Engine
     from flowfabric.engine.claiming.poller import ExecutionOutcome
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.obstacles import Explanation
 
 BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
@@ -75,7 +75,7 @@ def tail(
     told: list[dict[str, Any]] = []
     tell = told.append if json else print_json_line if json_lines else None
 
-    async def followed(engine: Engine, full_id: str) -> tuple[str, ExecutionOutcome | None]:
+    async def followed(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None]:
         return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
 
     full_id, ended = run_on_execution(store, execution_id, followed)
@@ -113,7 +113,7 @@ def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Execut
 class ObstacleWatcher:
     """Why an execution that somebody waits for is not running, told again when something else is in its way."""
 
-    def __init__(self, engine: Engine, execution_id: str) -> None:
+    def __init__(self, engine: EngineAPI, execution_id: str) -> None:
         self._engine = engine
         self._id = execution_id
         self._last: type | None = None
@@ -131,7 +131,7 @@ class _Tail:
     """Follows one execution from attempt to attempt."""
 
     def __init__(
-        self, engine: Engine, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
+        self, engine: EngineAPI, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
     ) -> None:
         """`tell` is what machines hear; people hear it without."""
         self._engine = engine

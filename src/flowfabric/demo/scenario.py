@@ -10,7 +10,8 @@ from time import monotonic
 
 import msgspec
 
-from flowfabric import Engine, FabricError, Fence, connect
+from flowfabric import Engine, FabricError, Fence
+from flowfabric.connector import open_engine
 from flowfabric.demo import release
 from flowfabric.demo.checks import DemoState, check_claims
 from flowfabric.demo.orders import FAILURE, FLAKY, LANE, LEASE_MS, LONG, ORDERS, RETRIES
@@ -26,7 +27,7 @@ async def run_scenario(screen: Screen) -> int:
     """Play it and judge it; 0 when everything that is claimed was seen to hold."""
     with tempfile.TemporaryDirectory(prefix="ff-demo-") as folder:
         url = f"sqlite:///{folder}/demo.db"
-        async with await connect(url) as engine:
+        async with await open_engine(url) as engine:
             with WorkerProcesses(url, Path(folder)) as crew:
                 screen.print_event(
                     f"{len(ORDERS)} orders, a flow of {len(release.MEMBERS)}, two workers, SQLite; "

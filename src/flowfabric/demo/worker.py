@@ -13,7 +13,8 @@ import sys
 
 import msgspec
 
-from flowfabric import Engine, FabricError, connect
+from flowfabric import Engine, FabricError
+from flowfabric.connector import open_engine
 from flowfabric.demo.orders import FAILURE, LANE, LEASE_MS, STEP_S, DemoOrder, receipt
 from flowfabric.demo.release import APPROVE
 from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
@@ -24,7 +25,7 @@ async def run_worker(url: str, name: str) -> None:
     """Take orders until told to stop."""
     stop, parent = asyncio.Event(), os.getppid()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with await connect(url, migrate=False) as engine:
+    async with await open_engine(url, migrate=False) as engine:
         engine.start_sweeps()
         while not stop.is_set() and os.getppid() == parent:
             claimed = await engine.claim(

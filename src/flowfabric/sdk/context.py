@@ -22,7 +22,7 @@ from flowfabric.sdk.serialization.values import from_json, json_bytes
 from flowfabric.sdk.worker.threads import Portal
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.answers.execution import Claimed
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncContext
@@ -40,7 +40,7 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
     def __init__(
         self,
         app: Fabric,
-        engine: Engine,
+        engine: EngineAPI,
         handle: Handle,
         task: Task[..., Any],
         *,

@@ -10,29 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import inspect
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowfabric import event_loop
 from flowfabric.sdk.worker.threads import Portal, ThreadScheduler
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric import errors
+    from flowfabric.engine.types import CreateExecution
+    from flowfabric.engine_api import EngineAPI, LanePollerAPI
+    from flowfabric.handles import Handle
+    from flowfabric.model.answers import execution as answers
+
+    _EngineAPI = EngineAPI
+else:
+    _EngineAPI = object  # at run time the protocol's own members would hide `__getattr__`
 
 T = TypeVar("T")
-EngineTask = asyncio.Task["Engine"]
+EngineTask = asyncio.Task["EngineAPI"]
 
-NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "nudge"})  # plain verbs that must run on the engine's loop
+NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "wake_claims"})  # plain functions that must run on the engine's loop
 
 
 class EngineProvider:
     """Finds the engine for whichever loop or thread asks, and opens it when there is none."""
 
-    def __init__(self, connect: Callable[[], Coroutine[Any, Any, Engine]], *, is_shared: Callable[[], bool]) -> None:
+    def __init__(self, connect: Callable[[], Coroutine[Any, Any, EngineAPI]], *, is_shared: Callable[[], bool]) -> None:
         """`connect` opens an engine on the running loop; `is_shared` is False for a store that only one engine sees."""
         self._connect = connect
         self._is_shared = is_shared
@@ -46,7 +55,7 @@ class EngineProvider:
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    async def engine(self) -> Engine:
+    async def engine(self) -> EngineAPI:
         """The engine: as it is on the loop that has it, or one whose verbs hop there."""
         loop = asyncio.get_running_loop()
         home = self._home()
@@ -59,10 +68,11 @@ class EngineProvider:
             engine = connecting.result()
         known = self._elsewhere
         if known is None or known.engine is not engine:
-            known = self._elsewhere = CrossLoopEngine(engine, home)
-        return cast("Engine", known)
+            # `__getattr__` has the operations, which a type checker cannot see; a test compares the signatures.
+            known = self._elsewhere = CrossLoopEngine(engine, home)  # type: ignore[abstract]
+        return known
 
-    async def open_on_this_loop(self) -> Engine:
+    async def open_on_this_loop(self) -> EngineAPI:
         """Open the engine on this loop, unless the store is one that another loop of this process has already."""
         loop = asyncio.get_running_loop()
         self._notice_fork()
@@ -72,17 +82,17 @@ class EngineProvider:
             return await self.engine()
         return await self._of_this_loop(loop)
 
-    async def _of_this_loop(self, loop: asyncio.AbstractEventLoop) -> Engine:
+    async def _of_this_loop(self, loop: asyncio.AbstractEventLoop) -> EngineAPI:
         with self._lock:
             connecting = self._engines.get(loop)
             if connecting is None or _has_failed(connecting):
                 connecting = self._engines[loop] = loop.create_task(self._connect())
         return await asyncio.shield(connecting)
 
-    def bind(self, engine: Engine) -> EngineTask | None:
+    def bind(self, engine: EngineAPI) -> EngineTask | None:
         """Use this engine on this loop from now on; what was used before, for `unbind`."""
 
-        async def bound() -> Engine:
+        async def bound() -> EngineAPI:
             return engine
 
         loop = asyncio.get_running_loop()
@@ -171,38 +181,69 @@ class EngineProvider:
 _inherited: list[Any] = []
 
 
-class CrossLoopEngine:
-    """An engine that lives on another loop: its verbs run there, and their answers come back to whoever asked."""
+class CrossLoopEngine(_EngineAPI):
+    """Runs the operations of an engine on its own event loop and returns their results to the calling loop.
 
-    def __init__(self, engine: Engine, home: asyncio.AbstractEventLoop) -> None:
+    Coroutine functions are forwarded by `__getattr__`, with the signature of the engine's own operation.
+    """
+
+    def __init__(self, engine: EngineAPI, home: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
         self._home = home
 
-    async def create_within(self, using: Any, asks: Any) -> Any:
+    async def create_within(
+        self, connection: Any, asks: Iterable[CreateExecution]
+    ) -> list[answers.Created | answers.Duplicate]:
         """Create executions in a caller's transaction, whose connection stays on the caller's loop."""
-        outside = event_loop.LoopBoundValue(using, asyncio.get_running_loop())
+        outside = event_loop.LoopBoundValue(connection, asyncio.get_running_loop())
         return await event_loop.run_on_loop(self._home, self.engine.create_within(outside, asks))
 
-    async def complete_many(self, results: Any, *, answered: Callable[[], None] | None = None, **ways: Any) -> Any:
-        """Complete many; `answered` is called on the caller's loop."""
+    async def complete_many(
+        self,
+        results: Sequence[tuple[Handle, bytes | None]],
+        *,
+        encoding: str | None = None,
+        answered: Callable[[], None] | None = None,
+    ) -> list[answers.Completed | errors.FabricError]:
+        """Complete many executions; `answered` is called on the caller's loop."""
         here = asyncio.get_running_loop()
-        told = None if answered is None else lambda: _call(here, answered)
-        return await event_loop.run_on_loop(self._home, self.engine.complete_many(results, answered=told, **ways))
+        on_answered = None if answered is None else lambda: _call(here, answered)
+        return await event_loop.run_on_loop(
+            self._home, self.engine.complete_many(results, encoding=encoding, answered=on_answered)
+        )
 
-    def pulling(self, *given: Any, **ways: Any) -> Any:
-        """Claims, one after the other."""
-        return _PullElsewhere(self.engine.pulling(*given, **ways), self._home)
+    def pulling(
+        self,
+        lanes: Sequence[str],
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
+    ) -> LanePollerAPI:
+        """Open a poller whose claims run on the engine's loop."""
+        poller = self.engine.pulling(
+            lanes,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
+        )
+        return _CrossLoopPoller(poller, self._home)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.engine, name)
         if inspect.iscoroutinefunction(value):
 
-            async def hopping(*given: Any, **ways: Any) -> Any:
-                answer = await event_loop.run_on_loop(self._home, value(*given, **ways))
-                return self._iterated(answer) if hasattr(answer, "__anext__") else answer
+            @functools.wraps(value)
+            async def forwarded(*args: Any, **kwargs: Any) -> Any:
+                result = await event_loop.run_on_loop(self._home, value(*args, **kwargs))
+                return self._iterated(result) if hasattr(result, "__anext__") else result
 
-            self.__dict__[name] = hopping
-            return hopping
+            self.__dict__[name] = forwarded
+            return forwarded
         if name in NEEDS_ENGINE_LOOP:
             return lambda *given: _call(self._home, value, *given)
         return value
@@ -220,18 +261,21 @@ class CrossLoopEngine:
                 await event_loop.run_on_loop(self._home, events.aclose())
 
 
-class _PullElsewhere:
-    """One worker's claims on an engine of another loop."""
+class _CrossLoopPoller:
+    """Claims of one worker on an engine of another loop."""
 
-    def __init__(self, pull: Any, home: asyncio.AbstractEventLoop) -> None:
-        self._pull = pull
+    def __init__(self, poller: LanePollerAPI, home: asyncio.AbstractEventLoop) -> None:
+        self._poller = poller
         self._home = home
 
-    async def claim(self, *given: Any, **ways: Any) -> Any:
-        return await event_loop.run_on_loop(self._home, self._pull.claim(*given, **ways))
+    async def claim(
+        self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
+    ) -> list[answers.Claimed]:
+        claiming = self._poller.claim(limit, max_wait_ms=max_wait_ms, go_on=go_on)
+        return await event_loop.run_on_loop(self._home, claiming)
 
     def close(self) -> None:
-        _call(self._home, self._pull.close)
+        _call(self._home, self._poller.close)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *given: Any) -> None:

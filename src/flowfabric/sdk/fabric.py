@@ -17,8 +17,9 @@ import msgspec
 
 from flowfabric import event_loop
 from flowfabric.clock import Clock
-from flowfabric.connector import connect, is_server_url, public_base_url
+from flowfabric.connector import connect, public_base_url
 from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
 from flowfabric.sdk import validation
@@ -80,7 +81,7 @@ class Fabric:
         self._clock = clock
         self._minter = minter
         self._token = token
-        self._made: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[EngineAPI, set[str]] = weakref.WeakKeyDictionary()
         self._connections = EngineProvider(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
 
     @property
@@ -173,23 +174,23 @@ class Fabric:
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    async def engine(self) -> Engine:
+    async def engine(self) -> EngineAPI:
         """The engine, opened when first asked for: one per process, on a loop of its own unless a loop claims it.
 
         On the loop that has it this is the engine itself; elsewhere its verbs hop to that loop.
         """
         return await self._connections.engine()
 
-    async def claim(self) -> Engine:
+    async def claim(self) -> EngineAPI:
         """The engine on this event loop, for whoever stays here: calls need no hop, and other loops come here.
 
         `async with app` does this, and closes it in the end; so do workers.
         """
         return await self._connections.open_on_this_loop()
 
-    async def _connect(self) -> Engine:
+    async def _connect(self) -> EngineAPI:
         engine = await self.connect(migrate=self._migrate)
-        if is_server_url(self.url):  # it has seen to its keys
+        if not isinstance(engine, Engine):  # a server has its own signing keys
             return engine
         try:
             kids = await engine.list_waitpoint_hmac_kids()
@@ -200,7 +201,7 @@ class Fabric:
             raise
         return engine
 
-    async def connect(self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None) -> Engine:
+    async def connect(self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None) -> EngineAPI:
         """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything.
 
         `command_s` is how long a command may take before its connection is given up, if that is not long already.
@@ -222,11 +223,11 @@ class Fabric:
             engine.limit_commands(command_s)  # a URL may have set more
         return engine
 
-    def bind(self, engine: Engine) -> asyncio.Task[Engine] | None:
+    def bind(self, engine: EngineAPI) -> asyncio.Task[EngineAPI] | None:
         """Use this engine in this event loop from now on; what was used before, for `unbind`."""
         return self._connections.bind(engine)
 
-    def unbind(self, before: asyncio.Task[Engine] | None) -> None:
+    def unbind(self, before: asyncio.Task[EngineAPI] | None) -> None:
         """Use what was used before `bind`."""
         self._connections.unbind(before)
 
@@ -234,7 +235,7 @@ class Fabric:
         """Let go of the store: what this event loop has claimed, else what the loops without a claim share."""
         await self._connections.close()
 
-    async def declare(self, engine: Engine) -> None:
+    async def declare(self, engine: EngineAPI) -> None:
         """Let the budgets and limits exist that are the same for every call of a task."""
         for task in self.tasks.values():
             own = task.own
@@ -246,11 +247,11 @@ class Fabric:
             )
             await self.declare_bound(engine, task.bound(same, {}))
 
-    async def declare_bound(self, engine: Engine, bound: CallLimits) -> None:
+    async def declare_bound(self, engine: EngineAPI, bound: CallLimits) -> None:
         """Let these exist; asked for once in the life of an engine."""
         await bound.declare(engine, self._made.setdefault(engine, set()), self.namespace)
 
-    async def declared(self, engine: Engine, budget: Budget) -> str:
+    async def declared(self, engine: EngineAPI, budget: Budget) -> str:
         """The id of a budget that is everybody's."""
         budget_id = budget.id(self.namespace)
         await self.declare_bound(engine, CallLimits({budget.name: (budget, budget_id, "")}))

@@ -16,7 +16,7 @@ from flowfabric.sdk import validation
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
 
 logger = logging.getLogger("flowfabric.worker")
 
@@ -94,7 +94,7 @@ class Budget:
         """Its id in the store."""
         return _named(namespace, "budget", self.name, scope)
 
-    async def declare(self, engine: Engine, budget_id: str, scope: str = "", *, namespace: str) -> None:
+    async def declare(self, engine: EngineAPI, budget_id: str, scope: str = "", *, namespace: str) -> None:
         """Let it exist in a namespace with these limits.
 
         Numbers that were changed here take effect. Those that an operator set stay until then.
@@ -151,7 +151,7 @@ class Limit:
         numbers = f"{self.concurrency}|{self._starts}/{self._window_s}|{self._spread_ms}"
         return _named(namespace, "limit", self.name or task, f"{numbers}|{scope}")
 
-    async def declare(self, engine: Engine, limit_id: str, *, namespace: str) -> None:
+    async def declare(self, engine: EngineAPI, limit_id: str, *, namespace: str) -> None:
         """Let it exist in a namespace."""
         await engine.create_quota_policy(
             limit_id,
@@ -170,7 +170,7 @@ class CallLimits(msgspec.Struct, frozen=True):
     limits: dict[str, Limit] = {}  # by id
     fairness_key: str | None = None
 
-    async def declare(self, engine: Engine, known: set[str], namespace: str) -> None:
+    async def declare(self, engine: EngineAPI, known: set[str], namespace: str) -> None:
         """Let all of them exist in a namespace; `known` are those that do."""
         for budget, budget_id, scope in self.budgets.values():
             if budget_id not in known:

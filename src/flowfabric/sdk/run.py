@@ -23,8 +23,8 @@ from flowfabric.sdk.serialization.values import ValueCodec, json_bytes, to_plain
 
 if TYPE_CHECKING:
     from flowfabric.engine.claiming.poller import ExecutionOutcome
-    from flowfabric.engine.engine import Engine
     from flowfabric.engine.operations.reads import ExecutionSnapshot
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.sdk.fabric import Fabric
@@ -181,7 +181,7 @@ class Run(Generic[R]):
             sent = await engine.send_message(mail)
         return isinstance(sent, Accepted)
 
-    async def _vote_at(self, engine: Engine, name: str, token: str, value: Any) -> bool:
+    async def _vote_at(self, engine: EngineAPI, name: str, token: str, value: Any) -> bool:
         """Answer the open approval that this token is for, found by its fingerprint: no other is tried with it."""
         after, wanted = None, WaitpointToken(token)
         while True:
@@ -245,7 +245,7 @@ class Run(Generic[R]):
             else:  # this attempt is over, and the next one has not begun
                 has_ended = await self._news(engine, attempt + 1, START_CURSOR)
 
-    async def _news(self, engine: Engine, attempt: int, place: str) -> bool:
+    async def _news(self, engine: EngineAPI, attempt: int, place: str) -> bool:
         """Wait for more output of an attempt, or for the end; whether that came."""
         more = asyncio.ensure_future(engine.tail_stream(self.id, attempt, place, block_ms=TAIL_WAIT_MS, count_limit=1))
         end = asyncio.ensure_future(engine.await_end(self.id, max_wait_ms=TAIL_WAIT_MS))
@@ -274,7 +274,7 @@ class Run(Generic[R]):
                 raise
             raise errors.NotFound(missing.entity, execution_id=self.id) from None
 
-    async def _value(self, engine: Engine, ended: ExecutionOutcome) -> R:
+    async def _value(self, engine: EngineAPI, ended: ExecutionOutcome) -> R:
         if None not in (self._namespace, ended.namespace) and self._namespace != ended.namespace:
             raise errors.IdInOtherNamespace(execution_id=self.id)
         if ended.outcome is not TerminalOutcome.SUCCESS:

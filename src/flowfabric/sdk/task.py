@@ -29,7 +29,7 @@ from flowfabric.sdk.serialization.inputs import (
 from flowfabric.sdk.serialization.values import Signature
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncSubmitter
 
@@ -257,7 +257,7 @@ class Task(Generic[P, R]):
 
     async def ask(
         self,
-        engine: Engine,
+        engine: EngineAPI,
         arguments: dict[str, Any],
         *,
         options: TaskOptions,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import uvicorn
 
 from flowfabric import errors
-from flowfabric.connector import connect
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.server import logging
 from flowfabric.server.app import App, create_app
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
 @asynccontextmanager
 async def engine_lifespan(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
     """An engine with a signing key and running sweeps; all of it is wound down in the end."""
-    async with await connect(url, settings=settings.engine) as engine:
+    async with await open_engine(url, settings=settings.engine) as engine:
         await engine.ensure_partitions()
         await seed_signing_key(engine, settings)
         if settings.run_sweeps:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import connect
+from flowfabric.connector import open_engine
 from flowfabric.model.states import AttemptType
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.conftest import emptied
@@ -54,7 +54,7 @@ async def test_another_worker_goes_on_with_the_step(
     url = f"sqlite:///{tmp_path}/ff.db"
     if kind == "postgres":
         url = await emptied(request.getfixturevalue("own_database"))
-    async with await connect(url) as engine:
+    async with await open_engine(url) as engine:
         first, second, third = await chain(engine, 3)
         async with worker(url, end) as process:
             assert process.stdin is not None

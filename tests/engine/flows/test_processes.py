@@ -10,7 +10,8 @@ from uuid import uuid4
 
 import pytest
 
-from flowfabric import CreateExecution, connect
+from flowfabric import CreateExecution
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.runtime.wakeups import lane_topic
@@ -63,7 +64,7 @@ async def fan_in(engine: Engine, flow: FlowId, count: int) -> str:
 @pytest.mark.serial
 async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_once(database: str) -> None:
     flow = FlowId(str(uuid4()))
-    async with await connect(database, migrate=False) as engine:
+    async with await open_engine(database, migrate=False) as engine:
         join = await fan_in(engine, flow, PARENTS)
         processes = await asyncio.gather(*(started(database, "parents") for _ in range(PROCESSES)))
 

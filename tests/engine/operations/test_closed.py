@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric import connect, errors
+from flowfabric import errors
+from flowfabric.connector import open_engine
 
 
 @pytest.fixture(params=["sqlite", "postgres"])  # what is kept in memory has nothing to let go of
@@ -16,7 +17,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def test_a_closed_engine_refuses_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = await connect(url, migrate=True)
+    engine = await open_engine(url, migrate=True)
     execution_id = engine.new_execution_id()
     await engine.create_execution(execution_id=execution_id)
     await engine.close()

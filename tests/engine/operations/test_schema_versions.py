@@ -13,7 +13,8 @@ import apsw
 import asyncpg
 import pytest
 
-from flowfabric import Context, Fabric, connect, errors
+from flowfabric import Context, Fabric, errors
+from flowfabric.connector import open_engine
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.compatibility import is_compatible
 from flowfabric.stores.postgres import migrator as of_postgres
@@ -55,7 +56,7 @@ class Place:
     async def migrate(self, *texts: str) -> int:
         """Let a newer release come by; the schema version that it leaves behind."""
         with self.newer_release(*texts):
-            async with await connect(self.url) as engine:
+            async with await open_engine(self.url) as engine:
                 is_new = engine.schema.found == 0
                 assert engine.schema.compatible is (is_new or all(map(is_compatible, texts)))
                 return engine.schema.current
@@ -114,14 +115,14 @@ async def test_what_migrations_say_is_kept_in_the_store(place: Place) -> None:
 
 
 async def test_a_store_of_a_release_that_knew_no_marks_is_migrated(place: Place) -> None:
-    async with await connect(place.url):
+    async with await open_engine(place.url):
         pass
     drop = "alter table ff_schema_version drop column compatible"
     await place.fetch(drop)
-    async with await connect(place.url):
+    async with await open_engine(place.url):
         pass  # nothing to migrate, and nothing to miss
     await place.migrate(ADDITIVE)
-    async with await connect(place.url, migrate=False) as older:
+    async with await open_engine(place.url, migrate=False) as older:
         await older.create_execution(execution_id=older.new_execution_id())
 
 
@@ -129,7 +130,7 @@ async def test_a_release_runs_beside_the_next_one_when_that_is_compatible(
     place: Place, often: Callable[[float], None]
 ) -> None:
     often(0.0)
-    async with await connect(place.url) as older:
+    async with await open_engine(place.url) as older:
         before = older.new_execution_id()
         await older.create_execution(execution_id=before)
         newest = await place.migrate(ADDITIVE)
@@ -141,13 +142,13 @@ async def test_a_release_runs_beside_the_next_one_when_that_is_compatible(
         await asyncio.gather(*(older.complete(one.handle, result=b"1") for one in claimed))
         assert {one.execution_id for one in claimed} == {before, after}
 
-    async with await connect(place.url, migrate=True) as again:  # a start of the older release
+    async with await open_engine(place.url, migrate=True) as again:  # a start of the older release
         assert again.schema.current == newest
         assert await again.read_execution_state(before) == "completed"
     notes = dict(await place.fetch("select execution_id, note from ff_exec_core"))
     assert notes == {before: "of the newer", after: "born of an older release"}, "columns it does not know are kept"
     with place.newer_release(ADDITIVE):
-        async with await connect(place.url, migrate=False) as newer:
+        async with await open_engine(place.url, migrate=False) as newer:
             assert await newer.read_execution_state(after) == "completed"
 
 
@@ -156,7 +157,7 @@ async def test_a_running_release_refuses_everything_once_the_schema_is_another(
     place: Place, often: Callable[[float], None], texts: tuple[str, ...]
 ) -> None:
     often(0.0)
-    async with await connect(place.url) as older:
+    async with await open_engine(place.url) as older:
         await older.create_execution(execution_id=older.new_execution_id())
         found = await place.migrate(*texts)
         for _ in range(3):
@@ -164,14 +165,14 @@ async def test_a_running_release_refuses_everything_once_the_schema_is_another(
                 await older.create_execution(execution_id=older.new_execution_id())
             assert (newer.value.found, newer.value.known) == (found, found - len(texts))
     with pytest.raises(errors.SchemaTooNew):
-        await connect(place.url)
+        await open_engine(place.url)
 
 
 async def test_a_statement_that_no_longer_fits_tells_that_the_schema_is_newer(
     place: Place, often: Callable[[float], None]
 ) -> None:
     often(3600.0)  # so that only the failure itself can tell
-    async with await connect(place.url) as older:
+    async with await open_engine(place.url) as older:
         run = older.new_execution_id()
         await older.create_execution(execution_id=run)
         await older.describe_execution(run)

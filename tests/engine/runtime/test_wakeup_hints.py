@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from flowfabric import Engine, connect
+from flowfabric import Engine
+from flowfabric.connector import open_engine
 from flowfabric.engine.claiming import claimer
 from flowfabric.engine.runtime import wakeups
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC, completion_topic, lane_topic, stream_topic
@@ -126,7 +127,7 @@ async def test_changes_in_doubt_are_not_remembered_without_end(
 @pytest.fixture
 async def two(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
     """Two engines that listen on one database, and look only when told to."""
-    async with await connect(database) as one, await connect(database) as other:
+    async with await open_engine(database) as one, await open_engine(database) as other:
         one.poll_interval_s = other.poll_interval_s = 60
         hints = [engine.wakeups.subscribe("up") for engine in (one, other)]
         async with asyncio.timeout(20):

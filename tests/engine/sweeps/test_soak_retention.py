@@ -19,7 +19,8 @@ import asyncpg
 import msgspec
 import pytest
 
-from flowfabric import Engine, connect
+from flowfabric import Engine
+from flowfabric.connector import open_engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.execution import Execution
@@ -64,7 +65,7 @@ async def soaking() -> AsyncIterator[tuple[Engine, str]]:
         quota_reconciler_ms=2000,
         batch=500,
     )
-    engine = await connect(url, settings=Settings(sweeps=sweeps, feed_retention_ms=KEPT_MS))
+    engine = await open_engine(url, settings=Settings(sweeps=sweeps, feed_retention_ms=KEPT_MS))
     try:
         engine.start_sweeps()
         yield engine, url

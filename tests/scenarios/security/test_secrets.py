@@ -14,7 +14,7 @@ import pytest
 import flowfabric
 from flowfabric import errors
 from flowfabric.clock import ManualClock
-from flowfabric.connector import connect
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.runtime.secret_box import SEALED_PREFIX, SecretBox
 from flowfabric.model.condition import Single
@@ -197,7 +197,7 @@ def test_a_secret_shows_itself_to_nobody() -> None:
 async def test_the_environment_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_SECRET_KEY", KEY)
 
-    async with await connect("memory://") as engine:
+    async with await open_engine("memory://") as engine:
         await engine.seed_waitpoint_hmac_secret("k1", A)
         [row] = (await dump(engine.store))["ff_waitpoint_hmac"]
 

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
-from flowfabric import connect
 from flowfabric.bench.postgres import postgres_scratch_store
 from flowfabric.clock import ManualClock
+from flowfabric.connector import open_engine
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.change import Delete, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import Topic
@@ -336,12 +336,12 @@ async def test_statements_are_cached_where_nobody_stands_between(database: str, 
 
 async def test_the_url_tells_what_is_not_noticed(pooled: str, quietly_pooled: str) -> None:
     for said in ("", "?statement_cache=off", "?application_name=mine&statement_cache=off"):
-        engine = await connect(quietly_pooled + said)
+        engine = await open_engine(quietly_pooled + said)
         assert await engine.list_lanes() is not None
         await engine.close()
 
     with pytest.raises(InvalidInput, match="statement_cache is on or off, not 'maybe'"):
-        await connect(pooled + "?statement_cache=maybe")
+        await open_engine(pooled + "?statement_cache=maybe")
 
 
 async def test_one_without_a_free_place_is_told_and_passes(database: str, clock: ManualClock) -> None:
@@ -369,7 +369,7 @@ async def test_a_server_that_is_too_old_is_refused(database: str) -> None:
     dsn = await pooler.start(1)
 
     with pytest.raises(InvalidInput, match="PostgreSQL 12; the store needs 13 or newer"):
-        await connect(dsn)
+        await open_engine(dsn)
     await pooler.stop()
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import apsw
 import pytest
 
-from flowfabric import connect
-from flowfabric.connector import backup
+from flowfabric.connector import backup, open_engine
 from flowfabric.errors import InvalidInput, StoreUnavailable
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
@@ -67,14 +66,14 @@ async def test_copies_that_are_made_under_load_are_whole_and_of_one_moment(tmp_p
 
 
 async def test_a_copy_opens_and_goes_on(tmp_path: Path) -> None:
-    async with await connect(f"sqlite:///{tmp_path}/ff.db") as engine:
+    async with await open_engine(f"sqlite:///{tmp_path}/ff.db") as engine:
         first = engine.new_execution_id("jobs")
         await engine.create_execution(
             execution_id=first, lane_id="jobs", execution_kind="job", input_payload=b"", policy={}
         )
         await backup(f"sqlite:///{tmp_path}/ff.db", tmp_path / "copy.db")
 
-    async with await connect(f"sqlite:///{tmp_path}/copy.db") as engine:
+    async with await open_engine(f"sqlite:///{tmp_path}/copy.db") as engine:
         claimed = await engine.claim("jobs", worker_id="w", worker_instance_id="w-1")
         assert claimed is not None
         assert claimed.execution_id == first

@@ -28,8 +28,8 @@ from flowfabric.model.gate import GateMemo, StepMemo
 from flowfabric.sdk.exceptions import Fatal
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
     from flowfabric.engine.types import GateArgs
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.handles import Handle
 
 logger = logging.getLogger("flowfabric.durable")
@@ -66,7 +66,7 @@ class DurableAttempt:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAPI,
         handle: Handle,
         root: asyncio.Task[Any] | None,
         *,

@@ -22,7 +22,7 @@ from flowfabric.sdk.limits import Budget
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.sdk.durable.attempt import DurableAttempt
     from flowfabric.sdk.fabric import Fabric
 
@@ -43,7 +43,7 @@ class ContextBudgets(ABC):
     """The part of a context that deals with budgets."""
 
     app: Fabric
-    engine: Engine
+    engine: EngineAPI
     run_id: str
     attempt: int
     _budgets: Mapping[str, str]

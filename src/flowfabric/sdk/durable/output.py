@@ -17,7 +17,7 @@ from flowfabric.sdk.durable.attempt import occurrence_scope
 from flowfabric.sdk.serialization.values import from_json, json_bytes, to_plain
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.handles import Handle
 
 MAX_IN_FLIGHT = 64  # pieces of one output that may be on their way; then `write` waits
@@ -31,7 +31,7 @@ WrittenCounts = Mapping[tuple[str, str], int]  # by output, and branch or step: 
 class ContextOutput(ABC):
     """The part of a context that talks to whoever watches."""
 
-    engine: Engine
+    engine: EngineAPI
     run_id: str
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Output:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAPI,
         handle: Handle,
         name: str,
         passed: Callable[[], Awaitable[WrittenCounts]],
@@ -156,7 +156,7 @@ class Output:
         return "".join(self._written)
 
 
-async def count_written_frames(engine: Engine, handle: Handle) -> WrittenCounts:
+async def count_written_frames(engine: EngineAPI, handle: Handle) -> WrittenCounts:
     """How many pieces an attempt has, by output and place; they were written in order."""
     fields, after = handle.fields, START_CURSOR
     passed: dict[tuple[str, str], int] = {}

@@ -24,7 +24,7 @@ from flowfabric.sdk.run import Run
 from flowfabric.sdk.serialization.values import ValueCodec, from_json, incoming_codec
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.handles import Handle
     from flowfabric.sdk.context import Context
     from flowfabric.sdk.durable.attempt import DurableAttempt
@@ -43,7 +43,7 @@ class ContextWaits(ABC):
     """The waits of a context."""
 
     app: Fabric
-    engine: Engine
+    engine: EngineAPI
     run_id: str
 
     @property

@@ -11,7 +11,7 @@ from flowfabric.sdk.exceptions import Fatal
 from flowfabric.sdk.serialization.values import json_bytes
 
 if TYPE_CHECKING:
-    from flowfabric.engine.engine import Engine
+    from flowfabric.engine_api import EngineAPI
     from flowfabric.model.execution import Payload
 
 JSON_ENCODING = "json"
@@ -37,7 +37,7 @@ def inline_input(payload: Payload | None) -> bytes:
     return payload.input_payload or b""
 
 
-async def resolve_input(engine: Engine, payload: Payload | None, namespace: str) -> bytes:
+async def resolve_input(engine: EngineAPI, payload: Payload | None, namespace: str) -> bytes:
     """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure.
 
     The ids of the runs are derived. One that belongs to another namespace is not the run that was meant.

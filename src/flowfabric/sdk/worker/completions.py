@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.text import pluralize
@@ -45,7 +45,7 @@ class OutcomeReporter:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAPI,
         over: Callable[[list[Claimed]], None],
         *,
         lease_expires_at: Callable[[str], int] = lambda _: 0,

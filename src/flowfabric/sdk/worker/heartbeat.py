@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import FabricError, LeaseExpired, SchemaTooNew, StoreUnavailable, Unauthorized
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.sdk.worker.registration import WorkerRegistrar
@@ -71,7 +71,7 @@ class HeldLeases:
             return renewed
         return 0 if (claimed := self._held.get(lease_id)) is None else claimed.lease_expires_at
 
-    async def renew_all(self, engine: Engine, ttl_ms: int) -> list[tuple[str, FabricError]]:
+    async def renew_all(self, engine: EngineAPI, ttl_ms: int) -> list[tuple[str, FabricError]]:
         """Renew everything; the leases that turned out to be lost, which are let go of."""
         lost = self._give_up_overdue(ttl_ms)
         with self._lock:
@@ -120,7 +120,7 @@ class Heartbeat:
         leases: HeldLeases,
         presence: WorkerRegistrar,
         *,
-        connect: Callable[[], Awaitable[Engine]],
+        connect: Callable[[], Awaitable[EngineAPI]],
         lease_ttl_ms: int,
         on_lost: OnLeaseLost,
         stall_limit_s: float,
@@ -187,7 +187,7 @@ class Heartbeat:
                 with contextlib.suppress(FabricError):
                     await engine.close()
 
-    async def _beat_on(self, engine: Engine) -> None:
+    async def _beat_on(self, engine: EngineAPI) -> None:
         renew_at = keep_at = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
@@ -233,7 +233,13 @@ class LoopHeartbeat:
     """The same on the worker's own loop, for a store that lives there."""
 
     def __init__(
-        self, leases: HeldLeases, presence: WorkerRegistrar, *, engine: Engine, lease_ttl_ms: int, on_lost: OnLeaseLost
+        self,
+        leases: HeldLeases,
+        presence: WorkerRegistrar,
+        *,
+        engine: EngineAPI,
+        lease_ttl_ms: int,
+        on_lost: OnLeaseLost,
     ) -> None:
         self._leases = leases
         self._presence = presence

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import (
     FabricError,
     InvalidInput,
@@ -126,7 +126,7 @@ def is_unstorable(refusal: FabricError) -> bool:
     return isinstance(refusal, ValidationError) and is_definitive(refusal)
 
 
-async def report_outcome(engine: Engine, handle: Handle, outcome: Outcome) -> None:
+async def report_outcome(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
     """End the attempt with this word; a result that cannot be kept, being too large, is a failure."""
     try:
         await _told(engine, handle, outcome)
@@ -136,7 +136,7 @@ async def report_outcome(engine: Engine, handle: Handle, outcome: Outcome) -> No
         await _told(engine, handle, Failed(failure_reason(refused), "permanent"))
 
 
-async def _told(engine: Engine, handle: Handle, outcome: Outcome) -> None:
+async def _told(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
     match outcome:
         case Succeeded(result=result):
             await engine.complete(handle, result=result, encoding="json")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import FabricError, SchemaTooNew
 from flowfabric.model.worker import STOPPED, NotRegistered
 
@@ -24,7 +24,7 @@ class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Sequence[str]
     ttl_ms: int
 
-    async def register(self, engine: Engine) -> None:
+    async def register(self, engine: EngineAPI) -> None:
         """Enter the registry; work that waited for these capabilities can be claimed from now on."""
         await engine.register_worker(
             namespace=self.namespace,
@@ -35,7 +35,7 @@ class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
             liveness_ttl_ms=self.ttl_ms,
         )
 
-    async def refresh(self, engine: Engine) -> None:
+    async def refresh(self, engine: EngineAPI) -> None:
         """Stay in it; an entry that lapsed meanwhile is made anew. A store that is away is asked again next time."""
         try:
             heard = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
@@ -46,7 +46,7 @@ class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
         except FabricError as refused:
             logger.warning("the registry did not hear of this worker: %s", refused)
 
-    async def deregister(self, engine: Engine) -> None:
+    async def deregister(self, engine: EngineAPI) -> None:
         """Leave the registry; one that cannot be told finds out when the entry lapses."""
         try:
             await engine.mark_worker_dead(namespace=self.namespace, worker_instance_id=self.instance_id, reason=STOPPED)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.sdk.context import ClaimedAttempt, Context, set_current
 from flowfabric.sdk.durable.attempt import HandlerUnwound, is_simulated_crash
@@ -48,7 +48,7 @@ class AttemptRunner:
     def __init__(
         self,
         app: Fabric,
-        engine: Engine,
+        engine: EngineAPI,
         *,
         lease_expires_at: Callable[[str], int],
         on_outcome: Callable[[Claimed, Outcome | None], None],

@@ -11,8 +11,7 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from flowfabric.engine.claiming.poller import LanePoller
-from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI, LanePollerAPI
 from flowfabric.errors import (
     ExecutionNotActive,
     FabricError,
@@ -99,7 +98,7 @@ class Worker:
         self._free = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._engine: Engine | None = None
+        self._engine: EngineAPI | None = None
         self._newer: SchemaTooNew | None = None
 
     @property
@@ -178,7 +177,7 @@ class Worker:
             await heartbeat.stop()
             self._attempts.close()
 
-    async def _start(self) -> Engine | None:
+    async def _start(self) -> EngineAPI | None:
         """Open the engine, and enter the registry; a store that is away is waited for. None when told to stop."""
         pause_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
@@ -211,7 +210,7 @@ class Worker:
             self._newer = newer
             self.stop()
 
-    def _make_heartbeat(self, engine: Engine) -> Heartbeat | LoopHeartbeat:
+    def _make_heartbeat(self, engine: EngineAPI) -> Heartbeat | LoopHeartbeat:
         """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
         if not engine.is_shared:
             return LoopHeartbeat(
@@ -228,7 +227,7 @@ class Worker:
             on_schema_too_new=self._stop_for_newer_schema,
         )
 
-    async def _pull(self, engine: Engine, ends: OutcomeReporter) -> None:
+    async def _pull(self, engine: EngineAPI, ends: OutcomeReporter) -> None:
         pull = self._pulling(engine)
         max_wait_ms = max(POLL_WAIT_MS, engine.settings.poll_ms)
         pause_s = FIRST_BACKOFF_S
@@ -265,7 +264,7 @@ class Worker:
             self._begin(claimed)
         pull.close()
 
-    def _pulling(self, engine: Engine, namespaces: tuple[str, ...] | None = None) -> LanePoller:
+    def _pulling(self, engine: EngineAPI, namespaces: tuple[str, ...] | None = None) -> LanePollerAPI:
         """Claims from the lanes; of all namespaces, which is the fastest way, until there are others than its own."""
         return engine.pulling(
             self._lanes,
@@ -293,7 +292,7 @@ class Worker:
             await asyncio.wait(roots, timeout=CANCEL_GRACE_S)  # whoever does not listen is not waited for
         return left
 
-    async def _take_leave(self, engine: Engine, ends: OutcomeReporter, left: list[Claimed]) -> None:
+    async def _take_leave(self, engine: EngineAPI, ends: OutcomeReporter, left: list[Claimed]) -> None:
         """Hand back what is left, so that it goes on elsewhere and costs nothing, and leave the registry."""
         await ends.flush()  # a handler may have had something to say all the same
         await asyncio.gather(*(_hand_back(engine, claimed) for claimed in left))
@@ -364,7 +363,7 @@ def _is_own_park(claimed: Claimed, why: FabricError) -> bool:
     )
 
 
-async def _hand_back(engine: Engine, claimed: Claimed) -> None:
+async def _hand_back(engine: EngineAPI, claimed: Claimed) -> None:
     try:
         await engine.delay_for(claimed.handle, 0)
         logger.info("%s was handed back", claimed.execution_id)
