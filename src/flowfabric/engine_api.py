@@ -196,6 +196,16 @@ class EngineAPI(Protocol):
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
         """Start another life of an ended execution."""
 
+    async def revoke_lease(
+        self,
+        execution_id: str,
+        *,
+        expected_lease_id: str = "",
+        worker_instance_id: str = "",
+        reason: str = "operator_revoke",
+    ) -> answers.Revoked | answers.NothingToDo:
+        """Revoke the current lease at once; the next claim on the lane takes the work over."""
+
     # -- workers and holders of leases --------------------------------------------------------------------------
 
     def pulling(
@@ -457,6 +467,17 @@ class EngineAPI(Protocol):
         declaration: str | None = None,
     ) -> limit_answers.BudgetDefined:
         """Define a budget; a second definition changes nothing unless its `declaration` differs."""
+
+    async def change_budget_limits(
+        self,
+        budget_id: str,
+        *,
+        dimensions: Sequence[str],
+        hard_limits: Sequence[int],
+        soft_limits: Sequence[int],
+        namespace: str = ...,
+    ) -> limit_answers.LimitsChanged:
+        """Change the limits of a budget."""
 
     async def list_budgets(self, *, cursor: str | None = None, limit: int = 50, namespace: str = ...) -> list[str]:
         """List the ids of the budgets of a namespace, ascending."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.types import FreshWaitpoint, SuspendArgs, TimeoutOnly
 from flowfabric.model.budget import Budget
@@ -112,7 +112,7 @@ async def holder(engine: Engine, sweep: str, hands: dict[str, Hand], *, not_befo
 async def test_what_a_killed_holder_had_to_do_is_late_by_one_interval_at_most(
     url: str, sweep: str, plan: Callable[[Engine], Awaitable[tuple[int, Done]]]
 ) -> None:
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         await seed_signing_key(engine, ServerSettings())
         with crew() as hire:
             hands: dict[str, Hand] = {}

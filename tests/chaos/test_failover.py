@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import flowfabric
 from flowfabric import errors
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.subscriptions import Subscription
 from flowfabric.rules.feed import CompletionFeedEntry
@@ -34,7 +34,7 @@ def server() -> Iterator[PostgresServer]:
 async def engine(server: PostgresServer, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """An engine on a fresh database, that outlives the failover."""
     name = f"work_{abs(hash(request.node.name))}"
-    async with await flowfabric.connect(server.create_database(name)) as engine:
+    async with await open_engine(server.create_database(name)) as engine:
         yield engine
 
 
@@ -83,7 +83,7 @@ async def test_work_acknowledged_after_a_failover_is_claimed_on_its_own_lane(
     await submit(engine, "late")  # the queue of this lane is lost with the primary
     await asyncio.to_thread(server.fail_over)
 
-    async with await flowfabric.connect(engine.store._links.dsn) as other:  # type: ignore[attr-defined]
+    async with await open_engine(engine.store._links.dsn) as other:  # type: ignore[attr-defined]
         others = await submit(other, "foreign")  # the first queue that the new primary learns of
         accepted = await submit(engine, "late")
 
@@ -109,7 +109,7 @@ async def test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_t
     ahead = feed.cursor
     await asyncio.to_thread(server.fail_over)
 
-    async with await flowfabric.connect(engine.store._links.dsn) as after:  # type: ignore[attr-defined]
+    async with await open_engine(engine.store._links.dsn) as after:  # type: ignore[attr-defined]
         if not grown:
             again = await after.subscribe_completion(ahead)
             assert await heard(again) == (set(), 1)
@@ -128,7 +128,7 @@ async def test_a_crash_that_loses_commits_loses_no_position_that_was_seen(server
     server.execute("ALTER SYSTEM SET wal_writer_flush_after = '1GB'")
     server.execute("SELECT pg_reload_conf()")
     dsn = server.create_database("careless")
-    async with await flowfabric.connect(dsn) as engine:
+    async with await open_engine(dsn) as engine:
         feed = await engine.subscribe_completion()
         seen = await submit(engine, "lane")
         await work(engine, "lane")
@@ -138,7 +138,7 @@ async def test_a_crash_that_loses_commits_loses_no_position_that_was_seen(server
         await asyncio.to_thread(server.start)
 
         accepted = await submit(engine, "unseen")
-        async with await flowfabric.connect(dsn) as other:
+        async with await open_engine(dsn) as other:
             assert await work(other, "unseen") >= accepted
             found, gaps = await heard(await other.subscribe_completion(feed.cursor))
     assert found >= accepted

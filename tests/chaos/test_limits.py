@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.quota import QuotaPolicy, QuotaSlot
@@ -76,7 +76,7 @@ async def kill_some(hire: Any, url: str) -> list[Hand]:
 
 
 async def test_killed_spenders_leave_no_slot_no_promise_and_no_double_entry(url: str) -> None:
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         await prepared(engine)
         await use_up(engine)
         with crew() as hire:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
@@ -36,7 +36,7 @@ def ids(hands: list[Hand], word: str) -> Counter[str]:
 
 
 async def four_processes_share(url: str, count: int) -> None:
-    async with await flowfabric.connect(url) as engine:  # the schema, before everybody comes
+    async with await open_engine(url) as engine:  # the schema, before everybody comes
         with crew() as hire:
             hands = [hire("drain", url, "--submit", count // 4) for _ in range(4)]
             codes = [await asyncio.to_thread(hand.join, 240) for hand in hands]
@@ -62,7 +62,7 @@ async def test_four_processes_on_one_server_do_their_executions_once_each(databa
 
 async def killing(url: str, deaths: int) -> None:
     """Kill one worker after the other in the middle of what it does, while two live on."""
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         with crew() as hire:
             steady = [hire("toil", url, "--ttl", 800) for _ in range(2)]
             dead = []

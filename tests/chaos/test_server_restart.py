@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease, StoreUnavailable
 from flowfabric.model.answers.execution import Claimed
@@ -81,7 +81,7 @@ def server() -> Iterator[PostgresServer]:
 async def test_a_restart_and_a_crash_in_mid_run_lose_nothing(server: PostgresServer) -> None:
     url = server.create_database("work")
     shift = Shift()
-    async with await flowfabric.connect(url) as engine, await flowfabric.connect(url) as other:
+    async with await open_engine(url) as engine, await open_engine(url) as other:
         async with asyncio.timeout(120), asyncio.TaskGroup() as group:
             group.create_task(shift.submit(other))
             for number in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import OwnershipState, PublicState
@@ -62,7 +62,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def test_two_sweepers_do_everything_once_and_one_goes_on_alone(url: str) -> None:
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         with crew() as hire:
             sweepers = [hire("sweep", url) for _ in range(2)]
             for sweeper in sweepers:

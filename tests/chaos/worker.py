@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import os
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.engine.claiming.poller import CreateExecution
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease
@@ -139,7 +139,7 @@ async def main() -> None:
     parser.add_argument("--submit", type=int, default=0)
     parser.add_argument("--ttl", type=int, default=15_000)
     asked = parser.parse_args()
-    async with await flowfabric.connect(asked.url, settings=QUICK) as engine:
+    async with await open_engine(asked.url, settings=QUICK) as engine:
         match asked.role:
             case "drain" | "toil":
                 await submit(engine, asked.submit)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import flowfabric
 from flowfabric.cli import app
+from flowfabric.connector import open_engine
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Terminal:
         """Do something on the same store without the command line."""
 
         async def connected() -> T:
-            async with await flowfabric.connect(self._behind) as engine:
+            async with await open_engine(self._behind) as engine:
                 return await work(engine)
 
         return asyncio.run(connected())

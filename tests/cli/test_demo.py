@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import flowfabric
+from flowfabric.connector import open_engine
 from flowfabric.demo import release
 from flowfabric.demo.checks import DemoState, check_claims
 from flowfabric.demo.orders import LANE, ORDERS, receipt
@@ -66,7 +66,7 @@ def test_machines_get_one_document_of_what_held(tmp_path: Path) -> None:
 
 
 async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    async with await flowfabric.connect("memory://") as engine:
+    async with await open_engine("memory://") as engine:
         play = DemoState(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
@@ -84,7 +84,7 @@ async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.C
 
 
 async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
-    async with await flowfabric.connect("memory://") as engine:
+    async with await open_engine("memory://") as engine:
         play = DemoState(await submit(engine), {})
         for _ in ORDERS:
             claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")

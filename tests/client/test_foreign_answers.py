@@ -154,7 +154,7 @@ def app_behind(engine: RemoteEngine) -> Fabric:
     """An app whose worker does everything through the same proxy, renewals as well."""
     engine.is_shared = False
     app = Fabric("http://ff")
-    app.bind(engine)  # type: ignore[arg-type]
+    app.bind(engine)
     return app
 
 

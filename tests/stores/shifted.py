@@ -16,13 +16,14 @@ SHIFT = {"ms": int(sys.argv[2])}
 time.time_ns = lambda: REAL() + SHIFT["ms"] * 1_000_000
 time.time = lambda: time.time_ns() / 1e9
 
-from flowfabric import FabricError, connect  # noqa: E402 - only now, so that it sees no other clock
+from flowfabric import FabricError  # noqa: E402 - only now, so that it sees no other clock
+from flowfabric.connector import open_engine  # noqa: E402
 
 
 async def main() -> None:
     name = sys.argv[3]
     held: Any = None
-    async with await connect(f"sqlite:///{sys.argv[1]}") as engine:
+    async with await open_engine(f"sqlite:///{sys.argv[1]}") as engine:
         while line := await asyncio.to_thread(sys.stdin.readline):
             answer: Any = None
             match json.loads(line):

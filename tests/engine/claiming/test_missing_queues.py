@@ -9,8 +9,8 @@ import apsw
 import asyncpg
 import pytest
 
-import flowfabric
 from flowfabric.cli import maintenance
+from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.model import obstacles
 from flowfabric.model.execution import MISSING_QUEUE, Execution
@@ -44,7 +44,7 @@ async def lose_queues(url: str) -> None:
 
 async def lost_in(url: str, **more: Any) -> str:
     """Create an execution and lose its queue; its id."""
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         execution_id = engine.new_execution_id()
         await engine.create_execution(execution_id=execution_id, lane_id="mail", **more)
     await lose_queues(url)
@@ -59,7 +59,7 @@ async def row_of(engine: Engine, execution_id: str) -> Execution:
 async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(url: str) -> None:
     execution_id = await lost_in(url)
 
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         assert (await row_of(engine, execution_id)).line == MISSING_QUEUE
         assert (await row_of(engine, execution_id)).public_state is PublicState.WAITING
         assert await engine.describe_execution(execution_id) is not None
@@ -83,7 +83,7 @@ async def test_the_doctor_names_executions_without_a_queue(url: str) -> None:
 async def test_the_reconciler_puts_an_execution_back_into_its_queue(url: str) -> None:
     execution_id = await lost_in(url)
 
-    async with await flowfabric.connect(url) as engine, await flowfabric.connect(url) as other:
+    async with await open_engine(url) as engine, await open_engine(url) as other:
         assert await other.claim_many("mail", 5, **WHO) == []
         assert (await engine.sweep_once("queue_reconciler")).processed == 1
         assert (await engine.sweep_once("queue_reconciler")).processed == 0
@@ -93,7 +93,7 @@ async def test_the_reconciler_puts_an_execution_back_into_its_queue(url: str) ->
 
 
 async def test_the_reconciler_restores_the_queue_of_a_lease_that_expired(url: str) -> None:
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         execution_id = engine.new_execution_id()
         await engine.create_execution(execution_id=execution_id, lane_id="mail")
         [claimed] = await engine.claim_many("mail", 1, **WHO)
@@ -101,7 +101,7 @@ async def test_the_reconciler_restores_the_queue_of_a_lease_that_expired(url: st
         assert claimed.execution_id == execution_id
     await lose_queues(url)
 
-    async with await flowfabric.connect(url) as engine:
+    async with await open_engine(url) as engine:
         assert (await engine.sweep_once("queue_reconciler")).processed == 1
         await check_invariants(engine)
         assert [one.execution_id for one in await engine.claim_many("mail", 5, **WHO)] == [execution_id]

@@ -38,7 +38,7 @@ class Trips:
 
 async def counted(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> Trips:
     """The trips from now on, on a lane that is known: whatever comes first on a lane looks before."""
-    engine = await app.engine()
+    engine: Any = await app.engine()
     await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=await engine.ping() + 10**9)
     return Trips(engine.store, monkeypatch)
 

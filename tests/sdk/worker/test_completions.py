@@ -26,6 +26,11 @@ on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's 
 OTHERS: contextvars.ContextVar[str] = contextvars.ContextVar("others", default="nobody's")
 
 
+async def store_of(app: Fabric) -> Any:
+    engine: Any = await app.engine()
+    return engine.store
+
+
 def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], Any]) -> None:
     """Have `before` awaited before a commit that ends so many."""
     commit = store.commit
@@ -51,7 +56,7 @@ async def test_what_ends_in_one_moment_is_told_in_one_commit(app: Fabric, monkey
         told.append(ends)
 
     runs = await work.submit_many(range(20))
-    watch_ends((await app.engine()).store, monkeypatch, count)
+    watch_ends(await store_of(app), monkeypatch, count)
     async with working(app, slots=20):
         assert [await run.result(20) for run in runs] == [*range(20)]
     assert told == [20]
@@ -76,7 +81,7 @@ async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
         await may_land.wait()
 
     runs = await work.submit_many(range(6))
-    watch_ends((await app.engine()).store, monkeypatch, hold)
+    watch_ends(await store_of(app), monkeypatch, hold)
     async with working(app, slots=6) as worker:
         for number, event in enumerate(may_end[:2]):
             event.set()
@@ -111,7 +116,7 @@ async def test_behind_many_on_their_way_the_others_wait_for_each_other(
         await may_land.wait()
 
     runs = await work.submit_many(range(12))
-    watch_ends((await app.engine()).store, monkeypatch, hold)
+    watch_ends(await store_of(app), monkeypatch, hold)
     async with working(app, slots=12) as worker:
         await until_so(lambda: len(begun) == 12)
         may_end[0].set()
@@ -144,7 +149,7 @@ async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
         await may_land.wait()
 
     runs = await work.submit_many(range(20))
-    engine = await app.engine()
+    engine: Any = await app.engine()
     watch_ends(engine.store, monkeypatch, hold)
     async with working(app, slots=2):
         await until_so(lambda: len(started) == 6)
@@ -219,7 +224,7 @@ async def _with_an_end_on_its_way(
         await may_land.wait()
 
     run = await work.submit()
-    watch_ends((await app.engine()).store, monkeypatch, hold)
+    watch_ends(await store_of(app), monkeypatch, hold)
     worker = Worker(app)
     task = asyncio.create_task(worker.work())
     async with asyncio.timeout(20):

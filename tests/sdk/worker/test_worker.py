@@ -49,13 +49,15 @@ async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
         return number
 
     runs = [await work.submit(number) for number in range(2)]
-    store = (await app.engine()).store
+    engine: Any = await app.engine()
+    store = engine.store
     commit, may_land = store.commit, asyncio.Event()
 
     async def slow(changes: Sequence[Change], *hint: Any) -> list[int | None]:
         if any(change.template is not None for change in changes):
             await may_land.wait()
-        return await commit(changes, *hint)
+        landed: list[int | None] = await commit(changes, *hint)
+        return landed
 
     monkeypatch.setattr(store, "commit", slow)
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from flowfabric import Context, Fabric, InvalidInput, Run
+from flowfabric.engine.engine import Engine
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.rules.durable import schema_limits
@@ -46,7 +47,9 @@ async def app() -> AsyncIterator[Fabric]:
 
 @pytest.fixture
 async def ask(app: Fabric) -> Asking:
-    return Asking(await app.engine())
+    engine = await app.engine()
+    assert isinstance(engine, Engine)
+    return Asking(engine)
 
 
 async def waiting(app: Fabric, shape: Any, *, count: int = 1, show: Any = None) -> AsyncIterator[Asked]:

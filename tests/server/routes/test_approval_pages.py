@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from flowfabric import Context, Fabric
+from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker.worker import Worker
 from tests.server.asking import Asking, path, until
 
@@ -52,7 +53,9 @@ async def app() -> AsyncIterator[Fabric]:
 @pytest.fixture
 async def ask(app: Fabric) -> Asking:
     """A client of a server on the same store."""
-    return Asking(await app.engine())
+    engine = await app.engine()
+    assert isinstance(engine, Engine)
+    return Asking(engine)
 
 
 @pytest.fixture
