@@ -335,7 +335,7 @@ SECURITY = (
     ),
     Fault(
         "an open server answers to any name",
-        "server/host_filter.py",
+        "server/origin_policy.py",
         "        if not self._is_on or ",
         "        if True or ",
         f"{EDGE}::test_an_open_server_does_not_answer_to_a_foreign_host",

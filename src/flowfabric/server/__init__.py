@@ -1,4 +1,4 @@
-"""The REST server: the engine's verbs over HTTP, safe to expose."""
+"""The REST server: the operations of an engine over HTTP."""
 
 from flowfabric.server.app import App, create_app
 from flowfabric.server.settings import ConfigError, ServerSettings

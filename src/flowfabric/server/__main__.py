@@ -1,4 +1,4 @@
-"""`python -m flowfabric.server > docs/openapi.json`: the description of the API, as it is kept in the repository."""
+"""Print the OpenAPI document: `python -m flowfabric.server > docs/openapi.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowfabric.server.routing import Router
 
 
 def render_document() -> str:
-    """The document, in the form that people review."""
+    """Return the document as indented JSON."""
     return (
         msgspec.json.format(msgspec.json.encode(openapi.build_document(Router(*ROUTE_GROUPS))), indent=2).decode()
         + "\n"

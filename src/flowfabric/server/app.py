@@ -1,7 +1,7 @@
-"""The application: one request from its first byte to its last.
+"""The ASGI application: how one request is handled.
 
-The layers, from outside in: request id, CORS, metrics, host, bearer token, rate, size, body, handler. A route is a line
-of the table (`table.py`); what it may not decide for itself is decided here, once for all.
+The layers, from outside in: request id, CORS, metrics, host, bearer token, rate limit, body size, body, handler. A
+route (`routing.py`) declares its scope, subject and limits; this module enforces them for all routes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from flowfabric.server.auth import (
     RateLimiter,
     rate_limit_address,
 )
-from flowfabric.server.cors import Cors
 from flowfabric.server.errors import HttpError, Problem, error_details, status_and_problem
 from flowfabric.server.handle_signer import HandleSigner
-from flowfabric.server.host_filter import HostFilter
 from flowfabric.server.idempotency import IdempotencyCache, cache_key, content_digest
 from flowfabric.server.metrics import HttpMetrics
+from flowfabric.server.origin_policy import Cors, HostFilter
 from flowfabric.server.request import JSON, Request, encode, path_execution_id, path_uuid
 from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.routing import Resource, Response, Route, Router, StreamingResponse, Subject
@@ -48,17 +47,17 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 _TIMED_OUT = "timeout: request"
 MAX_ERROR_HEADER_BYTES = 4096
 MAX_HEADER_BYTES = 32 * 1024
-REAUTHENTICATE_S = 10.0  # with the moment that a token is trusted for, well below the 15 s that are promised
+REAUTHENTICATE_S = 10.0  # plus TOKEN_CACHE_S, well below the documented 15 s
 ROUTE_NOT_FOUND = errors.NotFound("route")
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
-    """The server on an engine, as an ASGI application. Closing the engine is left to whoever opened it."""
+    """Create the server of an engine as an ASGI application. The caller closes the engine."""
     return App(engine, settings or ServerSettings())
 
 
 class App:
-    """An ASGI application."""
+    """The server as an ASGI application."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -67,11 +66,15 @@ class App:
         self.http_metrics = HttpMetrics()
         self.closing = asyncio.Event()
         self.on_closing: set[Callable[[], None]] = set()
-        self.schema_too_new: errors.SchemaTooNew | None = None  # why this server can answer nothing any more
+        self.schema_too_new: errors.SchemaTooNew | None = (
+            None  # set once the store has a newer schema: every request fails
+        )
         self.on_schema_too_new: Callable[[], None] = lambda: None
         self.rotation_lock = asyncio.Lock()
         self.idempotency = IdempotencyCache()
-        self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}  # by who asks, and worker instance
+        self.waiting_claims: dict[
+            tuple[str, str], set[Callable[[], None]]
+        ] = {}  # by principal name and worker instance
         self.handle_signer = HandleSigner(engine, settings)
         self._rate = RateLimiter(settings.rate_limit)
         self.authenticator = Authenticator(settings, engine, self._rate)
@@ -83,34 +86,36 @@ class App:
         self._timeout_s = settings.request_timeout_ms / 1000 or None
 
     def begin_closing(self) -> None:
-        """Let everything that waits come to its end, cleanly and at once."""
+        """End all long polls and feeds at once, cleanly."""
         self.closing.set()
         for end in list(self.on_closing):
             end()
 
     @cached_property
     def openapi(self) -> bytes:
-        """What can be asked, as a document; made once, for the table does not change."""
+        """The OpenAPI document, rendered once."""
         return encode(openapi.build_document(self.router))
 
-    async def authenticate(self, ask: Request[Any]) -> None:
-        """Let in who shows a good token; 401 or 429 for others."""
-        ask.principal = await self.authenticator.authenticate(ask.headers.get(b"authorization"), ask.client_address)
-        ask.authenticated_at = asyncio.get_running_loop().time()
+    async def authenticate(self, request: Request[Any]) -> None:
+        """Set the principal of a request; raise 401 without a valid token, 429 after too many failures."""
+        request.principal = await self.authenticator.authenticate(
+            request.headers.get(b"authorization"), request.client_address
+        )
+        request.authenticated_at = asyncio.get_running_loop().time()
 
-    async def reauthenticate(self, ask: Request[Any], after_s: float | None = None) -> None:
-        """Refuse a caller that was let in `after_s` ago, or `readmit_s`, and would not be now."""
-        before, scope = ask.principal, ask.required_scope
-        # Tokens of the settings hold as long as this process does.
+    async def reauthenticate(self, request: Request[Any], after_s: float | None = None) -> None:
+        """Check the token again if the last check is older than `after_s` (default `reauthenticate_s`); raise 401."""
+        before, scope = request.principal, request.required_scope
+        # Tokens of the settings do not change while the process lives.
         if scope is None or before is ANONYMOUS or before is ROOT_PRINCIPAL:
             return
-        if asyncio.get_running_loop().time() - ask.authenticated_at < (
+        if asyncio.get_running_loop().time() - request.authenticated_at < (
             self.reauthenticate_s if after_s is None else after_s
         ):
             return
-        await self.authenticate(ask)
-        ask.principal.require_scope(scope)
-        if ask.principal.namespaces != before.namespaces:
+        await self.authenticate(request)
+        request.principal.require_scope(scope)
+        if request.principal.namespaces != before.namespaces:
             raise HttpError(401, UNAUTHENTICATED_MESSAGE)
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -123,224 +128,228 @@ class App:
                 await send({"type": "websocket.close", "code": 1000})
 
     async def _http(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        began = perf_counter()
+        started_s = perf_counter()
         method: str = scope["method"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        peer = rate_limit_address(scope.get("client"))
-        shown = headers.get(b"x-request-id")
-        request_id = shown.decode() if shown and _REQUEST_ID(shown) else self.engine.minter.uuid()
+        client_address = rate_limit_address(scope.get("client"))
+        sent_id = headers.get(b"x-request-id")
+        request_id = sent_id.decode() if sent_id and _REQUEST_ID(sent_id) else self.engine.minter.uuid()
         resource, params = self.router.resolve(_path(scope))
-        is_apart = resource is not None and resource.bypasses_layers
-        if not is_apart and (preflight := self._cors.preflight(method, headers)) is not None:
-            await _whole(send, preflight, request_id, method)
+        bypasses_layers = resource is not None and resource.bypasses_layers
+        if not bypasses_layers and (preflight := self._cors.preflight(method, headers)) is not None:
+            await _send_response(send, preflight, request_id, method)
             return
-        ask: Request[Any] = Request(self, params, scope["query_string"], headers, ANONYMOUS, request_id, receive, peer)
-        operation = None if resource is None else resource.route_for(method)
+        request: Request[Any] = Request(
+            self, params, scope["query_string"], headers, ANONYMOUS, request_id, receive, client_address
+        )
+        route = None if resource is None else resource.route_for(method)
         template = "unknown" if resource is None else resource.template
         with self.tracing.request_span(method, template, headers):
-            reply = await self._answered(ask, method, scope, resource, operation)
-        allowing = self._cors.response_headers(headers) if self._cors.is_on and not is_apart else ()
-        if isinstance(reply, StreamingResponse):
+            response = await self._respond(request, method, scope, resource, route)
+        cors_headers = self._cors.response_headers(headers) if self._cors.is_on and not bypasses_layers else ()
+        if isinstance(response, StreamingResponse):
             status = 200
             try:
-                await _live(send, reply, request_id, method, allowing)
+                await _send_stream(send, response, request_id, method, cors_headers)
             finally:
-                self._feeds.release(ask.caller_key)
+                self._feeds.release(request.caller_key)
         else:
-            status = reply.status
-            await _whole(send, reply, request_id, method, allowing)
-        if not is_apart:
-            seconds = perf_counter() - began
+            status = response.status
+            await _send_response(send, response, request_id, method, cors_headers)
+        if not bypasses_layers:
+            seconds = perf_counter() - started_s
             self.http_metrics.observe(method, template, status, seconds)
-            logging.log_request(method, template, status, seconds, request_id, ask.principal.name)
+            logging.log_request(method, template, status, seconds, request_id, request.principal.name)
 
-    async def _answered(
-        self, ask: Request[Any], method: str, scope: AsgiScope, resource: Resource | None, operation: Route | None
+    async def _respond(
+        self, request: Request[Any], method: str, scope: AsgiScope, resource: Resource | None, route: Route | None
     ) -> Response | StreamingResponse:
-        """The handler's answer, or the refusal that came before or instead of it."""
+        """Return the response of the handler, or the error response of a check or of the handler."""
         try:
-            self._check_head(ask, scope)
-            if (operation is None or operation.needs_token) and not (resource and resource.bypasses_layers):
-                await self.authenticate(ask)
-                self._rate.acquire(ask.caller_key)
+            self._check_head(request, scope)
+            if (route is None or route.needs_token) and not (resource and resource.bypasses_layers):
+                await self.authenticate(request)
+                self._rate.acquire(request.caller_key)
             elif resource is not None:
-                self._rate.acquire(f"{resource.template} from {ask.client_address}")
+                self._rate.acquire(f"{resource.template} from {request.client_address}")
             if resource is None:
-                return Response(404, headers=_named(ROUTE_NOT_FOUND))
-            if operation is None:
-                return Response(405, headers=(("allow", resource.allow_header), *_named(ROUTE_NOT_FOUND)))
-            if operation.scope is not None:
-                ask.principal.require_scope(operation.scope)
-                ask.required_scope = operation.scope
-            body = b"" if method in ("GET", "HEAD") else await request_body.read_body(ask, operation)
-            # Who may not ask (any more) hears no remembered answer either: this comes after the checks above.
-            if (key := cache_key(ask.caller_key, method, _path(scope), ask.headers)) is not None:
-                known, content = operation, content_digest(scope["query_string"], ask.headers, body)
+                return Response(404, headers=_error_headers(ROUTE_NOT_FOUND))
+            if route is None:
+                return Response(405, headers=(("allow", resource.allow_header), *_error_headers(ROUTE_NOT_FOUND)))
+            if route.scope is not None:
+                request.principal.require_scope(route.scope)
+                request.required_scope = route.scope
+            body = b"" if method in ("GET", "HEAD") else await request_body.read_body(request, route)
+            # After the checks above: a caller without access must not get a cached response either.
+            if (key := cache_key(request.caller_key, method, _path(scope), request.headers)) is not None:
+                known, content = route, content_digest(scope["query_string"], request.headers, body)
                 return await self.idempotency.get_or_run(
-                    key, content, lambda: self._performed(ask, method, known, body)
+                    key, content, lambda: self._run_handler(request, method, known, body)
                 )
-            return await self._performed(ask, method, operation, body)
+            return await self._run_handler(request, method, route, body)
         except HttpError as refused:
             body = b"" if refused.body is None else encode(refused.body)
-            if operation is not None and operation.is_audited and refused.status != 401:
-                self._audit(ask, operation, f"refused: {refused.status}")
-            named = _named(refused.client_error)
-            return Response(refused.status, body, JSON if body else "", (*refused.headers.items(), *named))
+            if route is not None and route.is_audited and refused.status != 401:
+                self._audit(request, route, f"refused: {refused.status}")
+            error_headers = _error_headers(refused.client_error)
+            return Response(refused.status, body, JSON if body else "", (*refused.headers.items(), *error_headers))
         except errors.FabricError as error:
-            return self._problem(ask, operation, error)
+            return self._problem(request, route, error)
         except TimeoutError:
             return Response(504, encode(Problem(_TIMED_OUT, "timeout", False)), JSON)
         except Exception:
-            logging.logger.exception("a request failed", extra={"fields": {"request_id": ask.request_id}})
+            logging.logger.exception("a request failed", extra={"fields": {"request_id": request.request_id}})
             return Response(500, encode(Problem("engine: bug", None, False)), JSON)
 
-    def _check_head(self, ask: Request[Any], scope: AsgiScope) -> None:
-        """Refuse what the headers alone show to be wrong."""
-        sent: list[tuple[bytes, bytes]] = scope["headers"]
-        if sum(len(value) for _, value in sent) > MAX_HEADER_BYTES:
+    def _check_head(self, request: Request[Any], scope: AsgiScope) -> None:
+        """Check size of the headers, host and authorization header."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(value) for _, value in headers) > MAX_HEADER_BYTES:
             raise HttpError(431, "headers too large")
-        self._hosts.check(scope, [value for name, value in sent if name == b"host"])
-        if len(sent) != len(ask.headers) and sum(name == b"authorization" for name, _ in sent) > 1:
+        self._hosts.check(scope, [value for name, value in headers if name == b"host"])
+        if len(headers) != len(request.headers) and sum(name == b"authorization" for name, _ in headers) > 1:
             raise HttpError(400, "more than one Authorization header")
 
-    async def _performed(
-        self, ask: Request[Any], method: str, operation: Route, body: bytes
+    async def _run_handler(
+        self, request: Request[Any], method: str, route: Route, body: bytes
     ) -> Response | StreamingResponse:
-        """The handler's answer to a caller that may ask."""
-        await self.reauthenticate(ask)  # the body, or the answer to the same request, may have taken long
+        """Decode the body, check namespaces and run the handler."""
+        await self.reauthenticate(request)  # reading the body or waiting for the same request may have taken long
         if method not in ("GET", "HEAD"):
-            ask.body = request_body.decode_body(ask, operation, body)
-        if isinstance(ask.body, HolderRequest):
-            ask.handle = await self.handle_signer.verify(ask.body.handle)
-        if ask.principal.namespaces is not None and operation.scope is not None:
-            await _within_namespaces(ask, operation)
-        if operation.is_streaming:
-            reply = await self._fed(ask, operation)
-        elif self._timeout_s is not None and not operation.is_long_poll:
+            request.body = request_body.decode_body(request, route, body)
+        if isinstance(request.body, HolderRequest):
+            request.handle = await self.handle_signer.verify(request.body.handle)
+        if request.principal.namespaces is not None and route.scope is not None:
+            await _check_namespaces(request, route)
+        if route.is_streaming:
+            response = await self._open_feed(request, route)
+        elif self._timeout_s is not None and not route.is_long_poll:
             async with asyncio.timeout(self._timeout_s):
-                reply = await operation.handler(ask)
+                response = await route.handler(request)
         else:
-            reply = await self._waited(ask, operation)
-        if operation.is_audited:
-            self._audit(ask, operation, "done")
-        return reply
+            response = await self._run_long_poll(request, route)
+        if route.is_audited:
+            self._audit(request, route, "done")
+        return response
 
-    async def _waited(self, ask: Request[Any], operation: Route) -> Response | StreamingResponse:
-        """The answer of an operation that may wait long; 401 when its caller's token is not good any more."""
+    async def _run_long_poll(self, request: Request[Any], route: Route) -> Response | StreamingResponse:
+        """Run a handler that may wait; raise 401 if the token became invalid meanwhile."""
         try:
-            reply: Response | StreamingResponse = await operation.handler(ask)
+            response: Response | StreamingResponse = await route.handler(request)
         except (HttpError, errors.FabricError):
-            if ask.rejection is not None:
-                raise ask.rejection from None
+            if request.rejection is not None:
+                raise request.rejection from None
             raise
-        if ask.rejection is not None:
-            raise ask.rejection
-        await self.reauthenticate(ask)
-        return reply
+        if request.rejection is not None:
+            raise request.rejection
+        await self.reauthenticate(request)
+        return response
 
-    async def _fed(self, ask: Request[Any], operation: Route) -> Response | StreamingResponse:
-        """The beginning of a stream, of which each caller may have so many."""
-        self._feeds.acquire(ask.caller_key)
+    async def _open_feed(self, request: Request[Any], route: Route) -> Response | StreamingResponse:
+        """Run a streaming handler within the feed limit of the caller; the end of the stream releases the slot."""
+        self._feeds.acquire(request.caller_key)
         try:
-            reply: Response | StreamingResponse = await operation.handler(ask)
+            response: Response | StreamingResponse = await route.handler(request)
         except BaseException:
-            self._feeds.release(ask.caller_key)
+            self._feeds.release(request.caller_key)
             raise
-        assert isinstance(reply, StreamingResponse), operation.name  # whose end closes the feed
-        return reply
+        assert isinstance(response, StreamingResponse), route.name
+        return response
 
     def note_newer_schema(self, error: errors.SchemaTooNew) -> None:
-        """Keep why this server can answer nothing any more, and let it be stopped."""
+        """Record that the schema is newer than this release, and stop the server."""
         if self.schema_too_new is None:
             self.schema_too_new = error
             self.on_schema_too_new()
 
-    def _problem(self, ask: Request[Any], operation: Route | None, error: errors.FabricError) -> Response:
+    def _problem(self, request: Request[Any], route: Route | None, error: errors.FabricError) -> Response:
         status, problem = status_and_problem(error)
         if isinstance(error, errors.SchemaTooNew):
             self.note_newer_schema(error)
         self.engine.metrics.count("ff_errors", kind=error.kind)
-        if operation is not None and operation.is_audited:
-            self._audit(ask, operation, f"refused: {error.kind}")
+        if route is not None and route.is_audited:
+            self._audit(request, route, f"refused: {error.kind}")
         if status >= 500:
             logging.logger.error(
-                "a request failed", extra={"fields": {"request_id": ask.request_id, "cause": str(error)}}
+                "a request failed", extra={"fields": {"request_id": request.request_id, "cause": str(error)}}
             )
         wait_ms = getattr(error, "retry_after_ms", None)
         headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
-        headers = (*headers, *_named(error))
+        headers = (*headers, *_error_headers(error))
         return Response(status, encode(problem), JSON, headers)
 
-    def _audit(self, ask: Request[Any], operation: Route, outcome: str) -> None:
-        about = ask.path_params[0] if ask.path_params else None
-        if about is None and ask.handle is not None:
-            about = ask.handle.fields.execution_id
+    def _audit(self, request: Request[Any], route: Route, outcome: str) -> None:
+        about = request.path_params[0] if request.path_params else None
+        if about is None and request.handle is not None:
+            about = request.handle.fields.execution_id
         logging.log_audit(
-            operation.name,
-            {"who": ask.principal.name, "about": about, "outcome": outcome, "request_id": ask.request_id},
+            route.name,
+            {"who": request.principal.name, "about": about, "outcome": outcome, "request_id": request.request_id},
         )
 
 
-async def _within_namespaces(ask: Request[Any], operation: Route) -> None:
-    match operation.subject:
+async def _check_namespaces(request: Request[Any], route: Route) -> None:
+    match route.subject:
         case Subject.EXECUTION:
-            await ask.require_execution_access(path_execution_id(ask.path_params[0]))
+            await request.require_execution_access(path_execution_id(request.path_params[0]))
         case Subject.FLOW:
-            await ask.require_flow_access(path_uuid("flow_id", ask.path_params[0]))
+            await request.require_flow_access(path_uuid("flow_id", request.path_params[0]))
         case Subject.HANDLE:
-            await ask.require_execution_access(ask.handle.fields.execution_id)
+            await request.require_execution_access(request.handle.fields.execution_id)
         case Subject.CHECKED_BY_HANDLER:
             pass
         case None:
             raise HttpError(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
 
 
-def _named(error: errors.FabricError | None) -> tuple[tuple[str, str], ...]:
-    """The header by which clients tell a refusal of ours from what a proxy answers."""
-    return () if error is None else (("x-ff-error", _one_line(error)),)
+def _error_headers(error: errors.FabricError | None) -> tuple[tuple[str, str], ...]:
+    """Return the header by which a client tells an error of this server from one of a proxy."""
+    return () if error is None else (("x-ff-error", _error_header_value(error)),)
 
 
-def _one_line(error: errors.FabricError) -> str:
-    """What an error is exactly, for clients that raise it again; just its code when it would be a long story."""
-    line = dumps(error_details(error))  # ASCII only, as headers want it
-    return line if len(line) <= MAX_ERROR_HEADER_BYTES else dumps({"code": error.kind})
+def _error_header_value(error: errors.FabricError) -> str:
+    """Encode an error for clients that raise it again; only its code if the details are too long."""
+    value = dumps(error_details(error))  # ASCII only, as headers require
+    return value if len(value) <= MAX_ERROR_HEADER_BYTES else dumps({"code": error.kind})
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The wire
+# ASGI messages
 
 
 def _path(scope: AsgiScope) -> bytes:
-    """The path as it was sent, below the place where the application is mounted."""
+    """Return the raw path below the mount point."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     mounted: str = scope.get("root_path", "")
     return raw.removeprefix(mounted.encode()) if mounted else raw
 
 
-async def _whole(
-    send: Send, reply: Response, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()
+async def _send_response(
+    send: Send, response: Response, request_id: str, method: str, extra_headers: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    head = [(b"x-request-id", request_id.encode())]
-    if reply.status not in (204, 304):
-        head.append((b"content-length", str(len(reply.body)).encode()))
-    if reply.content_type:
-        head.append((b"content-type", reply.content_type.encode()))
-    if reply.headers or more:
-        head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in (*reply.headers, *more)]
-    await send({"type": "http.response.start", "status": reply.status, "headers": head})
-    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else reply.body})
+    headers = [(b"x-request-id", request_id.encode())]
+    if response.status not in (204, 304):
+        headers.append((b"content-length", str(len(response.body)).encode()))
+    if response.content_type:
+        headers.append((b"content-type", response.content_type.encode()))
+    if response.headers or extra_headers:
+        headers += [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in (*response.headers, *extra_headers)
+        ]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else response.body})
 
 
-async def _live(
-    send: Send, live: StreamingResponse, request_id: str, method: str, more: tuple[tuple[str, str], ...] = ()
+async def _send_stream(
+    send: Send, live: StreamingResponse, request_id: str, method: str, extra_headers: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    head = [
+    headers = [
         (b"x-request-id", request_id.encode()),
         (b"content-type", live.content_type.encode()),
         (b"cache-control", b"no-store"),
-        *((name.encode(), value.encode("latin-1", "replace")) for name, value in more),
+        *((name.encode(), value.encode("latin-1", "replace")) for name, value in extra_headers),
     ]
-    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     if method != "HEAD":
         async with aclosing(live.events):
             async for part in live.events:

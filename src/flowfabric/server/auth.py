@@ -1,4 +1,4 @@
-"""Who may ask: bearer tokens, what they are good for, and how often."""
+"""Authentication by bearer token, rate limits and limits on open feeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_SCOPES = frozenset(ApiScope)
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Somebody with a token: a name for logs, never the token."""
+    """An authenticated caller: its name for logs (never the token), scopes and namespaces."""
 
     name: str
     scopes: frozenset[ApiScope] = ALL_SCOPES
@@ -33,7 +33,7 @@ class Principal(msgspec.Struct, frozen=True):
         return self.namespaces is None or namespace in self.namespaces
 
     def require_scope(self, scope: ApiScope) -> None:
-        """Refuse what the token is not good for."""
+        """Raise 403 if the token lacks a scope."""
         if scope not in self.scopes:
             raise HttpError(403, f"token lacks scope: {scope.value}", kind="forbidden", retryable=False)
 
@@ -43,51 +43,51 @@ ROOT_PRINCIPAL = Principal("root")
 
 
 class Authenticator:
-    """Lets in who shows a token: the one of the settings, which is good for everything, or one of the store's.
+    """Authenticates by the token of the settings, which has every scope, or by a token of the store.
 
-    A good token of the store is trusted for a moment without another look; revoking one takes that long elsewhere.
+    A valid token of the store is cached for TOKEN_CACHE_S; a revocation on another server takes that long.
     """
 
     def __init__(self, settings: ServerSettings, engine: Engine, rate: RateLimiter) -> None:
-        given = (settings.api_token, settings.previous_api_token if settings.api_token else None)
-        self._digests = tuple(_digest(secret.reveal().encode()) for secret in given if secret is not None)
+        secrets = (settings.api_token, settings.previous_api_token if settings.api_token else None)
+        self._digests = tuple(_digest(secret.reveal().encode()) for secret in secrets if secret is not None)
         self._engine = engine
         self._rate = rate
-        self._known: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
 
-    async def authenticate(self, authorization: bytes | None, peer: str = "") -> Principal:
-        """Who asks; 401 when that cannot be told, 429 when too many from this address could not be told."""
+    async def authenticate(self, authorization: bytes | None, client_address: str = "") -> Principal:
+        """Return the principal; raise 401 without a valid token, 429 after too many failures from this address."""
         if not self._digests:
             return ANONYMOUS
-        nobody = f"nobody at {peer}"
+        failure_key = f"nobody at {client_address}"
         if authorization is None or not authorization.startswith(b"Bearer "):
-            self._rate.acquire(nobody)
+            self._rate.acquire(failure_key)
             raise HttpError(401, UNAUTHENTICATED_MESSAGE)
-        shown = _digest(authorization[7:])
-        # All are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(shown, kept) for kept in self._digests]
+        digest = _digest(authorization[7:])
+        # Compare with all, so that the duration reveals nothing.
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
         if any(matches):
             return ROOT_PRINCIPAL
         now = asyncio.get_running_loop().time()
-        trusted = self._known.get(shown)
-        if trusted is not None and now - trusted[0] < TOKEN_CACHE_S:
-            return trusted[1]
-        if trusted is None:  # a token that was good before is looked up, whatever its neighbours send
-            self._rate.check(nobody)
+        cached = self._cache.get(digest)
+        if cached is not None and now - cached[0] < TOKEN_CACHE_S:
+            return cached[1]
+        if cached is None:  # a token that was valid before is not blocked by failures of its neighbours
+            self._rate.check(failure_key)
         holder = await self._engine.authenticate_token(authorization[7:].decode("ascii", "replace"))
         if holder is None:
-            self._known.pop(shown, None)
-            self._rate.acquire(nobody)
+            self._cache.pop(digest, None)
+            self._rate.acquire(failure_key)
             raise HttpError(401, UNAUTHENTICATED_MESSAGE)
         principal = Principal(f"{holder.name} ({holder.token_id})", holder.scopes, holder.namespaces)
-        self._known[shown] = (now, principal)
-        if len(self._known) > MAX_TRACKED_CALLERS:
-            self._known.popitem(last=False)
+        self._cache[digest] = (now, principal)
+        if len(self._cache) > MAX_TRACKED_CALLERS:
+            self._cache.popitem(last=False)
         return principal
 
     def clear_cache(self) -> None:
-        """Look again at every token."""
-        self._known.clear()
+        """Check every token again at its next use."""
+        self._cache.clear()
 
 
 def _digest(token: bytes) -> bytes:
@@ -95,7 +95,7 @@ def _digest(token: bytes) -> bytes:
 
 
 def rate_limit_address(client: tuple[str, int] | list[Any] | None) -> str:
-    """The address that a caller without a token is counted by; of IPv6 its network, for a host has many addresses."""
+    """Return the address for rate limits; for IPv6 its /64 network, because a host has many addresses."""
     host = str(client[0]) if client else ""
     if ":" not in host:
         return host
@@ -107,7 +107,7 @@ def rate_limit_address(client: tuple[str, int] | list[Any] | None) -> str:
 
 
 class RateLimiter:
-    """So many requests a second for each name, with a second's worth in reserve."""
+    """A token bucket per name: `per_second` requests, with a burst of one second."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = per_second
@@ -115,51 +115,51 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def acquire(self, name: str) -> None:
-        """Count a request; 429 when there were too many."""
+        """Count a request; raise 429 above the limit."""
         if not self._rate:
             return
-        left, now = self._left(name)
+        tokens, now = self._tokens(name)
         self._buckets.pop(name, None)
-        self._buckets[name] = (left - 1 if left >= 1 else left, now)
+        self._buckets[name] = (tokens - 1 if tokens >= 1 else tokens, now)
         if len(self._buckets) > MAX_TRACKED_CALLERS:
             self._buckets.popitem(last=False)
-        self._refuse_without(left)
+        self._require_token(tokens)
 
     def check(self, name: str) -> None:
-        """429 when there were too many; nothing is counted."""
+        """Raise 429 above the limit without counting."""
         if self._rate:
-            self._refuse_without(self._left(name)[0])
+            self._require_token(self._tokens(name)[0])
 
-    def _left(self, name: str) -> tuple[float, float]:
+    def _tokens(self, name: str) -> tuple[float, float]:
         now = asyncio.get_running_loop().time()
-        left, at = self._buckets.get(name, (self._depth, now))
-        return min(self._depth, left + (now - at) * self._rate), now
+        tokens, at = self._buckets.get(name, (self._depth, now))
+        return min(self._depth, tokens + (now - at) * self._rate), now
 
-    def _refuse_without(self, left: float) -> None:
-        if left < 1:
-            wait = str(max(1, round((1 - left) / self._rate)))
+    def _require_token(self, tokens: float) -> None:
+        if tokens < 1:
+            retry_after = str(max(1, round((1 - tokens) / self._rate)))
             raise HttpError(
                 429,
                 f"rate_limit_exceeded: {self._rate:g} requests a second",
                 kind="rate_limit_exceeded",
                 retryable=True,
-                **{"retry-after": wait},
+                **{"retry-after": retry_after},
             )
 
 
 class FeedLimiter:
-    """So many live streams at a time for each name."""
+    """Limits the open feeds of each name."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._open: Counter[str] = Counter()
 
     def acquire(self, name: str) -> None:
-        """Count a stream that begins; 429 when there are too many."""
-        if self._most and self._open[name] >= self._most:
+        """Count a feed that opens; raise 429 above the limit."""
+        if self._limit and self._open[name] >= self._limit:
             raise HttpError(
                 429,
-                f"too many open feeds (server max for each token: {self._most}); close one, or raise FF_MAX_FEEDS",
+                f"too many open feeds (server max for each token: {self._limit}); close one, or raise FF_MAX_FEEDS",
                 kind="resource_exhausted",
                 retryable=True,
                 **{"retry-after": "1"},
@@ -167,7 +167,7 @@ class FeedLimiter:
         self._open[name] += 1
 
     def release(self, name: str) -> None:
-        """A stream is over."""
+        """Count a feed that closed."""
         self._open[name] -= 1
         if not self._open[name]:
             del self._open[name]

@@ -1,4 +1,4 @@
-"""Refusals on the wire: the one place that turns errors into status codes and bodies.
+"""The one table that turns errors into status codes and response bodies.
 
 The body is `{"error": text}`, and for conflicts and faults also `kind` and `retryable`. A domain error is never a 500.
 """
@@ -13,7 +13,7 @@ from flowfabric import errors
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A refusal's body."""
+    """An error body."""
 
     error: str
     kind: str | None = None
@@ -21,7 +21,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OversizeProblem(msgspec.Struct, frozen=True):
-    """The body for a request that is too large."""
+    """The error body for a request that is too large."""
 
     limit_bytes: int
     route: str
@@ -29,7 +29,7 @@ class OversizeProblem(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """A request that is refused before the engine hears of it."""
+    """An error response that no engine error causes."""
 
     def __init__(
         self, status: int, error: str = "", *, kind: str | None = None, retryable: bool | None = None, **headers: str
@@ -41,7 +41,7 @@ class HttpError(Exception):
 
     @property
     def client_error(self) -> errors.FabricError | None:
-        """The error that a client raises for this; None when it may simply ask again."""
+        """The error that a client raises for this response; None if it retries."""
         text = str(self)
         match self.status:
             case 400 | 415 | 422 | 431:
@@ -57,7 +57,7 @@ class HttpError(Exception):
 
 
 class BodyTooLarge(HttpError):
-    """More bytes than this route takes."""
+    """The body is larger than the limit of the route."""
 
     def __init__(self, limit: int, route: str) -> None:
         super().__init__(413, f"the request is larger than the {limit} bytes that {route} takes")
@@ -99,7 +99,7 @@ _UNREADABLE = frozenset({"corruption", "handle_from_other_backend"})
 
 
 def status_and_problem(error: errors.FabricError) -> tuple[int, Problem]:
-    """Status and body of a refusal or fault."""
+    """Return the status and the body for an engine error."""
     variant = type(error).__name__
     match error:
         case errors.NotFound(entity=entity):
@@ -132,13 +132,13 @@ def status_and_problem(error: errors.FabricError) -> tuple[int, Problem]:
 
 
 def error_entry(error: errors.FabricError) -> dict[str, Any]:
-    """The body of a refusal among other answers, with its exact `code` and facts, so that a client can tell it."""
+    """Return the error body of one item of a batch, with `code` and facts, so that a client can raise it again."""
     problem = status_and_problem(error)[1]
     return {**msgspec.to_builtins(problem), **error_details(error)}
 
 
 def error_details(error: errors.FabricError) -> dict[str, Any]:
-    """What an error is, beyond what the reference's body tells."""
+    """Return code, detail and facts of an error, beyond its response body."""
     facts = {name: value for name, value in error.facts.items() if isinstance(value, str | int | bool)}
     return {"code": error.kind, "detail": error.detail, "facts": facts}
 

@@ -1,8 +1,8 @@
-"""The server's signing keys: the first one is seeded here, and handles are signed and checked with a cached keystore.
+"""Signing keys of the server: seeds the first one, and signs and verifies handles with a cached keystore.
 
-The keystore is read again after `TRUSTED_S`, and once more when a handle matches none of the cached keys: another
-server may have rotated them. Requests that need such a second load share it, and it happens at most once in `RELOAD_S`,
-however many forged handles arrive.
+The keystore is loaded again after `KEY_CACHE_S`, and once more if a handle matches none of the cached keys, because
+another server may have rotated them. Requests share that second load, and it happens at most once in
+`MIN_RELOAD_INTERVAL_S`, however many forged handles arrive.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MIN_RELOAD_INTERVAL_S = 0.5
 
 
 async def seed_signing_key(engine: Engine, settings: ServerSettings) -> None:
-    """See that there is a signing key: the configured secret, or a random one when there is none at all."""
+    """Ensure that a signing key exists: the configured secret, or else a random one."""
     configured = settings.waitpoint_secret
     answer = await engine.ensure_signing_key(configured.reveal() if configured else secrets.token_hex(32))
     if configured is not None and getattr(answer, "same_secret", True) is False:
-        logging.logger.warning("another signing secret is stored than the configured one; the stored one holds")
+        logging.logger.warning("the stored signing secret differs from the configured one; the stored one is used")
 
 
 class HandleSigner:
@@ -39,7 +39,7 @@ class HandleSigner:
         self._engine = engine
         self._settings = settings
         self._keys: HandleKeys | None = None
-        self._loaded_at = 0.0  # when the load began: what was written before that is in it
+        self._loaded_at = 0.0  # start of the load: it contains everything written before
         self._loading = asyncio.Lock()
 
     async def prepare(self) -> bytes:
@@ -47,12 +47,12 @@ class HandleSigner:
 
         Call it before work is claimed: a lease whose handle cannot be signed would be lost until it expires.
         """
-        keys = await self._fresh(monotonic() - KEY_CACHE_S)
+        keys = await self._load_keys(monotonic() - KEY_CACHE_S)
         if keys.signing is None:
             await seed_signing_key(
                 self._engine, self._settings
             )  # changes nothing if there is a key that cannot be read
-            keys = await self._fresh(monotonic())
+            keys = await self._load_keys(monotonic())
         if keys.signing is None:
             raise errors.Corruption("invalid_secret")
         return keys.signing
@@ -60,7 +60,7 @@ class HandleSigner:
     async def sign(self, handle: Handle) -> str:
         """Return the signed text of a handle.
 
-        When the store is away, the last known key signs: the work has been claimed already.
+        If the store is unavailable, the last known key signs, because the work is already claimed.
         """
         try:
             key = await self.prepare()
@@ -78,30 +78,30 @@ class HandleSigner:
         return answer
 
     async def verify_all(self, texts: Sequence[str]) -> list[Handle | errors.FabricError]:
-        """Return the same for many, refusals included."""
+        """Verify many texts; return a handle or an error for each, in order."""
         began = monotonic()
-        answers: list[Handle | errors.FabricError] = [_parsed(text) for text in texts]
-        unproven = [place for place, one in enumerate(answers) if isinstance(one, Handle)]
+        answers: list[Handle | errors.FabricError] = [_parse(text) for text in texts]
+        unverified = [index for index, parsed in enumerate(answers) if isinstance(parsed, Handle)]
         for newer_than in (began - KEY_CACHE_S, began):
-            if not unproven:
+            if not unverified:
                 break
-            keys, now = await self._fresh(newer_than), self._engine.estimate.now()
-            unproven = [
-                place
-                for place in unproven
-                if isinstance(one := answers[place], Handle) and not is_signed_handle(keys, one, now)
+            keys, now = await self._load_keys(newer_than), self._engine.estimate.now()
+            unverified = [
+                index
+                for index in unverified
+                if isinstance(parsed := answers[index], Handle) and not is_signed_handle(keys, parsed, now)
             ]
-        for place in unproven:
-            answers[place] = errors.Corruption(HANDLE_NOT_OURS)
+        for index in unverified:
+            answers[index] = errors.Corruption(HANDLE_NOT_OURS)
         return answers
 
     def clear_cache(self) -> None:
         """Read the keystore again before the next use."""
         self._keys = None
 
-    async def _fresh(self, newer_than: float) -> HandleKeys:
+    async def _load_keys(self, newer_than: float) -> HandleKeys:
         """Return keys whose load began after an instant."""
-        # Before the lock: who is content with the cached keys never waits for who is not.
+        # Before the lock: a caller that accepts the cached keys never waits for a reload.
         if self._keys is not None and self._loaded_at > newer_than:
             return self._keys
         async with self._loading:
@@ -114,7 +114,7 @@ class HandleSigner:
             return self._keys
 
 
-def _parsed(text: str) -> Handle | errors.FabricError:
+def _parse(text: str) -> Handle | errors.FabricError:
     try:
         return handle_from_text(text)
     except errors.FabricError as refused:

@@ -1,9 +1,9 @@
-"""Once: a request that is repeated because its answer got lost is answered again, not done again.
+"""Idempotency keys: a retried request whose response was lost gets the same response again.
 
-A client that sends `Idempotency-Key` with a request may send the same request with the same key until it hears an
-answer. The answer is remembered for a while in this process; a repetition that comes while the first is still under way
-waits for it. What was refused for a passing reason is not remembered. Ids in the requests hold beyond that memory: it
-only spares what has none, such as a claim. The same key with another query or body is a conflict.
+A client that sends `Idempotency-Key` may retry with the same key until it gets a response. This process
+caches the response for TTL_S; a retry that arrives while the first request is in flight waits for it. Transient errors
+are not cached. Most operations are idempotent by the ids in their requests; the cache serves those that are not, such
+as a claim. The same key with a different query or body is a conflict.
 """
 
 from __future__ import annotations
@@ -29,74 +29,70 @@ CacheKey = tuple[str, bytes, bytes, bytes]
 
 
 class IdempotencyCache:
-    """The latest answers to requests that may be repeated, by who asked, what for, and their key."""
+    """Recent responses by caller, method, path and idempotency key."""
 
     def __init__(self) -> None:
-        self._under_way: dict[CacheKey, tuple[bytes, asyncio.Future[Response | None]]] = {}
-        self._kept: OrderedDict[CacheKey, tuple[float, bytes, Response]] = OrderedDict()
+        self._running: dict[CacheKey, tuple[bytes, asyncio.Future[Response | None]]] = {}
+        self._cached: OrderedDict[CacheKey, tuple[float, bytes, Response]] = OrderedDict()
         self._bytes = 0
 
     async def get_or_run(
-        self, key: CacheKey, content: bytes, ask: Callable[[], Awaitable[Response | StreamingResponse]]
+        self, key: CacheKey, content: bytes, run: Callable[[], Awaitable[Response | StreamingResponse]]
     ) -> Response | StreamingResponse:
-        """The answer that this request had, or has now; `content` is the digest of what it says."""
-        while (first := self._under_way.get(key)) is not None:
-            _same(first[0], content)
-            reply = await asyncio.shield(first[1])
-            if reply is not None:
-                return reply
-        self._forget_old()
-        if (kept := self._kept.get(key)) is not None:
-            _same(kept[1], content)
-            return kept[2]
-        answering: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
-        self._under_way[key] = (content, answering)
-        answered: Response | None = None
+        """Return the cached response, or run the request; `content` is the digest of its query and body."""
+        while (running := self._running.get(key)) is not None:
+            _check_same(running[0], content)
+            earlier = await asyncio.shield(running[1])
+            if earlier is not None:
+                return earlier
+        self._evict_expired()
+        if (cached := self._cached.get(key)) is not None:
+            _check_same(cached[1], content)
+            return cached[2]
+        outcome: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
+        self._running[key] = (content, outcome)
+        cacheable: Response | None = None
         try:
-            reply_now = await ask()
-            if (
-                isinstance(reply_now, Response)
-                and reply_now.status < 500
-                and reply_now.status not in TRANSIENT_STATUSES
-            ):
-                answered = reply_now
-                self._keep(key, content, answered)
-            return reply_now
+            response = await run()
+            if isinstance(response, Response) and response.status < 500 and response.status not in TRANSIENT_STATUSES:
+                cacheable = response
+                self._store(key, content, cacheable)
+            return response
         finally:
-            del self._under_way[key]
-            answering.set_result(answered)
+            del self._running[key]
+            outcome.set_result(cacheable)
 
-    def _keep(self, key: CacheKey, content: bytes, reply: Response) -> None:
-        self._kept[key] = (monotonic(), content, reply)
-        self._bytes += len(reply.body)
-        while len(self._kept) > MAX_ENTRIES or self._bytes > MAX_BYTES:
-            self._drop_oldest()
+    def _store(self, key: CacheKey, content: bytes, response: Response) -> None:
+        self._cached[key] = (monotonic(), content, response)
+        self._bytes += len(response.body)
+        while len(self._cached) > MAX_ENTRIES or self._bytes > MAX_BYTES:
+            self._evict_oldest()
 
-    def _forget_old(self) -> None:
-        too_old = monotonic() - TTL_S
-        while self._kept and next(iter(self._kept.values()))[0] < too_old:
-            self._drop_oldest()
+    def _evict_expired(self) -> None:
+        oldest = monotonic() - TTL_S
+        while self._cached and next(iter(self._cached.values()))[0] < oldest:
+            self._evict_oldest()
 
-    def _drop_oldest(self) -> None:
-        _, (_, _, reply) = self._kept.popitem(last=False)
-        self._bytes -= len(reply.body)
+    def _evict_oldest(self) -> None:
+        _, (_, _, response) = self._cached.popitem(last=False)
+        self._bytes -= len(response.body)
 
 
-def _same(known: bytes, content: bytes) -> None:
+def _check_same(known: bytes, content: bytes) -> None:
     if known != content:
         raise IdempotencyConflict("this Idempotency-Key was used for another request; take a new key for a new one")
 
 
-def cache_key(who: str, method: str, path: bytes, headers: dict[bytes, bytes]) -> CacheKey | None:
-    """What a request is remembered by; None for one that did not ask to be."""
-    given = headers.get(b"idempotency-key")
-    if not given or method in ("GET", "HEAD") or len(given) > MAX_KEY_BYTES:
+def cache_key(caller_key: str, method: str, path: bytes, headers: dict[bytes, bytes]) -> CacheKey | None:
+    """Return the cache key of a request; None if it has no idempotency key."""
+    header = headers.get(b"idempotency-key")
+    if not header or method in ("GET", "HEAD") or len(header) > MAX_KEY_BYTES:
         return None
-    # Who asks is part of it: nobody hears an answer that was meant for somebody else.
-    return who, headers.get(b"authorization", b""), method.encode() + b" " + path, given
+    # The caller is part of the key: nobody gets a response that was meant for another caller.
+    return caller_key, headers.get(b"authorization", b""), method.encode() + b" " + path, header
 
 
 def content_digest(query: bytes, headers: dict[bytes, bytes], body: bytes) -> bytes:
-    """The digest of what a request says: its query, the fields in its header, its body."""
+    """Return the digest of query, fields header and body."""
     parts = (query, headers.get(_FIELDS, b""), body)
     return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in parts)).digest()

@@ -1,4 +1,4 @@
-"""Serving: the engine, the sweeps and the listener, started in order and stopped in order."""
+"""Start and stop of the server: engine, sweeps and listener, in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.server import logging
 from flowfabric.server.app import App, create_app
 from flowfabric.server.connection_limits import protocol_class
-from flowfabric.server.handle_signer import seed_signing_key as seed_signing_key  # what a server does before it listens
+from flowfabric.server.handle_signer import seed_signing_key as seed_signing_key
 from flowfabric.server.settings import ConfigError, ServerSettings
 
 KEEP_ALIVE_S = 75
@@ -25,7 +25,7 @@ SCHEMA_CHECK_S = 5.0
 
 
 class Server(uvicorn.Server):
-    """A listener that lets waiting requests go before it counts on their end."""
+    """uvicorn's server; at shutdown it ends long polls and feeds first, then waits for other requests."""
 
     def __init__(self, app: App) -> None:
         settings = app.settings
@@ -36,7 +36,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 log_config=None,
-                log_level="warning",  # what it does is logged here, in our words
+                log_level="warning",  # this module logs start and stop itself
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
         self.listening = asyncio.Event()
 
     def _stop_for_newer_schema(self) -> None:
-        """Stop: a newer release has changed the store in a way that this one does not understand."""
+        """Stop because a newer release has migrated the schema beyond what this one knows."""
         newer = self.app.schema_too_new
         versions = {} if newer is None else {"found": newer.found, "known": newer.known}
         logging.logger.error(
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def watch_schema(self) -> None:
-        """Notice a newer schema although nobody asks this server anything."""
+        """Poll for a newer schema, so that an idle server stops too."""
         while self.app.schema_too_new is None:
             await asyncio.sleep(SCHEMA_CHECK_S)
             try:
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
                 self.app.note_newer_schema(newer)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen; `ConfigError` when the address cannot be had."""
+        """Start to listen; raise ConfigError if the address is not available."""
         try:
             await super().startup(sockets)
         except SystemExit as gone:  # uvicorn would end the process here, with an exit code of its own
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Hear SIGTERM and SIGINT and go on to an orderly end; uvicorn would let them kill the process afterwards."""
+        """Shut down in order on SIGTERM and SIGINT; uvicorn would raise them again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -100,12 +100,12 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port it listens on, once it does."""
+        """The port of the first socket, once the server listens."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more; tails and long polls end at once, other requests come to their end."""
-        logging.logger.info("stopping: requests under way are finished")
+        """Accept no more requests; end feeds and long polls at once and finish other requests."""
+        logging.logger.info("stopping: requests in flight are finished")
         self.app.begin_closing()
         engine = self.app.engine
         try:
@@ -114,12 +114,12 @@ class Server(uvicorn.Server):
             )
         except errors.OperationTimeout:
             engine.metrics.count("ff_shutdown_timeout")
-            logging.logger.warning("some reads of streams were cut off")
+            logging.logger.warning("some stream reads were cancelled")
 
 
 @asynccontextmanager
 async def engine_lifespan(url: str, settings: ServerSettings) -> AsyncIterator[Engine]:
-    """An engine with a signing key and running sweeps; all of it is wound down in the end."""
+    """Open an engine with a signing key and running sweeps; close it at exit."""
     async with await open_engine(url, settings=settings.engine) as engine:
         await engine.ensure_partitions()
         await seed_signing_key(engine, settings)
@@ -129,13 +129,13 @@ async def engine_lifespan(url: str, settings: ServerSettings) -> AsyncIterator[E
 
 
 async def serve(url: str, settings: ServerSettings) -> None:
-    """Serve until told to stop; then finish what is under way."""
+    """Serve until stopped, then finish requests in flight."""
     settings.check()
     async with engine_lifespan(url, settings) as engine:
         if settings.is_open:
-            logging.logger.warning("no FF_API_TOKEN is set: whoever can reach this address may do anything")
+            logging.logger.warning("no FF_API_TOKEN is set: anybody who can reach this address may do anything")
         else:
-            logging.logger.info("bearer tokens are asked for")
+            logging.logger.info("bearer tokens are required")
         server = Server(create_app(engine, settings))
         watching = asyncio.create_task(server.watch_schema())
         try:

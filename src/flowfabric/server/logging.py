@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line for machines, one plain line for people; no token and no secret in any of them."""
+"""Logging as JSON lines or plain lines. No log contains a token or a secret."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a line; what a caller put into `fields` stands beside the message."""
+    """Formats a record as a line of JSON, with `fields` of the record beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "ts": round(record.created, 3),
             "level": record.levelname.lower(),
             "target": record.name,
@@ -27,12 +27,12 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return _encode(told).decode()
+            entry["exception"] = self.formatException(record.exc_info)
+        return _encode(entry).decode()
 
 
 class PlainFormatter(logging.Formatter):
-    """A record for a person: the time, the level, what happened, and its fields."""
+    """Formats a record for people: time, level, message and fields."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = None
@@ -40,12 +40,12 @@ class PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
         line = f"{self.formatTime(record)} {record.levelname.lower():<7} {record.getMessage()}"
-        told = f"{line}  {fields}" if fields else line
-        return f"{told}\n{self.formatException(record.exc_info)}" if record.exc_info else told
+        entry = f"{line}  {fields}" if fields else line
+        return f"{entry}\n{self.formatException(record.exc_info)}" if record.exc_info else entry
 
 
 def log_to_stderr(level: str, form: str = "auto") -> None:
-    """Let every log of this process go to stderr, a line each: as `json`, `plain`, or as suits whoever reads it."""
+    """Send all logs of this process to stderr as `json` or `plain` lines; `auto` is plain on a terminal."""
     plain = sys.stderr.isatty() if form == "auto" else form == "plain"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter() if plain else JsonFormatter())
@@ -55,7 +55,7 @@ def log_to_stderr(level: str, form: str = "auto") -> None:
 
 
 def log_request(method: str, path: str, status: int, seconds: float, request_id: str, who: str) -> None:
-    """A line about a request: the good ones only when somebody looks closely."""
+    """Log a request: at ERROR from 500, at INFO from 400, else at DEBUG."""
     level = logging.ERROR if status >= 500 else logging.INFO if status >= 400 else logging.DEBUG
     if logger.isEnabledFor(level):
         fields = {
@@ -70,5 +70,5 @@ def log_request(method: str, path: str, status: int, seconds: float, request_id:
 
 
 def log_audit(event: str, facts: Mapping[str, object]) -> None:
-    """An operator did something."""
+    """Log an action of an operator."""
     audit_logger.info(event, extra={"fields": dict(facts)})

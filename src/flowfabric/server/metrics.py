@@ -1,4 +1,4 @@
-"""What the server and its engine count, as Prometheus reads it. The names are the reference's."""
+"""Metrics of the server and its engine in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METRIC_CATALOG = {
     "ff_workers": (GAUGE, "Live workers; one that serves several lanes counts in each."),
     "ff_completions_total": (COUNTER, "How executions ended."),
 }
-UNLABELLED = (  # without labels, so that there is something to tell before anything happened
+UNLABELLED = (  # without labels: exposed as 0 before the first event
     "ff_worker_at_capacity_total",
     "ff_shutdown_timeout_total",
     "ff_pending_waitpoint_legacy_token_served_total",
@@ -47,14 +47,14 @@ UNLABELLED = (  # without labels, so that there is something to tell before anyt
 
 
 class HttpMetrics:
-    """Requests by method, route template and status; never by anything that callers make up."""
+    """Counts requests by method, route template and status, so that callers cannot create labels."""
 
     def __init__(self) -> None:
         self.registry = Metrics()
         self._labels: dict[tuple[str, str, int], Labels] = {}
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         labels = self._labels.get((method, route, status))
         if labels is None:
             known = method if method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
@@ -65,11 +65,11 @@ class HttpMetrics:
         self.registry.observe_labelled("ff_http_request_duration", labels, seconds)
 
 
-def exposition(*meters: Metrics) -> bytes:
-    """Everything that was counted, as text; what did not happen yet is told by its name at least."""
+def exposition(*registries: Metrics) -> bytes:
+    """Render all metrics as text; metrics without samples are listed with HELP and TYPE."""
     counts: dict[str, dict[Labels, float]] = defaultdict(dict, {name: {(): 0} for name in UNLABELLED})
     timings: dict[str, dict[Labels, Histogram]] = defaultdict(dict)
-    for each in meters:
+    for each in registries:
         for (name, labels), value in each.counters.items():
             counts[f"{name}_total"][labels] = value
         for (name, labels), level in each.gauges.items():
@@ -78,8 +78,8 @@ def exposition(*meters: Metrics) -> bytes:
             timings[f"{name}_seconds"][labels] = timing
     lines: list[str] = []
     for name in sorted({*METRIC_CATALOG, *counts, *timings}):
-        kind, words = METRIC_CATALOG.get(name, (HISTOGRAM if name in timings else COUNTER, ""))
-        lines += [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
+        kind, help_text = METRIC_CATALOG.get(name, (HISTOGRAM if name in timings else COUNTER, ""))
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_braces(labels)} {value}" for labels, value in sorted(counts[name].items())]
         for labels, timing in sorted(timings[name].items(), key=lambda pair: pair[0]):
             lines += _histogram(name, labels, timing)

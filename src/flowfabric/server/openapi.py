@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes: what is served is what is told."""
+"""The OpenAPI document, built from the routes that the server serves."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ PATH_PARAM_SCHEMAS = {
 }
 
 
-def build_document(table: Router) -> dict[str, Any]:
-    """The document."""
-    operations = [(page, operation) for page in table.groups for operation in page.entries]
-    schemas = _Schemas([operation for _, operation in operations])
+def build_document(router: Router) -> dict[str, Any]:
+    """Build the OpenAPI document of a router."""
+    routes = [(group, route) for group in router.groups for route in group.entries]
+    schemas = _Schemas([route for _, route in routes])
     paths: dict[str, Any] = {}
-    for page, operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(page, operation, schemas)
+    for group, route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(group, route, schemas)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -57,36 +57,38 @@ def build_document(table: Router) -> dict[str, Any]:
             ),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "tags": [{"name": page.tag} for page in table.groups],
+        "tags": [{"name": group.tag} for group in router.groups],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": {str(status): _refusal(status, schemas) for status in STATUS_DESCRIPTIONS if status >= 400},
+            "responses": {
+                str(status): _error_response(status, schemas) for status in STATUS_DESCRIPTIONS if status >= 400
+            },
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
 class _Schemas:
-    """A schema for each type that goes over the wire."""
+    """The schemas of all request and response types, named by class."""
 
-    def __init__(self, operations: list[Route]) -> None:
+    def __init__(self, routes: list[Route]) -> None:
         types: list[Any] = [Problem, OversizeProblem]
-        for operation in operations:
-            types += [operation.body] if operation.decoder is not None else []
-            for answer in operation.responses.values():
-                if isinstance(answer, VariantSchema):
-                    types += [kind for _, kind in answer.variants if kind.__struct_fields__]
-                elif answer is not None and not isinstance(answer, str):
-                    types.append(answer)
+        for route in routes:
+            types += [route.body] if route.decoder is not None else []
+            for response in route.responses.values():
+                if isinstance(response, VariantSchema):
+                    types += [kind for _, kind in response.variants if kind.__struct_fields__]
+                elif response is not None and not isinstance(response, str):
+                    types.append(response)
         self._types = list(dict.fromkeys(types))
         schemas, self.components = msgspec.json.schema_components(self._types, ref_template=REF_TEMPLATE)
         self._schemas = dict(zip(self._types, schemas, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
         if isinstance(kind, VariantSchema):
-            found = [self._variant(name, each) for name, each in kind.variants]
-            return found[0] if len(found) == 1 else {"oneOf": found}
+            schemas = [self._variant(name, each) for name, each in kind.variants]
+            return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
         schema: dict[str, Any] = self._schemas[kind]
         return schema
 
@@ -96,73 +98,79 @@ class _Schemas:
         return {"type": "object", "properties": {name: self._schemas[kind]}, "required": [name]}
 
 
-def _operation(page: RouteGroup, operation: Route, schemas: _Schemas) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "tags": [page.tag],
-        "operationId": operation.name,
-        "summary": operation.summary,
+def _operation(group: RouteGroup, route: Route, schemas: _Schemas) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "tags": [group.tag],
+        "operationId": route.name,
+        "summary": route.summary,
         "responses": {
-            **{str(status): _answer(status, kind, schemas) for status, kind in operation.responses.items()},
+            **{str(status): _response(status, kind, schemas) for status, kind in route.responses.items()},
             **{
                 str(status): {"$ref": f"#/components/responses/{status}"}
-                for status in sorted(error_statuses(operation))
-                if status not in operation.responses
+                for status in sorted(error_statuses(route))
+                if status not in route.responses
             },
         },
     }
-    names = re.findall(r"{(\w+)}", operation.path)
+    names = re.findall(r"{(\w+)}", route.path)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": PATH_PARAM_SCHEMAS.get(name, STRING_SCHEMA)}
         for name in names
     ]
     parameters += [
-        {"name": one.name, "in": "query", "required": one.required, "schema": one.schema} for one in operation.query
+        {"name": param.name, "in": "query", "required": param.required, "schema": param.schema} for param in route.query
     ]
-    if operation.octets_field is not None:
-        words = f"With a body of bytes, which are `{operation.octets_field}`: the other fields, as a JSON object."
+    if route.octets_field is not None:
+        description = f"With a body of bytes, which are `{route.octets_field}`: the other fields, as a JSON object."
         parameters.append(
-            {"name": FIELDS_HEADER, "in": "header", "required": False, "schema": STRING_SCHEMA, "description": words}
+            {
+                "name": FIELDS_HEADER,
+                "in": "header",
+                "required": False,
+                "schema": STRING_SCHEMA,
+                "description": description,
+            }
         )
     if parameters:
-        told["parameters"] = parameters
-    if operation.decoder is not None:
-        content = {"application/json": {"schema": schemas.of(operation.body)}}
-        if operation.octets_field is not None:
+        document["parameters"] = parameters
+    if route.decoder is not None:
+        content = {"application/json": {"schema": schemas.of(route.body)}}
+        if route.octets_field is not None:
             content[OCTET_STREAM] = {"schema": {"type": "string", "format": "binary"}}
-        told["requestBody"] = {"required": True, "content": content}
-    elif operation.body is bytes:
+        document["requestBody"] = {"required": True, "content": content}
+    elif route.body is bytes:
         form = {"application/x-www-form-urlencoded": {"schema": {"type": "object"}}}
-        told["requestBody"] = {"required": True, "content": form}
-    if operation.scope is not None:
-        told["security"] = [{"token": []}]
-        told["x-scope"] = operation.scope.value
-    return told
+        document["requestBody"] = {"required": True, "content": form}
+    if route.scope is not None:
+        document["security"] = [{"token": []}]
+        document["x-scope"] = route.scope.value
+    return document
 
 
-def error_statuses(operation: Route) -> frozenset[int]:
-    """Which refusals an operation may answer with."""
-    found = {400, 421, 429, 431, 500, 503, 504, *operation.error_statuses}
-    if operation.scope is not None:
-        found |= {401, 403}
-    if "{" in operation.path:
-        found |= {404}
-    if operation.method != "GET":
-        found |= {408, 409, 413}
-    if operation.decoder is not None:
-        found |= {404, 415, 422}
-    return frozenset(found)
+def error_statuses(route: Route) -> frozenset[int]:
+    """Return the error statuses that a route may answer with."""
+    statuses = {400, 421, 429, 431, 500, 503, 504, *route.error_statuses}
+    if route.scope is not None:
+        statuses |= {401, 403}
+    if "{" in route.path:
+        statuses |= {404}
+    if route.method != "GET":
+        statuses |= {408, 409, 413}
+    if route.decoder is not None:
+        statuses |= {404, 415, 422}
+    return frozenset(statuses)
 
 
-def _answer(status: int, kind: Any, schemas: _Schemas) -> dict[str, Any]:
-    told: dict[str, Any] = {"description": STATUS_DESCRIPTIONS[status]}
+def _response(status: int, kind: Any, schemas: _Schemas) -> dict[str, Any]:
+    document: dict[str, Any] = {"description": STATUS_DESCRIPTIONS[status]}
     if isinstance(kind, str):
-        told["content"] = {kind: {"schema": {"type": "string"}}}
+        document["content"] = {kind: {"schema": {"type": "string"}}}
     elif kind is not None:
-        told["content"] = {"application/json": {"schema": schemas.of(kind)}}
-    return told
+        document["content"] = {"application/json": {"schema": schemas.of(kind)}}
+    return document
 
 
-def _refusal(status: int, schemas: _Schemas) -> dict[str, Any]:
+def _error_response(status: int, schemas: _Schemas) -> dict[str, Any]:
     schema = schemas.of(OversizeProblem if status == 413 else Problem)
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if status in (400, 403, 404, 409):

@@ -1,4 +1,4 @@
-"""A request as a route sees it, and the words in which routes answer."""
+"""The request that a route handler gets, and the functions that build its response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Request(Generic[B]):
-    """One request: who asks, with which words."""
+    """One HTTP request: principal, path, query and decoded body."""
 
     __slots__ = (
         "_query",
@@ -57,28 +57,28 @@ class Request(Generic[B]):
     def __init__(
         self,
         app: App,
-        params: list[str],
+        path_params: list[str],
         query_string: bytes,
         headers: dict[bytes, bytes],
         principal: Principal,
         request_id: str,
         receive: Receive,
-        peer: str = "",
+        client_address: str = "",
     ) -> None:
         self.app = app
-        self.path_params = params
+        self.path_params = path_params
         self.headers = headers
         self.principal = principal
         self.request_id = request_id
         self.receive = receive
-        self.execution_namespace: str | None = None  # the namespace of the execution that a bound token was last let to
-        self.client_address = peer  # the address that the request came from
-        self.required_scope: ApiScope | None = None  # what the caller had to be allowed
-        self.authenticated_at = 0.0  # when the caller's token was last found to be good
-        self.rejection: Exception | None = None  # why it is no longer, or cannot be told to be
-        self.is_abandoned = False  # whether nobody may hear the answer: the caller hung up, or was barred
+        self.execution_namespace: str | None = None  # of the last execution that a bound token got access to
+        self.client_address = client_address
+        self.required_scope: ApiScope | None = None  # the scope of the route
+        self.authenticated_at = 0.0  # event loop time of the last token check
+        self.rejection: Exception | None = None  # why the token is no longer valid, or could not be checked
+        self.is_abandoned = False  # the caller disconnected or was rejected: the response is discarded
         self.body: B = None  # type: ignore[assignment]
-        self.handle: Handle = None  # type: ignore[assignment]  # the checked handle of a body that has one
+        self.handle: Handle = None  # type: ignore[assignment]  # the verified handle of a HolderRequest
         self._query_string = query_string
         self._query: dict[str, str] | None = None
 
@@ -90,18 +90,18 @@ class Request(Generic[B]):
 
     @property
     def execution_id(self) -> str:
-        """The execution in the path."""
+        """The execution id in the path; raises 400 if it is malformed."""
         return path_execution_id(self.path_params[0])
 
     @property
     def flow_id(self) -> str:
-        """The flow in the path."""
+        """The flow id in the path; raises 400 if it is malformed."""
         return path_uuid("flow_id", self.path_params[0])
 
     # -- the query ------------------------------------------------------------------------------------------------
 
     def query_param(self, name: str) -> str | None:
-        """A query parameter; None when it is not given."""
+        """Return a query parameter, or None."""
         if self._query is None:
             text = self._query_string.decode("utf-8", "replace")
             try:
@@ -111,7 +111,7 @@ class Request(Generic[B]):
         return self._query.get(name)
 
     def int_param(self, name: str, default: int | None = None) -> int:
-        """A query parameter that is a whole number from 0."""
+        """Return a query parameter that is a non-negative integer; raise 400 otherwise."""
         text = self.query_param(name)
         if text is None:
             if default is None:
@@ -121,33 +121,33 @@ class Request(Generic[B]):
             raise bad_request(f"{name}: {text[:40]!r} is not a whole number")
         return int(text)
 
-    # -- who asks -------------------------------------------------------------------------------------------------
+    # -- the caller -------------------------------------------------------------------------------------------------
 
     @property
     def caller_key(self) -> str:
-        """The name under which the caller's requests are counted and remembered; by address without a token."""
+        """The key for rate limits and the idempotency cache: the principal, or the address without a token."""
         return self.principal.name if self.principal is not ANONYMOUS else f"{ANONYMOUS.name} at {self.client_address}"
 
     def require_namespace(self, namespace: str) -> None:
-        """Refuse what is beyond the namespaces of the token."""
+        """Raise 403 if the token may not use a namespace."""
         if not self.principal.can_see(namespace):
             raise HttpError(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
 
     def resolve_namespace(self, given: str | None = None) -> str:
-        """The namespace of a budget or quota: the one given, else the token's only one, else `default`."""
-        mine = self.principal.namespaces
-        only = next(iter(mine)) if mine is not None and len(mine) == 1 else DEFAULT_NAMESPACE
+        """Return the namespace of a budget or quota: the given one, else the only one of the token, else `default`."""
+        namespaces = self.principal.namespaces
+        only = next(iter(namespaces)) if namespaces is not None and len(namespaces) == 1 else DEFAULT_NAMESPACE
         namespace = only if given is None else given
         self.require_namespace(namespace)
         return namespace
 
     @property
     def may_use_shared_budgets(self) -> bool:
-        """Whether budgets of the default namespace stand in for those that an execution's own does not have."""
+        """True if budgets of the default namespace may stand in for those missing in the execution's own."""
         return self.principal.namespaces is None
 
     async def require_execution_access(self, execution_id: str) -> None:
-        """Act as if an execution beyond the token's namespaces did not exist."""
+        """Raise NotFound for an execution outside the namespaces of the token."""
         if self.principal.namespaces is None:
             return
         namespace = await self.engine.get_execution_namespace(execution_id)
@@ -156,7 +156,7 @@ class Request(Generic[B]):
         self.execution_namespace = namespace
 
     async def require_flow_access(self, flow_id: str) -> None:
-        """The same for a flow."""
+        """Raise NotFound for a flow outside the namespaces of the token."""
         if self.principal.namespaces is None:
             return
         flow = await self.engine.describe_flow(flow_id)
@@ -164,12 +164,12 @@ class Request(Generic[B]):
             raise errors.NotFound("flow", flow_id=flow_id)
 
     def trace_attempt_end(self, outcome: str) -> None:
-        """The attempt whose handle the body shows ended, or was put away, by this request."""
+        """Record in the trace that this request ended or suspended the attempt of its handle."""
         if self.app.tracing.is_on:
             self.app.tracing.record_attempt_end(self.handle.fields, outcome)
 
     async def check_authentication(self, after_s: float | None = None) -> None:
-        """Bar a caller whose token is not good any more, or cannot be looked up: it hears no answer but that."""
+        """Check the token again; on failure set `rejection`, which becomes the response."""
         try:
             await self.app.reauthenticate(self, after_s)
         except (HttpError, errors.FabricError) as refused:
@@ -177,25 +177,28 @@ class Request(Generic[B]):
 
     @asynccontextmanager
     async def watch_disconnect(self, on_end: Callable[[], None]) -> AsyncIterator[Callable[[], bool]]:
-        """While a request waits: whether its caller is still there and the server goes on; `on_end` when not."""
+        """Yield a predicate: the caller is connected and the server is running. `on_end` is called when that ends.
 
-        async def hang_up() -> None:
+        The token is checked again from time to time; an invalid one also ends the wait.
+        """
+
+        async def watch_connection() -> None:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
             self.is_abandoned = True
             on_end()
 
-        async def stay_admitted() -> None:
+        async def watch_token() -> None:
             while self.rejection is None:
                 await asyncio.sleep(self.app.reauthenticate_s)
                 await self.check_authentication(after_s=0)
             on_end()
 
-        watchers = [asyncio.create_task(hang_up())]
+        watchers = [asyncio.create_task(watch_connection())]
         if self.required_scope is not None and self.principal is not ANONYMOUS:
-            watchers.append(asyncio.create_task(stay_admitted()))
+            watchers.append(asyncio.create_task(watch_token()))
         self.app.on_closing.add(on_end)
-        if self.app.closing.is_set():  # it was on its way here when the others were told
+        if self.app.closing.is_set():  # shutdown began before this request was registered
             on_end()
         try:
             yield lambda: not self.is_abandoned and not self.app.closing.is_set()
@@ -205,7 +208,7 @@ class Request(Generic[B]):
                 watcher.cancel()
 
     async def wait_while_connected(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What comes of some waiting; None when the caller or the server goes first."""
+        """Await a coroutine; return None if the caller disconnects or the server stops first."""
         over = asyncio.Event()
         async with self.watch_disconnect(over.set):
             tasks = (asyncio.create_task(work), asyncio.create_task(over.wait()))
@@ -219,7 +222,7 @@ class Request(Generic[B]):
 
 
 def path_execution_id(text: str) -> str:
-    """An execution id of a path."""
+    """Parse an execution id; raise 400 if it is malformed."""
     try:
         return ids.parse_execution_id(text)
     except errors.InvalidInput as fault:
@@ -227,7 +230,7 @@ def path_execution_id(text: str) -> str:
 
 
 def path_uuid(field: str, text: str, prefix: str = "invalid ") -> str:
-    """A UUID of a path."""
+    """Parse a UUID; raise 400 if it is malformed."""
     try:
         return ids.parse_uuid(text, field)
     except errors.InvalidInput as fault:
@@ -235,33 +238,33 @@ def path_uuid(field: str, text: str, prefix: str = "invalid ") -> str:
 
 
 def check_same_id(field: str, path: str, body: str) -> None:
-    """A body that names the path's id names the same."""
+    """Raise 400 if the id in the body differs from the id in the path."""
     if path != body:
         raise bad_request(f"path {field} does not match body {field}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Answers
+# Responses
 
 
 def json_response(value: Any, status: int = 200, *headers: tuple[str, str]) -> Response:
-    """A JSON answer."""
+    """Build a JSON response."""
     return Response(status, encode(value), JSON, headers)
 
 
 def variant_response(answer: msgspec.Struct, status: int = 200, name: str = "") -> Response:
-    """A variant of an answer: an object with the variant's name, or the bare name of one without fields."""
+    """Build the response for one variant, named by its class unless `name` is given."""
     return Response(status, encode(as_variant(answer, name)), JSON)
 
 
 def as_variant(answer: msgspec.Struct, name: str = "") -> Any:
-    """The same, not yet encoded."""
-    known = name or variant_name(type(answer))
-    return {known: answer} if type(answer).__struct_fields__ else known
+    """Return `{name: struct}`, or the bare name if the struct has no fields."""
+    name = name or variant_name(type(answer))
+    return {name: answer} if type(answer).__struct_fields__ else name
 
 
 def require_found(thing: B | None, text: str) -> B:
-    """What was looked for, or 404 with this text."""
+    """Return the value; raise 404 with this text if it is None."""
     if thing is None:
         raise not_found(text)
     return thing

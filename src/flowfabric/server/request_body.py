@@ -1,4 +1,4 @@
-"""Bodies of requests: received within limits of size and time, and decoded into what the route expects."""
+"""Request bodies: read within limits of size and time, and decoded into the schema of the route."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _UNPROCESSABLE = "invalid JSON: Unprocessable Entity"
 BODY_TIMEOUT_S = 60.0
 
 
-async def read_body(ask: Request[Any], operation: Route) -> bytes:
-    """The body as it was sent; 413, 415 or 408 when it is too large, of another type, or takes too long."""
-    limit = operation.max_body_bytes
-    length = ask.headers.get(b"content-length")
+async def read_body(request: Request[Any], route: Route) -> bytes:
+    """Read the raw body; raise 413, 415 or 408 if it is too large, of another type, or takes too long."""
+    limit = route.max_body_bytes
+    length = request.headers.get(b"content-length")
     if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
-        raise BodyTooLarge(limit, operation.path)
-    if operation.decoder is not None and not _is_octets(ask, operation) and not _JSON_TYPE(_type(ask)):
+        raise BodyTooLarge(limit, route.path)
+    if route.decoder is not None and not _is_octets(request, route) and not _JSON_TYPE(_content_type(request)):
         raise HttpError(415, _UNSUPPORTED)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            message = await ask.receive()
+            message = await request.receive()
             body: bytes = message.get("body", b"")
             if message.get("more_body"):
-                body = await _rest(ask.receive, body, limit, operation.path)
+                body = await _read_rest(request.receive, body, limit, route.path)
     except TimeoutError:
         raise HttpError(408, "the body took too long", connection="close") from None
     if len(body) > limit:
-        raise BodyTooLarge(limit, operation.path)
+        raise BodyTooLarge(limit, route.path)
     return body
 
 
-def decode_body(ask: Request[Any], operation: Route, body: bytes) -> Any:
-    """What the route expects; 400 or 422 when the body is no such thing."""
-    if operation.decoder is None:
+def decode_body(request: Request[Any], route: Route, body: bytes) -> Any:
+    """Decode the body; raise 400 if it is malformed, 422 if it does not fit the schema."""
+    if route.decoder is None:
         return body
-    is_octets = _is_octets(ask, operation)
-    fields = ask.headers.get(_FIELDS, b"{}")
+    is_octets = _is_octets(request, route)
+    fields = request.headers.get(_FIELDS, b"{}")
     try:
         json_limits.check_numbers(fields if is_octets else body)
-        return _around(body, fields, operation) if is_octets else operation.decoder.decode(body)
+        return _decode_octets(body, fields, route) if is_octets else route.decoder.decode(body)
     except msgspec.ValidationError:
         raise (HttpError(422, _UNPROCESSABLE) if is_octets or _is_json(body) else HttpError(400, _MALFORMED)) from None
     except json_limits.NumberTooLong as fault:
@@ -60,17 +60,17 @@ def decode_body(ask: Request[Any], operation: Route, body: bytes) -> Any:
         raise HttpError(400, _MALFORMED) from None
 
 
-def _type(ask: Request[Any]) -> bytes:
-    return ask.headers.get(b"content-type", b"")
+def _content_type(request: Request[Any]) -> bytes:
+    return request.headers.get(b"content-type", b"")
 
 
-def _is_octets(ask: Request[Any], operation: Route) -> bool:
-    """Whether the body is one field of the request, as the bytes themselves."""
-    return operation.octets_field is not None and _OCTETS_TYPE(_type(ask)) is not None
+def _is_octets(request: Request[Any], route: Route) -> bool:
+    """True if the body is the raw bytes of one field."""
+    return route.octets_field is not None and _OCTETS_TYPE(_content_type(request)) is not None
 
 
 def _is_json(body: bytes) -> bool:
-    """Whether all of a body is well-formed; of a wrong shape the decoder tells before it has read to the end."""
+    """True if the whole body is well-formed; the decoder reports a wrong shape before it has read to the end."""
     try:
         msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -78,16 +78,16 @@ def _is_json(body: bytes) -> bool:
     return True
 
 
-def _around(octets: bytes, fields: bytes, operation: Route) -> Any:
-    """The body of which one field came as bytes, and the others in a header."""
-    given = msgspec.json.decode(fields, type=dict[str, Any])
-    if operation.octets_field in given:
-        raise msgspec.ValidationError(f"{operation.octets_field} is given twice")
-    given[operation.octets_field or ""] = octets
-    return msgspec.convert(given, operation.body)
+def _decode_octets(octets: bytes, fields: bytes, route: Route) -> Any:
+    """Build the request from the raw bytes of one field and the other fields of the header."""
+    values = msgspec.json.decode(fields, type=dict[str, Any])
+    if route.octets_field in values:
+        raise msgspec.ValidationError(f"{route.octets_field} is given twice")
+    values[route.octets_field or ""] = octets
+    return msgspec.convert(values, route.body)
 
 
-async def _rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:
+async def _read_rest(receive: Receive, body: bytes, limit: int, route: str) -> bytes:
     parts, size, more = [body], len(body), True
     while more:
         message = await receive()

@@ -1,4 +1,8 @@
-"""The table of routes: what may be asked, by whom, and how it looks. The server answers by it, documents tell it."""
+"""Routes and the router.
+
+A route declares its path, scope, subject, body and responses. The application enforces these declarations, and the
+OpenAPI document is built from them.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +24,23 @@ CONTROL_LIMIT = 65_536
 SIGNAL_LIMIT = 262_144
 
 OCTET_STREAM = "application/octet-stream"
-FIELDS_HEADER = "x-ff-fields"  # the header with the other fields of a body that is sent as the bytes themselves
+FIELDS_HEADER = "x-ff-fields"  # header with the other fields when the body is the raw bytes of one field
 EVENT_STREAM = "text/event-stream"
 HTML = "text/html; charset=utf-8"
 METRICS_PATH = "/metrics"
 
 
 class Subject(StrEnum):
-    """What an operation is about; a token that is bound to namespaces is asked whether that is within them."""
+    """What a route accesses. A token bound to namespaces needs access to the namespace of the subject."""
 
     EXECUTION = "execution"  # the execution in the path
     FLOW = "flow"  # the flow in the path
-    HANDLE = "handle"  # the execution that the handle in the body holds
-    CHECKED_BY_HANDLER = "own"  # the operation looks by itself
+    HANDLE = "handle"  # the execution of the handle in the body
+    CHECKED_BY_HANDLER = "own"  # the handler checks access itself
 
 
 class Response(msgspec.Struct, frozen=True):
-    """An answer that is whole."""
+    """A complete response."""
 
     status: int = 200
     body: bytes = b""
@@ -45,14 +49,14 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class StreamingResponse(msgspec.Struct, frozen=True):
-    """An answer that goes on as long as there is something to tell."""
+    """A response that is sent event by event."""
 
     events: AsyncGenerator[bytes]
     content_type: str = EVENT_STREAM
 
 
 class QueryParam(msgspec.Struct, frozen=True):
-    """A query parameter, for the documents."""
+    """A query parameter as it is documented."""
 
     name: str
     schema: dict[str, Any]
@@ -65,13 +69,13 @@ NAMESPACE_PARAM = QueryParam("namespace", {"type": "string"})
 
 
 class VariantSchema(msgspec.Struct, frozen=True):
-    """One of several answers, each an object with one key, its name, or the bare name of one without fields."""
+    """A response that is one of several variants, by name (see `api.encoding`)."""
 
     variants: tuple[tuple[str, Any], ...]
 
 
 def one_of(*types: Any, **named: Any) -> VariantSchema:
-    """Variants by the names of their types, or by others."""
+    """Declare variants, named by their types or by keyword."""
     return VariantSchema((*((variant_name(each), each) for each in types), *named.items()))
 
 
@@ -80,19 +84,19 @@ H = TypeVar("H", bound=Handler)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that may be asked."""
+    """One method on one path."""
 
     method: str
     path: str
     handler: Any
     responses: dict[int, Any]  # a type, None for an empty body, or the name of another content type
-    scope: ApiScope | None  # None is for everybody
+    scope: ApiScope | None  # None: no token is needed
     subject: Subject | None
     body: Any
     max_body_bytes: int
     query: tuple[QueryParam, ...]
-    is_long_poll: bool  # waits on purpose: no time limit applies
-    is_audited: bool  # noted as an operator's action
+    is_long_poll: bool  # no request timeout applies
+    is_audited: bool  # written to the audit log
     error_statuses: frozenset[int]
     decoder: Any = None
 
@@ -103,18 +107,18 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_token(self) -> bool:
-        """Whether it is for those with a good token, of a certain scope or any."""
+        """True if a valid token is required, of a certain scope or any."""
         return self.scope is not None or 401 in self.error_statuses
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the answer goes on as long as there is something to tell."""
+        """True if the response is an event stream."""
         return EVENT_STREAM in self.responses.values()
 
     @property
     def octets_field(self) -> str | None:
-        """The field that may be the whole body, as the bytes themselves; None for a route that has no such."""
-        return _octets_of(self.body)
+        """The field that may be sent as the raw body, or None."""
+        return _find_octets_field(self.body)
 
     @property
     def summary(self) -> str:
@@ -122,14 +126,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _octets_of(body: Any) -> str | None:
+def _find_octets_field(body: Any) -> str | None:
     fields: tuple[str, ...] = getattr(body, "__struct_fields__", ())
-    found = [name for name in fields if name.endswith("_b64")]
-    return found[0] if len(found) == 1 else None
+    octets_fields = [name for name in fields if name.endswith("_b64")]
+    return octets_fields[0] if len(octets_fields) == 1 else None
 
 
 class RouteGroup:
-    """Operations of one page."""
+    """The routes of one module, under one tag."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
@@ -139,7 +143,7 @@ class RouteGroup:
         self,
         method: str,
         path: str,
-        answers: dict[int, Any],
+        responses: dict[int, Any],
         *,
         scope: ApiScope | None,
         subject: Subject | None = None,
@@ -150,13 +154,13 @@ class RouteGroup:
         audit: bool = False,
         refusals: tuple[int, ...] = (),
     ) -> Callable[[H], H]:
-        def add(handle: H) -> H:
+        def add(handler: H) -> H:
             self.entries.append(
                 Route(
                     method=method,
                     path=path,
-                    handler=handle,
-                    responses=answers,
+                    handler=handler,
+                    responses=responses,
                     scope=scope,
                     subject=subject,
                     body=body,
@@ -168,25 +172,25 @@ class RouteGroup:
                     decoder=None if body is None or body is bytes else msgspec.json.Decoder(body),
                 )
             )
-            return handle
+            return handler
 
         return add
 
-    def get(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
-        return self._add("GET", path, answers, **({"scope": ApiScope.READ} | given))
+    def get(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
+        return self._add("GET", path, responses, **({"scope": ApiScope.READ} | options))
 
-    def post(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
-        return self._add("POST", path, answers, **given)
+    def post(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
+        return self._add("POST", path, responses, **options)
 
-    def put(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
-        return self._add("PUT", path, answers, **given)
+    def put(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
+        return self._add("PUT", path, responses, **options)
 
-    def delete(self, path: str, answers: dict[int, Any], **given: Any) -> Callable[[H], H]:
-        return self._add("DELETE", path, answers, **given)
+    def delete(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
+        return self._add("DELETE", path, responses, **options)
 
 
 class Resource:
-    """A path and what may be done with it."""
+    """A path and its routes by method."""
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -194,7 +198,7 @@ class Resource:
 
     @property
     def bypasses_layers(self) -> bool:
-        """Whether the layers around the others pass this by: it needs no token, has no CORS, and is not counted."""
+        """True for /metrics, which needs no token, has no CORS headers and is not counted."""
         return self.template == METRICS_PATH
 
     @property
@@ -216,43 +220,43 @@ class _Node:
 
 
 class Router:
-    """All operations, found by path: segment by segment, a literal before a placeholder."""
+    """Resolves a path segment by segment; a literal goes before a placeholder."""
 
-    def __init__(self, *pages: RouteGroup) -> None:
+    def __init__(self, *groups: RouteGroup) -> None:
         self._root = _Node()
-        self.groups = pages
+        self.groups = groups
         self.resources: dict[str, Resource] = {}
-        for page in pages:
-            for operation in page.entries:
-                self._place(operation)
+        for group in groups:
+            for route in group.entries:
+                self._insert(route)
 
-    def _place(self, operation: Route) -> None:
+    def _insert(self, route: Route) -> None:
         node = self._root
-        for segment in operation.path.encode()[1:].split(b"/"):
+        for segment in route.path.encode()[1:].split(b"/"):
             if segment.startswith(b"{"):
                 node.other = node.other or _Node()
                 node = node.other
             else:
                 node = node.children.setdefault(segment, _Node())
-        resource = self.resources.setdefault(operation.path, Resource(operation.path))
-        assert operation.method not in resource.methods, operation.path
-        assert node.resource in (None, resource), f"{operation.path} hides another path"
-        resource.methods[operation.method] = operation
+        resource = self.resources.setdefault(route.path, Resource(route.path))
+        assert route.method not in resource.methods, route.path
+        assert node.resource in (None, resource), f"{route.path} hides another path"
+        resource.methods[route.method] = route
         node.resource = resource
 
     def resolve(self, raw_path: bytes) -> tuple[Resource | None, list[str]]:
-        """What a path leads to, and what stands in its placeholders."""
-        node, given = self._root, list[bytes]()
+        """Return the resource of a path and the values of its placeholders."""
+        node, values = self._root, list[bytes]()
         for segment in raw_path[1:].split(b"/"):
             child = node.children.get(segment)
             if child is None:
                 if node.other is None or not segment:
                     return None, []
                 child = node.other
-                given.append(segment)
+                values.append(segment)
             node = child
-        return node.resource, [_decoded(one) for one in given]
+        return node.resource, [_decode_segment(value) for value in values]
 
 
-def _decoded(segment: bytes) -> str:
+def _decode_segment(segment: bytes) -> str:
     return (unquote_to_bytes(segment) if b"%" in segment else segment).decode("utf-8", "replace")

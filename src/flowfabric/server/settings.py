@@ -1,4 +1,4 @@
-"""What the server can be told: by the environment, or by whoever makes it."""
+"""Settings of the server, from the environment or from code."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class ConfigError(InvalidInput):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server behaves towards its callers; lengths are milliseconds, 0 is none."""
+    """Settings of the server; durations are milliseconds, 0 is none."""
 
     host: str = "127.0.0.1"
     port: int = 9090
     api_token: Secret | None = None
-    previous_api_token: Secret | None = None  # still good while callers are told the new one
+    previous_api_token: Secret | None = None  # still accepted during a rotation
     allow_unauthenticated: bool = False
-    public_url: str | None = None  # where people reach the server
-    allowed_hosts: tuple[str, ...] = ()  # further names that an open server answers to; "*" is any
+    public_url: str | None = None  # base URL of links for people
+    allowed_hosts: tuple[str, ...] = ()  # further host names of a server without a token; "*" is any
     cors_origins: tuple[str, ...] = ()  # "*" is any
     waitpoint_secret: Secret | None = None
     waitpoint_grace_ms: int = KEY_GRACE_MS
-    lanes: tuple[str, ...] = ("default",)  # checked only: lanes come into being with their first execution
+    lanes: tuple[str, ...] = ("default",)  # only validated: a lane exists from its first execution
     run_sweeps: bool = True
     serve_metrics: bool = True
     request_timeout_ms: int = 0
@@ -55,11 +55,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may do anything."""
+        """True if no token is required."""
         return self.api_token is None
 
     def check(self) -> None:
-        """Refuse to open an unguarded door to the world."""
+        """Raise ConfigError for a server without a token on a public address, unless that is allowed."""
         if self.is_open and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ConfigError(
                 f"refusing to listen on {self.host} without a token: set FF_API_TOKEN, or say --allow-unauthenticated"
@@ -67,16 +67,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """True if only this machine can reach a host."""
     return host == "localhost" or host == "::1" or bool(re.fullmatch(r"127(?:\.\d{1,3}){3}", host))
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
-    """The settings that the environment names; `ConfigError` names the variable that is wrong."""
+    """Read the settings from the environment; ConfigError names an invalid variable."""
     read = _Environment(environ)
-    read.number(
-        "FF_SQLITE_POOL_SIZE", 4, least=1
-    )  # the reference's; without a meaning here, a slip is told all the same
+    read.number("FF_SQLITE_POOL_SIZE", 4, minimum=1)  # has no effect here, but is validated
     host, port = parse_address(environ.get("FF_LISTEN_ADDR") or DEFAULT_ADDRESS)
     return ServerSettings(
         host=host,
@@ -100,23 +98,23 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         log_format=read.choice("FF_LOG_FORMAT", "auto", "json", "plain"),
         engine=Settings(
             partitions=PartitionCounts(
-                read.number("FF_FLOW_PARTITIONS", 256, least=1, most=65_535),
-                read.number("FF_BUDGET_PARTITIONS", 32, least=1, most=65_535),
-                read.number("FF_QUOTA_PARTITIONS", 32, least=1, most=65_535),
+                read.number("FF_FLOW_PARTITIONS", 256, minimum=1, maximum=65_535),
+                read.number("FF_BUDGET_PARTITIONS", 32, minimum=1, maximum=65_535),
+                read.number("FF_QUOTA_PARTITIONS", 32, minimum=1, maximum=65_535),
             ),
             max_concurrent_stream_ops=read.number(
-                "FF_MAX_CONCURRENT_STREAM_OPS", read.number("FF_MAX_CONCURRENT_TAIL", 64, least=1), least=1
+                "FF_MAX_CONCURRENT_STREAM_OPS", read.number("FF_MAX_CONCURRENT_TAIL", 64, minimum=1), minimum=1
             ),
             ageing_ms=read.by_lane("FF_LANE_AGEING_MS"),
             sweeps=read.sweeps(),
             feed_retention_ms=read.number("FF_FEED_RETENTION_MS", FEED_RETENTION_MS),
-            postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, least=1) or None,
+            postgres_pool_size=read.number("FF_POSTGRES_POOL_SIZE", 0, minimum=1) or None,
         ),
     )
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`."""
+    """Parse `host:port` or `[v6]:port`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"invalid value for FF_LISTEN_ADDR: {text!r} is not host:port")
@@ -136,12 +134,12 @@ class _Environment:
         except ValueError as fault:
             raise ConfigError(f"invalid value for {name}: {fault}") from None
 
-    def number(self, name: str, default: int, *, least: int = 0, most: int = 2**53 - 1) -> int:
+    def number(self, name: str, default: int, *, minimum: int = 0, maximum: int = 2**53 - 1) -> int:
         def parse(text: str) -> int:
             if not text.isdecimal():
                 raise ValueError(f"{text!r} is not a whole number")
-            if not least <= int(text) <= most:
-                raise ValueError(f"{text} is not within {least}..{most}")
+            if not minimum <= int(text) <= maximum:
+                raise ValueError(f"{text} is not within {minimum}..{maximum}")
             return int(text)
 
         return self.value(name, default, parse)
@@ -165,7 +163,7 @@ class _Environment:
         text = self._environ.get(name)
         if text is None:
             return None
-        if not re.fullmatch(r"(?:[0-9a-fA-F]{2})+", text):  # never shown: it may be nearly right
+        if not re.fullmatch(r"(?:[0-9a-fA-F]{2})+", text):  # not shown: it may be almost right
             raise ConfigError(f"invalid value for {name}: must be a non-empty even-length hex string")
         return Secret(text)
 
@@ -173,13 +171,13 @@ class _Environment:
         text = self._environ.get(name)
         if text is None:
             return ()
-        given = [one.strip() for one in text.split(",") if one.strip()]
-        kept = tuple(one for one in given if one == "*" or re.fullmatch(r"https?://[^\s/,]+", one))
-        if not kept:
+        values = [one.strip() for one in text.split(",") if one.strip()]
+        origins = tuple(one for one in values if one == "*" or re.fullmatch(r"https?://[^\s/,]+", one))
+        if not origins:
             raise ConfigError(f"invalid value for {name}: no usable origin in it")
-        for odd in (one for one in given if one not in kept):
-            logger.warning("%s: %r is no origin and is passed over", name, odd)
-        return kept
+        for invalid in (one for one in values if one not in origins):
+            logger.warning("%s: %r is no origin and is passed over", name, invalid)
+        return origins
 
     def names(self, name: str) -> tuple[str, ...]:
         return tuple(one.strip() for one in self._environ.get(name, "").split(",") if one.strip())
@@ -197,7 +195,7 @@ class _Environment:
         return self.value(name, ("default",), parse)
 
     def by_lane(self, name: str) -> dict[str, int]:
-        """A number for each of some lanes, as in `bulk=60000,mail=1000`."""
+        """Parse a number per lane, as in `bulk=60000,mail=1000`."""
 
         def parse(text: str) -> dict[str, int]:
             numbers: dict[str, int] = {}
@@ -211,8 +209,8 @@ class _Environment:
         return self.value(name, {}, parse)
 
     def sweeps(self) -> Sweeps:
-        """FF_LEASE_EXPIRY_INTERVAL_MS and its like; each also by seconds, and seconds may have decimals."""
-        given: dict[str, Any] = {}
+        """Read the sweep intervals, as FF_LEASE_EXPIRY_INTERVAL_MS or, with decimals, FF_LEASE_EXPIRY_INTERVAL_S."""
+        values: dict[str, Any] = {}
         for field in Sweeps.__struct_fields__:
             if not field.endswith("_ms"):
                 continue
@@ -220,8 +218,8 @@ class _Environment:
             seconds = self.value(f"{stem}_S", None, _seconds)
             ms = self.number(f"{stem}_MS", 0 if seconds is None else seconds)
             if f"{stem}_MS" in self._environ or seconds is not None:
-                given[field] = ms
-        return Sweeps(**given)
+                values[field] = ms
+        return Sweeps(**values)
 
 
 def _seconds(text: str) -> int | None:
@@ -235,7 +233,7 @@ def _decimal(text: str, what: str = "a number") -> float:
 
 
 def _log_level(environ: Mapping[str, str]) -> str:
-    """FF_LOG, or the coarsest reading of the reference's filter: its first level, or all when it has none."""
+    """Return the level of FF_LOG, or the first level in RUST_LOG (debug if it names none)."""
     name = "FF_LOG" if environ.get("FF_LOG") else "RUST_LOG"
     text = environ.get(name) or "info"
     found = re.search(r"\b(trace|debug|info|warn|warning|error|off)\b", text.lower())

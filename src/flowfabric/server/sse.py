@@ -1,4 +1,4 @@
-"""Server-sent events: lines that a browser or a script can follow, resumable by the id of the last one."""
+"""Server-sent events, resumable by the id of the last event."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from flowfabric import errors
 from flowfabric.server.errors import status_and_problem
 from flowfabric.server.request import Request, encode
 
-POLL_WAIT_MS = 10_000  # how long one look waits: also how often a quiet line shows that it lives
+POLL_WAIT_MS = 10_000  # how long one poll waits, and the interval of keep-alive comments
 SHUTDOWN_EVENT = b'event: end\ndata: {"reason":"shutdown"}\n\n'
 UNAUTHORIZED_EVENT = b'event: end\ndata: {"reason":"unauthorized"}\n\n'
 KEEP_ALIVE_COMMENT = b": alive\n\n"
 
 
 def format_event(data: bytes, *, name: str = "", cursor: str = "") -> bytes:
-    """One event; the data are a line of JSON."""
-    head = f"id: {cursor}\n" if cursor else ""
-    head += f"event: {name}\n" if name else ""
-    return head.encode() + b"data: " + data + b"\n\n"
+    """Format one event; `data` is a line of JSON."""
+    prefix = f"id: {cursor}\n" if cursor else ""
+    prefix += f"event: {name}\n" if name else ""
+    return prefix.encode() + b"data: " + data + b"\n\n"
 
 
-def last_event_id(ask: Request[Any]) -> str:
-    """Where a follower stands."""
-    return ask.headers.get(b"last-event-id", b"").decode("ascii", "replace")
+def last_event_id(request: Request[Any]) -> str:
+    """Return the id of the last event that the client has seen, or an empty text."""
+    return request.headers.get(b"last-event-id", b"").decode("ascii", "replace")
 
 
-async def with_keep_alive(ask: Request[Any], events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """The events, a sign of life in between, and a clean end when the server or its caller goes."""
+async def with_keep_alive(request: Request[Any], events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield events and keep-alive comments; end cleanly when the server stops or the token becomes invalid."""
     over = asyncio.Event()
     yield b"retry: 1000\n\n"
-    async with ask.watch_disconnect(over.set) as goes_on:
-        waiting = asyncio.ensure_future(anext(events, None))
-        ending = asyncio.ensure_future(over.wait())
+    async with request.watch_disconnect(over.set) as is_open:
+        next_event = asyncio.ensure_future(anext(events, None))
+        ended = asyncio.ensure_future(over.wait())
         try:
-            while goes_on():
-                await asyncio.wait((waiting, ending), timeout=POLL_WAIT_MS / 1000, return_when=asyncio.FIRST_COMPLETED)
-                if not waiting.done():
-                    if goes_on():
+            while is_open():
+                await asyncio.wait(
+                    (next_event, ended), timeout=POLL_WAIT_MS / 1000, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not next_event.done():
+                    if is_open():
                         yield KEEP_ALIVE_COMMENT
                     continue
-                if ask.rejection is not None:
+                if request.rejection is not None:
                     break
                 try:
-                    told = waiting.result()
+                    event = next_event.result()
                 except errors.FabricError as error:
                     yield format_event(encode(status_and_problem(error)[1]), name="error")
                     return
-                if told is None:
+                if event is None:
                     return
-                yield told
-                waiting = asyncio.ensure_future(anext(events, None))
-            if ask.rejection is not None:
+                yield event
+                next_event = asyncio.ensure_future(anext(events, None))
+            if request.rejection is not None:
                 yield UNAUTHORIZED_EVENT
-            elif ask.app.closing.is_set():
+            elif request.app.closing.is_set():
                 yield SHUTDOWN_EVENT
         finally:
-            for task in (waiting, ending):
+            for task in (next_event, ended):
                 task.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await waiting
+                await next_event

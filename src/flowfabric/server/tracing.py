@@ -1,9 +1,9 @@
-"""Traces, when OpenTelemetry is installed and set up.
+"""Tracing, if OpenTelemetry is installed and configured.
 
-A span a request, below the caller's own. A submit leaves its place with the execution, as the tag `ff.traceparent`;
-each claim of it, the first, a retry or a takeover, is a span that links back there, and the worker is told the place.
-When the attempt is over, a span below its claim tells how long it took and what became of it, and the claim of the next
-attempt links to it. Which span belongs to an attempt is remembered in this process, of the latest ones.
+Each request is a span below the span of the caller. A submit stores its traceparent with the execution, in the tag
+`ff.traceparent`. Each claim (first, retry or takeover) is a span that links to the submit, and the worker gets that
+traceparent. When the attempt ends, a span below its claim records duration and outcome, and the claim of the next
+attempt links to it. This process remembers the spans of the latest MAX_REMEMBERED_SPANS executions.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ MAX_REMEMBERED_SPANS = 10_000
 
 
 class Tracing(Protocol):
-    """Makes spans."""
+    """Records spans."""
 
     is_on: bool
 
     def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
-        """The span of one request."""
+        """Open the span of one request."""
         ...
 
     def current_traceparent(self) -> str | None:
-        """Where the present request stands, for others to link to."""
+        """Return the traceparent of the current span, or None."""
         ...
 
     def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
-        """An attempt began; `submitted` is the place of its submit."""
+        """Record a claim; `submitted` is the traceparent of the submit."""
         ...
 
     def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
-        """An attempt is over, or put away."""
+        """Record that an attempt ended or was suspended."""
         ...
 
 
 class NoTracing:
-    """Nobody looks."""
+    """Records nothing."""
 
     is_on = False
     _none = nullcontext()
@@ -75,7 +75,7 @@ class LatestSpan(msgspec.Struct, frozen=True):
 
 
 class OtelTracing:
-    """Spans of OpenTelemetry."""
+    """Records spans with OpenTelemetry."""
 
     is_on = True
 
@@ -109,7 +109,7 @@ class OtelTracing:
         return carried.get("traceparent")
 
     def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
-        submit, before = self._place_of(submitted), self._latest.get(execution_id)
+        submit, before = self._submit_span(submitted), self._latest.get(execution_id)
         span = self._tracer.start_span(
             "claim",
             links=self._links(submit, None if before is None else before.span),
@@ -121,7 +121,7 @@ class OtelTracing:
     def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
         claim = self._latest.get(attempt.execution_id)
         if claim is None or claim.is_over or claim.attempt_index != attempt.attempt_index:
-            return  # it was claimed elsewhere, or told before
+            return  # claimed on another server, or recorded before
         span = self._tracer.start_span(
             "attempt",
             context=self._trace.set_span_in_context(self._trace.NonRecordingSpan(claim.span)),
@@ -135,16 +135,16 @@ class OtelTracing:
             },
         )
         span.end()
-        over = msgspec.structs.replace(claim, span=span.get_span_context(), is_over=True)
-        self._remember(attempt.execution_id, over)
+        ended = msgspec.structs.replace(claim, span=span.get_span_context(), is_over=True)
+        self._remember(attempt.execution_id, ended)
 
-    def _place_of(self, submitted: str | None) -> Any:
-        came_from = self._context.extract({"traceparent": submitted} if submitted else {})
-        place = self._trace.get_current_span(came_from).get_span_context()
-        return place if submitted and place.is_valid else None
+    def _submit_span(self, submitted: str | None) -> Any:
+        context = self._context.extract({"traceparent": submitted} if submitted else {})
+        span_context = self._trace.get_current_span(context).get_span_context()
+        return span_context if submitted and span_context.is_valid else None
 
-    def _links(self, *places: Any) -> list[Any]:
-        return [self._trace.Link(place) for place in places if place is not None]
+    def _links(self, *span_contexts: Any) -> list[Any]:
+        return [self._trace.Link(span_context) for span_context in span_contexts if span_context is not None]
 
     def _remember(self, execution_id: str, latest: LatestSpan) -> None:
         self._latest[execution_id] = latest
@@ -154,11 +154,11 @@ class OtelTracing:
 
 
 def make_tracing() -> Tracing:
-    """Spans that are exported when a tracer provider is set up, else none."""
+    """Return OpenTelemetry tracing if a tracer provider is configured, else no tracing."""
     try:
         from opentelemetry import trace
     except ImportError:
         return NoTracing()
-    # Without a provider every span would be made for nothing.
+    # Without a provider every span would be created in vain.
     provider = type(trace.get_tracer_provider()).__name__
     return NoTracing() if provider in ("ProxyTracerProvider", "NoOpTracerProvider") else OtelTracing()

@@ -33,40 +33,40 @@ HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
     scope=ApiScope.ADMIN,
     long=True,
 )
-async def rotate_waitpoint_secret(ask: Request[RotateWaitpointSecretRequest]) -> Response:
+async def rotate_waitpoint_secret(request: Request[RotateWaitpointSecretRequest]) -> Response:
     """Let another key sign waitpoint tokens; the one before verifies for the grace that is configured."""
-    kid, secret = ask.body.new_kid, ask.body.new_secret_hex
+    kid, secret = request.body.new_kid, request.body.new_secret_hex
     if not kid or ":" in kid:
         raise bad_request("new_kid must be non-empty and must not contain ':'")
     if not secret or len(secret) % 2 or not HEX_DIGITS.issuperset(secret):
         raise bad_request("new_secret_hex must be a non-empty even-length hex string")
-    if ask.app.rotation_lock.locked():
+    if request.app.rotation_lock.locked():
         raise HttpError(
             429, "too many concurrent admin_rotate calls (server max: 1); retry with backoff", retryable=True
         )
-    async with ask.app.rotation_lock:
+    async with request.app.rotation_lock:
         try:
             async with asyncio.timeout(ROTATION_TIMEOUT_S):
-                done = await ask.engine.rotate_waitpoint_hmac_secret_all(
-                    kid, secret, ask.app.settings.waitpoint_grace_ms
+                done = await request.engine.rotate_waitpoint_hmac_secret_all(
+                    kid, secret, request.app.settings.waitpoint_grace_ms
                 )
         except TimeoutError:
-            _noted(ask, kid, "waitpoint_hmac_rotation_timeout_http_504")
+            _noted(request, kid, "waitpoint_hmac_rotation_timeout_http_504")
             raise errors.OperationTimeout("rotate_waitpoint_secret", int(ROTATION_TIMEOUT_S * 1000)) from None
         except errors.FabricError:
-            _noted(ask, kid, "waitpoint_hmac_rotation_failed")
+            _noted(request, kid, "waitpoint_hmac_rotation_failed")
             raise
-    ask.app.handle_signer.clear_cache()
+    request.app.handle_signer.clear_cache()
     failed = [one.partition for one in done if isinstance(one.result, errors.FabricError)]
     if len(failed) == len(done):
-        _noted(ask, kid, "waitpoint_hmac_rotation_failed")
+        _noted(request, kid, "waitpoint_hmac_rotation_failed")
         raise bad_request(f"rotation failed on all partitions: {kid} is known with another secret")
-    _noted(ask, kid, "waitpoint_hmac_rotation_complete")
+    _noted(request, kid, "waitpoint_hmac_rotation_complete")
     return json_response(RotateWaitpointSecretResponse(len(done) - len(failed), failed, kid))
 
 
-def _noted(ask: Request[RotateWaitpointSecretRequest], kid: str, event: str) -> None:
-    logging.log_audit(event, {"who": ask.principal.name, "new_kid": kid, "request_id": ask.request_id})
+def _noted(request: Request[RotateWaitpointSecretRequest], kid: str, event: str) -> None:
+    logging.log_audit(event, {"who": request.principal.name, "new_kid": kid, "request_id": request.request_id})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -76,28 +76,28 @@ NO_STORE = ("cache-control", "no-store")
 
 
 @routes.get("/v1/signing-keys", {200: KeyIds}, scope=ApiScope.READ, subject=Subject.CHECKED_BY_HANDLER)
-async def list_signing_keys(ask: Request[None]) -> Response:
+async def list_signing_keys(request: Request[None]) -> Response:
     """Which keys sign waitpoint tokens and grants, and which still verify; by name."""
-    return json_response(await ask.engine.list_waitpoint_hmac_kids())
+    return json_response(await request.engine.list_waitpoint_hmac_kids())
 
 
 @routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
-async def make_api_token(ask: Request[CreateTokenRequest]) -> Response:
+async def make_api_token(request: Request[CreateTokenRequest]) -> Response:
     """A new token; it is shown now and never again."""
-    body = ask.body
-    made = await ask.engine.make_api_token(
+    body = request.body
+    made = await request.engine.make_api_token(
         body.name, body.scopes, namespaces=body.namespaces, expires_in_ms=body.expires_in_ms
     )
     return json_response(made, 201, NO_STORE)
 
 
 @routes.get("/v1/admin/tokens", {200: ListTokensResponse}, scope=ApiScope.ADMIN, query=(CURSOR_PARAM, LIMIT_PARAM))
-async def list_api_tokens(ask: Request[None]) -> Response:
+async def list_api_tokens(request: Request[None]) -> Response:
     """Tokens by id: what they are good for, not what they are."""
     return json_response(
         ListTokensResponse(
-            await ask.engine.list_api_tokens(
-                cursor=ask.query_param("cursor") or None, limit=ask.int_param("limit", 100)
+            await request.engine.list_api_tokens(
+                cursor=request.query_param("cursor") or None, limit=request.int_param("limit", 100)
             )
         )
     )
@@ -106,16 +106,18 @@ async def list_api_tokens(ask: Request[None]) -> Response:
 @routes.post(
     "/v1/admin/tokens/{id}/rotate", {200: ApiTokenCreated}, body=RotateTokenRequest, scope=ApiScope.ADMIN, audit=True
 )
-async def rotate_api_token(ask: Request[RotateTokenRequest]) -> Response:
+async def rotate_api_token(request: Request[RotateTokenRequest]) -> Response:
     """Another secret for a token; the one before is good for the grace."""
-    made = await ask.engine.rotate_api_token(path_uuid("token_id", ask.path_params[0]), grace_ms=ask.body.grace_ms)
-    ask.app.authenticator.clear_cache()
+    made = await request.engine.rotate_api_token(
+        path_uuid("token_id", request.path_params[0]), grace_ms=request.body.grace_ms
+    )
+    request.app.authenticator.clear_cache()
     return json_response(made, 200, NO_STORE)
 
 
 @routes.delete("/v1/admin/tokens/{id}", {200: RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)
-async def revoke_api_token(ask: Request[bytes]) -> Response:
+async def revoke_api_token(request: Request[bytes]) -> Response:
     """Make a token good for nothing."""
-    revoked = await ask.engine.revoke_api_token(path_uuid("token_id", ask.path_params[0]))
-    ask.app.authenticator.clear_cache()
+    revoked = await request.engine.revoke_api_token(path_uuid("token_id", request.path_params[0]))
+    request.app.authenticator.clear_cache()
     return json_response(RevokeTokenResponse(revoked))

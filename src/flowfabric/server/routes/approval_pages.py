@@ -61,10 +61,10 @@ class ApprovalQuestion(RedactedRepr, msgspec.Struct, frozen=True):
 
 
 @routes.get(PATH, {200: HTML}, scope=None, query=(QueryParam("token", {"type": "string"}, required=True),))
-async def show_waitpoint(ask: Request[None]) -> Response:
+async def show_waitpoint(request: Request[None]) -> Response:
     """What is decided, and a form to decide it."""
-    question = await _question(ask, ask.query_param("token") or "")
-    return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404) if question is None else _form(ask, question)
+    question = await _question(request, request.query_param("token") or "")
+    return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404) if question is None else _form(request, question)
 
 
 @routes.post(
@@ -78,31 +78,33 @@ async def show_waitpoint(ask: Request[None]) -> Response:
         QueryParam("by", {"type": "string", "description": "who decides"}),
     ),
 )
-async def answer_waitpoint(ask: Request[bytes]) -> Response:
+async def answer_waitpoint(request: Request[bytes]) -> Response:
     """Send a decision: the page's form, or JSON posted to the link itself, which is answered in JSON."""
-    token = ask.query_param("token")
-    return await _answer_form(ask) if token is None else await _answer_json(ask, token)
+    token = request.query_param("token")
+    return await _answer_form(request) if token is None else await _answer_json(request, token)
 
 
-async def _answer_form(ask: Request[bytes]) -> Response:
+async def _answer_form(request: Request[bytes]) -> Response:
     try:
-        given = dict(parse_qsl(ask.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS))
+        given = dict(
+            parse_qsl(request.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS)
+        )
     except ValueError:
         return _page("Not understood", "<p>The form could not be read.</p>", 400)
-    question = await _question(ask, given.get("token", ""))
+    question = await _question(request, given.get("token", ""))
     if question is None:
         return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404)
     try:
         decided = approval_form.parse_form(given, question.schema)
     except approval_form.InvalidFormInput as missing:
-        return _form(ask, question, str(missing))
+        return _form(request, question, str(missing))
     once = given.get("once", "")
     try:
         signal_id = ids.parse_uuid(once)
     except errors.InvalidInput:
-        signal_id = ask.engine.minter.uuid()
+        signal_id = request.engine.minter.uuid()
     try:
-        answer = await ask.engine.deliver_signal(
+        answer = await request.engine.deliver_signal(
             _vote(
                 (question.execution_id, question.waitpoint_id),
                 question.token,
@@ -113,7 +115,7 @@ async def _answer_form(ask: Request[bytes]) -> Response:
             )
         )
     except errors.InvalidInput as wrong:  # of another kind than was asked for
-        return _form(ask, question, wrong.detail)
+        return _form(request, question, wrong.detail)
     except (errors.StateError, errors.ValidationError):
         return _page("Too late", f"<p>{LINK_INVALID_TEXT}</p>", 409)
     if isinstance(answer, DuplicateDelivery):
@@ -123,26 +125,26 @@ async def _answer_form(ask: Request[bytes]) -> Response:
     return _page(question.title, f"<p>{RECORDED_TEXT}</p>")
 
 
-async def _answer_json(ask: Request[bytes], token: str) -> Response:
+async def _answer_json(request: Request[bytes], token: str) -> Response:
     """Take a program's decision; the same decision posted again after a lost answer is the same vote."""
-    place = _place(ask)
-    if place is None or not await ask.engine.is_token_of(*place, WaitpointToken(token)):
+    place = _place(request)
+    if place is None or not await request.engine.is_token_of(*place, WaitpointToken(token)):
         raise HttpError(404, WAITPOINT_NOT_FOUND)
     try:
-        json_limits.decode(ask.body)
+        json_limits.decode(request.body)
     except json_limits.NumberTooLong as fault:
         raise bad_request(f"invalid JSON: {fault}") from None
     except (msgspec.DecodeError, RecursionError):
         raise bad_request("invalid JSON: Bad Request") from None
     try:
-        answer = await ask.engine.deliver_signal(
+        answer = await request.engine.deliver_signal(
             _vote(
                 place,
                 token,
-                signal_id=ask.engine.minter.uuid(),
-                by=ask.query_param("by") or "",
-                payload=ask.body,
-                once=hashlib.sha256(ask.body).hexdigest(),
+                signal_id=request.engine.minter.uuid(),
+                by=request.query_param("by") or "",
+                payload=request.body,
+                once=hashlib.sha256(request.body).hexdigest(),
             )
         )
     except (errors.InvalidToken, errors.NotFound):
@@ -169,26 +171,26 @@ def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payloa
     )
 
 
-def _place(ask: Request[Any]) -> tuple[str, str] | None:
+def _place(request: Request[Any]) -> tuple[str, str] | None:
     """The execution and the waitpoint in the path; None when they are no ids."""
     try:
-        return ids.parse_execution_id(ask.path_params[0]), ids.parse_uuid(ask.path_params[1])
+        return ids.parse_execution_id(request.path_params[0]), ids.parse_uuid(request.path_params[1])
     except errors.InvalidInput:
         return None
 
 
-async def _question(ask: Request[Any], token: str) -> ApprovalQuestion | None:
-    if (place := _place(ask)) is None:
+async def _question(request: Request[Any], token: str) -> ApprovalQuestion | None:
+    if (place := _place(request)) is None:
         return None
     execution_id, waitpoint_id = place
     # One look, whatever is wrong: how long a refusal takes tells no more than the page does.
-    kept = await ask.engine.read_token_of(execution_id, waitpoint_id)
+    kept = await request.engine.read_token_of(execution_id, waitpoint_id)
     if kept is None or kept != WaitpointToken(token):
         return None
-    record = await ask.engine.describe_waitpoint(execution_id, waitpoint_id)
+    record = await request.engine.describe_waitpoint(execution_id, waitpoint_id)
     if record is None:
         return None
-    snapshot = await ask.engine.describe_execution(execution_id)
+    snapshot = await request.engine.describe_execution(execution_id)
     tags = {} if snapshot is None else snapshot.tags
     name = approval_name(record.waitpoint_key)
     schema = vote_schema(tags, record.waitpoint_key)
@@ -209,7 +211,7 @@ def _json(text: str | None) -> Any:
         return None
 
 
-def _form(ask: Request[Any], question: ApprovalQuestion, wrong: str = "") -> Response:
+def _form(request: Request[Any], question: ApprovalQuestion, wrong: str = "") -> Response:
     token = escape(question.token, quote=True)
     told = f'<p class="bad">{escape(wrong)}</p>' if wrong else ""
     return _page(
@@ -217,7 +219,7 @@ def _form(ask: Request[Any], question: ApprovalQuestion, wrong: str = "") -> Res
         f"{approval_form.render_facts(question.shown)}{told}"
         f'<form method="post" action="?">{approval_form.render_prefix(question.schema)}\n'
         f'<input type="hidden" name="token" value="{token}">'
-        f'<input type="hidden" name="once" value="{ask.engine.minter.uuid()}">\n'
+        f'<input type="hidden" name="once" value="{request.engine.minter.uuid()}">\n'
         f"{approval_form.render_fields(question.schema)}"
         f'<label>Your name<input type="text" name="by" maxlength="{MAX_NAME_CHARS}"></label>\n'
         f"{approval_form.render_buttons(question.schema)}\n</form>",

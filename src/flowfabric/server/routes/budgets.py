@@ -25,12 +25,12 @@ routes = RouteGroup("budgets")
 BUDGET_PATH = "/v1/budgets/{id}"
 
 
-def _budget(ask: Request[Any]) -> str:
-    return path_uuid("budget_id", ask.path_params[0])
+def _budget(request: Request[Any]) -> str:
+    return path_uuid("budget_id", request.path_params[0])
 
 
-def _owner(ask: Request[Any]) -> str:
-    return ask.resolve_namespace(ask.query_param("namespace"))
+def _owner(request: Request[Any]) -> str:
+    return request.resolve_namespace(request.query_param("namespace"))
 
 
 @routes.post(
@@ -41,10 +41,10 @@ def _owner(ask: Request[Any]) -> str:
     subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def create_budget(ask: Request[CreateBudgetRequest]) -> Response:
+async def create_budget(request: Request[CreateBudgetRequest]) -> Response:
     """Define a budget; a second definition changes nothing, unless it is another declaration than before."""
-    answer = await ask.engine.create_budget(
-        **ask.body.to_kwargs("namespace"), namespace=ask.resolve_namespace(ask.body.namespace)
+    answer = await request.engine.create_budget(
+        **request.body.to_kwargs("namespace"), namespace=request.resolve_namespace(request.body.namespace)
     )
     if isinstance(answer, limit_answers.BudgetCreated):
         return variant_response(answer, 201, "Created")
@@ -59,12 +59,14 @@ async def create_budget(ask: Request[CreateBudgetRequest]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
     query=(CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM),
 )
-async def list_budgets(ask: Request[None]) -> Response:
+async def list_budgets(request: Request[None]) -> Response:
     """The ids of the defined budgets of a namespace, ascending."""
     return json_response(
         BudgetIds(
-            await ask.engine.list_budgets(
-                cursor=ask.query_param("cursor") or None, limit=ask.int_param("limit", 50), namespace=_owner(ask)
+            await request.engine.list_budgets(
+                cursor=request.query_param("cursor") or None,
+                limit=request.int_param("limit", 50),
+                namespace=_owner(request),
             )
         )
     )
@@ -73,9 +75,9 @@ async def list_budgets(ask: Request[None]) -> Response:
 @routes.get(
     BUDGET_PATH, {200: limit_answers.BudgetStatus}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
 )
-async def get_budget_status(ask: Request[None]) -> Response:
+async def get_budget_status(request: Request[None]) -> Response:
     """A budget: its limits, what was used, what was refused."""
-    return json_response(await ask.engine.get_budget_status(_budget(ask), namespace=_owner(ask)))
+    return json_response(await request.engine.get_budget_status(_budget(request), namespace=_owner(request)))
 
 
 @routes.post(
@@ -89,16 +91,16 @@ async def get_budget_status(ask: Request[None]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def report_usage(ask: Request[ReportUsageRequest]) -> Response:
+async def report_usage(request: Request[ReportUsageRequest]) -> Response:
     """Report what was used; a hard breach applies nothing at all."""
-    body = ask.body
+    body = request.body
     names = sorted(body.dimensions)  # a JSON object has no order of its own
-    answer = await ask.engine.report_usage_admin(
-        _budget(ask),
+    answer = await request.engine.report_usage_admin(
+        _budget(request),
         dimensions=names,
         deltas=[body.dimensions[name] for name in names],
         dedup_key=body.dedup_key,
-        namespace=ask.resolve_namespace(body.namespace),
+        namespace=request.resolve_namespace(body.namespace),
     )
     if isinstance(answer, limit_answers.HardBreach):
         told = HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
@@ -114,9 +116,11 @@ async def report_usage(ask: Request[ReportUsageRequest]) -> Response:
     query=(NAMESPACE_PARAM,),
     audit=True,
 )
-async def reset_budget(ask: Request[bytes]) -> Response:
+async def reset_budget(request: Request[bytes]) -> Response:
     """Begin a new period; what waits for the budget goes on."""
-    return variant_response(await ask.engine.reset_budget(_budget(ask), namespace=_owner(ask)), name="Reset")
+    return variant_response(
+        await request.engine.reset_budget(_budget(request), namespace=_owner(request)), name="Reset"
+    )
 
 
 @routes.put(
@@ -127,15 +131,15 @@ async def reset_budget(ask: Request[bytes]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def change_budget_limits(ask: Request[ChangeBudgetLimitsRequest]) -> Response:
+async def change_budget_limits(request: Request[ChangeBudgetLimitsRequest]) -> Response:
     """Raise or lower limits; what waits for room goes on when there is some."""
-    body = ask.body
-    answer = await ask.engine.change_budget_limits(
-        _budget(ask),
+    body = request.body
+    answer = await request.engine.change_budget_limits(
+        _budget(request),
         dimensions=body.dimensions,
         hard_limits=body.hard_limits,
         soft_limits=body.soft_limits,
-        namespace=ask.resolve_namespace(body.namespace),
+        namespace=request.resolve_namespace(body.namespace),
     )
     return variant_response(answer, name="Changed")
 
@@ -148,11 +152,11 @@ async def change_budget_limits(ask: Request[ChangeBudgetLimitsRequest]) -> Respo
     subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def release_budget(ask: Request[ReleaseBudgetRequest]) -> Response:
+async def release_budget(request: Request[ReleaseBudgetRequest]) -> Response:
     """Give back everything that an execution spent since the last reset."""
-    body = ask.body
-    namespace = ask.resolve_namespace(body.namespace)
-    answer = await ask.engine.release_budget(_budget(ask), body.execution_id, namespace=namespace, shared=False)
+    body = request.body
+    namespace = request.resolve_namespace(body.namespace)
+    answer = await request.engine.release_budget(_budget(request), body.execution_id, namespace=namespace, shared=False)
     return variant_response(answer, name="Released")
 
 
@@ -164,10 +168,10 @@ async def release_budget(ask: Request[ReleaseBudgetRequest]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
     audit=True,
 )
-async def create_quota_policy(ask: Request[CreateQuotaPolicyRequest]) -> Response:
+async def create_quota_policy(request: Request[CreateQuotaPolicyRequest]) -> Response:
     """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
-    answer = await ask.engine.create_quota_policy(
-        **ask.body.to_kwargs("namespace"), namespace=ask.resolve_namespace(ask.body.namespace)
+    answer = await request.engine.create_quota_policy(
+        **request.body.to_kwargs("namespace"), namespace=request.resolve_namespace(request.body.namespace)
     )
     if isinstance(answer, limit_answers.QuotaPolicyCreated):
         return variant_response(answer, 201, "Created")
@@ -177,8 +181,8 @@ async def create_quota_policy(ask: Request[CreateQuotaPolicyRequest]) -> Respons
 @routes.get(
     "/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
 )
-async def read_quota_policy_limits(ask: Request[None]) -> Response:
+async def read_quota_policy_limits(request: Request[None]) -> Response:
     """The numbers of a quota policy."""
-    policy = path_uuid("quota_policy_id", ask.path_params[0])
-    limits = await ask.engine.read_quota_policy_limits(policy, namespace=_owner(ask))
+    policy = path_uuid("quota_policy_id", request.path_params[0])
+    limits = await request.engine.read_quota_policy_limits(policy, namespace=_owner(request))
     return json_response(require_found(limits, "not found: quota_policy"))

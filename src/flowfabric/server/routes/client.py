@@ -31,19 +31,19 @@ COALESCE_S = 0.01
 
 
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
-async def store_info(ask: Request[None]) -> Response:
+async def store_info(request: Request[None]) -> Response:
     """What a client has to know to mint ids that the store would mint; for whoever has any good token."""
-    engine = ask.engine
+    engine = request.engine
     now = await engine.ping()
     return json_response(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.current, __version__))
 
 
-def _whose(ask: Request[Any]) -> dict[str, Any]:
+def _whose(request: Request[Any]) -> dict[str, Any]:
     """Where the engine looks for the budget: a bound token means those of the execution's namespace only."""
-    body = ask.body
+    body = request.body
     return {
-        "namespace": body.namespace if ask.may_use_shared_budgets else ask.execution_namespace,
-        "shared": ask.may_use_shared_budgets and body.shared,
+        "namespace": body.namespace if request.may_use_shared_budgets else request.execution_namespace,
+        "shared": request.may_use_shared_budgets and body.shared,
     }
 
 
@@ -54,12 +54,16 @@ def _whose(ask: Request[Any]) -> dict[str, Any]:
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def spend_for(ask: Request[RecordSpendRequest]) -> Response:
+async def spend_for(request: Request[RecordSpendRequest]) -> Response:
     """Report for an execution's ledger, once for each key; a hard breach applies nothing at all."""
-    body = ask.body
+    body = request.body
     return variant_response(
-        await ask.engine.record_spend(
-            body.budget_id, ask.execution_id, body.dimensions, idempotency_key=body.idempotency_key, **_whose(ask)
+        await request.engine.record_spend(
+            body.budget_id,
+            request.execution_id,
+            body.dimensions,
+            idempotency_key=body.idempotency_key,
+            **_whose(request),
         )
     )
 
@@ -71,17 +75,17 @@ async def spend_for(ask: Request[RecordSpendRequest]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def reserve_for(ask: Request[ReserveBudgetRequest]) -> Response:
+async def reserve_for(request: Request[ReserveBudgetRequest]) -> Response:
     """Keep room free for an execution, under the caller's id."""
-    body = ask.body
+    body = request.body
     return variant_response(
-        await ask.engine.reserve_budget(
+        await request.engine.reserve_budget(
             body.budget_id,
-            ask.execution_id,
+            request.execution_id,
             body.amounts,
             ttl_ms=body.ttl_ms,
             reservation_id=body.reservation_id,
-            **_whose(ask),
+            **_whose(request),
         )
     )
 
@@ -93,18 +97,18 @@ async def reserve_for(ask: Request[ReserveBudgetRequest]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def settle_for(ask: Request[SettleReservationRequest]) -> Response:
+async def settle_for(request: Request[SettleReservationRequest]) -> Response:
     """End a reservation with what was really used; the rest of it is given back."""
-    body = ask.body
+    body = request.body
     return variant_response(
-        await ask.engine.settle_budget(
-            body.budget_id, ask.execution_id, body.reservation_id, body.amounts, **_whose(ask)
+        await request.engine.settle_budget(
+            body.budget_id, request.execution_id, body.reservation_id, body.amounts, **_whose(request)
         )
     )
 
 
-def _budget(ask: Request[Any]) -> str:
-    return path_uuid("budget_id", ask.path_params[0])
+def _budget(request: Request[Any]) -> str:
+    return path_uuid("budget_id", request.path_params[0])
 
 
 @routes.post(
@@ -114,20 +118,20 @@ def _budget(ask: Request[Any]) -> str:
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def refund_reservation(ask: Request[RefundReservationRequest]) -> Response:
+async def refund_reservation(request: Request[RefundReservationRequest]) -> Response:
     """Give all of a reservation back; one that is over has nothing to give."""
     budget_id, reservation_id, namespace = (
-        _budget(ask),
-        ask.body.reservation_id,
-        ask.resolve_namespace(ask.body.namespace),
+        _budget(request),
+        request.body.reservation_id,
+        request.resolve_namespace(request.body.namespace),
     )
-    if not ask.may_use_shared_budgets:
-        holder = await ask.engine.reservation_owner(budget_id, reservation_id, namespace=namespace)
+    if not request.may_use_shared_budgets:
+        holder = await request.engine.reservation_owner(budget_id, reservation_id, namespace=namespace)
         if holder is not None:
-            await ask.require_execution_access(holder)
-    shared, execution_id = ask.may_use_shared_budgets and ask.body.shared, ask.body.execution_id
+            await request.require_execution_access(holder)
+    shared, execution_id = request.may_use_shared_budgets and request.body.shared, request.body.execution_id
     return variant_response(
-        await ask.engine.refund_budget(
+        await request.engine.refund_budget(
             budget_id, reservation_id, execution_id=execution_id, namespace=namespace, shared=shared
         )
     )
@@ -140,12 +144,12 @@ async def refund_reservation(ask: Request[RefundReservationRequest]) -> Response
     subject=Subject.CHECKED_BY_HANDLER,
     query=(NAMESPACE_PARAM,),
 )
-async def wake_budget(ask: Request[bytes]) -> Response:
+async def wake_budget(request: Request[bytes]) -> Response:
     """Let whoever waits for room in a budget look again."""
     return json_response(
         WakeBudgetResponse(
-            await ask.engine.unblock_budget_waiters(
-                _budget(ask), namespace=ask.resolve_namespace(ask.query_param("namespace"))
+            await request.engine.unblock_budget_waiters(
+                _budget(request), namespace=request.resolve_namespace(request.query_param("namespace"))
             )
         )
     )
@@ -160,11 +164,11 @@ async def wake_budget(ask: Request[bytes]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
     long=True,
 )
-async def await_ends(ask: Request[AwaitOutcomesRequest]) -> Response:
+async def await_ends(request: Request[AwaitOutcomesRequest]) -> Response:
     """The ends of many executions with their results, as soon as one of them has ended, or the time is over."""
-    wait_ms = min(ask.body.wait_ms, MAX_WAIT_MS)
-    looking = _first_ends(ask, wait_ms)
-    found = (await ask.wait_while_connected(looking) if wait_ms else await looking) or {}
+    wait_ms = min(request.body.wait_ms, MAX_WAIT_MS)
+    looking = _first_ends(request, wait_ms)
+    found = (await request.wait_while_connected(looking) if wait_ms else await looking) or {}
     refused = {one: answer for one, answer in found.items() if isinstance(answer, dict)}
     return json_response(
         AwaitOutcomesResponse(
@@ -184,9 +188,11 @@ def _first_bytes(ended: list[ExecutionOutcomeResponse]) -> list[ExecutionOutcome
 
 
 async def _first_ends(
-    ask: Request[AwaitOutcomesRequest], wait_ms: int
+    request: Request[AwaitOutcomesRequest], wait_ms: int
 ) -> dict[str, ExecutionOutcomeResponse | dict[str, Any] | None]:
-    looks = {one: asyncio.create_task(_end_of(ask, one, wait_ms)) for one in dict.fromkeys(ask.body.execution_ids)}
+    looks = {
+        one: asyncio.create_task(_end_of(request, one, wait_ms)) for one in dict.fromkeys(request.body.execution_ids)
+    }
     try:
         await asyncio.wait(looks.values(), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(looks.values(), timeout=COALESCE_S)  # those that end at about the same time: told together
@@ -198,11 +204,11 @@ async def _first_ends(
 
 
 async def _end_of(
-    ask: Request[AwaitOutcomesRequest], execution_id: str, wait_ms: int
+    request: Request[AwaitOutcomesRequest], execution_id: str, wait_ms: int
 ) -> ExecutionOutcomeResponse | dict[str, Any] | None:
     try:
-        await ask.require_execution_access(execution_id)
-        ended = await ask.engine.await_end(execution_id, max_wait_ms=wait_ms)
+        await request.require_execution_access(execution_id)
+        ended = await request.engine.await_end(execution_id, max_wait_ms=wait_ms)
     except errors.FabricError as refused:
         return error_entry(refused)
     return None if ended is None else outcome_response(ended, with_result=True)

@@ -37,12 +37,12 @@ EXECUTION_PATH = "/v1/executions/{id}"
     scope=ApiScope.WORK,
     subject=Subject.HANDLE,
 )
-async def record_step(ask: Request[RecordStepRequest]) -> Response:
+async def record_step(request: Request[RecordStepRequest]) -> Response:
     """Remember what a step returned; if it was remembered before, the first result stands and is the answer."""
-    body = ask.body
+    body = request.body
     return json_response(
-        await ask.engine.record_step(
-            ask.handle,
+        await request.engine.record_step(
+            request.handle,
             body.name,
             body.occurrence,
             decode_octets("result", body.result, body.result_b64) or b"",
@@ -53,9 +53,9 @@ async def record_step(ask: Request[RecordStepRequest]) -> Response:
 
 
 @routes.get(f"{EXECUTION_PATH}/steps", {200: ReadStepsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
-async def read_steps(ask: Request[None]) -> Response:
+async def read_steps(request: Request[None]) -> Response:
     """What the steps of an execution returned, by name and occurrence; results are base64."""
-    return json_response(ReadStepsResponse(await ask.engine.read_steps(ask.execution_id)))
+    return json_response(ReadStepsResponse(await request.engine.read_steps(request.execution_id)))
 
 
 @routes.post(
@@ -65,11 +65,11 @@ async def read_steps(ask: Request[None]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.HANDLE,
 )
-async def open_gate(ask: Request[OpenGateRequest]) -> Response:
+async def open_gate(request: Request[OpenGateRequest]) -> Response:
     """Open a gate by name, find it open with the same links, or find what came of it."""
-    body = ask.body
-    answer = await ask.engine.open_gate(
-        ask.handle,
+    body = request.body
+    answer = await request.engine.open_gate(
+        request.handle,
         GateArgs(
             name=body.name,
             kind=body.kind,
@@ -96,31 +96,35 @@ async def open_gate(ask: Request[OpenGateRequest]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.HANDLE,
 )
-async def park(ask: Request[ParkRequest]) -> Response:
+async def park(request: Request[ParkRequest]) -> Response:
     """Give the lease back until one of these gates closes; if one has, keep it."""
-    answer = await ask.engine.park(ask.handle, tuple(ask.body.gates), reason_code=ask.body.reason_code)
+    answer = await request.engine.park(request.handle, tuple(request.body.gates), reason_code=request.body.reason_code)
     if isinstance(answer, ParkResult):
-        ask.trace_attempt_end("suspended")
+        request.trace_attempt_end("suspended")
         return variant_response(
-            ParkedResponse(answer.suspension_id, await ask.app.handle_signer.sign(answer.handle)), name="Parked"
+            ParkedResponse(answer.suspension_id, await request.app.handle_signer.sign(answer.handle)), name="Parked"
         )
     return variant_response(GatesReadyResponse(list(answer.gates)))
 
 
 @routes.get(f"{EXECUTION_PATH}/waits", {200: ReadWaitsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
-async def read_waits(ask: Request[None]) -> Response:
+async def read_waits(request: Request[None]) -> Response:
     """What a durable function has waited for and still waits for."""
-    waits = await ask.engine.read_waits(ask.execution_id)
+    waits = await request.engine.read_waits(request.execution_id)
     return json_response(ReadWaitsResponse(waits.open, waits.memos))
 
 
 @routes.get(
     f"{EXECUTION_PATH}/gates/{{gate}}/votes", {200: ReadVotesResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION
 )
-async def read_votes(ask: Request[None]) -> Response:
+async def read_votes(request: Request[None]) -> Response:
     """The signals that closed a gate, in the order in which they were accepted."""
-    name = ask.path_params[1]
+    name = request.path_params[1]
     if not name:
         raise bad_request("gate: empty")
-    memo = require_found((await ask.engine.read_waits(ask.execution_id)).memos.get(name), "not found: suspension")
-    return json_response(ReadVotesResponse([observed_signal_item(one) for one in await ask.engine.read_votes(memo)]))
+    memo = require_found(
+        (await request.engine.read_waits(request.execution_id)).memos.get(name), "not found: suspension"
+    )
+    return json_response(
+        ReadVotesResponse([observed_signal_item(one) for one in await request.engine.read_votes(memo)])
+    )

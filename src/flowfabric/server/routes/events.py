@@ -24,31 +24,31 @@ _QUERY = (
 
 
 @routes.get("/v1/events/completions", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
-async def follow_completions(ask: Request[None]) -> StreamingResponse:
+async def follow_completions(request: Request[None]) -> StreamingResponse:
     """Every end of a life."""
-    return _live(ask, "completion", await ask.engine.subscribe_completion(_cursor(ask), _filter(ask)))
+    return _live(request, "completion", await request.engine.subscribe_completion(_cursor(request), _filter(request)))
 
 
 @routes.get("/v1/events/leases", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
-async def follow_leases(ask: Request[None]) -> StreamingResponse:
+async def follow_leases(request: Request[None]) -> StreamingResponse:
     """Every change of every lease."""
-    return _live(ask, "lease", await ask.engine.subscribe_lease_history(_cursor(ask), _filter(ask)))
+    return _live(request, "lease", await request.engine.subscribe_lease_history(_cursor(request), _filter(request)))
 
 
 @routes.get("/v1/events/signals", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
-async def follow_signals(ask: Request[None]) -> StreamingResponse:
+async def follow_signals(request: Request[None]) -> StreamingResponse:
     """Every signal that was accepted, buffered or recognised as a repetition."""
-    return _live(ask, "signal", await ask.engine.subscribe_signal_delivery(_cursor(ask), _filter(ask)))
+    return _live(request, "signal", await request.engine.subscribe_signal_delivery(_cursor(request), _filter(request)))
 
 
 @routes.get("/v1/events/operators", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
-async def follow_operators(ask: Request[None]) -> StreamingResponse:
+async def follow_operators(request: Request[None]) -> StreamingResponse:
     """What operators did."""
-    return _live(ask, "operator", await ask.engine.subscribe_operator_event(_cursor(ask), _filter(ask)))
+    return _live(request, "operator", await request.engine.subscribe_operator_event(_cursor(request), _filter(request)))
 
 
-def _live(ask: Request[None], name: str, subscription: Subscription[Any]) -> StreamingResponse:
-    return StreamingResponse(sse.with_keep_alive(ask, _events(name, subscription)))
+def _live(request: Request[None], name: str, subscription: Subscription[Any]) -> StreamingResponse:
+    return StreamingResponse(sse.with_keep_alive(request, _events(name, subscription)))
 
 
 async def _events(name: str, subscription: Subscription[Any]) -> AsyncIterator[bytes]:
@@ -67,13 +67,13 @@ async def _events(name: str, subscription: Subscription[Any]) -> AsyncIterator[b
             yield sse.format_event(encode(news), name=name, cursor=subscription.cursor.hex())
 
 
-def _cursor(ask: Request[None]) -> bytes:
-    if last := sse.last_event_id(ask):
+def _cursor(request: Request[None]) -> bytes:
+    if last := sse.last_event_id(request):
         try:
             return bytes.fromhex(last)
         except ValueError:
             raise bad_request("Last-Event-ID: not an id of these events") from None
-    match ask.query_param("from"):
+    match request.query_param("from"):
         case None | "" | "now":
             return b""
         case "start":
@@ -82,12 +82,12 @@ def _cursor(ask: Request[None]) -> bytes:
             raise bad_request("from: neither now nor start")
 
 
-def _filter(ask: Request[None]) -> Filter:
-    namespace, tag = ask.query_param("namespace"), ask.query_param("instance_tag")
-    if ask.principal.namespaces is not None:
+def _filter(request: Request[None]) -> Filter:
+    namespace, tag = request.query_param("namespace"), request.query_param("instance_tag")
+    if request.principal.namespaces is not None:
         if namespace is None:
             raise bad_request("namespace: needed by a token that is bound to namespaces")
-        ask.require_namespace(namespace)
+        request.require_namespace(namespace)
     if tag is None:
         return Filter(namespace)
     key, found, value = tag.partition("=")

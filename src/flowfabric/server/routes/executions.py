@@ -61,18 +61,18 @@ MAX_WARNING_CHARS = 1000
 EXECUTION_PATH = "/v1/executions/{id}"
 
 
-async def to_create_execution(ask: Request[Any], body: CreateExecutionRequest) -> CreateExecution:
+async def to_create_execution(request: Request[Any], body: CreateExecutionRequest) -> CreateExecution:
     """What the body asks of the engine."""
-    ask.require_namespace(body.namespace)
+    request.require_namespace(body.namespace)
     if body.parent_id is not None:
-        await ask.require_execution_access(body.parent_id)
+        await request.require_execution_access(body.parent_id)
     if tracing.TRACEPARENT_TAG in body.tags:  # the rules cannot tell the caller's from the server's
         raise errors.InvalidTagKey(
             f"{tracing.TRACEPARENT_TAG}: reserved; the server sets it from the header traceparent"
         )
-    place = ask.app.tracing.current_traceparent()
+    place = request.app.tracing.current_traceparent()
     return CreateExecution(
-        execution_id=body.execution_id or ask.engine.new_execution_id(body.lane_id),
+        execution_id=body.execution_id or request.engine.new_execution_id(body.lane_id),
         partition=0,
         input_payload=decode_octets("input_payload", body.input_payload, body.input_payload_b64) or b"",
         tags=body.tags if place is None else {tracing.TRACEPARENT_TAG: place} | body.tags,
@@ -89,13 +89,13 @@ async def to_create_execution(ask: Request[Any], body: CreateExecutionRequest) -
     scope=ApiScope.SUBMIT,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_execution(ask: Request[CreateExecutionRequest]) -> Response:
+async def create_execution(request: Request[CreateExecutionRequest]) -> Response:
     """Create an execution; the same id, or the same live idempotency key, is the same execution."""
-    answer = await ask.engine.create(await to_create_execution(ask, ask.body))
+    answer = await request.engine.create(await to_create_execution(request, request.body))
     reply = variant_response(answer, 201 if isinstance(answer, answers.Created) else 200)
-    if ask.body.policy is None or POLICY_PARTS.issuperset(ask.body.policy):
+    if request.body.policy is None or POLICY_PARTS.issuperset(request.body.policy):
         return reply
-    odd = dumps(sorted(ask.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:MAX_WARNING_CHARS]
+    odd = dumps(sorted(request.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:MAX_WARNING_CHARS]
     return msgspec.structs.replace(reply, headers=(("warning", f'299 flowfabric "policy keys passed over: {odd}"'),))
 
 
@@ -107,10 +107,10 @@ async def create_execution(ask: Request[CreateExecutionRequest]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_executions(ask: Request[CreateExecutionsRequest]) -> Response:
+async def create_executions(request: Request[CreateExecutionsRequest]) -> Response:
     """Create many at once; each answer stands for itself, refusals included."""
-    answered = await ask.engine.create_executions(
-        [await to_create_execution(ask, body) for body in ask.body.executions]
+    answered = await request.engine.create_executions(
+        [await to_create_execution(request, body) for body in request.body.executions]
     )
     return json_response({"results": [_each(one) for one in answered]})
 
@@ -128,25 +128,27 @@ def _each(answer: answers.Created | answers.Duplicate | errors.FabricError) -> A
         LIMIT_PARAM,
     ),
 )
-async def list_executions(ask: Request[None]) -> Response:
+async def list_executions(request: Request[None]) -> Response:
     """The ids of one partition, ascending, strictly after the cursor; the limit is 50 unless said, at most 1000."""
-    partition = ask.int_param("partition")
+    partition = request.int_param("partition")
     if partition > 65_535:
         raise bad_request(f"partition: {partition} is not within 0..65535")
-    cursor = ask.query_param("cursor") or None
+    cursor = request.query_param("cursor") or None
     if cursor is not None:
         try:
             ids.parse_execution_id(cursor)
         except errors.InvalidInput as fault:
             raise bad_request(f"invalid cursor: {fault.detail}") from None
-    return json_response(await ask.engine.list_executions(partition, cursor=cursor, limit=ask.int_param("limit", 50)))
+    return json_response(
+        await request.engine.list_executions(partition, cursor=cursor, limit=request.int_param("limit", 50))
+    )
 
 
 @routes.get(EXECUTION_PATH, {200: ExecutionInfoResponse}, subject=Subject.EXECUTION)
-async def get_execution(ask: Request[None]) -> Response:
+async def get_execution(request: Request[None]) -> Response:
     """An execution and where it stands."""
-    execution_id = ask.execution_id
-    info = require_found(await ask.engine.read_execution_info(execution_id), f"execution not found: {execution_id}")
+    execution_id = request.execution_id
+    info = require_found(await request.engine.read_execution_info(execution_id), f"execution not found: {execution_id}")
     return json_response(
         ExecutionInfoResponse(
             execution_id=info.execution_id,
@@ -167,11 +169,11 @@ async def get_execution(ask: Request[None]) -> Response:
 
 
 @routes.get(f"{EXECUTION_PATH}/state", {200: PublicState}, subject=Subject.EXECUTION)
-async def get_state(ask: Request[None]) -> Response:
+async def get_state(request: Request[None]) -> Response:
     """The one public word."""
-    execution_id = ask.execution_id
+    execution_id = request.execution_id
     return json_response(
-        require_found(await ask.engine.read_execution_state(execution_id), f"execution not found: {execution_id}")
+        require_found(await request.engine.read_execution_state(execution_id), f"execution not found: {execution_id}")
     )
 
 
@@ -182,13 +184,13 @@ async def get_state(ask: Request[None]) -> Response:
     query=(QueryParam("wait_ms", {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS}),),
     long=True,
 )
-async def get_result(ask: Request[None]) -> Response:
+async def get_result(request: Request[None]) -> Response:
     """The result's exact bytes; with `wait_ms`, as soon as the execution has ended."""
-    execution_id = ask.execution_id
-    if wait_ms := min(ask.int_param("wait_ms", 0), MAX_WAIT_MS):
+    execution_id = request.execution_id
+    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
         with suppress(errors.NotFound):
-            await ask.wait_while_connected(ask.engine.await_end(execution_id, max_wait_ms=wait_ms))
-    result = await ask.engine.get_execution_result(execution_id)
+            await request.wait_while_connected(request.engine.await_end(execution_id, max_wait_ms=wait_ms))
+    result = await request.engine.get_execution_result(execution_id)
     return Response(200, require_found(result, f"execution result not found: {execution_id}"), OCTET_STREAM)
 
 
@@ -200,13 +202,13 @@ async def get_result(ask: Request[None]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def cancel_execution(ask: Request[CancelExecutionRequest]) -> Response:
+async def cancel_execution(request: Request[CancelExecutionRequest]) -> Response:
     """Cancel whatever it is doing; again is fine."""
-    execution_id, body = ask.execution_id, ask.body
+    execution_id, body = request.execution_id, request.body
     check_same_id("execution_id", execution_id, body.execution_id)
     fence = Fence(body.lease_id, body.lease_epoch, body.attempt_id)
     return variant_response(
-        await ask.engine.cancel_execution(execution_id, reason=body.reason, source=body.source, fence=fence)
+        await request.engine.cancel_execution(execution_id, reason=body.reason, source=body.source, fence=fence)
     )
 
 
@@ -218,9 +220,9 @@ async def cancel_execution(ask: Request[CancelExecutionRequest]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def change_priority(ask: Request[ChangePriorityRequest]) -> Response:
+async def change_priority(request: Request[ChangePriorityRequest]) -> Response:
     """Re-order a claimable execution."""
-    return variant_response(await ask.engine.change_priority(ask.execution_id, ask.body.new_priority))
+    return variant_response(await request.engine.change_priority(request.execution_id, request.body.new_priority))
 
 
 @routes.post(
@@ -230,9 +232,9 @@ async def change_priority(ask: Request[ChangePriorityRequest]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def replay_execution(ask: Request[bytes]) -> Response:
+async def replay_execution(request: Request[bytes]) -> Response:
     """Give an execution that has ended another life."""
-    return variant_response(await ask.engine.replay_execution(ask.execution_id))
+    return variant_response(await request.engine.replay_execution(request.execution_id))
 
 
 @routes.post(
@@ -242,9 +244,9 @@ async def replay_execution(ask: Request[bytes]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def revoke_lease(ask: Request[bytes]) -> Response:
+async def revoke_lease(request: Request[bytes]) -> Response:
     """Take the lease away at once; the next claim of the lane takes the work over."""
-    answer = await ask.engine.revoke_lease(ask.execution_id)
+    answer = await request.engine.revoke_lease(request.execution_id)
     if isinstance(answer, answers.NothingToDo):
         return variant_response(answer)
     return variant_response(RevokeLeaseResponse(answer.lease_id, str(answer.lease_epoch)))
@@ -257,9 +259,11 @@ async def revoke_lease(ask: Request[bytes]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.EXECUTION,
 )
-async def set_execution_tags(ask: Request[SetTagsRequest]) -> Response:
+async def set_execution_tags(request: Request[SetTagsRequest]) -> Response:
     """Set some tags, all of them or none."""
-    return json_response(SetTagsResponse(await ask.engine.set_execution_tags(ask.execution_id, ask.body.tags)))
+    return json_response(
+        SetTagsResponse(await request.engine.set_execution_tags(request.execution_id, request.body.tags))
+    )
 
 
 @routes.post(
@@ -270,10 +274,10 @@ async def set_execution_tags(ask: Request[SetTagsRequest]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def resume_execution(ask: Request[ResumeExecutionRequest]) -> Response:
+async def resume_execution(request: Request[ResumeExecutionRequest]) -> Response:
     """Let a suspended execution go on, whatever it waits for."""
-    body = ask.body
-    answer = await ask.engine.resume_execution(
-        ask.execution_id, trigger_type=body.trigger_type, resume_delay_ms=body.resume_delay_ms
+    body = request.body
+    answer = await request.engine.resume_execution(
+        request.execution_id, trigger_type=body.trigger_type, resume_delay_ms=body.resume_delay_ms
     )
     return variant_response(ResumeExecutionResponse(answer.public_state))

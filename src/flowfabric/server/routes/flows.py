@@ -53,11 +53,11 @@ STRING_SCHEMA = {"type": "string"}
     scope=ApiScope.SUBMIT,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_flow(ask: Request[CreateFlowRequest]) -> Response:
+async def create_flow(request: Request[CreateFlowRequest]) -> Response:
     """Create a flow; one that exists stays as it is."""
-    body = ask.body
-    ask.require_namespace(body.namespace)
-    answer = await ask.engine.create_flow(body.flow_id, flow_kind=body.flow_kind, namespace=body.namespace)
+    body = request.body
+    request.require_namespace(body.namespace)
+    answer = await request.engine.create_flow(body.flow_id, flow_kind=body.flow_kind, namespace=body.namespace)
     return variant_response(answer, 201 if isinstance(answer, flow_answers.FlowCreated) else 200)
 
 
@@ -69,10 +69,10 @@ async def create_flow(ask: Request[CreateFlowRequest]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def create_flow_graph(ask: Request[CreateFlowGraphRequest]) -> Response:
+async def create_flow_graph(request: Request[CreateFlowGraphRequest]) -> Response:
     """Create a whole flow, all of it or nothing; repeating the call is harmless."""
-    body = ask.body
-    ask.require_namespace(body.namespace)
+    body = request.body
+    request.require_namespace(body.namespace)
     edges = [
         GraphEdge(
             edge.upstream_execution_id,
@@ -83,9 +83,9 @@ async def create_flow_graph(ask: Request[CreateFlowGraphRequest]) -> Response:
         )
         for edge in body.edges
     ]
-    answer = await ask.engine.create_flow_graph(
-        body.flow_id or ask.engine.minter.uuid(),
-        [await to_create_execution(ask, node) for node in body.nodes],
+    answer = await request.engine.create_flow_graph(
+        body.flow_id or request.engine.minter.uuid(),
+        [await to_create_execution(request, node) for node in body.nodes],
         edges,
         policies=body.policies,
         flow_kind=body.flow_kind,
@@ -101,19 +101,19 @@ async def create_flow_graph(ask: Request[CreateFlowGraphRequest]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def add_execution_to_flow(ask: Request[AddMemberRequest]) -> Response:
+async def add_execution_to_flow(request: Request[AddMemberRequest]) -> Response:
     """Make an execution a member of a flow on its partition."""
-    flow_id, body = ask.flow_id, ask.body
+    flow_id, body = request.flow_id, request.body
     check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    await ask.require_execution_access(body.execution_id)
-    answer = await ask.engine.add_execution_to_flow(flow_id, body.execution_id)
+    await request.require_execution_access(body.execution_id)
+    answer = await request.engine.add_execution_to_flow(flow_id, body.execution_id)
     return variant_response(answer, 201 if isinstance(answer, flow_answers.Added) else 200)
 
 
-def _edge_kwargs(ask: Request[Any]) -> dict[str, Any]:
+def _edge_kwargs(request: Request[Any]) -> dict[str, Any]:
     """Return the keywords of the engine's edge operations; refuse a body that names another flow than the path."""
-    body: EdgeRequest = ask.body
-    check_same_id("flow_id", ask.flow_id, ids.parse_uuid(body.flow_id))
+    body: EdgeRequest = request.body
+    check_same_id("flow_id", request.flow_id, ids.parse_uuid(body.flow_id))
     ends = {"upstream": body.upstream_execution_id, "downstream": body.downstream_execution_id}
     return ends | body.to_kwargs("upstream_execution_id", "downstream_execution_id")
 
@@ -125,9 +125,9 @@ def _edge_kwargs(ask: Request[Any]) -> dict[str, Any]:
     scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def stage_dependency_edge(ask: Request[StageEdgeRequest]) -> Response:
+async def stage_dependency_edge(request: Request[StageEdgeRequest]) -> Response:
     """Add an edge to the graph; without an expected revision none is asked for."""
-    return variant_response(await ask.engine.stage_dependency_edge(**_edge_kwargs(ask)), 201)
+    return variant_response(await request.engine.stage_dependency_edge(**_edge_kwargs(request)), 201)
 
 
 @routes.post(
@@ -137,11 +137,11 @@ async def stage_dependency_edge(ask: Request[StageEdgeRequest]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def apply_dependency_to_child(ask: Request[ApplyEdgeRequest]) -> Response:
+async def apply_dependency_to_child(request: Request[ApplyEdgeRequest]) -> Response:
     """Let the downstream of a staged edge wait for its upstream."""
-    edge = _edge_kwargs(ask)
-    await ask.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
-    return variant_response(await ask.engine.apply_dependency_to_child(**edge))
+    edge = _edge_kwargs(request)
+    await request.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
+    return variant_response(await request.engine.apply_dependency_to_child(**edge))
 
 
 @routes.post(
@@ -157,18 +157,22 @@ async def apply_dependency_to_child(ask: Request[ApplyEdgeRequest]) -> Response:
     long=True,
     audit=True,
 )
-async def cancel_flow(ask: Request[CancelFlowRequest]) -> Response:
+async def cancel_flow(request: Request[CancelFlowRequest]) -> Response:
     """Cancel a flow and those of its members that the policy selects."""
-    flow_id, body = ask.flow_id, ask.body
+    flow_id, body = request.flow_id, request.body
     check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
-    answer = await ask.engine.cancel_flow(flow_id, policy=body.cancellation_policy, reason=body.reason, wait=_wait(ask))
+    answer = await request.engine.cancel_flow(
+        flow_id, policy=body.cancellation_policy, reason=body.reason, wait=_wait(request)
+    )
     return variant_response(answer)
 
 
-def _wait(ask: Request[CancelFlowRequest]) -> Wait:
-    if ask.query_param("wait") not in ("true", "1"):
+def _wait(request: Request[CancelFlowRequest]) -> Wait:
+    if request.query_param("wait") not in ("true", "1"):
         return NoWait()
-    return WaitIndefinite() if ask.query_param("timeout_ms") is None else WaitTimeout(ask.int_param("timeout_ms"))
+    return (
+        WaitIndefinite() if request.query_param("timeout_ms") is None else WaitTimeout(request.int_param("timeout_ms"))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -184,40 +188,40 @@ def _wait(ask: Request[CancelFlowRequest]) -> Wait:
         LIMIT_PARAM,
     ),
 )
-async def list_flows(ask: Request[None]) -> Response:
+async def list_flows(request: Request[None]) -> Response:
     """Flows of one partition by id."""
-    cursor = ask.query_param("cursor")
+    cursor = request.query_param("cursor")
     return json_response(
-        await ask.engine.list_flows(
-            ask.int_param("partition"),
+        await request.engine.list_flows(
+            request.int_param("partition"),
             cursor=path_uuid("cursor", cursor) if cursor else None,
-            limit=ask.int_param("limit", 50),
+            limit=request.int_param("limit", 50),
         )
     )
 
 
 @routes.get(FLOW_PATH, {200: FlowSnapshot}, subject=Subject.FLOW)
-async def describe_flow(ask: Request[None]) -> Response:
+async def describe_flow(request: Request[None]) -> Response:
     """A flow with its joins and its graph revision."""
-    return json_response(require_found(await ask.engine.describe_flow(ask.flow_id), FLOW_NOT_FOUND))
+    return json_response(require_found(await request.engine.describe_flow(request.flow_id), FLOW_NOT_FOUND))
 
 
 @routes.get(f"{FLOW_PATH}/summary", {200: FlowSummary}, subject=Subject.FLOW)
-async def get_flow_summary(ask: Request[None]) -> Response:
+async def get_flow_summary(request: Request[None]) -> Response:
     """Members by public state, as the projector last counted them."""
-    flow_id = ask.flow_id
-    summary = await ask.engine.get_flow_summary(flow_id)
+    flow_id = request.flow_id
+    summary = await request.engine.get_flow_summary(flow_id)
     if summary is None:
-        require_found(await ask.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
+        require_found(await request.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
     return json_response(require_found(summary, "not found: flow_summary"))
 
 
 @routes.get(f"{FLOW_PATH}/members", {200: ListMembersResponse}, subject=Subject.FLOW)
-async def list_flow_members(ask: Request[None]) -> Response:
+async def list_flow_members(request: Request[None]) -> Response:
     """Every member that was ever added."""
-    flow_id = ask.flow_id
-    require_found(await ask.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
-    return json_response(ListMembersResponse(await ask.engine.list_flow_members(flow_id)))
+    flow_id = request.flow_id
+    require_found(await request.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
+    return json_response(ListMembersResponse(await request.engine.list_flow_members(flow_id)))
 
 
 @routes.get(
@@ -226,14 +230,14 @@ async def list_flow_members(ask: Request[None]) -> Response:
     subject=Subject.FLOW,
     query=(QueryParam("outgoing", STRING_SCHEMA), QueryParam("incoming", STRING_SCHEMA)),
 )
-async def list_edges(ask: Request[None]) -> Response:
+async def list_edges(request: Request[None]) -> Response:
     """The edges away from one execution, or to one."""
-    flow_id, outgoing, incoming = ask.flow_id, ask.query_param("outgoing"), ask.query_param("incoming")
+    flow_id, outgoing, incoming = request.flow_id, request.query_param("outgoing"), request.query_param("incoming")
     if (outgoing is None) == (incoming is None):
         raise bad_request("name the execution: either outgoing or incoming")
     return json_response(
         ListEdgesResponse(
-            await ask.engine.list_edges(
+            await request.engine.list_edges(
                 flow_id,
                 outgoing=outgoing if outgoing is None else path_execution_id(outgoing),
                 incoming=incoming if incoming is None else path_execution_id(incoming),
@@ -249,7 +253,9 @@ async def list_edges(ask: Request[None]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.FLOW,
 )
-async def set_edge_group_policy(ask: Request[SetJoinRequest]) -> Response:
+async def set_edge_group_policy(request: Request[SetJoinRequest]) -> Response:
     """Say how an execution joins its upstreams, before any edge into it is staged."""
-    answer = await ask.engine.set_edge_group_policy(ask.flow_id, path_execution_id(ask.path_params[1]), ask.body.policy)
+    answer = await request.engine.set_edge_group_policy(
+        request.flow_id, path_execution_id(request.path_params[1]), request.body.policy
+    )
     return json_response(SetJoinResponse(answer))

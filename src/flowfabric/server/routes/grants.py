@@ -51,13 +51,13 @@ def check_grant_ttl(ttl_ms: int) -> None:
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def claim_for_worker(ask: Request[ClaimGrantRequest]) -> Response:
+async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
     """A grant for the best execution of the lane that this worker may run; 204 when there is none."""
-    worker_id, body = ask.path_params[0], ask.body
+    worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
-    within = ask.principal.namespaces
-    grant = await ask.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.to_kwargs())
+    within = request.principal.namespaces
+    grant = await request.engine.claim_for_worker(worker_id=worker_id, namespaces=within, **body.to_kwargs())
     if grant is None:
         return Response(204)
     kind = "reclaim" if isinstance(grant, answers.ReclaimGrant) else "resume" if grant.resumes else "claim"
@@ -73,12 +73,12 @@ async def claim_for_worker(ask: Request[ClaimGrantRequest]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def issue_reclaim_grant(ask: Request[ReclaimGrantRequest]) -> Response:
+async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> Response:
     """Offer work whose lease is gone to one worker; a business refusal is an answer."""
-    execution_id, body = ask.execution_id, ask.body
+    execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
-    answer = await ask.engine.issue_reclaim_grant(execution_id, **body.to_kwargs())
+    answer = await request.engine.issue_reclaim_grant(execution_id, **body.to_kwargs())
     return json_response(reclaim_response(execution_id, answer))
 
 

@@ -19,38 +19,38 @@ QUEUE_DEPTH_TIMEOUT_S = 5.0  # how long the store may take to count; whoever scr
 
 
 @routes.get("/healthz", {200: HealthStatus}, scope=None)
-async def healthz(ask: Request[None]) -> Response:
+async def healthz(request: Request[None]) -> Response:
     """Whether the store answers."""
-    await ask.engine.ping()
+    await request.engine.ping()
     return json_response(HealthStatus("ok"))
 
 
 @routes.get("/readyz", {200: HealthStatus}, scope=None)
-async def readyz(ask: Request[None]) -> Response:
+async def readyz(request: Request[None]) -> Response:
     """Whether this server should be sent requests: not while it shuts down, nor while its store is away."""
-    if ask.app.closing.is_set():
+    if request.app.closing.is_set():
         return Response(503, encode(Problem("shutting down", "unavailable", False)), JSON)
     try:
-        await ask.engine.ping()
+        await request.engine.ping()
     except errors.StoreUnavailable:
         return Response(503, encode(Problem("the store is away", "unavailable", True)), JSON)
     return json_response(HealthStatus("ready"))
 
 
 @routes.get(METRICS_PATH, {200: CONTENT_TYPE}, scope=None, refusals=(404,))
-async def metrics(ask: Request[None]) -> Response:
+async def metrics(request: Request[None]) -> Response:
     """What was counted, as Prometheus reads it."""
-    if not ask.app.settings.serve_metrics:
+    if not request.app.settings.serve_metrics:
         return Response(404)
     try:
         async with asyncio.timeout(QUEUE_DEPTH_TIMEOUT_S):
-            await ask.engine.refresh_gauges()
+            await request.engine.refresh_gauges()
     except (errors.StoreUnavailable, TimeoutError):
         logging.logger.warning("the levels could not be read; the counters are told all the same")
-    return Response(200, exposition(ask.app.http_metrics.registry, ask.engine.metrics), CONTENT_TYPE)
+    return Response(200, exposition(request.app.http_metrics.registry, request.engine.metrics), CONTENT_TYPE)
 
 
 @routes.get("/openapi.json", {200: dict[str, Any]}, scope=None)
-async def openapi_document(ask: Request[None]) -> Response:
+async def openapi_document(request: Request[None]) -> Response:
     """This document."""
-    return Response(200, ask.app.openapi, JSON)
+    return Response(200, request.app.openapi, JSON)

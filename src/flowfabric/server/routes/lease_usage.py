@@ -19,36 +19,36 @@ USAGE_RESPONSE = one_of(
 
 
 @lease_route("usage", USAGE_RESPONSE, HolderUsageRequest)
-async def report_usage_as_holder(ask: Request[HolderUsageRequest]) -> Response:
+async def report_usage_as_holder(request: Request[HolderUsageRequest]) -> Response:
     """Report what this execution used."""
-    body = ask.body
-    await ask.engine.require_lease(ask.handle)
+    body = request.body
+    await request.engine.require_lease(request.handle)
     return variant_response(
-        await ask.engine.report_usage(
-            ask.handle,
+        await request.engine.report_usage(
+            request.handle,
             body.budget_id,
             body.dimensions,
             dedup_key=body.dedup_key,
-            namespace=ask.execution_namespace,
-            shared=ask.may_use_shared_budgets,
+            namespace=request.execution_namespace,
+            shared=request.may_use_shared_budgets,
         )
     )
 
 
 @lease_route("spend", USAGE_RESPONSE, HolderUsageRequest)
-async def record_spend(ask: Request[HolderUsageRequest]) -> Response:
+async def record_spend(request: Request[HolderUsageRequest]) -> Response:
     """Report for this execution's ledger, so that it can be given back."""
-    body, handle = ask.body, ask.handle
-    await ask.engine.require_lease(handle)
+    body, handle = request.body, request.handle
+    await request.engine.require_lease(handle)
     return variant_response(
-        await ask.engine.record_spend(
+        await request.engine.record_spend(
             body.budget_id,
             handle.fields.execution_id,
             body.dimensions,
             idempotency_key=body.dedup_key,
             handle=handle,
-            namespace=ask.execution_namespace,
-            shared=ask.may_use_shared_budgets,
+            namespace=request.execution_namespace,
+            shared=request.may_use_shared_budgets,
         )
     )
 
@@ -58,55 +58,55 @@ async def record_spend(ask: Request[HolderUsageRequest]) -> Response:
     one_of(limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied),
     HolderReserveRequest,
 )
-async def reserve_budget(ask: Request[HolderReserveRequest]) -> Response:
+async def reserve_budget(request: Request[HolderReserveRequest]) -> Response:
     """Keep room free in a budget for this execution."""
-    body, handle = ask.body, ask.handle
-    await ask.engine.require_lease(handle)
+    body, handle = request.body, request.handle
+    await request.engine.require_lease(handle)
     return variant_response(
-        await ask.engine.reserve_budget(
+        await request.engine.reserve_budget(
             body.budget_id,
             handle.fields.execution_id,
             body.amounts,
             ttl_ms=body.ttl_ms,
             reservation_id=body.reservation_id,
             handle=handle,
-            namespace=ask.execution_namespace,
-            shared=ask.may_use_shared_budgets,
+            namespace=request.execution_namespace,
+            shared=request.may_use_shared_budgets,
         )
     )
 
 
 @lease_route("settle", USAGE_RESPONSE, HolderSettleRequest)
-async def settle_budget(ask: Request[HolderSettleRequest]) -> Response:
+async def settle_budget(request: Request[HolderSettleRequest]) -> Response:
     """Turn a reservation into what was really spent."""
-    body = ask.body
-    await ask.engine.require_lease(ask.handle)
-    execution_id = ask.handle.fields.execution_id
+    body = request.body
+    await request.engine.require_lease(request.handle)
+    execution_id = request.handle.fields.execution_id
     return variant_response(
-        await ask.engine.settle_budget(
+        await request.engine.settle_budget(
             body.budget_id,
             execution_id,
             body.reservation_id,
             body.amounts,
-            namespace=ask.execution_namespace,
-            shared=ask.may_use_shared_budgets,
+            namespace=request.execution_namespace,
+            shared=request.may_use_shared_budgets,
         )
     )
 
 
 @lease_route("refund", one_of(limit_answers.Refunded), HolderRefundRequest)
-async def refund_budget(ask: Request[HolderRefundRequest]) -> Response:
+async def refund_budget(request: Request[HolderRefundRequest]) -> Response:
     """Give the room of one of this execution's reservations back unused."""
-    await ask.engine.require_lease(ask.handle)
-    body, execution_id = ask.body, ask.handle.fields.execution_id
-    namespace = ask.execution_namespace or await ask.engine.get_execution_namespace(execution_id)
+    await request.engine.require_lease(request.handle)
+    body, execution_id = request.body, request.handle.fields.execution_id
+    namespace = request.execution_namespace or await request.engine.get_execution_namespace(execution_id)
     return variant_response(
-        await ask.engine.refund_budget(
+        await request.engine.refund_budget(
             body.budget_id,
             body.reservation_id,
             execution_id=execution_id,
             namespace=namespace or DEFAULT_NAMESPACE,
-            shared=ask.may_use_shared_budgets,
+            shared=request.may_use_shared_budgets,
         )
     )
 

@@ -54,18 +54,18 @@ routes = RouteGroup("work")
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def renew(ask: Request[RenewLeasesRequest]) -> Response:
+async def renew(request: Request[RenewLeasesRequest]) -> Response:
     """Move the ends of many leases in one trip; each answer stands for itself."""
     read: list[Handle | errors.FabricError] = []
-    for one in await ask.app.handle_signer.verify_all(ask.body.handles):
+    for one in await request.app.handle_signer.verify_all(request.body.handles):
         try:
             if isinstance(one, Handle):
-                await ask.require_execution_access(one.fields.execution_id)
+                await request.require_execution_access(one.fields.execution_id)
             read.append(one)
         except errors.FabricError as refused:
             read.append(refused)
     good = [one for one in read if isinstance(one, Handle)]
-    renewed = iter(await ask.engine.renew_many(good, lease_ttl_ms=ask.body.lease_ttl_ms) if good else [])
+    renewed = iter(await request.engine.renew_many(good, lease_ttl_ms=request.body.lease_ttl_ms) if good else [])
     answered = [next(renewed) if isinstance(one, Handle) else one for one in read]
     return json_response(
         {"results": [error_entry(one) if isinstance(one, errors.FabricError) else as_variant(one) for one in answered]}
@@ -88,86 +88,90 @@ def lease_route(
 
 
 @lease_route("progress", one_of(answers.ProgressNoted), ReportProgressRequest)
-async def progress(ask: Request[ReportProgressRequest]) -> Response:
+async def progress(request: Request[ReportProgressRequest]) -> Response:
     """Note how far the work is."""
-    return variant_response(await ask.engine.progress(ask.handle, pct=ask.body.pct, message=ask.body.message))
+    return variant_response(
+        await request.engine.progress(request.handle, pct=request.body.pct, message=request.body.message)
+    )
 
 
 @lease_route("complete", one_of(answers.Completed), CompleteRequest, BULK_LIMIT)
-async def complete(ask: Request[CompleteRequest]) -> Response:
+async def complete(request: Request[CompleteRequest]) -> Response:
     """End the execution successfully; repeating it after a lost answer is success."""
-    body = ask.body
+    body = request.body
     result = decode_octets("result", body.result, body.result_b64)
-    answer = await ask.engine.complete(ask.handle, result=result, encoding=body.encoding)
-    ask.trace_attempt_end("ok")
+    answer = await request.engine.complete(request.handle, result=result, encoding=body.encoding)
+    request.trace_attempt_end("ok")
     return variant_response(answer)
 
 
 @lease_route("fail", one_of(answers.RetryScheduled, answers.TerminalFailed), FailRequest)
-async def fail(ask: Request[FailRequest]) -> Response:
+async def fail(request: Request[FailRequest]) -> Response:
     """End the attempt as failed; the retry policy decides whether another one follows."""
-    body = ask.body
-    answer = await ask.engine.fail(
-        ask.handle, reason=body.reason, category=body.category, retry_policy=body.retry_policy
+    body = request.body
+    answer = await request.engine.fail(
+        request.handle, reason=body.reason, category=body.category, retry_policy=body.retry_policy
     )
-    ask.trace_attempt_end("retry" if isinstance(answer, answers.RetryScheduled) else "error")
+    request.trace_attempt_end("retry" if isinstance(answer, answers.RetryScheduled) else "error")
     return variant_response(answer)
 
 
 @lease_route("cancel", one_of(answers.Cancelled), HolderCancelRequest, audit=True)
-async def cancel(ask: Request[HolderCancelRequest]) -> Response:
+async def cancel(request: Request[HolderCancelRequest]) -> Response:
     """Cancel as the holder of the lease, or of the last one while its attempt is open."""
-    answer = await ask.engine.cancel_as_holder(ask.handle, reason=ask.body.reason)
-    ask.trace_attempt_end("cancelled")
+    answer = await request.engine.cancel_as_holder(request.handle, reason=request.body.reason)
+    request.trace_attempt_end("cancelled")
     return variant_response(answer)
 
 
 @lease_route("tags", SetTagsResponse, HolderSetTagsRequest)
-async def set_tags(ask: Request[HolderSetTagsRequest]) -> Response:
+async def set_tags(request: Request[HolderSetTagsRequest]) -> Response:
     """Set some tags of the held execution, all of them or none; the holder may set those that begin with `ff.`."""
-    return json_response(SetTagsResponse(await ask.engine.set_tags(ask.handle, ask.body.tags)))
+    return json_response(SetTagsResponse(await request.engine.set_tags(request.handle, request.body.tags)))
 
 
 @lease_route("cancel-children", one_of(answers.ChildrenCancelled), CancelChildrenRequest)
-async def cancel_children(ask: Request[CancelChildrenRequest]) -> Response:
+async def cancel_children(request: Request[CancelChildrenRequest]) -> Response:
     """Cancel children of the execution that is held; of others it is said that they do not exist."""
-    body = ask.body
-    return variant_response(await ask.engine.cancel_children(ask.handle, body.execution_ids, reason=body.reason))
+    body = request.body
+    return variant_response(
+        await request.engine.cancel_children(request.handle, body.execution_ids, reason=body.reason)
+    )
 
 
 @lease_route("delay", one_of(answers.Delayed), DelayRequest)
-async def delay(ask: Request[DelayRequest]) -> Response:
+async def delay(request: Request[DelayRequest]) -> Response:
     """Put the work away for a while; the same attempt goes on afterwards."""
-    body = ask.body
+    body = request.body
     if (body.delay_until is None) == (body.delay_ms is None):
         raise bad_request("either delay_until or delay_ms is needed")
     if body.delay_until is None:
-        answer = await ask.engine.delay_for(ask.handle, body.delay_ms or 0, reason=body.reason)
+        answer = await request.engine.delay_for(request.handle, body.delay_ms or 0, reason=body.reason)
     else:
-        answer = await ask.engine.delay(ask.handle, delay_until=body.delay_until)
-    ask.trace_attempt_end("delayed")
+        answer = await request.engine.delay(request.handle, delay_until=body.delay_until)
+    request.trace_attempt_end("delayed")
     return variant_response(answer)
 
 
 @lease_route("wait-children", one_of(answers.Moved), HandleOnlyRequest)
-async def wait_children(ask: Request[HandleOnlyRequest]) -> Response:
+async def wait_children(request: Request[HandleOnlyRequest]) -> Response:
     """Put the work away until its dependencies are resolved."""
-    answer = await ask.engine.wait_children(ask.handle)
-    ask.trace_attempt_end("waiting")
+    answer = await request.engine.wait_children(request.handle)
+    request.trace_attempt_end("waiting")
     return variant_response(answer)
 
 
 @lease_route("suspend", one_of(Suspended=SuspendResponse, AlreadySatisfied=SuspendResponse), SuspendRequest)
-async def suspend(ask: Request[SuspendRequest]) -> Response:
+async def suspend(request: Request[SuspendRequest]) -> Response:
     """Give the lease back and wait for the condition; signals that came early may have met it already."""
-    body = ask.body
-    now = body.now if body.now is not None else await ask.engine.ping()
+    body = request.body
+    now = body.now if body.now is not None else await request.engine.ping()
     policy = body.resume_policy
-    answer = await ask.engine.suspend(
-        ask.handle,
+    answer = await request.engine.suspend(
+        request.handle,
         SuspendArgs(
-            suspension_id=body.suspension_id or ask.engine.minter.uuid(),
-            waitpoints=tuple(_binding(ask, one) for one in body.waitpoints),
+            suspension_id=body.suspension_id or request.engine.minter.uuid(),
+            waitpoints=tuple(_binding(request, one) for one in body.waitpoints),
             resume_condition=body.resume_condition,
             reason_code=_snake(body.reason_code),
             now=now,
@@ -186,17 +190,19 @@ async def suspend(ask: Request[SuspendRequest]) -> Response:
         ),
     )
     if isinstance(answer, Suspended):
-        ask.trace_attempt_end("suspended")
+        request.trace_attempt_end("suspended")
         return variant_response(
-            _waiting(answer.details, await ask.app.handle_signer.sign(answer.handle)), name="Suspended"
+            _waiting(answer.details, await request.app.handle_signer.sign(answer.handle)), name="Suspended"
         )
     return variant_response(_waiting(answer.details, UNSET), name="AlreadySatisfied")
 
 
-def _binding(ask: Request[SuspendRequest], given: dict[str, dict[str, str]]) -> FreshWaitpoint | UsePendingWaitpoint:
+def _binding(
+    request: Request[SuspendRequest], given: dict[str, dict[str, str]]
+) -> FreshWaitpoint | UsePendingWaitpoint:
     match given:
         case {"Fresh": fields}:
-            waitpoint_id = fields.get("waitpoint_id") or ask.engine.minter.uuid()
+            waitpoint_id = fields.get("waitpoint_id") or request.engine.minter.uuid()
             return FreshWaitpoint(waitpoint_id, fields.get("waitpoint_key", f"wpk:{waitpoint_id}"))
         case {"UsePending": {"waitpoint_id": waitpoint_id}}:
             return UsePendingWaitpoint(waitpoint_id)
@@ -219,19 +225,21 @@ def _snake(name: str) -> str:
 
 
 @lease_route("waitpoints", CreateWaitpointResponse, CreateWaitpointRequest)
-async def create_waitpoint(ask: Request[CreateWaitpointRequest]) -> Response:
+async def create_waitpoint(request: Request[CreateWaitpointRequest]) -> Response:
     """A waitpoint to hand out before the wait."""
-    made = await ask.engine.create_waitpoint(ask.handle, ask.body.waitpoint_key, ask.body.expires_in_ms)
+    made = await request.engine.create_waitpoint(request.handle, request.body.waitpoint_key, request.body.expires_in_ms)
     return json_response(
         CreateWaitpointResponse(made.waitpoint_id, made.token.reveal()), 200, ("cache-control", "no-store")
     )
 
 
 @lease_route("signals", ObservedSignalsResponse, HandleOnlyRequest)
-async def observe_signals(ask: Request[HandleOnlyRequest]) -> Response:
+async def observe_signals(request: Request[HandleOnlyRequest]) -> Response:
     """The signals that resumed this attempt, in the order in which they were accepted."""
     return json_response(
-        ObservedSignalsResponse([observed_signal_item(one) for one in await ask.engine.observe_signals(ask.handle)])
+        ObservedSignalsResponse(
+            [observed_signal_item(one) for one in await request.engine.observe_signals(request.handle)]
+        )
     )
 
 
@@ -250,18 +258,18 @@ def observed_signal_item(signal: Any) -> ObservedSignalItem:
 
 
 @lease_route("frames", BatchResponse, AppendFramesRequest)
-async def append_frames(ask: Request[AppendFramesRequest]) -> Response:
+async def append_frames(request: Request[AppendFramesRequest]) -> Response:
     """Add frames to the attempt's output, in order; each answer stands for itself."""
-    handle = ask.handle
+    handle = request.handle
     # Handed in together, in order, they are written together.
-    appended = await asyncio.gather(*(_appended(ask, handle, frame) for frame in ask.body.frames))
+    appended = await asyncio.gather(*(_appended(request, handle, frame) for frame in request.body.frames))
     return json_response({"results": appended})
 
 
-async def _appended(ask: Request[AppendFramesRequest], handle: Handle, frame: FrameSpec) -> Any:
+async def _appended(request: Request[AppendFramesRequest], handle: Handle, frame: FrameSpec) -> Any:
     spec = frame.best_effort
     try:
-        answer = await ask.engine.append_frame(
+        answer = await request.engine.append_frame(
             handle,
             decode_octets("payload", frame.payload, frame.payload_b64) or b"",
             frame_type=frame.frame_type,

@@ -55,27 +55,27 @@ RESULTS_BATCH = 20
         LIMIT_PARAM,
     ),
 )
-async def search_executions(ask: Request[None]) -> Response:
+async def search_executions(request: Request[None]) -> Response:
     """Executions of all partitions that meet every filter, by id."""
-    namespace = ask.query_param("namespace")
-    if ask.principal.namespaces is not None:
+    namespace = request.query_param("namespace")
+    if request.principal.namespaces is not None:
         if namespace is None:
             raise bad_request("namespace: needed by a token that is bound to namespaces")
-        ask.require_namespace(namespace)
-    tag = ask.query_param("tag")
+        request.require_namespace(namespace)
+    tag = request.query_param("tag")
     if tag is not None and "=" not in tag:
         raise bad_request("tag: not key=value")
     key, _, value = (tag or "").partition("=")
-    page = await ask.engine.search_executions(
+    page = await request.engine.search_executions(
         namespace=namespace,
-        lane_id=ask.query_param("lane"),
-        public_state=ask.query_param("state"),
-        flow_id=ask.query_param("flow_id"),
+        lane_id=request.query_param("lane"),
+        public_state=request.query_param("state"),
+        flow_id=request.query_param("flow_id"),
         tag=None if tag is None else (key, value),
-        created_from=ask.int_param("created_from") if ask.query_param("created_from") else None,
-        created_before=ask.int_param("created_before") if ask.query_param("created_before") else None,
-        cursor=ask.query_param("cursor") or None,
-        limit=ask.int_param("limit", 50),
+        created_from=request.int_param("created_from") if request.query_param("created_from") else None,
+        created_before=request.int_param("created_before") if request.query_param("created_before") else None,
+        cursor=request.query_param("cursor") or None,
+        limit=request.int_param("limit", 50),
     )
     return json_response(page)
 
@@ -91,49 +91,49 @@ async def search_executions(ask: Request[None]) -> Response:
         QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_MATCHES}),
     ),
 )
-async def find_executions(ask: Request[None]) -> Response:
+async def find_executions(request: Request[None]) -> Response:
     """Executions whose id begins like this, within the namespaces of the token."""
-    own = ask.principal.namespaces
+    own = request.principal.namespaces
     return json_response(
-        await ask.engine.find_executions(
-            ask.query_param("prefix") or "",
+        await request.engine.find_executions(
+            request.query_param("prefix") or "",
             namespaces=None if own is None else sorted(own),
-            limit=ask.int_param("limit", 10),
+            limit=request.int_param("limit", 10),
         )
     )
 
 
 @routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
-async def describe_execution(ask: Request[None]) -> Response:
+async def describe_execution(request: Request[None]) -> Response:
     """An execution with its lease, its waitpoint and its tags."""
-    execution_id = ask.execution_id
+    execution_id = request.execution_id
     return json_response(
-        require_found(await ask.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
+        require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
     )
 
 
 @routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
-async def attempt_history(ask: Request[None]) -> Response:
+async def attempt_history(request: Request[None]) -> Response:
     """Every attempt by index, the running one included."""
-    return json_response(await ask.engine.attempt_history(ask.execution_id))
+    return json_response(await request.engine.attempt_history(request.execution_id))
 
 
 @routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
-async def lease_history(ask: Request[None]) -> Response:
+async def lease_history(request: Request[None]) -> Response:
     """What happened to the leases of an execution, oldest first."""
-    return json_response(await ask.engine.lease_history(ask.execution_id))
+    return json_response(await request.engine.lease_history(request.execution_id))
 
 
 @routes.get(f"{EXECUTION_PATH}/progress", {200: ReadProgressResponse}, subject=Subject.EXECUTION)
-async def read_progress(ask: Request[None]) -> Response:
+async def read_progress(request: Request[None]) -> Response:
     """What the holder last said of its progress."""
-    return json_response(ReadProgressResponse(*await ask.engine.read_progress(ask.execution_id)))
+    return json_response(ReadProgressResponse(*await request.engine.read_progress(request.execution_id)))
 
 
 @routes.get(f"{EXECUTION_PATH}/explain", {200: ExplanationResponse}, subject=Subject.EXECUTION)
-async def explain(ask: Request[None]) -> Response:
+async def explain(request: Request[None]) -> Response:
     """Why an execution is not running."""
-    told = await ask.engine.explain(ask.execution_id)
+    told = await request.engine.explain(request.execution_id)
     facts = msgspec.to_builtins(told.obstacle)
     return json_response(
         ExplanationResponse(
@@ -152,15 +152,19 @@ async def explain(ask: Request[None]) -> Response:
     ),
     long=True,
 )
-async def await_end(ask: Request[None]) -> Response:
+async def await_end(request: Request[None]) -> Response:
     """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
-    wait_ms = min(ask.int_param("wait_ms", 0), MAX_WAIT_MS)
-    execution_id = ask.execution_id
-    ended = await ask.wait_while_connected(ask.engine.await_end(execution_id, max_wait_ms=wait_ms)) if wait_ms else None
-    ended = ended or await ask.engine.await_end(execution_id)
+    wait_ms = min(request.int_param("wait_ms", 0), MAX_WAIT_MS)
+    execution_id = request.execution_id
+    ended = (
+        await request.wait_while_connected(request.engine.await_end(execution_id, max_wait_ms=wait_ms))
+        if wait_ms
+        else None
+    )
+    ended = ended or await request.engine.await_end(execution_id)
     if ended is None:
         return Response(204)
-    return json_response(outcome_response(ended, with_result=ask.query_param("result") in ("true", "1")))
+    return json_response(outcome_response(ended, with_result=request.query_param("result") in ("true", "1")))
 
 
 def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> ExecutionOutcomeResponse:
@@ -183,15 +187,15 @@ def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> Ex
     scope=ApiScope.READ,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def read_results(ask: Request[ReadResultsRequest]) -> Response:
+async def read_results(request: Request[ReadResultsRequest]) -> Response:
     """The results of many executions, as many as fit into one answer; the ids of the others are told."""
-    wanted: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, ask.body.execution_ids)))
+    wanted: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, request.body.execution_ids)))
     for execution_id in wanted:
-        await ask.require_execution_access(execution_id)
+        await request.require_execution_access(execution_id)
     found: dict[str, bytes | None] = {}
     size = 0
     while wanted and size < MAX_RESULT_BYTES:
-        some = await ask.engine.read_results(wanted[:RESULTS_BATCH], namespace=ask.body.namespace)
+        some = await request.engine.read_results(wanted[:RESULTS_BATCH], namespace=request.body.namespace)
         for execution_id, result in some.items():
             size += len(result or b"")
             if found and size > MAX_RESULT_BYTES:
@@ -202,10 +206,12 @@ async def read_results(ask: Request[ReadResultsRequest]) -> Response:
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR_PARAM, LIMIT_PARAM))
-async def list_lanes(ask: Request[None]) -> Response:
+async def list_lanes(request: Request[None]) -> Response:
     """Lanes that ever had an execution."""
     return json_response(
-        await ask.engine.list_lanes(cursor=ask.query_param("cursor") or None, limit=ask.int_param("limit", 50))
+        await request.engine.list_lanes(
+            cursor=request.query_param("cursor") or None, limit=request.int_param("limit", 50)
+        )
     )
 
 
@@ -218,16 +224,18 @@ async def list_lanes(ask: Request[None]) -> Response:
         LIMIT_PARAM,
     ),
 )
-async def list_suspended(ask: Request[None]) -> Response:
+async def list_suspended(request: Request[None]) -> Response:
     """Suspended executions of a partition, those that time out first in front."""
     return json_response(
-        await ask.engine.list_suspended(
-            ask.int_param("partition"), cursor=ask.query_param("cursor") or None, limit=ask.int_param("limit", 50)
+        await request.engine.list_suspended(
+            request.int_param("partition"),
+            cursor=request.query_param("cursor") or None,
+            limit=request.int_param("limit", 50),
         )
     )
 
 
 @routes.get("/v1/capabilities", {200: Capabilities}, subject=Subject.CHECKED_BY_HANDLER)
-async def capabilities(ask: Request[None]) -> Response:
+async def capabilities(request: Request[None]) -> Response:
     """Which operations the engine knows."""
-    return json_response(ask.engine.capabilities())
+    return json_response(request.engine.capabilities())

@@ -33,13 +33,13 @@ TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
     subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
-async def list_pending_waitpoints(ask: Request[None]) -> Response:
+async def list_pending_waitpoints(request: Request[None]) -> Response:
     """The open waitpoints of an execution by id, up to 1000 a page."""
-    after = ask.query_param("after")
-    page = await ask.engine.list_pending_waitpoints(
-        ask.execution_id,
+    after = request.query_param("after")
+    page = await request.engine.list_pending_waitpoints(
+        request.execution_id,
         after=None if not after else path_uuid("after", after, ""),
-        limit=ask.int_param("limit", 1000),
+        limit=request.int_param("limit", 1000),
     )
     entries = [
         WaitpointEntry(
@@ -60,9 +60,11 @@ async def list_pending_waitpoints(ask: Request[None]) -> Response:
 
 
 @routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
-async def describe_waitpoint(ask: Request[None]) -> Response:
+async def describe_waitpoint(request: Request[None]) -> Response:
     """A waitpoint of an execution, open or closed, and how many signals it has met; not its token."""
-    record = await ask.engine.describe_waitpoint(ask.execution_id, path_uuid("waitpoint_id", ask.path_params[1], ""))
+    record = await request.engine.describe_waitpoint(
+        request.execution_id, path_uuid("waitpoint_id", request.path_params[1], "")
+    )
     return json_response(require_found(record, "not found: waitpoint"))
 
 
@@ -73,10 +75,10 @@ async def describe_waitpoint(ask: Request[None]) -> Response:
     subject=Subject.EXECUTION,
     audit=True,
 )
-async def read_waitpoint_token(ask: Request[None]) -> Response:
+async def read_waitpoint_token(request: Request[None]) -> Response:
     """The token of an open waitpoint, for those who may have it."""
-    execution_id, waitpoint_id = ask.execution_id, path_uuid("waitpoint_id", ask.path_params[1], "")
-    token = await ask.engine.read_token_of(execution_id, waitpoint_id)
+    execution_id, waitpoint_id = request.execution_id, path_uuid("waitpoint_id", request.path_params[1], "")
+    token = await request.engine.read_token_of(execution_id, waitpoint_id)
     if token is None:
         return json_response(Problem(TOKEN_NOT_FOUND), 404, NO_STORE)
     return json_response(WaitpointTokenResponse(token.reveal()), 200, NO_STORE)
@@ -90,13 +92,13 @@ async def read_waitpoint_token(ask: Request[None]) -> Response:
     scope=ApiScope.SUBMIT,
     subject=Subject.EXECUTION,
 )
-async def deliver_signal(ask: Request[DeliverSignalRequest]) -> Response:
+async def deliver_signal(request: Request[DeliverSignalRequest]) -> Response:
     """Send a signal to a waitpoint, with the token that allows it."""
-    execution_id, body = ask.execution_id, ask.body
+    execution_id, body = request.execution_id, request.body
     check_same_id("execution_id", execution_id, body.execution_id)
-    answer = await ask.engine.deliver_signal(
+    answer = await request.engine.deliver_signal(
         SignalArgs(
-            signal_id=body.signal_id or ask.engine.minter.uuid(),
+            signal_id=body.signal_id or request.engine.minter.uuid(),
             payload=decode_octets("payload", body.payload, body.payload_b64),
             dedup_ttl_ms=_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
             max_signals_per_execution=_or(body.max_signals_per_execution, MAX_SIGNALS),
@@ -127,13 +129,13 @@ def _or(given: int | None, default: int) -> int:
     scope=ApiScope.SUBMIT,
     subject=Subject.EXECUTION,
 )
-async def send_message(ask: Request[SendMessageRequest]) -> Response:
+async def send_message(request: Request[SendMessageRequest]) -> Response:
     """Send a message to an execution; it is kept in order until somebody receives it."""
-    body = ask.body
-    answer = await ask.engine.send_message(
+    body = request.body
+    answer = await request.engine.send_message(
         MessageArgs(
-            execution_id=ask.execution_id,
-            message_id=body.message_id or ask.engine.minter.uuid(),
+            execution_id=request.execution_id,
+            message_id=body.message_id or request.engine.minter.uuid(),
             payload=decode_octets("payload", body.payload, body.payload_b64),
             **body.to_kwargs("message_id", "payload", "payload_b64"),
         )

@@ -23,15 +23,15 @@ _LIMIT = QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_FR
 _AFTER = QueryParam("after", {"type": "string"})
 
 
-def _index(ask: Request[None]) -> int:
-    text = ask.path_params[1]
+def _index(request: Request[None]) -> int:
+    text = request.path_params[1]
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 2**32 - 1:
         raise bad_request(f"attempt index: {text[:40]!r} is not a whole number")
     return int(text)
 
 
-def _limit(ask: Request[None], default: int, hint: str) -> int:
-    limit = ask.int_param("limit", default)
+def _limit(request: Request[None], default: int, hint: str) -> int:
+    limit = request.int_param("limit", default)
     if limit < 1:
         raise bad_request("limit must be >= 1")
     if limit > MAX_FRAMES_PER_READ:
@@ -39,7 +39,7 @@ def _limit(ask: Request[None], default: int, hint: str) -> int:
     return limit
 
 
-def _after(ask: Request[None], text: str) -> str:
+def _after(request: Request[None], text: str) -> str:
     if text in ("start", "end"):
         raise bad_request("after: XREAD cursor must be a concrete entry id; pass '0-0' to start from the beginning")
     return text
@@ -63,13 +63,13 @@ def _page(page: StreamPage) -> Response:
     subject=Subject.EXECUTION,
     query=(QueryParam("from", {"type": "string"}), QueryParam("to", {"type": "string"}), _LIMIT),
 )
-async def read_stream(ask: Request[None]) -> Response:
+async def read_stream(request: Request[None]) -> Response:
     """Frames between two places, both included; a stream that was never written is empty."""
-    execution_id, index = ask.execution_id, _index(ask)
-    limit = _limit(ask, 100, "from/to")
-    first, last = ask.query_param("from"), ask.query_param("to")
+    execution_id, index = request.execution_id, _index(request)
+    limit = _limit(request, 100, "from/to")
+    first, last = request.query_param("from"), request.query_param("to")
     return _page(
-        await ask.engine.read_stream(
+        await request.engine.read_stream(
             execution_id, index, "start" if first is None else first, "end" if last is None else last, limit
         )
     )
@@ -82,39 +82,39 @@ async def read_stream(ask: Request[None]) -> Response:
     query=(_AFTER, QueryParam("block_ms", {"type": "integer", "minimum": 0, "maximum": MAX_BLOCK_MS}), _LIMIT),
     long=True,
 )
-async def tail_stream(ask: Request[None]) -> Response:
+async def tail_stream(request: Request[None]) -> Response:
     """Frames after a place, waited for; the end of the stream ends the wait."""
-    execution_id, index = ask.execution_id, _index(ask)
-    limit, block_ms = _limit(ask, 50, "after"), ask.int_param("block_ms", 0)
+    execution_id, index = request.execution_id, _index(request)
+    limit, block_ms = _limit(request, 50, "after"), request.int_param("block_ms", 0)
     if block_ms > MAX_BLOCK_MS:
         raise bad_request(f"block_ms exceeds {MAX_BLOCK_MS}ms ceiling")
-    after = ask.query_param("after")
-    place = _after(ask, "0-0" if after is None else after)
-    tail = ask.engine.tail_stream(execution_id, index, place, block_ms, limit)
-    page = await ask.wait_while_connected(tail) if block_ms else await tail
+    after = request.query_param("after")
+    place = _after(request, "0-0" if after is None else after)
+    tail = request.engine.tail_stream(execution_id, index, place, block_ms, limit)
+    page = await request.wait_while_connected(tail) if block_ms else await tail
     return _page(page or StreamPage([], None, None))
 
 
 @routes.get(f"{STREAM_PATH}/summary", {200: SummaryView}, subject=Subject.EXECUTION)
-async def read_summary(ask: Request[None]) -> Response:
+async def read_summary(request: Request[None]) -> Response:
     """The document that the attempt's summary frames amount to."""
-    summary = await ask.engine.read_summary(ask.execution_id, _index(ask))
+    summary = await request.engine.read_summary(request.execution_id, _index(request))
     return json_response(require_found(summary, "not found: stream"))
 
 
 @routes.get(f"{STREAM_PATH}/events", {200: EVENT_STREAM}, subject=Subject.EXECUTION, query=(_AFTER,), long=True)
-async def follow_stream(ask: Request[None]) -> StreamingResponse:
+async def follow_stream(request: Request[None]) -> StreamingResponse:
     """Frames as they come, as server-sent events; `Last-Event-ID` or `after` says where to go on."""
-    execution_id, index = ask.execution_id, _index(ask)
-    after = _after(ask, sse.last_event_id(ask) or ask.query_param("after") or "0-0")
-    first = await ask.engine.tail_stream(
+    execution_id, index = request.execution_id, _index(request)
+    after = _after(request, sse.last_event_id(request) or request.query_param("after") or "0-0")
+    first = await request.engine.tail_stream(
         execution_id, index, after, 0, PAGE_SIZE
     )  # what is wrong is told with a status
-    return StreamingResponse(sse.with_keep_alive(ask, _events(ask, execution_id, index, after, first)))
+    return StreamingResponse(sse.with_keep_alive(request, _events(request, execution_id, index, after, first)))
 
 
 async def _events(
-    ask: Request[None], execution_id: str, index: int, after: str, page: StreamPage
+    request: Request[None], execution_id: str, index: int, after: str, page: StreamPage
 ) -> AsyncIterator[bytes]:
     while True:
         for frame in page.frames:
@@ -126,7 +126,7 @@ async def _events(
             )
             return
         try:
-            page = await ask.engine.tail_stream(execution_id, index, after, sse.POLL_WAIT_MS, PAGE_SIZE)
+            page = await request.engine.tail_stream(execution_id, index, after, sse.POLL_WAIT_MS, PAGE_SIZE)
         except errors.ResourceExhausted:
             yield sse.format_event(b'{"reason":"resource_exhausted"}', name="end")
             return

@@ -47,34 +47,34 @@ routes = RouteGroup("workers")
     subject=Subject.CHECKED_BY_HANDLER,
     long=True,
 )
-async def claim(ask: Request[ClaimWorkRequest]) -> Response:
+async def claim(request: Request[ClaimWorkRequest]) -> Response:
     """Up to `limit` executions with their leases, as soon as there is one; budgets and quotas are asked first."""
-    worker_id, body = ask.path_params[0], ask.body
+    worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, *body.lanes)
     lanes = tuple(dict.fromkeys(body.lanes))
     for namespace in body.namespaces or ():
-        ask.require_namespace(namespace)
+        request.require_namespace(namespace)
 
-    await ask.app.handle_signer.prepare()
+    await request.app.handle_signer.prepare()
 
     def nudge() -> None:
-        ask.engine.wake_claims(lanes)
+        request.engine.wake_claims(lanes)
 
-    async with ask.watch_disconnect(nudge) as is_heard:
-        with _endable(ask, nudge) as is_wanted:
-            claimed = await ask.engine.claim_from_lanes(
+    async with request.watch_disconnect(nudge) as is_heard:
+        with _endable(request, nudge) as is_wanted:
+            claimed = await request.engine.claim_from_lanes(
                 lanes,
                 worker_id=worker_id,
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
                 go_on=lambda: is_heard() and is_wanted(),
-                namespaces=ask.principal.namespaces if body.namespaces is None else body.namespaces,
+                namespaces=request.principal.namespaces if body.namespaces is None else body.namespaces,
                 **body.to_kwargs("lanes", "wait_ms", "namespaces"),
             )
-        await ask.check_authentication()
-        if claimed and ask.is_abandoned:
-            await _hand_back(ask.engine, claimed)
+        await request.check_authentication()
+        if claimed and request.is_abandoned:
+            await _hand_back(request.engine, claimed)
             claimed = []
-    return json_response(ClaimWorkResponse([await _work(ask, one) for one in claimed]))
+    return json_response(ClaimWorkResponse([await _work(request, one) for one in claimed]))
 
 
 async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
@@ -83,23 +83,23 @@ async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
 
 
 @contextmanager
-def _endable(ask: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+def _endable(request: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """While a claim waits: whether its worker still wants it."""
-    wanted, claimant = True, (ask.principal.name, ask.body.worker_instance_id)
+    wanted, claimant = True, (request.principal.name, request.body.worker_instance_id)
 
     def end() -> None:
         nonlocal wanted
         wanted = False
         nudge()
 
-    waiting = ask.app.waiting_claims.setdefault(claimant, set())
+    waiting = request.app.waiting_claims.setdefault(claimant, set())
     waiting.add(end)
     try:
         yield lambda: wanted
     finally:
         waiting.discard(end)
         if not waiting:
-            ask.app.waiting_claims.pop(claimant, None)
+            request.app.waiting_claims.pop(claimant, None)
 
 
 @routes.post(
@@ -109,31 +109,35 @@ def _endable(ask: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Itera
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def end_claims(ask: Request[EndClaimsRequest]) -> Response:
+async def end_claims(request: Request[EndClaimsRequest]) -> Response:
     """Let the claims of one's own worker instance that wait here answer now, with what they have; how many."""
-    check_worker_names(ask.path_params[0], ask.body.worker_instance_id)
-    waiting = tuple(ask.app.waiting_claims.get((ask.principal.name, ask.body.worker_instance_id), ()))
+    check_worker_names(request.path_params[0], request.body.worker_instance_id)
+    waiting = tuple(request.app.waiting_claims.get((request.principal.name, request.body.worker_instance_id), ()))
     for end in waiting:
         end()
     return json_response(EndClaimsResponse(len(waiting)))
 
 
-async def _work(ask: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], claimed: answers.Claimed) -> ClaimedWork:
+async def _work(
+    request: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], claimed: answers.Claimed
+) -> ClaimedWork:
     payload = claimed.payload
     if payload is None:
-        context = await ask.engine.read_execution_context(claimed.execution_id)
+        context = await request.engine.read_execution_context(claimed.execution_id)
         kind, data, encoding, creator, policy = context.execution_kind, context.input_payload, None, "", None
     else:
         kind, data = payload.execution_kind, payload.input_payload or b""
         encoding, creator, policy = payload.payload_encoding, payload.creator_identity, payload.policy
     submitted = None
-    if ask.app.tracing.is_on:
-        snapshot = await ask.engine.describe_execution(claimed.execution_id)
+    if request.app.tracing.is_on:
+        snapshot = await request.engine.describe_execution(claimed.execution_id)
         submitted = None if snapshot is None else snapshot.tags.get(tracing.TRACEPARENT_TAG)
-        ask.app.tracing.record_claim(claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted)
+        request.app.tracing.record_claim(
+            claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted
+        )
     return ClaimedWork(
         execution_id=claimed.execution_id,
-        handle=await ask.app.handle_signer.sign(claimed.handle),
+        handle=await request.app.handle_signer.sign(claimed.handle),
         lease_id=claimed.lease_id,
         lease_epoch=claimed.lease_epoch,
         lease_expires_at=claimed.lease_expires_at,
@@ -157,30 +161,30 @@ async def _work(ask: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], cl
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def redeem(ask: Request[RedeemGrantRequest]) -> Response:
+async def redeem(request: Request[RedeemGrantRequest]) -> Response:
     """Redeem a grant: begin an attempt, go on with an interrupted one, or take over a lost one."""
-    execution_id, body = ask.execution_id, ask.body
+    execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
     answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
     holder = body.to_kwargs("grant_kind", "attempt_id", "attempt_timeout_ms", "max_reclaim_count")
-    await ask.app.handle_signer.prepare()
+    await request.app.handle_signer.prepare()
     match body.grant_kind:
         case "claim":
-            answer = await ask.engine.claim_execution(
+            answer = await request.engine.claim_execution(
                 execution_id, attempt_id=body.attempt_id, attempt_timeout_ms=body.attempt_timeout_ms, **holder
             )
         case "resume":
-            answer = await ask.engine.claim_resumed_execution(
+            answer = await request.engine.claim_resumed_execution(
                 execution_id, remaining_attempt_timeout_ms=body.attempt_timeout_ms, **holder
             )
         case "reclaim":
-            answer = await ask.engine.reclaim_execution(
+            answer = await request.engine.reclaim_execution(
                 execution_id, attempt_id=body.attempt_id, max_reclaim_count=body.max_reclaim_count, **holder
             )
         case _:
             raise bad_request("grant_kind: none of claim, resume, reclaim")
     if isinstance(answer, answers.Claimed):
-        return variant_response(await _work(ask, answer), name="Claimed")
+        return variant_response(await _work(request, answer), name="Claimed")
     return variant_response(answer)
 
 
@@ -190,36 +194,36 @@ def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, 
     return routes.post(path, {200: answered}, body=body, subject=Subject.CHECKED_BY_HANDLER, **ways)
 
 
-def _told(ask: Request[Any]) -> dict[str, Any]:
+def _told(request: Request[Any]) -> dict[str, Any]:
     """What the body says of a worker; refused beyond the token's namespaces, and with names that are none."""
-    ask.require_namespace(ask.body.namespace)
-    check_worker_names(ask.path_params[0], ask.body.worker_instance_id, *getattr(ask.body, "lanes", ()))
-    told: dict[str, Any] = ask.body.to_kwargs()
+    request.require_namespace(request.body.namespace)
+    check_worker_names(request.path_params[0], request.body.worker_instance_id, *getattr(request.body, "lanes", ()))
+    told: dict[str, Any] = request.body.to_kwargs()
     return told
 
 
 @registry_route("register", one_of(WorkerRegistered, WorkerRefreshed), RegisterWorkerRequest)
-async def register_worker(ask: Request[RegisterWorkerRequest]) -> Response:
+async def register_worker(request: Request[RegisterWorkerRequest]) -> Response:
     """Enter the registry; work that waited for these capabilities is claimable before this answers."""
-    return variant_response(await ask.engine.register_worker(worker_id=ask.path_params[0], **_told(ask)))
+    return variant_response(await request.engine.register_worker(worker_id=request.path_params[0], **_told(request)))
 
 
 @registry_route("heartbeat", one_of(WorkerRefreshed, NotRegistered))
-async def heartbeat_worker(ask: Request[WorkerInstanceRequest]) -> Response:
+async def heartbeat_worker(request: Request[WorkerInstanceRequest]) -> Response:
     """Stay in the registry for another while."""
-    return variant_response(await ask.engine.heartbeat_worker(**_told(ask)))
+    return variant_response(await request.engine.heartbeat_worker(**_told(request)))
 
 
 @registry_route("dead", one_of(MarkedDead, NotRegistered), MarkWorkerDeadRequest, scope=ApiScope.OPERATE, audit=True)
-async def mark_worker_dead(ask: Request[MarkWorkerDeadRequest]) -> Response:
+async def mark_worker_dead(request: Request[MarkWorkerDeadRequest]) -> Response:
     """Take a worker out of the registry; its leases end by their own time."""
-    return variant_response(await ask.engine.mark_worker_dead(**_told(ask)))
+    return variant_response(await request.engine.mark_worker_dead(**_told(request)))
 
 
 @registry_route("leave", one_of(MarkedDead, NotRegistered))
-async def leave(ask: Request[WorkerInstanceRequest]) -> Response:
+async def leave(request: Request[WorkerInstanceRequest]) -> Response:
     """Leave the registry, as a worker that stops."""
-    return variant_response(await ask.engine.mark_worker_dead(reason=STOPPED, **_told(ask)))
+    return variant_response(await request.engine.mark_worker_dead(reason=STOPPED, **_told(request)))
 
 
 @routes.get(
@@ -228,14 +232,14 @@ async def leave(ask: Request[WorkerInstanceRequest]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
     query=(QueryParam("namespace", {"type": "string"}, required=True), CURSOR_PARAM, LIMIT_PARAM),
 )
-async def list_workers(ask: Request[None]) -> Response:
+async def list_workers(request: Request[None]) -> Response:
     """The live workers of a namespace by instance id."""
-    namespace = ask.query_param("namespace")
+    namespace = request.query_param("namespace")
     if namespace is None:
         raise bad_request("namespace: missing")
-    ask.require_namespace(namespace)
+    request.require_namespace(namespace)
     return json_response(
-        await ask.engine.list_workers(
-            namespace, after=ask.query_param("cursor") or None, limit=ask.int_param("limit", 1000)
+        await request.engine.list_workers(
+            namespace, after=request.query_param("cursor") or None, limit=request.int_param("limit", 1000)
         )
     )
