@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -124,7 +125,7 @@ async def survive(url: str, folder: Path, *, orders: int, kills: int, at_work: i
     app, chance = killed_app.app, random.Random(seed)
     app.url = url
     async with app:
-        engine = await app.engine()
+        engine: Any = await app.engine()
         feed = await engine.subscribe_completion(FROM_THE_START)
         runs: list[Run[int]] = []
         with crew(url, folder) as hands:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import apsw
 import asyncpg
@@ -99,7 +100,7 @@ def make_app(url: str) -> tuple[Fabric, Callable[[str], Awaitable[None]]]:
 async def rows_of(app: Fabric, url: str) -> dict[str, int]:
     """How many rows each table has."""
     if url.startswith("memory:"):
-        engine = await app.engine()
+        engine: Any = await app.engine()
         return {table.name: len(await engine.scan(Scan(row, limit=10_000))) for row, table in TABLE.items()}
     if url.startswith("sqlite:"):
         db = apsw.Connection(url.removeprefix("sqlite:///"), flags=apsw.SQLITE_OPEN_READONLY)

@@ -247,7 +247,7 @@ async def test_an_attempt_that_is_cancelled_ends_once_whether_or_not_it_had_begu
         await asyncio.sleep(3600)
 
     ended: list[tuple[Claimed, Outcome | None]] = []
-    engine = await file_app.engine()
+    engine: Any = await file_app.engine()
     attempts = AttemptRunner(
         file_app,
         engine,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Engine, Fabric, Retry, Run, RunFailed, errors
+from flowfabric import Context, Fabric, Retry, Run, RunFailed, errors
+from flowfabric.engine_api import EngineAPI
 from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
@@ -185,7 +186,7 @@ async def test_a_heartbeat_that_stumbles_goes_on(
 
     connect = file_app.connect
 
-    async def connecting(**ways: Any) -> Engine:
+    async def connecting(**ways: Any) -> EngineAPI:
         engine = await connect(**ways)
         if faults:
             fault = faults.pop()
