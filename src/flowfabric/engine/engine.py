@@ -27,6 +27,7 @@ from flowfabric.engine.operations.signals import SignalOperations
 from flowfabric.engine.operations.streams import StreamOperations, StreamReadLimiter
 from flowfabric.engine.operations.subscriptions import SubscriptionOperations
 from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import SecretBox
 from flowfabric.engine.runtime.wakeups import stream_topic
 from flowfabric.engine.surface import operations
@@ -83,31 +84,33 @@ class Engine(
         schema: SchemaVersion | None = None,
     ) -> None:
         """`schema` is what opening the store answered."""
-        super().__init__(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        self.runtime = runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        self.store, self.minter, self.settings = runtime.store, runtime.minter, runtime.settings
+        self.partitions, self.estimate, self.metrics = runtime.partitions, runtime.estimate, runtime.metrics
         self.schema = schema or SchemaVersion(0, 0)
         self._sweeper: Sweeper | None = None
         self._places: SweepCursors = {}
         self.create_validator = validate.CreateValidator()
-        self.secret_box = SecretBox(self.settings.secret_key)
-        self.root_queues = RootQueues(self)
-        self.stream_reads = StreamReadLimiter(self.settings.max_concurrent_stream_ops)
+        self.secret_box = SecretBox(self.runtime.settings.secret_key)
+        self.root_queues = RootQueues(self.runtime)
+        self.stream_reads = StreamReadLimiter(self.runtime.settings.max_concurrent_stream_ops)
         self.frame_writers, self.parents_in_progress, self.child_completion_tasks = {}, {}, set()
-        self.on_write(self.deliver_written_child_completions, ChildCompletion)
+        self.runtime.on_write(self.deliver_written_child_completions, ChildCompletion)
         self._flow_locks = {}
         self._background = set()
-        dispatch = self.settings.dispatch
+        dispatch = self.runtime.settings.dispatch
         self.late_claims = LateClaims(self._find_claimed, self._give_back)
-        self.join_resolver = JoinResolver(self)
-        self.bulk_canceller = BulkCanceller(self, self.join_resolver)
+        self.join_resolver = JoinResolver(self.runtime)
+        self.bulk_canceller = BulkCanceller(self.runtime, self.join_resolver)
         self.dispatcher = CompletionDispatcher(
-            self, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=dispatch
+            self.runtime, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=dispatch
         )
-        self.release_inliner = self.dispatcher
-        self.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
+        self.runtime.release_inliner = self.dispatcher
+        self.runtime.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
         self._flow_sweeps = FlowSweeps(self, self)
-        self.on_write(self.deliver_written_messages, OutboxMessage)
+        self.runtime.on_write(self.deliver_written_messages, OutboxMessage)
         self._unblocking = UnblockSweep(self)
-        if self.settings.hears:
+        if self.runtime.settings.hears:
             store.on_notify(self._woken)
 
     async def _give_back(self, claimed: Claimed) -> None:
@@ -118,30 +121,30 @@ class Engine(
     def _woken(self, topics: frozenset[str]) -> None:
         """Another process says what happened; one that cannot say wakes everybody."""
         if topics:
-            self.wakeups.notify(topics)
+            self.runtime.wakeups.notify(topics)
         else:
-            self.wakeups.notify_prefix("")
+            self.runtime.wakeups.notify_prefix("")
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes, threads and loops can open the same store."""
-        return self.store.tag is not BackendTag.MEMORY
+        return self.runtime.store.tag is not BackendTag.MEMORY
 
     def limit_commands(self, command_s: float) -> None:
         """Give up on a silent connection after this long, or sooner; a worker stays below the length of its leases."""
-        self.store.limit_commands(command_s)
+        self.runtime.store.limit_commands(command_s)
 
     async def ping(self) -> int:
         """The store's time, in milliseconds since the epoch."""
-        return await self.store.ping()
+        return await self.runtime.store.ping()
 
     def capabilities(self) -> Capabilities:
         """Which operations there are."""
-        return Capabilities(self.store.tag.title, operations(type(self)))
+        return Capabilities(self.runtime.store.tag.title, operations(type(self)))
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
-        return mint_solo(validate.validate_lane_id(lane_id), self.partitions, self.minter)
+        return mint_solo(validate.validate_lane_id(lane_id), self.runtime.partitions, self.runtime.minter)
 
     def start_sweeps(self) -> None:
         """Run the background sweeps in this process too; any number of processes may."""
@@ -165,22 +168,22 @@ class Engine(
             *self._flow_sweeps.sweeps(chosen),
             *limit_sweeps(self, self._unblocking, chosen),
         )
-        return Sweeper(self, self.settings.sweeps, more, chosen, self._places)
+        return Sweeper(self, self.runtime.settings.sweeps, more, chosen, self._places)
 
     async def close(self) -> None:
         """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
         await self.stop_sweeps()
         await self.late_claims.close()
         self.stream_reads.closing.set()
-        self.wakeups.notify_prefix(stream_topic(""))
+        self.runtime.wakeups.notify_prefix(stream_topic(""))
         await self.flush_frames()
         await self.wait_for_child_completions()
         await self.finish_background_cancels()
         await self.dispatcher.close()
         self.cancel_window_timers()
         await self.wait_for_deliveries()
-        await self.commit_queue.drain()
-        await self.store.close()
+        await self.runtime.commit_queue.drain()
+        await self.runtime.store.close()
 
     async def __aenter__(self) -> Self:
         return self

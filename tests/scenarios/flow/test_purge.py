@@ -295,7 +295,7 @@ async def test_a_large_flow_is_checked_by_one_member_while_others_go(
     await flow.begin(names)
     await flow.cancel(*names)
     scans = 0
-    scan = flow.engine.scan
+    scan = flow.engine.runtime.scan
 
     async def counted(asked: Scan) -> list[Any]:
         nonlocal scans
