@@ -77,7 +77,7 @@ class Player:
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = Engine(self.store, minter=SteadyMinter(seat))
         engine.runtime.random = random.Random(seat).random
-        engine.estimate = StoreClockEstimate(
+        engine.runtime.estimate = StoreClockEstimate(
             monotonic_s=lambda: 0.0
         )  # it knows what it was told last, and is wrong after a jump
         engine.estimate.update(clock.now)

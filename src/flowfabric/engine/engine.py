@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.claiming.late_claims import LateClaims
 from flowfabric.engine.claiming.poller import PollingOperations
 from flowfabric.engine.flows.bulk_cancel import BulkCanceller
@@ -14,6 +15,7 @@ from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher
 from flowfabric.engine.flows.join_resolver import JoinResolver
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.metrics.queue_depth import GaugeReader
+from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.engine.operations.api_tokens import ApiTokenOperations
 from flowfabric.engine.operations.deployment import DeploymentOperations
 from flowfabric.engine.operations.flow_cancels import FlowCancelOperations
@@ -38,7 +40,7 @@ from flowfabric.engine.sweeps.sweeper import SweepCursors, Sweeper, SweepResult
 from flowfabric.engine.sweeps.unblock import UnblockSweep
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import BackendTag
-from flowfabric.ids import ExecutionId, Minter, RandomMinter, mint_solo
+from flowfabric.ids import ExecutionId, Minter, PartitionCounts, RandomMinter, mint_solo
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.flow import CompletionDispatch, Dependency, PendingSiblingCancel
 from flowfabric.model.gate import ChildCompletion
@@ -84,9 +86,7 @@ class Engine(
         schema: SchemaVersion | None = None,
     ) -> None:
         """`schema` is what opening the store answered."""
-        self.runtime = runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
-        self.store, self.minter, self.settings = runtime.store, runtime.minter, runtime.settings
-        self.partitions, self.estimate, self.metrics = runtime.partitions, runtime.estimate, runtime.metrics
+        self.runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.schema = schema or SchemaVersion(0, 0)
         self._sweeper: Sweeper | None = None
         self._places: SweepCursors = {}
@@ -124,6 +124,36 @@ class Engine(
             self.runtime.wakeups.notify(topics)
         else:
             self.runtime.wakeups.notify_prefix("")
+
+    @property
+    def store(self) -> Store:
+        """The store that keeps everything."""
+        return self.runtime.store
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that this engine was opened with."""
+        return self.runtime.settings
+
+    @property
+    def minter(self) -> Minter:
+        """The source of new ids."""
+        return self.runtime.minter
+
+    @property
+    def partitions(self) -> PartitionCounts:
+        """How many partitions the store has, by kind."""
+        return self.runtime.partitions
+
+    @property
+    def estimate(self) -> StoreClockEstimate:
+        """An estimate of the store's time that costs no round trip."""
+        return self.runtime.estimate
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this process."""
+        return self.runtime.metrics
 
     @property
     def is_shared(self) -> bool:

@@ -182,7 +182,7 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
 def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often rows were looked at by key, with a trip or without."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(engine, "load", _counting(counts, "load", engine.runtime.load))
+    monkeypatch.setattr(engine.runtime, "load", _counting(counts, "load", engine.runtime.load))
     return counts
 
 

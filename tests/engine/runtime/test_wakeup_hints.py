@@ -127,7 +127,7 @@ async def test_changes_in_doubt_are_not_remembered_without_end(
 async def two(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
     """Two engines that listen on one database, and look only when told to."""
     async with await connect(database) as one, await connect(database) as other:
-        one.runtime.runtime.poll_interval_s = other.poll_interval_s = 60
+        one.runtime.poll_interval_s = other.runtime.poll_interval_s = 60
         hints = [engine.runtime.wakeups.subscribe("up") for engine in (one, other)]
         async with asyncio.timeout(20):
             while not all(hint.done() for hint in hints):

@@ -158,7 +158,7 @@ async def test_a_block_that_fails_holds_nobody_up(play: Play, road: str, monkeyp
             raise errors.StoreUnavailable("away")
         return await settled(execution_id, *given)
 
-    monkeypatch.setattr(play.engine, "decide_execution", settle)
+    monkeypatch.setattr(play.engine.runtime, "decide_execution", settle)
 
     assert await ask(play, road) == free
 

@@ -132,7 +132,7 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
             await flow.engine.replay_execution(flow.names["a"])
         return found
 
-    monkeypatch.setattr(flow.engine, "load", load_then_replay)
+    monkeypatch.setattr(flow.engine.runtime, "load", load_then_replay)
     await flow.sweep("flow_projector", 2)
 
     summary = await flow.engine.get_flow_summary(flow.id)

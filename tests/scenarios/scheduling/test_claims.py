@@ -209,7 +209,7 @@ async def test_fail_closed_when_the_store_is_away(play: Play, road: str, monkeyp
     e = await play.create(policy={"quota_policy_ids": [Q]})
     await play.pull(lane="other")  # lines are known: only admission has to be read
     flaky = FlakyStore(play.engine.store)
-    play.engine.store = flaky
+    play.engine.runtime.store = flaky
     play.engine.runtime.load_queue = LoadQueue(flaky)
     flaky.lose("load", Loss.REQUEST, times=50)
 
@@ -217,7 +217,7 @@ async def test_fail_closed_when_the_store_is_away(play: Play, road: str, monkeyp
         await ask(play, road)
 
     flaky.heal()
-    play.engine.store = flaky.inner
+    play.engine.runtime.store = flaky.inner
     play.engine.runtime.load_queue = LoadQueue(flaky.inner)
     assert await play.vector(e) == WAITING
     assert await play.live_grant(e) is None

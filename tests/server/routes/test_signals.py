@@ -190,7 +190,7 @@ async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeyp
         asked.append([want.row.__name__ for want in wants])
         return await load(wants)
 
-    monkeypatch.setattr(ask.engine, "load", watched)
+    monkeypatch.setattr(ask.engine.runtime, "load", watched)
     for owner, waitpoint_id, token in links:
         where = f"/v1/waitpoints/{owner}/{waitpoint_id}"
         shown = await ask.get(where, params={"token": token})
