@@ -204,7 +204,7 @@ async def write_limit(play: Play, hard: int) -> None:
 @pytest.mark.spec("S-078")
 @pytest.mark.parametrize("road", ROADS)
 async def test_fail_closed_when_the_store_is_away(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.engine.runtime.runtime.Pause.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff.__init__.__defaults__", (0.0,))
     await policy(play, cap=5)
     e = await play.create(policy={"quota_policy_ids": [Q]})
     await play.pull(lane="other")  # lines are known: only admission has to be read
