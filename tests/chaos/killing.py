@@ -20,7 +20,7 @@ from flowfabric import Engine, Run
 from flowfabric.cursors import FROM_THE_START
 from tests.chaos import app as killed_app
 from tests.chaos.app import STEPS, TRACE_VARIABLE, traces
-from tests.kill.control import Sample, samples, stretch_between
+from tests.chaos.control import Sample, samples, stretch_between
 from tests.postgres_install import ROOT
 
 WORKERS = 4
@@ -43,7 +43,7 @@ class Crew:
         self._log = (folder / "log").open("wb")
         self._hands: list[subprocess.Popen[bytes]] = []
         self.control = folder / "control"
-        self._control = subprocess.Popen([sys.executable, "-m", "tests.kill.control", str(self.control)], cwd=ROOT)
+        self._control = subprocess.Popen([sys.executable, "-m", "tests.chaos.control", str(self.control)], cwd=ROOT)
         self.killed_at: dict[int, int] = {}
 
     def start(self) -> None:

@@ -77,7 +77,7 @@ async def allot(engine: Engine) -> tuple[int, Done]:
 
 
 async def every(engine: Engine, row: type[Any]) -> list[Any]:
-    found: list[Any] = await engine.scan(Scan(row, limit=100))
+    found: list[Any] = await engine.runtime.scan(Scan(row, limit=100))
     return found
 
 

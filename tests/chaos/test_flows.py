@@ -35,7 +35,7 @@ async def test_a_process_that_is_killed_while_it_finishes_strands_nobody(url: st
         await asyncio.gather(*(process.communicate() for process in (victim, *others)))
 
         async with asyncio.timeout(60):
-            while (await engine.load((Read(EdgeGroup, (flow, join)),))).rows[0][0].group_state == "pending":
+            while (await engine.runtime.load((Read(EdgeGroup, (flow, join)),))).rows[0][0].group_state == "pending":
                 for sweep in ("lease_expiry", "completion_dispatch"):
                     await engine.sweep_once(sweep)
                 left = await engine.claim_many(
@@ -44,7 +44,7 @@ async def test_a_process_that_is_killed_while_it_finishes_strands_nobody(url: st
                 await asyncio.gather(*(engine.complete(one.handle) for one in left))
                 await engine.wait_for_dispatch()
 
-        [group] = (await engine.load((Read(EdgeGroup, (flow, join)),))).rows[0]
+        [group] = (await engine.runtime.load((Read(EdgeGroup, (flow, join)),))).rows[0]
         assert (group.succeeded, group.n, group.group_state) == (count, count, "satisfied")
         claimed = await engine.claim_many("join", 10, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
         assert [one.execution_id for one in claimed] == [join]

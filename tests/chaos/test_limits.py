@@ -101,6 +101,6 @@ async def test_killed_spenders_leave_no_slot_no_promise_and_no_double_entry(url:
 
 
 async def at_rest(engine: Engine) -> bool:
-    loaded = await engine.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
+    loaded = await engine.runtime.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
     reserved = (await engine.get_budget_status(LEDGER)).reserved
     return loaded.rows[0][0].active == 0 and not loaded.rows[1] and not reserved

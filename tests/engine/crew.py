@@ -66,7 +66,7 @@ class Crew:
         return " ".join([str(await self.engine.read_execution_state(self.names[name])) for name in wanted])
 
     async def group(self, name: str) -> EdgeGroup:
-        found = (await self.engine.load((Read(EdgeGroup, (self.flow, self.names[name])),))).rows[0]
+        found = (await self.engine.runtime.load((Read(EdgeGroup, (self.flow, self.names[name])),))).rows[0]
         group: EdgeGroup = found[0]
         return group
 

@@ -190,7 +190,7 @@ class Flowing:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     async def one(self, row: type[Any], *key: Any) -> Any:
-        found = (await self.engine.load((Read(row, key),))).rows[0]
+        found = (await self.engine.runtime.load((Read(row, key),))).rows[0]
         return found[0] if found else None
 
     async def row(self, name: str) -> Execution:
@@ -229,7 +229,7 @@ class Flowing:
 
     async def backlog(self) -> tuple[CancelBacklog | None, list[str]]:
         """The flow's backlog entry, and the names of those who stand in it."""
-        pending = (await self.engine.load((Read(PendingMemberCancel, (self.id,)),))).rows[0]
+        pending = (await self.engine.runtime.load((Read(PendingMemberCancel, (self.id,)),))).rows[0]
         known = {execution: name for name, execution in self.names.items()}
         names = sorted(known.get(one.execution_id, one.execution_id) for one in pending)
         return await self.one(CancelBacklog, self.id), names

@@ -246,7 +246,7 @@ class Play:
 
     async def sheet(self, e: str) -> Execution:
         """The execution's row as it is kept."""
-        loaded = await self.engine.load((Read(Execution, (e,)),))
+        loaded = await self.engine.runtime.load((Read(Execution, (e,)),))
         [row] = loaded.rows[0]
         assert isinstance(row, Execution)
         return row

@@ -76,8 +76,8 @@ class Player:
 
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = Engine(self.store, minter=SteadyMinter(seat))
-        engine.random = random.Random(seat).random
-        engine.estimate = StoreClockEstimate(
+        engine.runtime.random = random.Random(seat).random
+        engine.runtime.estimate = StoreClockEstimate(
             monotonic_s=lambda: 0.0
         )  # it knows what it was told last, and is wrong after a jump
         engine.estimate.update(clock.now)

@@ -79,7 +79,10 @@ class FlowPlayer(Player):
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = super()._engine(clock, seat)
         quiet = Engine(self.store, minter=engine.minter, settings=Settings(dispatch=False))
-        quiet.random, quiet.estimate = engine.random, StoreClockEstimate(monotonic_s=lambda: 0.0)
+        quiet.runtime.random, quiet.runtime.estimate = (
+            engine.runtime.random,
+            StoreClockEstimate(monotonic_s=lambda: 0.0),
+        )
         quiet.estimate.update(clock.now)
         return quiet
 

@@ -183,14 +183,14 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
         if not left:
             cancelled.set()
 
-    engine.on_write(count, Execution)
+    engine.runtime.on_write(count, Execution)
     try:
         began = perf_counter()
         await engine.complete(winner.handle, result=RESULT)
         await asyncio.wait_for(cancelled.wait(), TIMEOUT_MS / 1000)
         took = perf_counter() - began
     finally:
-        engine.write_listeners[Execution].remove(count)
+        engine.runtime.write_listeners[Execution].remove(count)
     await engine.wait_for_dispatch()
     return took
 

@@ -83,8 +83,8 @@ class World:
         self.store = FlakyStore(MemoryStore(clock=self.now_ms))
         await self.store.open(migrate=True)
         self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=_settings_of(self.app))
-        self.engine.estimate = StoreClockEstimate(monotonic_s=self._time.now)
-        self.engine.random = random.Random(self._seed).random
+        self.engine.runtime.estimate = StoreClockEstimate(monotonic_s=self._time.now)
+        self.engine.runtime.random = random.Random(self._seed).random
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(await self.engine_for_app())
         self.app.on_point = self._pass_point

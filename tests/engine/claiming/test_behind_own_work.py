@@ -65,7 +65,7 @@ async def engine(counting: Counting) -> Engine:
 
 def working(store: Any, *, seed: int) -> Engine:
     engine = Engine(store, minter=SeededMinter(seed))
-    engine.poll_interval_s = 60  # nobody looks without a hint
+    engine.runtime.poll_interval_s = 60  # nobody looks without a hint
     return engine
 
 
@@ -97,7 +97,7 @@ async def test_full_slots_are_filled_anew_with_one_take_at_most(engine: Engine, 
         assert ids_of(claimed) == {names[place] for names in chains}
         assert counting.takes == before + TAKES[counting.in_order]
         assert all(isinstance(answer, Completed) for answer in await telling)
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
     pull.close()
 
 
@@ -137,7 +137,7 @@ async def test_free_slots_are_filled_with_one_take_at_most_when_ends_are_told_to
 
         assert ids_of(claimed) == {names[place] for names in chains}
         assert counting.takes == before + TAKES[counting.in_order]
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
     pull.close()
 
 
@@ -154,7 +154,7 @@ async def test_a_look_waits_no_longer_than_what_it_stands_behind(engine: Engine,
 
     assert (held.execution_id, claimed.execution_id) == (first, second)
     assert isinstance((await telling)[0], Completed)
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
     pull.close()
 
 

@@ -96,8 +96,8 @@ async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_anot
     engine = Engine(store, settings=Settings(poll_ms=50))
     pull = LanePoller(engine, ["default", "mail"], **ME)
     await pull.claim(10)
-    fire = engine.wakeups.notify
-    engine.wakeups.notify = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
+    fire = engine.runtime.wakeups.notify
+    engine.runtime.wakeups.notify = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
     forgotten = await make(engine, "mail")
 
     claimed: list[str] = []
@@ -182,7 +182,7 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
 def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often rows were looked at by key, with a trip or without."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(engine, "load", _counting(counts, "load", engine.load))
+    monkeypatch.setattr(engine.runtime, "load", _counting(counts, "load", engine.runtime.load))
     return counts
 
 
@@ -214,7 +214,7 @@ async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
 ) -> None:
     monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
-    told = engine.wakeups.subscribe(completion_topic(made))  # so that this process is told of it
+    told = engine.runtime.wakeups.subscribe(completion_topic(made))  # so that this process is told of it
     await finish(engine)
     assert told.done()
 
@@ -224,8 +224,8 @@ async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
 
 async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine) -> None:
     made = await make(engine)
-    fire = engine.wakeups.notify
-    engine.wakeups.notify = lambda topics: fire(  # type: ignore[method-assign]
+    fire = engine.runtime.wakeups.notify
+    engine.runtime.wakeups.notify = lambda topics: fire(  # type: ignore[method-assign]
         topic for topic in topics if not topic.startswith(COMPLETION_PREFIX)
     )
     await finish(engine)

@@ -199,7 +199,7 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
     assert (states.count("completed"), states.count("cancelled")) == (1, 3)
     group = await crew.group("j")
     assert (group.succeeded, group.failed, group.cancel_siblings_pending_flag) == (1, 3, False)
-    edges = (await crew.engine.load((Read(Dependency, (crew.names["j"],)),))).rows[0]
+    edges = (await crew.engine.runtime.load((Read(Dependency, (crew.names["j"],)),))).rows[0]
     assert sorted(edge.outcome for edge in edges) == ["cancelled", "cancelled", "cancelled", "success"]
 
 
@@ -233,7 +233,7 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 ) -> None:
     await crew.graph([*"abcj"], [(parent, "j") for parent in "abc"], policies={"j": FIRST_OF_ALL})
     [held] = await crew.claim(1)
-    send, claimed = crew.engine.commit_queue.send_batch, list[Claimed]()
+    send, claimed = crew.engine.runtime.commit_queue.send_batch, list[Claimed]()
 
     def after_a_claim(changes: Sequence[Change]) -> asyncio.Task[list[CommitResult]]:
         async def sent() -> list[CommitResult]:
@@ -243,7 +243,7 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 
         return asyncio.create_task(sent())
 
-    monkeypatch.setattr(crew.engine.commit_queue, "send", after_a_claim)
+    monkeypatch.setattr(crew.engine.runtime.commit_queue, "send", after_a_claim)
     await crew.engine.complete(held.handle)
     await crew.engine.wait_for_dispatch()
 
@@ -257,5 +257,5 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 
 
 async def one_execution(crew: Crew, name: str) -> Execution:
-    row: Execution = (await crew.engine.load((Read(Execution, (crew.names[name],)),))).rows[0][0]
+    row: Execution = (await crew.engine.runtime.load((Read(Execution, (crew.names[name],)),))).rows[0][0]
     return row

@@ -67,7 +67,7 @@ async def engine(counting: Counting) -> Engine:
 async def begun(store: Any) -> Engine:
     """An engine that has had work in the lane before."""
     engine = Engine(store, minter=SeededMinter(7))
-    engine.poll_interval_s = 60  # nobody looks without a hint
+    engine.runtime.poll_interval_s = 60  # nobody looks without a hint
     await create(engine)  # so that the line is known
     claimed = await claim(engine)
     await engine.complete(claimed.handle)
@@ -105,7 +105,7 @@ async def test_a_waiting_claim_has_what_is_created_with_one_take(
         assert claimed.execution_id == execution_id
         assert counting.takes == before + 1
         await engine.complete(claimed.handle)
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
 
 
 async def test_a_worker_with_room_for_more_goes_back_to_rest_at_once(
@@ -200,16 +200,16 @@ async def test_nothing_stays_announced_that_was_not_written(
             changes = (change(*step("a").writes, not_after=clock.now - 1),)
         case "unstorable":
             changes = (step("a"), step("b\0"))
-    writing = [engine.commit_queue.add(one) for one in changes]
+    writing = [engine.runtime.commit_queue.add(one) for one in changes]
     if spoil == "given up":
         writing[0].cancel()
     verdicts = await asyncio.gather(*writing, return_exceptions=True)
-    await engine.commit_queue.drain()
+    await engine.runtime.commit_queue.drain()
     for one, verdict in zip(changes, verdicts, strict=True):
         if isinstance(verdict, int):
-            engine.publish_commit(one, [[]], verdict)
+            engine.runtime.publish_commit(one, [[]], verdict)
 
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
@@ -222,7 +222,7 @@ async def test_nothing_stays_announced_of_many_that_are_alike(engine: Engine, re
         await engine.create_executions(msgspec.structs.replace(ask, execution_id=name) for name in names)
 
     assert await waiting is not None
-    assert engine.commit_queue.notified_changes == set()
+    assert engine.runtime.commit_queue.notified_changes == set()
 
 
 async def test_a_claim_that_waits_has_asked_before_whoever_created_goes_on(
@@ -241,15 +241,15 @@ async def test_work_beside_something_that_cannot_be_written_is_heard_of(
     engine: Engine, rests: asyncio.Queue[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = await at_rest(engine, rests)
-    add: Callable[[Change], Any] = engine.commit_queue.add
+    add: Callable[[Change], Any] = engine.runtime.commit_queue.add
 
     def beside(one: Change) -> Any:
-        engine.commit_queue._waiting.append(
+        engine.runtime.commit_queue._waiting.append(
             (change(Insert(execution("b\0"))), asyncio.get_running_loop().create_future())
         )
         return add(one)
 
-    monkeypatch.setattr(engine.commit_queue, "add", beside)
+    monkeypatch.setattr(engine.runtime.commit_queue, "add", beside)
     execution_id = await create(engine)
 
     assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id

@@ -332,7 +332,7 @@ async def test_a_purged_child_leaves_its_join_behind(crew: Crew, clock: ManualCl
     await crew.engine.wait_for_dispatch()
     await crew.sweep("dependency_reconciler")
 
-    found = (await crew.engine.load((Read(Execution, (crew.names["b"],)),))).rows[0]
+    found = (await crew.engine.runtime.load((Read(Execution, (crew.names["b"],)),))).rows[0]
     assert found == []
     assert (await crew.group("b")).group_state == "pending"
 

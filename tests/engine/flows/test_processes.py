@@ -35,8 +35,8 @@ async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
     """The group as soon as it has fired; looked at again with every hint."""
     async with asyncio.timeout(30):
         while True:
-            hint = engine.wakeups.subscribe(lane_topic("join"))
-            found = (await engine.load((Read(EdgeGroup, (flow, join)),))).rows[0]
+            hint = engine.runtime.wakeups.subscribe(lane_topic("join"))
+            found = (await engine.runtime.load((Read(EdgeGroup, (flow, join)),))).rows[0]
             group: EdgeGroup = found[0]
             if group.group_state != "pending":
                 hint.cancel()

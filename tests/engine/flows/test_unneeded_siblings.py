@@ -70,7 +70,7 @@ async def dies(crew: Crew, commit: SyncPoint) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     crew.store.lose("commit", Loss.REQUEST)
     commit.release()
-    await crew.engine.commit_queue.drain()
+    await crew.engine.runtime.commit_queue.drain()
 
 
 async def counts(crew: Crew) -> tuple[int, int, int]:

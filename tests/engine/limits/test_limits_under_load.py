@@ -101,7 +101,7 @@ class Floor:
             for chain in list(engine.quota_aggregates._chains.values()):
                 if chain._running is not None:
                     await asyncio.wait([chain._running])
-            await engine.commit_queue.drain()
+            await engine.runtime.commit_queue.drain()
             await engine.wait_for_deliveries()
 
     async def look(self) -> None:
@@ -139,7 +139,7 @@ class Floor:
         self.clock.advance_ms(self.chance.choice((0, 1, LEASE_MS)))
 
     async def books(self) -> tuple[int, int]:
-        loaded = await self.office.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
+        loaded = await self.office.runtime.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
         return loaded.rows[0][0].active, len(loaded.rows[1])
 
 

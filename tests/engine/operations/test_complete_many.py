@@ -57,8 +57,8 @@ async def test_the_same_as_one_by_one(store: Store, clock: ManualClock) -> None:
 async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
     engine = Engine(store)
     claimed = await held(engine, 3)
-    first, second, third = (engine.wakeups.subscribe(completion_topic(one.execution_id)) for one in claimed)
-    feed = engine.wakeups.subscribe(FEED_TOPIC)
+    first, second, third = (engine.runtime.wakeups.subscribe(completion_topic(one.execution_id)) for one in claimed)
+    feed = engine.runtime.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed[:2]])
     assert [hint.done() for hint in (first, second, third, feed)] == [True, True, False, True]
 
@@ -66,10 +66,10 @@ async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
 async def test_ends_are_counted_though_nobody_waits_for_them(store: Store) -> None:
     engine = Engine(store)
     claimed = await held(engine, 2)
-    before = engine.wakeups.completion_count
-    feed = engine.wakeups.subscribe(FEED_TOPIC)
+    before = engine.runtime.wakeups.completion_count
+    feed = engine.runtime.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed])
-    assert engine.wakeups.completion_count - before == 2
+    assert engine.runtime.wakeups.completion_count - before == 2
     assert feed.done()
 
 
@@ -144,7 +144,7 @@ async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_w
     ]
     await engine.create_flow_graph(flow_id, nodes, [GraphEdge(first, second)])
     (claimed,) = await engine.claim_many("default", 1, **WORKER)
-    end = engine.wakeups.subscribe(completion_topic(first))
+    end = engine.runtime.wakeups.subscribe(completion_topic(first))
     seen: list[bool] = []
 
     def answered() -> None:

@@ -41,7 +41,7 @@ async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
     engine = flow.engine
     given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
     assert len(given) == len(changes)
-    return await asyncio.gather(*(engine.commit_queue.add(one) for one in given))
+    return await asyncio.gather(*(engine.runtime.commit_queue.add(one) for one in given))
 
 
 async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | None:
@@ -157,7 +157,7 @@ async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> 
         hot, *others = (Patch(Flow, (flow_id,), {"last_mutation_at": NOW}) for flow_id in made)
         patches = [hot] * (MAX_BATCH_ROWS + 1) + others
         await asyncio.gather(
-            *(engine.commit_queue.add(Change((), (one,), id=place)) for place, one in enumerate(patches))
+            *(engine.runtime.commit_queue.add(Change((), (one,), id=place)) for place, one in enumerate(patches))
         )
         assert store.held[0] == 1 + len(others)
 

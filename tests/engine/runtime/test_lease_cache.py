@@ -22,7 +22,7 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     assert claimed is not None
     lines = await store.queues()
 
-    engine.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
+    engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
     engine.estimate.update(clock.now + 3_600_000)
     match road:
         case "complete":

@@ -543,7 +543,7 @@ async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
 
     first, middle, *rest = await asyncio.gather(
         scene.engine.complete(held[0].handle),
-        scene.engine.commit_queue.add(change),
+        scene.engine.runtime.commit_queue.add(change),
         *(scene.engine.complete(one.handle) for one in held[1:]),
         return_exceptions=True,
     )

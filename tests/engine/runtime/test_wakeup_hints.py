@@ -84,19 +84,19 @@ async def test_what_was_claimed_is_told_with_its_end_and_not_again(told: tuple[E
     await engine.complete((await claimed(engine)).handle)
     await engine.close()  # nothing is left to be told
 
-    assert engine.commit_queue.pending_topics == set()
+    assert engine.runtime.commit_queue.pending_topics == set()
     assert others.sent == []
 
 
 async def test_what_is_told_by_a_refused_commit_is_still_owed(told: tuple[Engine, Others]) -> None:
     engine, _ = told
     name = await created(engine)
-    engine.notify({lane_topic(LANE)}, at_once=False)
+    engine.runtime.notify({lane_topic(LANE)}, at_once=False)
 
     again = await engine.create_execution(execution_id=name, lane_id=LANE)
 
     assert isinstance(again, Duplicate)
-    assert engine.commit_queue.pending_topics == {lane_topic(LANE)}
+    assert engine.runtime.commit_queue.pending_topics == {lane_topic(LANE)}
 
 
 async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tuple[Engine, Others]) -> None:
@@ -108,7 +108,7 @@ async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tup
 
     assert others.carried == []
     assert others.sent == [{lane_topic(LANE)}]
-    assert engine.commit_queue.in_doubt_changes == set()
+    assert engine.runtime.commit_queue.in_doubt_changes == set()
 
 
 async def test_changes_in_doubt_are_not_remembered_without_end(
@@ -116,20 +116,20 @@ async def test_changes_in_doubt_are_not_remembered_without_end(
 ) -> None:
     engine, others = told
     monkeypatch.setattr("flowfabric.engine.runtime.commit_queue.MAX_IN_DOUBT_CHANGES", 1)
-    engine.commit_queue.in_doubt_changes.add(-1)  # of one that never came to light
+    engine.runtime.commit_queue.in_doubt_changes.add(-1)  # of one that never came to light
     others.is_losing = True
 
     await created(engine)
 
-    assert engine.commit_queue.in_doubt_changes == {-1}
+    assert engine.runtime.commit_queue.in_doubt_changes == {-1}
 
 
 @pytest.fixture
 async def two(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
     """Two engines that listen on one database, and look only when told to."""
     async with await open_engine(database) as one, await open_engine(database) as other:
-        one.poll_interval_s = other.poll_interval_s = 60
-        hints = [engine.wakeups.subscribe("up") for engine in (one, other)]
+        one.runtime.poll_interval_s = other.runtime.poll_interval_s = 60
+        hints = [engine.runtime.wakeups.subscribe("up") for engine in (one, other)]
         async with asyncio.timeout(20):
             while not all(hint.done() for hint in hints):
                 await rival.fetch("select pg_notify('ff_wake', '[\"up\"]'), pg_sleep(0.005)")

@@ -79,26 +79,26 @@ async def told() -> AsyncIterator[tuple[Engine, Others]]:
 
 async def test_what_one_turn_brings_about_is_one_hint(told: tuple[Engine, Others]) -> None:
     engine, others = told
-    engine.notify({"a"})
-    engine.notify({"b"})
+    engine.runtime.notify({"a"})
+    engine.runtime.notify({"b"})
     await asyncio.sleep(0)
     assert others.hints == [{"a", "b"}]
 
 
 async def test_what_can_wait_travels_with_the_next_hint(told: tuple[Engine, Others]) -> None:
     engine, others = told
-    engine.notify({"slow"}, at_once=False)
+    engine.runtime.notify({"slow"}, at_once=False)
     await asyncio.sleep(0)
     assert others.hints == []
-    engine.notify({"a"})
+    engine.runtime.notify({"a"})
     await asyncio.sleep(after_commit.NOTIFY_DELAY_S * 2)
     assert others.hints == [{"slow", "a"}]
 
 
 async def test_what_can_wait_does_not_wait_for_long(told: tuple[Engine, Others]) -> None:
     engine, others = told
-    engine.notify({"slow"}, at_once=False)
-    engine.notify({"as slow"}, at_once=False)
+    engine.runtime.notify({"slow"}, at_once=False)
+    engine.runtime.notify({"as slow"}, at_once=False)
     async with asyncio.timeout(10):
         await others.heard.wait()
     assert others.hints == [{"slow", "as slow"}]
@@ -106,8 +106,8 @@ async def test_what_can_wait_does_not_wait_for_long(told: tuple[Engine, Others])
 
 async def test_what_can_wait_is_heard_at_once_in_this_process(told: tuple[Engine, Others]) -> None:
     engine, _ = told
-    hint = engine.wakeups.subscribe("slow")
-    engine.notify({"slow"}, at_once=False)
+    hint = engine.runtime.wakeups.subscribe("slow")
+    engine.runtime.notify({"slow"}, at_once=False)
     assert hint.done()
 
 
@@ -115,14 +115,14 @@ async def test_what_was_told_by_a_commit_does_not_hurry_what_comes_after_it(
     told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, others = told
-    engine.notify({"slow"}, at_once=False)
-    engine.commit_queue.pending_topics.clear()  # a commit has told it
+    engine.runtime.notify({"slow"}, at_once=False)
+    engine.runtime.commit_queue.pending_topics.clear()  # a commit has told it
     monkeypatch.setattr(after_commit, "NOTIFY_DELAY_S", 3600)
 
-    engine.notify({"later"}, at_once=False)
+    engine.runtime.notify({"later"}, at_once=False)
     await asyncio.sleep(0.04)  # twice as long as the first one would have waited
     assert others.hints == []
-    assert engine.commit_queue.pending_topics == {"later"}
+    assert engine.runtime.commit_queue.pending_topics == {"later"}
 
 
 async def test_a_claim_that_does_not_wait_asks_for_no_hint(
@@ -131,13 +131,13 @@ async def test_a_claim_that_does_not_wait_asks_for_no_hint(
     """So that what is written meanwhile need not be searched for whom to wake."""
     engine, _ = told
     asked: list[tuple[str, ...]] = []
-    expect = engine.wakeups.subscribe
+    expect = engine.runtime.wakeups.subscribe
 
     def noted(*topics: str) -> asyncio.Future[None]:
         asked.append(topics)
         return expect(*topics)
 
-    monkeypatch.setattr(engine.wakeups, "expect", noted)
+    monkeypatch.setattr(engine.runtime.wakeups, "expect", noted)
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1") is None
     assert asked == []
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1", max_wait_ms=1) is None

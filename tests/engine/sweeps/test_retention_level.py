@@ -82,7 +82,7 @@ class Rounds:
     async def left(self) -> dict[str, int]:
         """What is still there of what was done."""
         rows = (Execution, Payload, Result, Attempt, IdempotencyKey, QuotaSlot, QuotaRequest, OutboxMessage)
-        return {row.__name__: len(await self.engine.scan(Scan(row, limit=10_000))) for row in rows}
+        return {row.__name__: len(await self.engine.runtime.scan(Scan(row, limit=10_000))) for row in rows}
 
 
 async def test_rows_are_gone_when_their_time_is_over(store: Store, clock: ManualClock) -> None:

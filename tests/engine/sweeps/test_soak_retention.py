@@ -188,6 +188,8 @@ async def test_tables_and_indexes_stay_level_with_a_long_transaction_for_part_of
         assert sum(last.values()) <= 1.1 * sum(after.values())
         assert min(held_rate, last_rate) >= 0.5 * first_rate, "claims are as fast as before"
         await asyncio.sleep(2 * KEPT_MS / 1000)
-        assert len(await engine.scan(Scan(Flow, limit=10_000))) < 1000, "flows go with their members"
-        left = await engine.scan(Scan(Execution, (Where("public_state", "=", PublicState.COMPLETED),), limit=10_000))
+        assert len(await engine.runtime.scan(Scan(Flow, limit=10_000))) < 1000, "flows go with their members"
+        left = await engine.runtime.scan(
+            Scan(Execution, (Where("public_state", "=", PublicState.COMPLETED),), limit=10_000)
+        )
         assert len(left) < 1000, "what ended is forgotten"

@@ -101,7 +101,7 @@ async def rows_of(app: Fabric, url: str) -> dict[str, int]:
     """How many rows each table has."""
     if url.startswith("memory:"):
         engine: Any = await app.engine()
-        return {table.name: len(await engine.scan(Scan(row, limit=10_000))) for row, table in TABLE.items()}
+        return {table.name: len(await engine.runtime.scan(Scan(row, limit=10_000))) for row, table in TABLE.items()}
     if url.startswith("sqlite:"):
         db = apsw.Connection(url.removeprefix("sqlite:///"), flags=apsw.SQLITE_OPEN_READONLY)
         try:

@@ -64,11 +64,11 @@ async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
     if waits_already:
         await function.timer("nap", 60_000)
     engine = function.engine
-    add = engine.commit_queue.add
+    add = engine.runtime.commit_queue.add
 
     def after_the_end(change: Change) -> asyncio.Future[int | None]:
         """Write what was decided before the child ended after its end has been taken in."""
-        monkeypatch.setattr(engine.commit_queue, "add", add)
+        monkeypatch.setattr(engine.runtime.commit_queue, "add", add)
 
         async def write() -> int | None:
             await engine.complete(child.handle)
@@ -77,7 +77,7 @@ async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
 
         return asyncio.ensure_future(write())
 
-    monkeypatch.setattr(engine.commit_queue, "add", after_the_end)
+    monkeypatch.setattr(engine.runtime.commit_queue, "add", after_the_end)
 
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
 
@@ -145,7 +145,7 @@ async def test_an_end_that_nobody_carried_over_is_found_by_the_sweep(function: F
     child = await function.child()
     await function.children("one", child.execution_id)
     await function.park("one")
-    function.engine.write_listeners.clear()  # as if the process had died right after the commit
+    function.engine.runtime.write_listeners.clear()  # as if the process had died right after the commit
 
     await function.engine.complete(child.handle)
     assert await play.vector(function.e) == WAITS
@@ -194,7 +194,7 @@ async def test_a_child_is_kept_until_its_parent_has_succeeded(function: Function
     await function.engine.complete(function.held.handle)
     play.clock.advance_ms(DAY_MS)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 2
-    assert await function.engine.scan(Scan(Execution)) == []
+    assert await function.engine.runtime.scan(Scan(Execution)) == []
 
 
 async def test_a_child_of_a_parent_without_success_is_kept_for_its_replay(function: Function, play: Play) -> None:

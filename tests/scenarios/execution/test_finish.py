@@ -301,7 +301,7 @@ async def test_backoff_of_successive_failures(play: Play, backoff: dict[str, Any
 @pytest.mark.spec("EX-047")
 @pytest.mark.parametrize(("chance", "pause"), [(0.0, 500), (0.999999, 1000)])
 async def test_jitter_spreads_the_first_pause(play: Play, chance: float, pause: int) -> None:
-    play.engine.random = lambda: chance
+    play.engine.runtime.random = lambda: chance
 
     assert await failures(play, retries(1, type="exponential", initial_delay_ms=1000, jitter=True), 1) == [pause]
 

@@ -236,7 +236,7 @@ async def test_completion_events_are_once_and_complete(play: Play, waits: Waits)
 @pytest.mark.parametrize("ahead", [HOUR_MS, -HOUR_MS], ids=["an hour ahead", "an hour behind"])
 async def test_server_clock_rules(play: Play, ahead: int) -> None:
     engine, t = play.engine, play.now
-    engine.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
+    engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
 
     def mislead() -> None:
         engine.estimate.update(play.now + ahead)

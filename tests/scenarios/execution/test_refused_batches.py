@@ -50,7 +50,7 @@ async def test_what_the_same_limit_stops_is_blocked_in_few_trips(play: Play, lim
 
     assert {await play.vector(e) for e in stopped} == {blocked}
     assert play.store.calls["commit"] + play.store.calls["scan"] < MANY
-    assert len(await play.engine.scan(Scan(QuotaRequest))) <= 1, "a refusal leaves no trace"
+    assert len(await play.engine.runtime.scan(Scan(QuotaRequest))) <= 1, "a refusal leaves no trace"
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -151,14 +151,14 @@ async def test_a_block_that_fails_holds_nobody_up(play: Play, road: str, monkeyp
     terms, _ = await exhausted_budget(play)
     stuck = await play.create(policy=terms, priority=9)
     free = await play.create()
-    settled = play.engine.decide_execution
+    settled = play.engine.runtime.decide_execution
 
     async def settle(execution_id: str, *given: Any) -> Any:
         if execution_id == stuck:
             raise errors.StoreUnavailable("away")
         return await settled(execution_id, *given)
 
-    monkeypatch.setattr(play.engine, "decide_execution", settle)
+    monkeypatch.setattr(play.engine.runtime, "decide_execution", settle)
 
     assert await ask(play, road) == free
 

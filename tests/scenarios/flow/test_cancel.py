@@ -108,7 +108,7 @@ class Refusing:
 @pytest.mark.spec("S-041")
 async def test_partial_failure_is_reported(flow: Flowing) -> None:
     await flow.begin("gh")
-    flow.engine.commit_queue._store = Refusing(flow, "h")  # type: ignore[assignment]
+    flow.engine.runtime.commit_queue._store = Refusing(flow, "h")  # type: ignore[assignment]
 
     answer = await flow.engine.cancel_flow(flow.id, reason="r", wait=WAIT)
 
@@ -426,7 +426,7 @@ class Stuck:
 async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(flow: Flowing) -> None:
     await flow.begin("a")
     stuck = Stuck(flow, "a")
-    flow.engine.commit_queue._store = stuck  # type: ignore[assignment]
+    flow.engine.runtime.commit_queue._store = stuck  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20))
@@ -444,7 +444,7 @@ async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytes
     monkeypatch.setattr(flow_cancels, "MAX_WAIT_MS", 20)
     await flow.begin("a")
     stuck = Stuck(flow, "a")
-    flow.engine.commit_queue._store = stuck  # type: ignore[assignment]
+    flow.engine.runtime.commit_queue._store = stuck  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WAIT)

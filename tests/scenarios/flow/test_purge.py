@@ -295,14 +295,14 @@ async def test_a_large_flow_is_checked_by_one_member_while_others_go(
     await flow.begin(names)
     await flow.cancel(*names)
     scans = 0
-    scan = flow.engine.scan
+    scan = flow.engine.runtime.scan
 
     async def counted(asked: Scan) -> list[Any]:
         nonlocal scans
         scans += asked.row.__name__ == "FlowMember"
         return await scan(asked)
 
-    monkeypatch.setattr(flow.engine, "scan", counted)
+    monkeypatch.setattr(flow.engine.runtime, "scan", counted)
     flow.clock.advance_ms(DAY_MS)
     for name in names:
         assert await flow.engine.purge_execution(flow.names[name])

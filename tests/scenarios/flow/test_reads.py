@@ -47,7 +47,7 @@ async def test_one_pass_of_the_projector_comes_to_every_flow_that_goes_on(flow: 
 
     assert await flow.sweep("flow_projector", 2) == [120, 120]
 
-    found = (await engine.load([Read(FlowSummary, (one,)) for one in flows])).rows
+    found = (await engine.runtime.load([Read(FlowSummary, (one,)) for one in flows])).rows
     assert [len(each) for each in found] == [1] * 120
 
 
@@ -123,7 +123,7 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
 ) -> None:
     await flow.begin("a")
     await flow.fail("a")
-    load = flow.engine.load
+    load = flow.engine.runtime.load
 
     async def load_then_replay(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
@@ -132,7 +132,7 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
             await flow.engine.replay_execution(flow.names["a"])
         return found
 
-    monkeypatch.setattr(flow.engine, "load", load_then_replay)
+    monkeypatch.setattr(flow.engine.runtime, "load", load_then_replay)
     await flow.sweep("flow_projector", 2)
 
     summary = await flow.engine.get_flow_summary(flow.id)

@@ -76,7 +76,7 @@ class Unlucky:
 async def test_transient_failure_keeps_the_group(flow: Flowing) -> None:
     await fired(flow)
     flagged, entry = await flow.group("b"), await flow.entry("b")
-    flow.engine.commit_queue._store = Unlucky(flow, "3")  # type: ignore[assignment]
+    flow.engine.runtime.commit_queue._store = Unlucky(flow, "3")  # type: ignore[assignment]
 
     first = await flow.engine.sweep_once("edge_cancel_dispatcher")
     assert (first.processed, first.errors) == (0, 1)
@@ -270,16 +270,16 @@ async def test_a_dispatcher_that_finds_nothing_to_do_leaves_what_is_flagged_mean
     for name in "123b":
         await flow.engine.replay_execution(flow.names[name])
     await flow.run("3")
-    load = flow.engine.load
+    load = flow.engine.runtime.load
 
     async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
-        flow.engine.load = load  # type: ignore[method-assign]
+        flow.engine.runtime.load = load  # type: ignore[method-assign]
         await flow.succeed("1", "2")
         await flow.cascade("1", "2")
         return found
 
-    flow.engine.load = and_then_the_join_fires  # type: ignore[method-assign]
+    flow.engine.runtime.load = and_then_the_join_fires  # type: ignore[method-assign]
     assert await cancelling.cancel_siblings(flow.child("b")) == {}
 
     assert await flow.entry("b") is not None

@@ -67,7 +67,7 @@ def places(order: list[str], some: list[str]) -> list[int]:
 
 
 async def blocked(play: Play) -> list[Execution]:
-    return await play.engine.scan(Scan(Execution, (Where("blocked_on", "starts", "quota:"),), limit=1000))
+    return await play.engine.runtime.scan(Scan(Execution, (Where("blocked_on", "starts", "quota:"),), limit=1000))
 
 
 async def full(play: Play, quotas: list[str]) -> Any:
@@ -192,7 +192,7 @@ async def test_turns_of_one_lane_leave_the_turns_of_another_alone(play: Play) ->
 
 
 async def _ready(play: Play) -> list[Execution]:
-    return await play.engine.scan(Scan(Execution, (Where("line", "set"),), limit=10))
+    return await play.engine.runtime.scan(Scan(Execution, (Where("line", "set"),), limit=10))
 
 
 async def _unblocked_by(play: Play, held: Any) -> str:
@@ -227,7 +227,9 @@ async def test_what_a_budget_blocked_goes_on_when_there_is_room(play: Play) -> N
 
     await play.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[9], soft_limits=[0])
 
-    assert {row.execution_id for row in await play.engine.scan(Scan(Execution, (Where("line", "set"),)))} == set(names)
+    assert {
+        row.execution_id for row in await play.engine.runtime.scan(Scan(Execution, (Where("line", "set"),)))
+    } == set(names)
 
 
 @pytest.mark.parametrize("keys", [1, 100])

@@ -40,7 +40,7 @@ async def make_room_only(play: Play) -> None:
 
 
 async def suspension(engine: Engine, e: str) -> Suspension:
-    [root] = (await engine.load((Read(Suspension, (e,)),))).rows[0]
+    [root] = (await engine.runtime.load((Read(Suspension, (e,)),))).rows[0]
     assert isinstance(root, Suspension)
     return root
 
@@ -105,7 +105,7 @@ async def test_a_report_that_is_repeated_while_it_sleeps_is_told_so(play: Play) 
     assert again.parked
     assert await play.vector(held.execution_id) == ASLEEP
     assert (await suspension(play.engine, held.execution_id)).suspension_id == first
-    assert len(await play.engine.scan(Scan(Waitpoint))) == 1
+    assert len(await play.engine.runtime.scan(Scan(Waitpoint))) == 1
 
 
 async def test_room_that_is_made_twice_wakes_once(play: Play) -> None:
@@ -120,7 +120,7 @@ async def test_room_that_is_made_twice_wakes_once(play: Play) -> None:
 async def test_it_sleeps_and_wakes_where_no_key_is_there_to_sign_with(keyless: Engine, clock: ManualClock) -> None:
     play = Play(keyless, clock)
     held = await asleep(play)
-    [waitpoint] = await keyless.scan(Scan(Waitpoint))
+    [waitpoint] = await keyless.runtime.scan(Scan(Waitpoint))
     assert (waitpoint.waitpoint_key, waitpoint.token_kid) == (BudgetNeed(B, "tokens", 10).key, "")
 
     await raise_the_limit(play)

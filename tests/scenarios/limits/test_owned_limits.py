@@ -344,7 +344,7 @@ async def test_a_waitpoint_key_shows_no_figures_of_a_shared_budget_that_the_poli
 async def test_a_shared_budget_that_cannot_be_read_holds_up_nobody_who_has_an_own_one(play: Play) -> None:
     for name in ("a", "default"):
         await budget(play, name)
-    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.runtime.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": -1})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]

@@ -45,7 +45,7 @@ async def check(play: Play, e: str, policy_id: str = Q, **given: Any) -> Any:
 
 
 async def root(play: Play, policy_id: str = Q) -> QuotaPolicy:
-    loaded = await play.engine.load((Read(QuotaPolicy, ("default", policy_id)),))
+    loaded = await play.engine.runtime.load((Read(QuotaPolicy, ("default", policy_id)),))
     row: QuotaPolicy = loaded.rows[0][0]
     return row
 
@@ -82,7 +82,7 @@ async def test_jitter_spreads_the_retries_evenly_up_to_its_length(play: Play) ->
     await check(play, e1, rate_limit=1)
     waits = []
     for chance in (0.0, 0.5, 0.999_999):
-        play.engine.random = lambda chance=chance: chance  # type: ignore[misc]
+        play.engine.runtime.random = lambda chance=chance: chance  # type: ignore[misc]
         waits.append((await check(play, e2, rate_limit=1, jitter_ms=100)).retry_after_ms)
 
     assert waits == [60_000, 60_050, 60_100]

@@ -47,7 +47,7 @@ async def two(play: Play, terms: Any) -> tuple[str, str]:
 async def books(play: Play, policy_id: str = Q) -> tuple[int, int]:
     """The counter, and a recount."""
     await play.engine.wait_for_deliveries()
-    slots: list[QuotaSlot] = await play.engine.scan(Scan(QuotaSlot))
+    slots: list[QuotaSlot] = await play.engine.runtime.scan(Scan(QuotaSlot))
     return (await root(play, policy_id)).active, sum(slot.quota_policy_id == policy_id for slot in slots)
 
 
@@ -140,7 +140,7 @@ async def test_every_end_gives_the_slots_back_and_the_next_one_runs(
     assert (await books(play), await books(play, Q2)) == ((0, 0), (0, 0))
     assert await play.vector(second) == WAITING, "the release woke it, no sweep did"
     assert (await take(play)).execution_id == second
-    assert await play.engine.scan(Scan(OutboxMessage)) == []
+    assert await play.engine.runtime.scan(Scan(OutboxMessage)) == []
 
 
 @pytest.mark.parametrize("end", ["skipped", "cancelled"])
@@ -190,9 +190,9 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
     await policy(play, cap=1)
     e = await play.create(policy=LIMITED)
     engine = play.engine
-    engine.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
+    engine.runtime.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
     await engine.complete((await take(play)).handle)
-    [message] = await engine.scan(Scan(OutboxMessage))
+    [message] = await engine.runtime.scan(Scan(OutboxMessage))
     await engine.replay_execution(e)
     assert (await take(play)).execution_id == e, "its old slot is still there"
 
@@ -206,7 +206,7 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
 async def test_a_replay_needs_a_fresh_admission_though_its_slot_was_not_given_back_yet(play: Play) -> None:
     await policy(play, rate=1, cap=5)
     e = await play.create(policy=LIMITED)
-    play.engine.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
+    play.engine.runtime.write_listeners.pop(OutboxMessage)  # the process dies before it delivers
     await play.engine.complete((await take(play)).handle)
     await play.engine.replay_execution(e)
 
@@ -219,7 +219,7 @@ async def test_a_replay_needs_a_fresh_admission_though_its_slot_was_not_given_ba
 async def test_what_was_admitted_between_the_end_and_the_replay_is_for_the_life_to_come(play: Play) -> None:
     await policy(play, rate=2, cap=1)
     e = await play.create(policy=LIMITED)
-    play.engine.write_listeners.pop(OutboxMessage)
+    play.engine.runtime.write_listeners.pop(OutboxMessage)
     await play.engine.complete((await take(play)).handle)
     assert await check(play, e, rate_limit=2, concurrency_cap=1) == Admitted()
     play.clock.advance_ms(2000)
@@ -233,7 +233,7 @@ async def test_what_was_admitted_between_the_end_and_the_replay_is_for_the_life_
 async def test_the_release_of_an_earlier_life_does_not_take_what_an_application_had_admitted_since(play: Play) -> None:
     await policy(play, cap=1)
     e = await play.create(policy=LIMITED)
-    play.engine.write_listeners.pop(OutboxMessage)
+    play.engine.runtime.write_listeners.pop(OutboxMessage)
     await play.engine.complete((await take(play)).handle)
     await play.engine.replay_execution(e)
     assert await check(play, e, concurrency_cap=1) == Admitted()
@@ -263,7 +263,7 @@ async def test_what_a_dead_process_did_not_deliver_the_relay_delivers(play: Play
     first, second = await two(play, LIMITED)
     held = await take(play)
     assert (held.execution_id, await pull(play)) == (first, [])
-    play.engine.write_listeners.pop(OutboxMessage)
+    play.engine.runtime.write_listeners.pop(OutboxMessage)
     await play.engine.complete(held.handle)
     assert await books(play) == (1, 1)
 
@@ -274,7 +274,7 @@ async def test_what_a_dead_process_did_not_deliver_the_relay_delivers(play: Play
 
     assert await books(play) == (0, 0)
     assert await play.vector(second) == WAITING
-    assert await play.engine.scan(Scan(OutboxMessage)) == []
+    assert await play.engine.runtime.scan(Scan(OutboxMessage)) == []
 
 
 async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, mo
     await play.engine.wait_for_deliveries()
     waits = []
     for _ in range(4):
-        [message] = await play.engine.scan(Scan(OutboxMessage))
+        [message] = await play.engine.runtime.scan(Scan(OutboxMessage))
         waits.append(message.due_at - play.now)
         play.clock.now = message.due_at
         await play.engine.sweep_once("outbox_relay")

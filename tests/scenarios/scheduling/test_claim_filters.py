@@ -87,8 +87,8 @@ FILTERED: tuple[Prepare, ...] = (
 
 async def trace(play: Play, e: str) -> Any:
     """An execution and its waitpoints as they are kept."""
-    loaded = await play.engine.load((Read(Execution, (e,)),))
-    return loaded.rows[0], await play.engine.scan(Scan(Waitpoint, (Where("execution_id", "=", e),)))
+    loaded = await play.engine.runtime.load((Read(Execution, (e,)),))
+    return loaded.rows[0], await play.engine.runtime.scan(Scan(Waitpoint, (Where("execution_id", "=", e),)))
 
 
 async def asked(play: Play, name: str) -> None:

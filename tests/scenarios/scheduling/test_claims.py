@@ -195,7 +195,7 @@ async def test_fail_closed_on_an_unreadable_budget(play: Play, road: str) -> Non
 
 async def write_limit(play: Play, hard: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.runtime.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": hard})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=1)
     assert await play.engine.store.commit([change]) != [None]
@@ -204,21 +204,21 @@ async def write_limit(play: Play, hard: int) -> None:
 @pytest.mark.spec("S-078")
 @pytest.mark.parametrize("road", ROADS)
 async def test_fail_closed_when_the_store_is_away(play: Play, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.engine.runtime.runtime.Pause.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff.__init__.__defaults__", (0.0,))
     await policy(play, cap=5)
     e = await play.create(policy={"quota_policy_ids": [Q]})
     await play.pull(lane="other")  # lines are known: only admission has to be read
     flaky = FlakyStore(play.engine.store)
-    play.engine.store = flaky
-    play.engine.load_queue = LoadQueue(flaky)
+    play.engine.runtime.store = flaky
+    play.engine.runtime.load_queue = LoadQueue(flaky)
     flaky.lose("load", Loss.REQUEST, times=50)
 
     with pytest.raises(errors.StoreUnavailable):
         await ask(play, road)
 
     flaky.heal()
-    play.engine.store = flaky.inner
-    play.engine.load_queue = LoadQueue(flaky.inner)
+    play.engine.runtime.store = flaky.inner
+    play.engine.runtime.load_queue = LoadQueue(flaky.inner)
     assert await play.vector(e) == WAITING
     assert await play.live_grant(e) is None
     assert await ask(play, road) == e
@@ -257,8 +257,8 @@ async def test_capability_is_checked_before_quota(play: Play, road: str) -> None
         assert await ask(play, road, can=("cpu",)) is None
 
     assert (await root(play)).active == 0
-    assert await play.engine.scan(Scan(QuotaRequest)) == []
-    assert await play.engine.scan(Scan(QuotaSlot)) == []
+    assert await play.engine.runtime.scan(Scan(QuotaRequest)) == []
+    assert await play.engine.runtime.scan(Scan(QuotaSlot)) == []
 
 
 @pytest.mark.spec("S-081")
@@ -345,9 +345,9 @@ async def test_what_another_policy_refuses_is_no_request_in_the_window_of_the_fi
     other = await play.create(policy={"quota_policy_ids": [Q]})
 
     assert await ask(play, road) == other
-    assert [one.execution_id for one in await play.engine.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q] == [
-        other
-    ]
+    assert [
+        one.execution_id for one in await play.engine.runtime.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q
+    ] == [other]
 
 
 async def test_many_that_one_policy_refuses_use_up_nothing_of_the_rate_of_another(play: Play) -> None:
@@ -403,7 +403,7 @@ async def test_a_request_of_an_earlier_life_stays_where_it_was_when_another_poli
 
     assert e not in await pull(play, 5)
 
-    [kept] = [one for one in await play.engine.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q]
+    [kept] = [one for one in await play.engine.runtime.scan(Scan(QuotaRequest)) if one.quota_policy_id == Q]
     assert (kept.execution_id, kept.admitted_at) == (e, began)
 
 
@@ -446,7 +446,7 @@ async def test_undefined_and_unlimited_policies_admit_everything_and_keep_no_boo
 
     assert await pull(play, 5) == executions
 
-    assert await play.engine.scan(Scan(QuotaSlot)) == []
+    assert await play.engine.runtime.scan(Scan(QuotaSlot)) == []
 
 
 async def test_a_window_of_zero_counts_as_a_minute(play: Play) -> None:

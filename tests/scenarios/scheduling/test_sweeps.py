@@ -251,7 +251,7 @@ async def test_work_that_has_its_slot_needs_no_other_room(play: Play) -> None:
 
 async def forget_usage(play: Play, *, limit: int) -> None:
     """Write into a budget what no rule would."""
-    [row] = (await play.engine.load((Read(Budget, ("default", B)),))).rows[0]
+    [row] = (await play.engine.runtime.load((Read(Budget, ("default", B)),))).rows[0]
     patch = Patch(BudgetDimension, ("default", B, "tokens"), {"hard_limit": limit, "usage": 0})
     change = Change(guards=(Guard(Budget, ("default", B), row.revision),), writes=(patch,), id=row.revision + 1)
     assert await play.engine.store.commit([change]) != [None]
@@ -299,7 +299,7 @@ async def test_batch_bound(play: Play) -> None:
     passes = [(await play.engine.sweep_once("retention_trimmer", batch=20)).processed for _ in range(4)]
 
     assert passes == [20, 20, 5, 0]
-    assert await play.engine.scan(Scan(Execution)) == []
+    assert await play.engine.runtime.scan(Scan(Execution)) == []
 
 
 @pytest.mark.spec("S-095")
@@ -335,7 +335,7 @@ async def test_the_operation_trims_one_lane_of_one_partition(play: Play) -> None
     assert await play.engine.describe_execution(short[0]) is None
     assert await trim(DEFAULT_PARTITION, "default", default_retention_ms=10, batch=20) == 20
     assert [await trim(DEFAULT_PARTITION, "default", default_retention_ms=0, batch=20) for _ in range(3)] == [20, 5, 0]
-    left = {row.execution_id for row in await play.engine.scan(Scan(Execution))}
+    left = {row.execution_id for row in await play.engine.runtime.scan(Scan(Execution))}
     assert left == {*other, *long}
 
 

@@ -238,9 +238,9 @@ async def tailing(play: Play, e: str, **given: object) -> asyncio.Task[tuple[Str
         page = await play.engine.tail_stream(e, 0, **given)  # type: ignore[arg-type]
         return page, time.monotonic() - begun
 
-    waiting = play.engine.wakeups.subscriber_count(stream_topic(e))
+    waiting = play.engine.runtime.wakeups.subscriber_count(stream_topic(e))
     task = asyncio.create_task(timed())
-    await until(lambda: play.engine.wakeups.subscriber_count(stream_topic(e)) > waiting)
+    await until(lambda: play.engine.runtime.wakeups.subscriber_count(stream_topic(e)) > waiting)
     return task
 
 

@@ -49,7 +49,7 @@ class Slow:
             return lost
 
         monkeypatch.setattr(kind, "park", slow)
-        monkeypatch.setattr(HeldLeases, "renew", noted)
+        monkeypatch.setattr(HeldLeases, "renew_all", noted)
 
 
 async def test_a_renewal_that_races_a_park_is_no_loss(
@@ -176,7 +176,7 @@ async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
             raise errors.StoreUnavailable("connection was closed in the middle of operation", source="transport")
         await announce(presence, engine)
 
-    monkeypatch.setattr(WorkerRegistrar, "announce", broken)
+    monkeypatch.setattr(WorkerRegistrar, "register", broken)
     app = Fabric(database)
 
     @app.task

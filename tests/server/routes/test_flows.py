@@ -95,9 +95,11 @@ async def test_wait_mode_cancels_everybody(ask: Asking) -> None:
     states = {member: await ask.state(member) for member in members}
     assert states.pop(held[0].execution_id) == "completed"
     assert set(states.values()) == {"cancelled"}
-    rows = [rows[0] for rows in (await ask.engine.load([Read(Execution, (name,)) for name in states])).rows]
+    rows = [rows[0] for rows in (await ask.engine.runtime.load([Read(Execution, (name,)) for name in states])).rows]
     assert {(row.cancellation_reason, row.cancelled_by) for row in rows} == {("r", "operator_override")}
-    assert (await ask.engine.load((Read(PendingMemberCancel, (flow_id,)), Read(CancelBacklog, (flow_id,))))).rows == [
+    assert (
+        await ask.engine.runtime.load((Read(PendingMemberCancel, (flow_id,)), Read(CancelBacklog, (flow_id,))))
+    ).rows == [
         [],
         [],
     ]

@@ -184,13 +184,13 @@ async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeyp
         (fresh(), details.waitpoint_id, good),
         (used, closed.waitpoint_id, closed.waitpoint_token.reveal()),
     ]
-    load, asked = ask.engine.load, list[list[str]]()
+    load, asked = ask.engine.runtime.load, list[list[str]]()
 
     async def watched(wants: Any) -> Any:
         asked.append([want.row.__name__ for want in wants])
         return await load(wants)
 
-    monkeypatch.setattr(ask.engine, "load", watched)
+    monkeypatch.setattr(ask.engine.runtime, "load", watched)
     for owner, waitpoint_id, token in links:
         where = f"/v1/waitpoints/{owner}/{waitpoint_id}"
         shown = await ask.get(where, params={"token": token})

@@ -135,7 +135,7 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         named = {one for namespace, given in terms for one in owner_rules.candidates(namespace, given.quota_policy_ids)}
         unknown = sorted(named - seen.limits.keys())
         if unknown:
-            loaded = await self.load([Read(QuotaPolicy, policy) for policy in unknown])
+            loaded = await self.runtime.load([Read(QuotaPolicy, policy) for policy in unknown])
             for name, found in zip(unknown, loaded.rows, strict=True):
                 seen.policies[name] = found[0] if found else None
                 numbers = quota.limits_of(seen.policies[name])
@@ -211,19 +211,19 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
             concurrency_cap=numbers.active_concurrency_cap,
             jitter_ms=numbers.jitter_ms,
             life=row.replay_count,
-            call_id=self.minter.change_id(),
+            call_id=self.runtime.minter.change_id(),
             takes_over_slot=True,
             provisional=provisional,
-            chance=self.random(),
+            chance=self.runtime.random(),
         )
 
     async def _refuse(self, row: Execution, refusal: AdmissionRefusal, seen: AdmissionContext) -> None:
         """Block a row by what is in its way; room that it leaves unused elsewhere is for others."""
         seen.refusal_count += 1
         if refusal.hit is None:
-            self.metrics.count("ff_budget_hit", dimension=refusal.dimension)
+            self.runtime.metrics.count("ff_budget_hit", dimension=refusal.dimension)
         else:
-            self.metrics.count("ff_quota_hit", reason=refusal.hit)
+            self.runtime.metrics.count("ff_quota_hit", reason=refusal.hit)
             seen.full_policies.add(refusal.limit)
         if refusal.wait_ms is not None:
             self.schedule_quota_unblock(refusal.limit.id, refusal.wait_ms, namespace=refusal.limit.namespace)
@@ -250,7 +250,7 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         policies = decode_terms(row.terms).quota_policy_ids
         if not policies:
             return
-        rows = (await self.load((Read(Execution, (row.execution_id,)),))).rows[0]
+        rows = (await self.runtime.load((Read(Execution, (row.execution_id,)),))).rows[0]
         found = rows[0] if rows else None
         if quota.is_life_over(row, found):
             for policy in owner_rules.candidates(row.namespace, policies):

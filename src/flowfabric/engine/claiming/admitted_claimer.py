@@ -86,7 +86,7 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
 
     async def _close_routes(self, order: ClaimOrder) -> None:
         """When there is nothing to do, say of what stands in other lines that nobody can do it, if that is so."""
-        now = self.estimate.now()
+        now = self.runtime.estimate.now()
         if abs(now - self._routes_looked_at.get(order.lane_id, 0)) < LANE_REFRESH_MS:
             return
         self._routes_looked_at[order.lane_id] = now
@@ -166,8 +166,8 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
             await self.refresh_lane(order.lane_id)
             return await self._best(order, key, own)
         finally:
-            self.metrics.observe(
-                "ff_claim_from_grant_duration", clock() - began, lane=self.metrics.lane_label(order.lane_id)
+            self.runtime.metrics.observe(
+                "ff_claim_from_grant_duration", clock() - began, lane=self.runtime.metrics.lane_label(order.lane_id)
             )
 
     async def _best(
@@ -201,7 +201,7 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
         while rows := await self.queue_heads(mine, depth, exclude=tried, where=own) + beyond:
             counts = Counter(row.line for row in rows)
             while rows:
-                [row], after = fairness.fair_order(rows, self.turns_of(order.lane_id), self.estimate.now(), 1)
+                [row], after = fairness.fair_order(rows, self.turns_of(order.lane_id), self.runtime.estimate.now(), 1)
                 rows.remove(row)
                 tried.add(row.execution_id)
                 refusals = seen.refusal_count
@@ -231,7 +231,7 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
             return None
         order = msgspec.structs.replace(order, admitted=True)
         try:
-            return await self.decide_execution(
+            return await self.runtime.decide_execution(
                 row.execution_id, lambda row, now: sign_claim_grant(row, order, key, now)
             )
         except errors.StoreUnavailable:
@@ -246,9 +246,11 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
     async def _reclaim_grant(self, row: Execution, order: GrantRequest, key: Any) -> answers.ReclaimGrant | None:
         execution = ids.ExecutionId(row.execution_id)
         try:
-            answer = await self.decide_execution(execution, lambda row, now: sign_reclaim_grant(row, order, key, now))
+            answer = await self.runtime.decide_execution(
+                execution, lambda row, now: sign_reclaim_grant(row, order, key, now)
+            )
             if isinstance(answer, answers.ReclaimCapExceeded):
-                await self.decide_execution(execution, lambda row, _: reclaim.fail_if_at_cap(row))
+                await self.runtime.decide_execution(execution, lambda row, _: reclaim.fail_if_at_cap(row))
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
@@ -260,7 +262,7 @@ class AdmittedClaimer(GrantOperations, AdmissionControl, WorkerOperations):
 
         An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
         """
-        rows = (await self.load((Read(Execution, (execution_id,)),))).rows[0]
+        rows = (await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0]
         row = rows[0] if rows else None
         admitted = (
             await self.admit([row], AdmissionContext())

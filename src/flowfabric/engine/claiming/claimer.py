@@ -115,19 +115,19 @@ class Claimer(ReadyQueues):
         if not max_wait_ms:  # nobody has to be woken then, and none of this process's writes looks for whom to wake
             return await self.claim_available(order, limit)
         while True:
-            hint = self.wakeups.subscribe(lane_topic(order.lane_id))
+            hint = self.runtime.wakeups.subscribe(lane_topic(order.lane_id))
             try:
                 claimed = await self.claim_available(order, limit)
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
-                await wait_for_wakeup(hint, min(left, self.poll_interval_s))
+                await wait_for_wakeup(hint, min(left, self.runtime.poll_interval_s))
             finally:
                 hint.cancel()
 
     async def claim_available(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        looked = not self.is_lane_fresh(order.lane_id) or order.lane_id in self._takeover_lanes
+        looked = not self.is_lane_fresh(order.lane_id) or order.lane_id in self.runtime._takeover_lanes
         if looked:
             await self.refresh_lane(order.lane_id)
         lines = await self.covered_queues(order.lane_id, order.capabilities)
@@ -143,7 +143,7 @@ class Claimer(ReadyQueues):
 
     def _is_fast(self, lane_id: str, lines: Sequence[QueueKey]) -> bool:
         """Whether nothing but uniform work of one key is expected in these lines of a lane."""
-        return lane_id not in self._guarded_lanes and not _take_turns(lines)
+        return lane_id not in self.runtime._guarded_lanes and not _take_turns(lines)
 
     # -- by plan --------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Claimer(ReadyQueues):
         for row in rows:
             rivals.pop(row.execution_id, None)
         present = [*rows, *(rival.row for rival in rivals.values())]
-        now, turns = self.estimate.now(), self.turns_of(order.lane_id)
+        now, turns = self.runtime.estimate.now(), self.turns_of(order.lane_id)
         picks, after = fairness.fair_order(present, turns, now, wanted, truncated=cut)
         if rivals and picks:
             if yields and (rival := rivals.get(picks[0].execution_id)):
@@ -257,7 +257,7 @@ class Claimer(ReadyQueues):
             return reclaim.claim_guarded(rows[0][0] if rows[0] else None, holder, order.capabilities, now)
 
         try:
-            answer = await self.decide_and_commit(wants, decide)
+            answer = await self.runtime.decide_and_commit(wants, decide)
         except errors.Corruption as fault:
             self.skip_unreadable(row.execution_id, fault)
             return None
@@ -271,7 +271,7 @@ class Claimer(ReadyQueues):
     def _claimed_by_rule(
         self, acquired: AcquiredLease, kind: HandleKind, payload: Payload | None = None, namespace: str | None = None
     ) -> answers.Claimed:
-        self.track_lease_expiry(acquired.lane_id, acquired.lease_expires_at)
+        self.runtime.track_lease_expiry(acquired.lane_id, acquired.lease_expires_at)
         if (count := acquired.reclaim_count) and count % reclaim.WARNED_EVERY == 0:
             logger.warning(
                 "%s has been reclaimed %s: its workers keep losing it", acquired.execution_id, pluralize(count, "time")
@@ -294,7 +294,7 @@ class Claimer(ReadyQueues):
             acquired.attempt_id,
             acquired.attempt_type,
             acquired.lease_expires_at,
-            Handle.mint(self.store.tag, kind, fields),
+            Handle.mint(self.runtime.store.tag, kind, fields),
             payload,
             namespace,
         )
@@ -304,8 +304,8 @@ class Claimer(ReadyQueues):
             order.worker_id,
             order.worker_instance_id,
             order.lane_id,
-            self.minter.uuid(),
-            self.minter.uuid(),
+            self.runtime.minter.uuid(),
+            self.runtime.minter.uuid(),
             order.lease_ttl_ms,
         )
 
@@ -339,7 +339,7 @@ class Claimer(ReadyQueues):
             ):  # while the store is at it, make what the next one needs
                 asyncio.get_running_loop().call_soon(self._stock, len(take.lease_ids))
             try:
-                taken = await self.store.claim_rows(take)
+                taken = await self.runtime.store.claim_rows(take)
             except asyncio.CancelledError:
                 doubtful.append(take)
                 raise
@@ -351,7 +351,7 @@ class Claimer(ReadyQueues):
                 await pause.sleep_or_raise()
                 take = self._with_new_lease_ids(take)
                 continue
-            self.estimate.update(taken.now)
+            self.runtime.estimate.update(taken.now)
             if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
                 return await self._find_claimed(doubtful)
             return self._accept_claimed(take, taken.rows)
@@ -377,9 +377,9 @@ class Claimer(ReadyQueues):
             used = {row.lease_id for row, _ in rows}
             self._spare = tuple(stamp for stamp in take.lease_ids if stamp.lease_id not in used)
         if rows:
-            self.notify((FEED_TOPIC,), at_once=False)  # what is claimed may soon be over, which is told, too
-            self.wake_sweeps_for([row for row, _ in rows])
-            self.track_lease_expiry(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
+            self.runtime.notify((FEED_TOPIC,), at_once=False)  # what is claimed may soon be over, which is told, too
+            self.runtime.wake_sweeps_for([row for row, _ in rows])
+            self.runtime.track_lease_expiry(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
         return [self._claimed_by_store(row, payload, take.lease_ttl_ms) for row, payload in rows]
 
     def _next_lease_ids(self, count: int) -> tuple[LeaseIds, ...]:
@@ -392,22 +392,22 @@ class Claimer(ReadyQueues):
         """Have so many identities to give out."""
         missing = count - len(self._spare)
         if missing > 0:
-            uuid, change_id = self.minter.uuid, self.minter.change_id
+            uuid, change_id = self.runtime.minter.uuid, self.runtime.minter.change_id
             self._spare += tuple([LeaseIds(uuid(), uuid(), change_id()) for _ in range(missing)])
 
     async def _find_claimed(self, takes: Sequence[ClaimRequest]) -> list[answers.Claimed]:
         """After lost answers: the rows that carry the stamps, if one of the takes happened."""
         leases = tuple(stamp.lease_id for take in takes for stamp in take.lease_ids)
         where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
-        rows = await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
+        rows = await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
         if not rows:
             return []
-        loaded = await self.load([Read(Payload, (row.execution_id,)) for row in rows])
+        loaded = await self.runtime.load([Read(Payload, (row.execution_id,)) for row in rows])
         ttl = takes[0].lease_ttl_ms
         return [self._claimed_by_store(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
 
     def _claimed_by_store(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
-        self.cache_leased_row(row)
+        self.runtime.cache_leased_row(row)
         kind = _FRESH
         if row.attempt_resumed_at is not None:
             kind = HandleKind.RESUMED
@@ -431,7 +431,7 @@ class Claimer(ReadyQueues):
             fields.attempt_id,
             row.attempt_type or _INITIAL,
             row.lease_expires_at or 0,
-            Handle.mint(self.store.tag, kind, fields),
+            Handle.mint(self.runtime.store.tag, kind, fields),
             payload,
             row.namespace,
         )

@@ -35,17 +35,17 @@ class ClaimOnCommit(ExplainOperations):
                 for order, lines in plain.items()
             }
         )
-        self.commit_queue.add_pending_claim(wish)
+        self.runtime.commit_queue.add_pending_claim(wish)
         return wish
 
     def _plain_lines(self, order: ClaimOrder) -> tuple[QueueKey, ...]:
         """The lines that a claim of this order would take from, if it did no more than that."""
         lane = order.lane_id
-        if order.namespaces is not None or lane in self._takeover_lanes:
+        if order.namespaces is not None or lane in self.runtime._takeover_lanes:
             return ()
         if not self.is_lane_fresh(lane):  # or nobody would notice what was lost in this lane
             return ()
-        known = sorted(self._queues.get(lane, ()))
+        known = sorted(self.runtime._queues.get(lane, ()))
         lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
         if not self._is_fast(lane, lines) or len(lines) > MAX_QUEUES_PER_CLAIM:
             return ()
@@ -53,7 +53,7 @@ class ClaimOnCommit(ExplainOperations):
 
     async def collect_pending_claim(self, wish: PendingClaim) -> list[answers.Claimed]:
         """What came of a wish, which is over with this."""
-        self.commit_queue.remove_pending_claim(wish)
+        self.runtime.commit_queue.remove_pending_claim(wish)
         take = wish.attached
         if take is None:
             return []
@@ -66,7 +66,7 @@ class ClaimOnCommit(ExplainOperations):
 
     def abandon_pending_claim(self, wish: PendingClaim) -> None:
         """Wait for a wish no more; what it gets all the same is given back."""
-        self.commit_queue.remove_pending_claim(wish)
+        self.runtime.commit_queue.remove_pending_claim(wish)
         if wish.attached is not None and (not wish.rows.done() or wish.rows.cancelled()):
             self.late_claims.watch([wish.attached])
         wish.rows.cancel()

@@ -40,7 +40,7 @@ class NamespaceClaimer(Claimer):
         clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
         await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
         began = clock()
-        self._namespace_filtered_lanes.add(order.lane_id)
+        self.runtime._namespace_filtered_lanes.add(order.lane_id)
         await self.refresh_lane(order.lane_id)
         claimed: list[answers.Claimed] = []
         try:

@@ -91,7 +91,7 @@ class LanePoller:
         until = clock() + max_wait_ms / 1000
         while True:
             orders = self._worth_a_look(clock())
-            sets_free = self._engine.store.executes_in_order or self._engine.may_unblock_others()
+            sets_free = self._engine.runtime.store.executes_in_order or self._engine.runtime.may_unblock_others()
             wish = self._wish(orders, limit) if sets_free else None
             end = None if wish is None or not orders else self._next_end(orders[0].lane_id)
             try:
@@ -116,7 +116,7 @@ class LanePoller:
 
     def _wish(self, orders: Sequence[validate.ClaimOrder], limit: int) -> PendingClaim | None:
         """A wish for what this process sets free; where several lanes may have work it is the turn of all of them."""
-        if self._engine.store.executes_in_order or len(orders) > 1:
+        if self._engine.runtime.store.executes_in_order or len(orders) > 1:
             return None
         return self._engine.register_pending_claim(orders or self._orders, limit)
 
@@ -131,8 +131,8 @@ class LanePoller:
         if sets_free:
             for _ in range(YIELD_TURNS):
                 await asyncio.sleep(0)
-        if not engine.store.executes_in_order:
-            await engine.commit_queue.wait_for_lanes([lane_topic(order.lane_id) for order in orders])
+        if not engine.runtime.store.executes_in_order:
+            await engine.runtime.commit_queue.wait_for_lanes([lane_topic(order.lane_id) for order in orders])
 
     def close(self) -> None:
         """Expect no more hints."""
@@ -190,7 +190,8 @@ class LanePoller:
         """What the end of a lane is, if the look that comes next sees it."""
         engine = self._engine
         return EmptyLane(
-            engine.wakeups.subscribe(lane_topic(lane)), asyncio.get_running_loop().time() + engine.poll_interval_s
+            engine.runtime.wakeups.subscribe(lane_topic(lane)),
+            asyncio.get_running_loop().time() + engine.runtime.poll_interval_s,
         )
 
     def _keep(self, lane: str, end: EmptyLane, *, is_end: bool) -> None:
@@ -219,7 +220,7 @@ class PollingOperations(ClaimOnCommit):
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution as a request says that stands ready."""
-        ends = self.wakeups.completion_count
+        ends = self.runtime.wakeups.completion_count
         answer = await super().create(ask)
         if type(answer) is answers.Created:
             self._created[answer.execution_id] = ends
@@ -282,7 +283,7 @@ class PollingOperations(ClaimOnCommit):
 
     def wake_claims(self, lanes: Sequence[str]) -> None:
         """Let the claims of this process that wait for these lanes look again, or end."""
-        self.wakeups.notify(lane_topic(lane) for lane in lanes)
+        self.runtime.wakeups.notify(lane_topic(lane) for lane in lanes)
 
     async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
         """How the execution ended; None when it has not within the time."""
@@ -291,15 +292,15 @@ class PollingOperations(ClaimOnCommit):
         until = clock() + validation.duration_ms("max_wait_ms", max_wait_ms, least=0) / 1000
         wants = (Read(Execution, (execution,)), Read(Result, (execution,)))
         is_new = (
-            self._created.pop(execution, None) == self.wakeups.completion_count
+            self._created.pop(execution, None) == self.runtime.wakeups.completion_count
         )  # and nothing has ended since it was created
         while True:
-            hint = self.wakeups.subscribe(completion_topic(execution))
+            hint = self.runtime.wakeups.subscribe(completion_topic(execution))
             try:
                 if is_new and until > clock():  # a look would be in vain, and in the way of whoever works on it
                     is_new = False
                     await asyncio.wait((hint,), timeout=min(FIRST_CHECK_DELAY_S, until - clock()))
-                loaded = await self.load(wants)
+                loaded = await self.runtime.load(wants)
                 if not loaded.rows[0]:
                     raise errors.NotFound("execution", execution_id=execution)
                 row: Execution = loaded.rows[0][0]
@@ -308,7 +309,7 @@ class PollingOperations(ClaimOnCommit):
                 left = until - clock()
                 if left <= 0:
                     return None
-                await wait_for_wakeup(hint, min(left, self.poll_interval_s))
+                await wait_for_wakeup(hint, min(left, self.runtime.poll_interval_s))
             finally:
                 hint.cancel()
 

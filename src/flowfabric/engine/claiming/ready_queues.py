@@ -47,17 +47,17 @@ class ReadyQueues(FairTurns):
     async def refresh_lane(self, lane_id: str) -> None:
         """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
         if self.fits_one_round_trip(lane_id):
-            await asyncio.gather(self.mark_expired_leases(lane_id), self.load_lane_queues(lane_id))
+            await asyncio.gather(self.mark_expired_leases(lane_id), self.runtime.load_lane_queues(lane_id))
         else:  # where there are very many, every claim asks which of them have work
             await self.mark_expired_leases(lane_id)
-        self._lane_refreshed_at[lane_id] = self.estimate.now()
+        self.runtime._lane_refreshed_at[lane_id] = self.runtime.estimate.now()
 
     def is_lane_fresh(self, lane_id: str) -> bool:
         """Whether the last look around in this lane is recent, and no lease that is known of has lapsed since."""
-        now = self.estimate.now()
-        if self._next_lease_expiry.get(lane_id, now + 1) <= now:
+        now = self.runtime.estimate.now()
+        if self.runtime._next_lease_expiry.get(lane_id, now + 1) <= now:
             return False
-        return abs(now - self._lane_refreshed_at.get(lane_id, 0)) < LANE_REFRESH_MS
+        return abs(now - self.runtime._lane_refreshed_at.get(lane_id, 0)) < LANE_REFRESH_MS
 
     async def mark_expired_leases(self, lane_id: str) -> None:
         """Mark all leases of the lane that have lapsed: any of their work may be the first in line.
@@ -66,15 +66,15 @@ class ReadyQueues(FairTurns):
         """
         where = (Where("lane_id", "=", lane_id), Where("lease_expired_at", "unset"))
         while True:
-            self._next_lease_expiry.pop(
+            self.runtime._next_lease_expiry.pop(
                 lane_id, None
             )  # those that are noted from here on may be missing in what is read
-            due = await self.retry_while_unavailable(
-                lambda: self.store.due(Execution, "lease_expires_at", limit=EXPIRED_LEASES_BATCH, where=where)
+            due = await self.runtime.retry_while_unavailable(
+                lambda: self.runtime.store.due(Execution, "lease_expires_at", limit=EXPIRED_LEASES_BATCH, where=where)
             )
-            self.estimate.update(due.now)
+            self.runtime.estimate.update(due.now)
             if due.next_at is not None:
-                self.track_lease_expiry(lane_id, due.next_at)
+                self.runtime.track_lease_expiry(lane_id, due.next_at)
             marks = await asyncio.gather(*(self._marks_lapsed(row.execution_id) for row in due.rows))
             if len(due.rows) < EXPIRED_LEASES_BATCH or not any(marks):
                 return
@@ -97,15 +97,15 @@ class ReadyQueues(FairTurns):
 
         Lines are never forgotten. Where each user of an application has a key, most of them are empty at any time.
         """
-        if lane_id not in self._queues:
-            await self.load_lane_queues(lane_id)
+        if lane_id not in self.runtime._queues:
+            await self.runtime.load_lane_queues(lane_id)
         if self.fits_one_round_trip(lane_id):
-            return sorted(self._queues.get(lane_id, ()))
-        return await self.retry_while_unavailable(lambda: self.store.nonempty_queues(lane_id))
+            return sorted(self.runtime._queues.get(lane_id, ()))
+        return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.nonempty_queues(lane_id))
 
     def fits_one_round_trip(self, lane_id: str) -> bool:
         """Whether one look sees all lines of a lane, so that what it did not find is not there."""
-        return len(self._queues.get(lane_id, ())) <= MAX_QUEUES_PER_CLAIM
+        return len(self.runtime._queues.get(lane_id, ())) <= MAX_QUEUES_PER_CLAIM
 
     async def covered_queues(self, lane_id: str, offered: Set[str]) -> list[QueueKey]:
         """The lines whose work a worker with these capabilities can do."""
@@ -149,7 +149,7 @@ class ReadyQueues(FairTurns):
         if depth == wanted:
             return rows, frozenset()
         cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
-        picks, _ = fairness.fair_order(rows, self.turns_of(lane_id), self.estimate.now(), wanted, truncated=cut)
+        picks, _ = fairness.fair_order(rows, self.turns_of(lane_id), self.runtime.estimate.now(), wanted, truncated=cut)
         if len(picks) in (wanted, len(rows)):
             return rows, cut
         next_ones = [key for key in dict.fromkeys(map(fairness.fairness_key_of, picks)) if key in cut][
@@ -176,7 +176,9 @@ class ReadyQueues(FairTurns):
             return []
         size = limit + (LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 0)
         conditions = (Where("line", "in", tuple(lines)), *where)
-        page = await self.scan(Scan(Execution, conditions, QUEUE_ORDER, None, size, limit_by="line", partial=True))
+        page = await self.runtime.scan(
+            Scan(Execution, conditions, QUEUE_ORDER, None, size, limit_by="line", partial=True)
+        )
         rows = self._claimable(page, exclude)
         found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
         for line in lines:  # many of its first rows were passed over: look further
@@ -191,7 +193,7 @@ class ReadyQueues(FairTurns):
         found: list[Execution] = []
         size = limit + LOOKAHEAD_ROWS
         while True:
-            page = await self.scan(
+            page = await self.runtime.scan(
                 Scan(Execution, (Where("line", "=", line), *where), QUEUE_ORDER, after, size, partial=True)
             )
             found += self._claimable(page, without)
@@ -200,7 +202,7 @@ class ReadyQueues(FairTurns):
             after = (page[-1].rank, page[-1].execution_id)
 
     def _claimable(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
-        now = self.estimate.now()
+        now = self.runtime.estimate.now()
         return [
             row
             for row in page
@@ -217,14 +219,14 @@ class ReadyQueues(FairTurns):
 
     async def forget_guarded(self, lane_id: str) -> None:
         """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
-        if lane_id not in self._guarded_lanes and lane_id not in self._takeover_lanes:
+        if lane_id not in self.runtime._guarded_lanes and lane_id not in self.runtime._takeover_lanes:
             return
         for line in await self.lane_queues(lane_id):
             first = Scan(Execution, (Where("line", "=", line),), QUEUE_ORDER, limit=1, partial=True)
-            if line.guarded and await self.scan(first):
+            if line.guarded and await self.runtime.scan(first):
                 return
-        self._guarded_lanes.discard(lane_id)
-        self._takeover_lanes.discard(lane_id)
+        self.runtime._guarded_lanes.discard(lane_id)
+        self.runtime._takeover_lanes.discard(lane_id)
 
 
 def claim_limit(lines: Sequence[QueueKey], limit: int) -> int:

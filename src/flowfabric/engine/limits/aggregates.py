@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.root_queue import AggregateRepository
-from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.owned_id import NamespacedId
@@ -77,18 +77,18 @@ class QuotaAdapter:
         return bool(row.revision == change_id)
 
 
-class LimitAggregates(Runtime):
+class LimitAggregates(Operations):
     """Everything that decides on budgets or quotas stands on these."""
 
     @cached_property
     def budget_aggregates(self) -> AggregateRepository[BudgetState]:
         """The decisions of this process about budgets."""
-        return AggregateRepository(self, BudgetAdapter(self.partitions))
+        return AggregateRepository(self.runtime, BudgetAdapter(self.runtime.partitions))
 
     @cached_property
     def quota_aggregates(self) -> AggregateRepository[QuotaState]:
         """The decisions of this process about quota policies."""
-        return AggregateRepository(self, QuotaAdapter(self.partitions))
+        return AggregateRepository(self.runtime, QuotaAdapter(self.runtime.partitions))
 
 
 def _trace(change_id: int) -> str:

@@ -28,9 +28,9 @@ class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations)
     """Puts executions to sleep for a budget, and wakes them."""
 
     async def suspend_for_budget(self, handle: Handle, need: BudgetNeed) -> bool:
-        holder = self.handle_fields(handle)
-        bed = budget_suspension.BudgetSuspensionIds(self.minter.uuid(), self.minter.uuid())
-        return await self.decide_and_commit(
+        holder = self.runtime.handle_fields(handle)
+        bed = budget_suspension.BudgetSuspensionIds(self.runtime.minter.uuid(), self.runtime.minter.uuid())
+        return await self.runtime.decide_and_commit(
             (*_wants(holder.execution_id), *KEYSTORE),
             lambda rows, now: budget_suspension.suspend_for_budget(
                 first(rows[0]), first(rows[1]), self.unseal_loaded_keys(rows[3]), need, bed, holder, now
@@ -38,7 +38,7 @@ class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations)
         )
 
     async def resume_budget_suspended(self, rows: Sequence[Execution]) -> int:
-        loaded = await self.load([Read(Suspension, (row.execution_id,)) for row in rows])
+        loaded = await self.runtime.load([Read(Suspension, (row.execution_id,)) for row in rows])
         needs = [suspend_rules.budget_needs(row, first(found)) for row, found in zip(rows, loaded.rows, strict=True)]
         names = sorted({need.budget for some in needs for need in some})
         _, sheets = await self.budget_aggregates.load(names)
@@ -53,8 +53,8 @@ class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations)
         return sum(await asyncio.gather(*waking))
 
     async def _wake_for(self, execution_id: str, need: BudgetNeed) -> bool:
-        message_id = self.minter.uuid()
-        return await self.decide_and_commit(
+        message_id = self.runtime.minter.uuid()
+        return await self.runtime.decide_and_commit(
             _wants(execution_id),
             lambda rows, now: budget_suspension.resume_from_budget(
                 first(rows[0]), first(rows[1]), need, message_id, now

@@ -152,7 +152,9 @@ class Unblocker(LimitAggregates, FairTurns):
         Either way it was not given out, and the next claim that meets it tries again.
         """
         try:
-            await self.decide_execution(row.execution_id, lambda row, _: operator.block(row, reason, detail, on))
+            await self.runtime.decide_execution(
+                row.execution_id, lambda row, _: operator.block(row, reason, detail, on)
+            )
         except errors.FabricError as failed:
             logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
             return False
@@ -163,7 +165,7 @@ class Unblocker(LimitAggregates, FairTurns):
     async def unblock_row(self, execution_id: str, reason: BlockingReason) -> bool:
         """Unblock a row that was blocked for this reason; False when it waits for something else by now."""
         try:
-            await self.decide_execution(execution_id, lambda row, _: operator.unblock(row, reason.value))
+            await self.runtime.decide_execution(execution_id, lambda row, _: operator.unblock(row, reason.value))
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
@@ -239,7 +241,7 @@ class Unblocker(LimitAggregates, FairTurns):
             if not rows:
                 return left
             await room.load(rows)
-            now, turns = self.estimate.now(), self.unblock_turns(lists, rows)
+            now, turns = self.runtime.estimate.now(), self.unblock_turns(lists, rows)
             cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE_SIZE)
             order = unblock_order.unblock_order(rows, turns, now, truncated=cut)
             chosen = [row for row in order if room.admits(row)]
@@ -260,7 +262,7 @@ class Unblocker(LimitAggregates, FairTurns):
         return True
 
     async def _listed(self, scan: Scan) -> list[Execution]:
-        return await self.store.scan(scan)
+        return await self.runtime.store.scan(scan)
 
     async def _first_of_keys(self, limit: NamespacedId, reason: BlockingReason, depth: int) -> list[Execution]:
         """The first rows of each fairness key that waits for a limit; of very many keys, of others each time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property
 
-from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.operations.base import Operations
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CancelBacklog, EdgeGroup
@@ -28,7 +28,7 @@ MAX_FLOWS = 10_000
 CANCEL_BACKLOG_METRIC = "ff_cancel_backlog_depth"
 
 
-class GaugeReader(Runtime):
+class GaugeReader(Operations):
     """What stands where, for those who watch."""
 
     _levels_read_at: float | None = None
@@ -43,31 +43,35 @@ class GaugeReader(Runtime):
             clock = asyncio.get_running_loop().time
             if self._levels_read_at is not None and clock() - self._levels_read_at < max_age_s:
                 return
-            self.metrics.gauges.clear()
-            stands = {place: await self.store.count_grouped(tally) for place, tally in (await self._tallies()).items()}
-            live = (Where("lapses_at", ">", await self.store.ping()),)
-            workers = await self.store.scan(Scan(RegisteredWorker, live, ("lapses_at",), limit=MAX_WORKERS))
-            lanes = await self.store.lanes(None, self.metrics.max_lane_labels)
-            backlog = await self.store.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MAX_FLOWS))
+            self.runtime.metrics.gauges.clear()
+            stands = {
+                place: await self.runtime.store.count_grouped(tally) for place, tally in (await self._tallies()).items()
+            }
+            live = (Where("lapses_at", ">", await self.runtime.store.ping()),)
+            workers = await self.runtime.store.scan(Scan(RegisteredWorker, live, ("lapses_at",), limit=MAX_WORKERS))
+            lanes = await self.runtime.store.lanes(None, self.runtime.metrics.max_lane_labels)
+            backlog = await self.runtime.store.scan(Scan(CancelBacklog, (), ("flow_id",), limit=MAX_FLOWS))
             for (name, lane, state), level in queue_depth.queue_depths(stands, workers, lanes).items():
-                labels = {"lane": self.metrics.lane_label(lane)} | ({} if state is None else {"state": state})
-                self.metrics.add_to_gauge(name, level, **labels)
-            self.metrics.set_gauge(CANCEL_BACKLOG_METRIC, len(backlog))
+                labels = {"lane": self.runtime.metrics.lane_label(lane)} | ({} if state is None else {"state": state})
+                self.runtime.metrics.add_to_gauge(name, level, **labels)
+            self.runtime.metrics.set_gauge(CANCEL_BACKLOG_METRIC, len(backlog))
             self._levels_read_at = clock()
 
     async def executions_without_queue(self, limit: int) -> list[str]:
         """The executions that no claim finds, since their ready queue is missing from the store."""
-        return await self.retry_while_unavailable(lambda: self.store.executions_in_missing_queues(limit))
+        return await self.runtime.retry_while_unavailable(
+            lambda: self.runtime.store.executions_in_missing_queues(limit)
+        )
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder] | None:
         """Who keeps the store from removing dead rows, the oldest first; None where nobody can."""
-        store = self.store
+        store = self.runtime.store
         if not isinstance(store, SupportsSnapshotHolders):
             return None
-        return await self.retry_while_unavailable(lambda: store.snapshot_holders(limit))
+        return await self.runtime.retry_while_unavailable(lambda: store.snapshot_holders(limit))
 
     async def _tallies(self) -> dict[CountedIndex, GroupedCount]:
-        lines: list[QueueKey] = await self.store.queues()
+        lines: list[QueueKey] = await self.runtime.store.queues()
         of_a_line = max(MIN_COUNTED_PER_QUEUE, MAX_COUNTED // max(1, len(lines)))
         return {
             CountedIndex.QUEUE: GroupedCount(Execution, "line", GROUP_BY_COLUMNS, of_a_line, values=tuple(lines)),

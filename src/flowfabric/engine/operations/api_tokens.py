@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.after_commit import first
-from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.api_token import ApiScope, ApiToken, ApiTokenCreated, TokenView
 from flowfabric.rules import validation
@@ -35,7 +35,7 @@ class VerifiedToken(msgspec.Struct, frozen=True):
     namespaces: frozenset[str] | None
 
 
-class ApiTokenOperations(Runtime):
+class ApiTokenOperations(Operations):
     """What can be done with tokens of the API."""
 
     async def make_api_token(
@@ -54,8 +54,8 @@ class ApiTokenOperations(Runtime):
         named = None if namespaces is None else validate.validate_iterable("namespaces", namespaces)
         where = None if named is None else frozenset(_namespace(one) for one in named)
         lasts = None if expires_in_ms is None else validation.duration_ms("expires_in_ms", expires_in_ms)
-        token_id, secret = self.minter.uuid(), secrets.token_urlsafe(32)
-        await self.decide_and_commit(
+        token_id, secret = self.runtime.minter.uuid(), secrets.token_urlsafe(32)
+        await self.runtime.decide_and_commit(
             _wants(token_id),
             lambda rows, _: api_tokens.create(
                 first(rows[0]),
@@ -73,7 +73,7 @@ class ApiTokenOperations(Runtime):
         """Another secret for a token, shown once; the one before is good for `grace_ms` more."""
         known, secret = ids.parse_uuid(validation.text("token_id", token_id), "token_id"), secrets.token_urlsafe(32)
         grace = validation.duration_ms("grace_ms", grace_ms, least=0)
-        await self.decide_and_commit(
+        await self.runtime.decide_and_commit(
             _wants(known), lambda rows, _: api_tokens.rotate(first(rows[0]), _digest(secret), grace)
         )
         return _made(known, secret)
@@ -81,13 +81,13 @@ class ApiTokenOperations(Runtime):
     async def revoke_api_token(self, token_id: str) -> bool:
         """Make a token good for nothing; True when it was good for something."""
         known = ids.parse_uuid(validation.text("token_id", token_id), "token_id")
-        return await self.decide_and_commit(_wants(known), lambda rows, _: api_tokens.revoke(first(rows[0])))
+        return await self.runtime.decide_and_commit(_wants(known), lambda rows, _: api_tokens.revoke(first(rows[0])))
 
     async def list_api_tokens(self, *, cursor: str | None = None, limit: int = 100) -> list[TokenView]:
         """Tokens by id, without what they are known by."""
         after = None if cursor is None else (ids.parse_uuid(validation.text("cursor", cursor), "cursor"),)
         wanted = min(validation.integer("limit", limit, least=1), MAX_LISTED)
-        rows: list[ApiToken] = await self.scan(Scan(ApiToken, (), ("token_id",), after, wanted))
+        rows: list[ApiToken] = await self.runtime.scan(Scan(ApiToken, (), ("token_id",), after, wanted))
         return [api_tokens.view(row) for row in rows]
 
     async def authenticate_token(self, token: str) -> VerifiedToken | None:
@@ -95,7 +95,7 @@ class ApiTokenOperations(Runtime):
         found = _FORM(token)
         if found is None:
             return None
-        loaded = await self.load(_wants(ids.parse_uuid(found[1])))
+        loaded = await self.runtime.load(_wants(ids.parse_uuid(found[1])))
         row: ApiToken | None = first(loaded.rows[0])
         if row is None or not api_tokens.is_valid(row, _digest(found[2]), loaded.now):
             return None

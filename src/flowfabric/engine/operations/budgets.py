@@ -118,7 +118,7 @@ class BudgetOperations(Unblocker):
 
         When the budget's hard action is to suspend, a breach puts the execution to sleep until there is room.
         """
-        holder = self.handle_fields(handle)
+        holder = self.runtime.handle_fields(handle)
         amounts = validate_limits.amounts_by_name("custom", custom)
         own = await self._own(namespace, budget_id, holder.execution_id)
         answer, budget = await self._report(own, amounts, dedup_key, shared=shared)
@@ -155,7 +155,7 @@ class BudgetOperations(Unblocker):
         A `handle` lets a breach put the execution to sleep, when that is the budget's hard action.
         """
         execution = validate.validate_execution_id(execution_id)
-        if handle is not None and self.handle_fields(handle).execution_id != execution:
+        if handle is not None and self.runtime.handle_fields(handle).execution_id != execution:
             raise errors.InvalidInput("handle: of another execution")
         amounts = validate_limits.amounts_by_name("deltas", deltas)
         own = await self._own(namespace, budget_id, execution)
@@ -200,7 +200,7 @@ class BudgetOperations(Unblocker):
         if namespace is not None:
             return validate_limits.build_owned_id(namespace, budget_id)
         budget = validate_limits.validate_budget_id(budget_id)
-        rows = (await self.load((Read(Execution, (execution_id,)),))).rows[0]
+        rows = (await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0]
         return NamespacedId(rows[0].namespace if rows else DEFAULT_NAMESPACE, budget)
 
     async def _ask_owner(
@@ -246,7 +246,7 @@ class BudgetOperations(Unblocker):
         """Keep room free for an execution, for `ttl_ms` at most; the same reservation again lasts that much longer."""
         execution = validate.validate_execution_id(execution_id)
         ask = reservation_rules.ReserveRequest(
-            validate.optional_uuid("reservation_id", reservation_id) or self.minter.uuid(),
+            validate.optional_uuid("reservation_id", reservation_id) or self.runtime.minter.uuid(),
             execution,
             validate_limits.amounts_by_name("amounts", amounts),
             validation.duration_ms("ttl_ms", ttl_ms),
@@ -289,7 +289,7 @@ class BudgetOperations(Unblocker):
         """The execution that a reservation was made for; None when there is no such reservation (any more)."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
         reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
-        rows = (await self.load((Read(BudgetReservation, (*budget, reservation)),))).rows[0]
+        rows = (await self.runtime.load((Read(BudgetReservation, (*budget, reservation)),))).rows[0]
         return rows[0].execution_id if rows else None
 
     async def refund_budget(
@@ -328,12 +328,12 @@ class BudgetOperations(Unblocker):
 
     async def reconcile_budget_counters(self, partition: int) -> limit_answers.Reconciled:
         """Set or clear the note of breach on every budget of a partition that never resets."""
-        place = validation.integer("partition", partition, least=0, most=self.partitions.budget - 1)
+        place = validation.integer("partition", partition, least=0, most=self.runtime.partitions.budget - 1)
         processed = failed = 0
         after: NamespacedId | None = None
         while True:
             where = (Where("partition", "=", place), Where("defined", "=", True))
-            rows: list[Budget] = await self.store.scan(
+            rows: list[Budget] = await self.runtime.store.scan(
                 Scan(Budget, where, ("namespace", "budget_id"), after, PAGE_SIZE)
             )
             keys = [NamespacedId(row.namespace, row.budget_id) for row in rows]
@@ -384,7 +384,7 @@ class BudgetOperations(Unblocker):
         after = None if cursor is None else (validate_limits.validate_budget_id(cursor),)
         where = (Where("namespace", "=", owner), Where("defined", "=", True))
         scan = Scan(Budget, where, ("budget_id",), after, wanted)
-        return [row.budget_id for row in await self.store.scan(scan)] if wanted else []
+        return [row.budget_id for row in await self.runtime.store.scan(scan)] if wanted else []
 
     # -- what a breach does ---------------------------------------------------------------------------------------
 

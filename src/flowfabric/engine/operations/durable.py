@@ -74,7 +74,7 @@ class DurableOperations(SigningKeyOperations):
 
     async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
         """Open a gate by name, find it open with the same links, or find what came of it."""
-        fields, ask = self.handle_fields(handle), validate_suspension.validate_gate(args)
+        fields, ask = self.runtime.handle_fields(handle), validate_suspension.validate_gate(args)
         execution, fence = fields.execution_id, _fence(fields)
         seen: list[SigningKey] = []
         mail_seq = 0
@@ -96,7 +96,7 @@ class DurableOperations(SigningKeyOperations):
                 )
                 return gate_rules.open_gate(scene, ask, fence, now)
 
-            answer = await self.decide_and_commit(wants, decide)
+            answer = await self.runtime.decide_and_commit(wants, decide)
             if isinstance(answer, NeedsMessage):
                 mail_seq = answer.seq
             elif isinstance(answer, GateMemo):
@@ -120,7 +120,7 @@ class DurableOperations(SigningKeyOperations):
         """The gate with the tokens of its waitpoints; those of one that was there before are signed as they were."""
         kids, partition = opened.kids, ids.partition_of(ids.ExecutionId(execution))
         if len(kids) < len(opened.gate.waitpoints):
-            found = await self.load([Read(Waitpoint, (one, partition)) for one, _ in opened.gate.waitpoints])
+            found = await self.runtime.load([Read(Waitpoint, (one, partition)) for one, _ in opened.gate.waitpoints])
             kids = tuple(rows[0].token_kid if rows else "" for rows in found.rows)
         links = [
             WaitpointLink(
@@ -134,10 +134,10 @@ class DurableOperations(SigningKeyOperations):
         self, handle: Handle, gates: tuple[str, ...], *, reason_code: str = "waiting_for_signal"
     ) -> ParkResult | park_rules.GatesReady:
         """Give the lease back until one of these gates closes; if one has, or its time is over, keep it."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         names = validate_suspension.validate_names("gates", gates)
         reason = validation.text("reason_code", reason_code, limit=validation.MAX_NAME_BYTES)
-        execution, suspension_id = fields.execution_id, self.minter.uuid()
+        execution, suspension_id = fields.execution_id, self.runtime.minter.uuid()
         wants = (
             Read(Execution, (execution,)),
             Read(Suspension, (execution,)),
@@ -158,22 +158,24 @@ class DurableOperations(SigningKeyOperations):
                 now=now,
             )
 
-        answer = await self.decide_and_commit(wants, decide)
+        answer = await self.runtime.decide_and_commit(wants, decide)
         if isinstance(answer, park_rules.GatesReady):
             return answer
-        return ParkResult(answer.suspension_id, Handle.mint(self.store.tag, HandleKind.SUSPENDED, answer.holder))
+        return ParkResult(
+            answer.suspension_id, Handle.mint(self.runtime.store.tag, HandleKind.SUSPENDED, answer.holder)
+        )
 
     async def read_waits(self, execution_id: str) -> Waits:
         """The gates of an execution: those that are open, and what came of the others."""
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.load((Read(Suspension, (execution,)), Read(GateMemo, (execution,))))
+        loaded = await self.runtime.load((Read(Suspension, (execution,)), Read(GateMemo, (execution,))))
         return Waits(wait_state.open_gates(_first(loaded.rows[0])), {memo.gate: memo for memo in loaded.rows[1]})
 
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         """The signals that closed a gate, in the order in which they were accepted."""
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         wants = [Read(Signal, (memo.execution_id, vote.member, vote.seq)) for vote in votes if vote.seq]
-        loaded = await self.load(wants) if wants else None
+        loaded = await self.runtime.load(wants) if wants else None
         return [] if loaded is None else [wait_state.observed_signal(found[0]) for found in loaded.rows if found]
 
     # -- mailboxes ------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class DurableOperations(SigningKeyOperations):
     async def send_message(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
         """Send a message to an execution that has not ended; it is kept in order until somebody receives it."""
         ask = validate_suspension.validate_mail(args)
-        key, call = wait_encoding.key_digest(ask.idempotency_key or ""), str(self.minter.change_id())
+        key, call = wait_encoding.key_digest(ask.idempotency_key or ""), str(self.runtime.minter.change_id())
         wants = (
             Read(Execution, (ask.execution_id,)),
             Read(Suspension, (ask.execution_id,)),
@@ -230,7 +232,7 @@ class DurableOperations(SigningKeyOperations):
         """Let a parent's gates know of the children that ended; how many ends there were."""
         parent = validate.validate_execution_id(parent_id)
         where = (Where("parent_id", "=", parent), Where("due_at", "set"))
-        ends = await self.scan(
+        ends = await self.runtime.scan(
             Scan(ChildCompletion, where, ("parent_id", "child_id", "life"), limit=MAX_CHILD_COMPLETIONS)
         )
         if not ends:
@@ -240,7 +242,7 @@ class DurableOperations(SigningKeyOperations):
             Read(Suspension, (parent,)),
             *(Read(ChildCompletion, (parent, end.child_id, end.life)) for end in ends),
         )
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             wants,
             lambda rows, now: gate_rules.deliver_child_completions(
                 _first(rows[0]), _first(rows[1]), [found[0] for found in rows[2:] if found], now
@@ -265,7 +267,7 @@ class DurableOperations(SigningKeyOperations):
         digest: str | None = None,
     ) -> StepMemo:
         """Remember what a step returned; if it was remembered before, the first result stands and is the answer."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         memo = StepMemo(
             execution_id=fields.execution_id,
             name=validate_suspension.validate_name("name", name),
@@ -277,8 +279,8 @@ class DurableOperations(SigningKeyOperations):
             digest=validation.optional_text("digest", digest, limit=validation.MAX_NAME_BYTES),
         )
         key = (memo.execution_id, memo.name, memo.occurrence)
-        seen = self._lease_cache.get(fields.execution_id)
-        return await self.decide_and_commit(
+        seen = self.runtime._lease_cache.get(fields.execution_id)
+        return await self.runtime.decide_and_commit(
             (Read(Execution, key[:1]), Read(StepMemo, key)),
             lambda rows, now: steps.record_step(_first(rows[0]), _first(rows[1]), memo, _fence(fields), now),
             assumed_rows=None if seen is None else [[seen], []],
@@ -286,12 +288,12 @@ class DurableOperations(SigningKeyOperations):
 
     async def read_steps(self, execution_id: str) -> list[StepMemo]:
         """What the steps of an execution returned, by name and occurrence."""
-        return (await self.load((Read(StepMemo, (validate.validate_execution_id(execution_id),)),))).rows[0]
+        return (await self.runtime.load((Read(StepMemo, (validate.validate_execution_id(execution_id),)),))).rows[0]
 
     async def read_steps_as_holder(self, handle: Handle) -> list[StepMemo]:
         """The same for whoever holds the execution: one that never had a step costs no trip."""
-        fields = self.handle_fields(handle)
-        seen = self._lease_cache.get(fields.execution_id)
+        fields = self.runtime.handle_fields(handle)
+        seen = self.runtime._lease_cache.get(fields.execution_id)
         if seen is not None and seen.lease_id == fields.lease_id and not seen.has_steps:
             return []
         return await self.read_steps(fields.execution_id)

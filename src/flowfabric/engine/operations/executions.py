@@ -46,7 +46,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution as a request says that stands ready."""
-        return await create_one(self, self.create_validator(ask), assume_absent=True)
+        return await create_one(self.runtime, self.create_validator(ask), assume_absent=True)
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
@@ -55,7 +55,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
 
         Of those that share an id or an idempotency key the first wins.
         """
-        return await BulkCreate(self).create(validate.validate_iterable("asks", asks))
+        return await BulkCreate(self.runtime).create(validate.validate_iterable("asks", asks))
 
     async def create_within(
         self, connection: Any, asks: Iterable[CreateExecution]
@@ -65,10 +65,10 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         They exist for others, and workers are told, when that commits; if it does not, nothing has happened.
         """
         given = [validate.validate_create(ask) for ask in validate.validate_iterable("asks", asks)]
-        if not isinstance(self.store, SupportsCallerTransaction):
+        if not isinstance(self.runtime.store, SupportsCallerTransaction):
             raise errors.InvalidInput("using: only a store in Postgres can join a transaction")
-        inside = await self.store.join_transaction(connection)
-        return [await create_in_transaction(self, inside, ask) for ask in given]
+        inside = await self.runtime.store.join_transaction(connection)
+        return [await create_in_transaction(self.runtime, inside, ask) for ask in given]
 
     # -- the holder's verbs -------------------------------------------------------------------------------------
 
@@ -111,16 +111,16 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
     async def _renew(self, held: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
         # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
         leases = [one for one in held if isinstance(one, LeaseRef) and one.lease_epoch <= validation.MAX_INTEGER]
-        renewed = await self.retry_while_unavailable(lambda: self.store.renew(leases)) if leases else []
+        renewed = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.renew(leases)) if leases else []
         ends = dict(zip(leases, renewed, strict=True))
         results: list[answers.Renewed | errors.FabricError] = []
         for asked in held:
             if isinstance(asked, errors.FabricError):
                 results.append(asked)
             elif (end := ends.get(asked)) is not None:
-                if (seen := self._lease_cache.get(asked.execution_id)) is not None:
-                    self._lease_cache[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
-                    self.track_lease_expiry(seen.lane_id, end)  # it may have become shorter
+                if (seen := self.runtime._lease_cache.get(asked.execution_id)) is not None:
+                    self.runtime._lease_cache[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
+                    self.runtime.track_lease_expiry(seen.lane_id, end)  # it may have become shorter
                 results.append(answers.Renewed(end, asked.lease_epoch))
             else:
                 results.append(await self._why_not_renewed(asked))
@@ -130,14 +130,14 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         self, results: list[answers.Renewed | errors.FabricError]
     ) -> list[answers.Renewed | errors.FabricError]:
         lost = sum(isinstance(one, errors.FabricError) for one in results)
-        self.metrics.count("ff_lease_renewal", len(results) - lost, outcome="ok")
-        self.metrics.count("ff_lease_renewal", lost, outcome="error")
+        self.runtime.metrics.count("ff_lease_renewal", len(results) - lost, outcome="ok")
+        self.runtime.metrics.count("ff_lease_renewal", lost, outcome="error")
         return results
 
     async def _why_not_renewed(self, held: LeaseRef) -> answers.Renewed | errors.FabricError:
         fence = Fence(held.lease_id, held.lease_epoch, held.attempt_id)
         try:
-            await self.decide_execution(
+            await self.runtime.decide_execution(
                 held.execution_id, lambda row, now: lease.check_renewal(row, held.attempt_index, fence, now)
             )
         except errors.FabricError as refused:
@@ -145,7 +145,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         return (await self._renew([held]))[0]  # it was live after all: the first try met a passing fault
 
     def _held(self, handle: Handle, lease_ttl_ms: int | None) -> LeaseRef:
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         return LeaseRef(
             fields.execution_id,
             fields.attempt_index,
@@ -162,14 +162,14 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         index = validation.integer("attempt_index", attempt_index, least=0, most=validate.MAX_ATTEMPT_INDEX)
         execution, shown = self.execution_and_fence(None, execution_id, fence)
         if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
-            await self.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
+            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
         return LeaseRef(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
 
     async def progress(
         self, handle: Handle, *, pct: int | None = None, message: str | None = None
     ) -> answers.ProgressNoted:
         """Note how far the work is; what is not given stays as it was."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         return await self.update_progress(
             fields.execution_id, fence=_fence(fields), pct=pct, message=message, _trust=True
         )
@@ -187,7 +187,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution, shown = self.execution_and_fence(None, execution_id, fence)
         share = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
         words = validation.optional_text("progress_message", message)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             execution, lambda row, now: progress_rules.update_progress(row, shown, share, words, now), use_cache=_trust
         )
 
@@ -204,7 +204,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution, shown = self.execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         until = validation.instant_ms("delay_until", delay_until)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             execution,
             lambda row, now: delay.delay(row, shown, by, until, now),
             use_cache=handle is not None and self._untimed(execution),
@@ -212,10 +212,10 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
         """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         until = FromNow(validation.duration_ms("length_ms", length_ms, least=0))
         why = validation.text("reason", reason)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             fields.execution_id,
             lambda row, now: delay.delay(row, _fence(fields), None, until, now, detail=why),
             use_cache=self._untimed(fields.execution_id),
@@ -233,8 +233,8 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution, shown = self.execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
-        seen = self._lease_cache.get(execution) if handle is not None and self._untimed(execution) else None
-        return await self.decide_and_commit(
+        seen = self.runtime._lease_cache.get(execution) if handle is not None and self._untimed(execution) else None
+        return await self.runtime.decide_and_commit(
             (Read(Execution, (execution,)),),
             lambda rows, now: dependencies.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
             assumed_rows=[[seen], []] if seen is not None and seen.flow_id is None else None,
@@ -246,17 +246,17 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         row = first(rows[0])
         if row is None or row.flow_id is None:
             return [[]]
-        return (await self.load((Read(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
+        return (await self.runtime.load((Read(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
 
     def _untimed(self, execution_id: str) -> bool:
         """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
-        seen = self._lease_cache.get(execution_id)
+        seen = self.runtime._lease_cache.get(execution_id)
         return seen is not None and seen.attempt_timeout_at is None
 
     def execution_and_fence(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
         """Which execution is meant, and what is shown for it."""
         if handle is not None:
-            fields = self.handle_fields(handle)
+            fields = self.runtime.handle_fields(handle)
             return fields.execution_id, _fence(fields)
         return validate.validate_execution_id(execution_id), validate.validate_fence(fence)
 
@@ -264,9 +264,9 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
 
     async def cancel(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
         """Cancel as the holder; again is success."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         why = validation.text("reason", reason)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             fields.execution_id, lambda row, _: cancel.cancel(row, _fence(fields), cancel.WORKER, why)
         )
 
@@ -274,7 +274,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
     ) -> answers.ChildrenCancelled:
         """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         why = validation.text("reason", reason)
         names = [
             *dict.fromkeys(
@@ -296,7 +296,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
             return cancel.cancel_children(first(rows[0]), _fence(fields), children, why, now)
 
         wants = [Read(Execution, (name,)) for name in (fields.execution_id, *names)]
-        return await self.decide_and_commit(wants, decide)
+        return await self.runtime.decide_and_commit(wants, decide)
 
     async def cancel_execution(
         self,
@@ -310,7 +310,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution, shown = self.execution_and_fence(None, execution_id, fence)
         why = validation.text("reason", reason)
         by = validation.text("source", source, limit=validation.MAX_NAME_BYTES)
-        return await self.decide_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
+        return await self.runtime.decide_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
 
     async def expire_execution(
         self, execution_id: str, reason: str = expire_rules.ATTEMPT_TIMEOUT
@@ -318,7 +318,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         """End the execution as expired, due or not."""
         execution = validate.validate_execution_id(execution_id)
         why = validate.validate_expiry_reason(reason)
-        return await self.decide_execution(execution, lambda row, _: expire_rules.expire(row, execution, why))
+        return await self.runtime.decide_execution(execution, lambda row, _: expire_rules.expire(row, execution, why))
 
     async def expire_if_due(
         self, execution_id: str, reason: str
@@ -326,23 +326,23 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         """The sweep's form: only when the timer is armed and its time has come."""
         execution = validate.validate_execution_id(execution_id)
         why = validate.validate_expiry_reason(reason)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             execution, lambda row, now: expire_rules.expire_if_due(row, execution, why, now)
         )
 
     async def promote_delayed(self, execution_id: str) -> answers.Promotion:
         """Make a delayed execution claimable, if its time has come."""
         execution = validate.validate_execution_id(execution_id)
-        return await self.decide_execution(execution, delay.promote_delayed)
+        return await self.runtime.decide_execution(execution, delay.promote_delayed)
 
     async def restore_queue(self, execution_id: str) -> bool:
         """Put an execution whose ready queue was lost into the right one; False when it stands in none."""
-        return await self.decide_execution(execution_id, lambda row, _: queue.restore_queue(row))
+        return await self.runtime.decide_execution(execution_id, lambda row, _: queue.restore_queue(row))
 
     async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.NothingToDo:
         """Mark a lapsed lease, so that the work can be taken over."""
         execution = validate.validate_execution_id(execution_id)
-        return await self.decide_execution(execution, expire_rules.mark_lease_expired_if_due)
+        return await self.runtime.decide_execution(execution, expire_rules.mark_lease_expired_if_due)
 
     # -- operators and schedulers -------------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         expected = validate.uuid_unless_blank("expected_lease_id", expected_lease_id) or ""
         instance = validation.text("worker_instance_id", worker_instance_id)
         why = validation.text("reason", reason)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             execution, lambda row, _: operator.revoke_lease(row, expected, instance, why)
         )
 
@@ -368,7 +368,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution = validate.validate_execution_id(execution_id)
         priority = validation.integer("new_priority", new_priority)
         validation.text("lane_id", lane_id)
-        return await self.decide_execution(execution, lambda row, _: operator.change_priority(row, priority))
+        return await self.runtime.decide_execution(execution, lambda row, _: operator.change_priority(row, priority))
 
     async def block_execution_for_admission(
         self, execution_id: str, *, reason: str, detail: str = ""
@@ -377,7 +377,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         execution = validate.validate_execution_id(execution_id)
         why, words = validation.text("reason", reason), validation.text("detail", detail)
         try:
-            return await self.decide_execution(execution, lambda row, _: operator.block(row, why, words))
+            return await self.runtime.decide_execution(execution, lambda row, _: operator.block(row, why, words))
         except (errors.NotFound, errors.ContentionError) as refused:
             return answers.Rejected(str(refused))
 
@@ -393,7 +393,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         """Make a blocked execution claimable again."""
         execution = validate.validate_execution_id(execution_id)
         expected = validation.optional_text("expected_reason", expected_reason)
-        return await self.decide_execution(execution, lambda row, _: operator.unblock(row, expected))
+        return await self.runtime.decide_execution(execution, lambda row, _: operator.unblock(row, expected))
 
     async def set_execution_tag(self, execution_id: str, key: str, value: str) -> None:
         """Set one tag."""
@@ -404,7 +404,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
         pair = {name: validation.text("value", value)}
         if bad := tag_rules.check_tags(pair):
             raise bad
-        await self.decide_execution(execution, lambda row, _: tag_rules.set_tags(row, pair))
+        await self.runtime.decide_execution(execution, lambda row, _: tag_rules.set_tags(row, pair))
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
         """Set several tags, all or none; how many were given."""
@@ -418,7 +418,7 @@ class ExecutionOperations(ReplayOperations, PurgeOperations, ExecutionCreator):
                 return Decision(bad)
             return tag_rules.set_tags(row, given)
 
-        return await self.decide_execution(execution, decide)
+        return await self.runtime.decide_execution(execution, decide)
 
 
 def fence_of(handle: Handle) -> Fence:

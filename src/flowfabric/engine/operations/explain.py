@@ -30,7 +30,7 @@ class ExplainOperations(AdmittedClaimer):
 
     async def explain(self, execution_id: str) -> obstacles.Explanation:
         """Why an execution is not running."""
-        loaded = await self.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
+        loaded = await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
         if not loaded.rows[0]:
             raise errors.NotFound("execution")
         row: Execution = loaded.rows[0][0]
@@ -52,7 +52,7 @@ class ExplainOperations(AdmittedClaimer):
         )
 
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
-        loaded = await self.load((Read(Suspension, (row.execution_id,)),))
+        loaded = await self.runtime.load((Read(Suspension, (row.execution_id,)),))
         root = loaded.rows[0][0] if loaded.rows[0] else None
         needs = [need for need in suspend_rules.budget_needs(row, root) if explain_rules.may_show_budget(row, need)]
         if not needs:
@@ -61,7 +61,7 @@ class ExplainOperations(AdmittedClaimer):
         return explain_rules.explain_budget_need(sheets[needs[0].budget], needs[0])
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
-        loaded = await self.load((Read(Dependency, (row.execution_id,)),))
+        loaded = await self.runtime.load((Read(Dependency, (row.execution_id,)),))
         open_ones = {one.upstream_execution_id for one in loaded.rows[0] if one.state is DependencyState.UNSATISFIED}
         return obstacles.Dependencies(tuple(sorted(open_ones)))
 
@@ -93,8 +93,12 @@ class ExplainOperations(AdmittedClaimer):
         )
         lines = tuple(await self.lane_queues(row.lane_id))
         before = (Where("line", "in", lines), Where("rank", "<=", row.rank))
-        rows = await self.scan(Scan(Execution, before, ("rank",), limit=MAX_COUNTED, limit_by="line")) if lines else []
+        rows = (
+            await self.runtime.scan(Scan(Execution, before, ("rank",), limit=MAX_COUNTED, limit_by="line"))
+            if lines
+            else []
+        )
         ahead = sum((one.rank, one.execution_id) < (row.rank, row.execution_id) for one in rows)
         held = (Where("lease_expires_at", "set"), Where("worker_instance_id", "in", capable))
-        running = len(await self.scan(Scan(Execution, held, limit=MAX_COUNTED)))
+        running = len(await self.runtime.scan(Scan(Execution, held, limit=MAX_COUNTED)))
         return obstacles.Queued(min(ahead, MAX_COUNTED), capable, running)

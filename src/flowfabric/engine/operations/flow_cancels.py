@@ -103,10 +103,10 @@ class FlowCancelOperations(FlowOperations):
 
         async def members(rows: Rows) -> Rows:
             names = [member.execution_id for member in rows[1]]
-            found = await load_readable(self, names)
+            found = await load_readable(self.runtime, names)
             return [[row for row in found.values() if row is not None], [name for name in names if name not in found]]
 
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Flow, (flow,)), Read(FlowMember, (flow,))),
             lambda rows, _: flow_cancel.cancel_header(
                 first(rows[0]),
@@ -137,9 +137,9 @@ class FlowCancelOperations(FlowOperations):
             names = flow_cancel.siblings_to_cancel(rows[1][0]) if rows[1] else []
             return [[row for each in await self._rows_of(names) for row in each]]
 
-        if (await self.load((Read(PendingSiblingCancel, child),))).rows[0]:
+        if (await self.runtime.load((Read(PendingSiblingCancel, child),))).rows[0]:
             await self.bulk_canceller.resolve_unrecorded_outcomes(child)
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(PendingSiblingCancel, child), Read(EdgeGroup, child), Read(Dependency, (child.execution_id,))),
             lambda rows, _: flow_cancel.reconcile_siblings(
                 first(rows[0]),
@@ -153,7 +153,7 @@ class FlowCancelOperations(FlowOperations):
     async def _rows_of(self, names: list[str]) -> Rows:
         if not names:
             return []
-        return (await self.load([Read(Execution, (name,)) for name in names])).rows
+        return (await self.runtime.load([Read(Execution, (name,)) for name in names])).rows
 
     def _in_background(self, work: Any) -> None:
         async def run() -> None:

@@ -62,8 +62,8 @@ class FlowOperations(ExecutionOperations):
         """Create a flow; one that exists stays as it is."""
         flow = validate.validate_flow_id(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
-        partition = ids.flow_partition(flow, self.partitions)
-        return await self.decide_and_commit(
+        partition = ids.flow_partition(flow, self.runtime.partitions)
+        return await self.runtime.decide_and_commit(
             (Read(Flow, (flow,)),),
             lambda rows, _: build.create_flow(first(rows[0]), flow, partition, kind, namespace),
             assumed_rows=[[]],
@@ -82,7 +82,7 @@ class FlowOperations(ExecutionOperations):
         """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
         flow = validate.validate_flow_id(flow_id)
         kind, namespace = _labels(flow_kind, namespace)
-        here = ids.flow_partition(flow, self.partitions)
+        here = ids.flow_partition(flow, self.runtime.partitions)
         if not isinstance(policies or {}, Mapping):
             raise errors.InvalidInput("policies: not a mapping")
         members = [_on(here, node) for node in validate.validate_creates(nodes)]
@@ -102,10 +102,10 @@ class FlowOperations(ExecutionOperations):
 
         def decide(rows: Rows, now: int) -> Any:
             existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
-            return graph.create_graph(first(rows[0]), existing, ask, now, defaults=defaults_of(self))
+            return graph.create_graph(first(rows[0]), existing, ask, now, defaults=defaults_of(self.runtime))
 
         answer: flow_answers.GraphCreated | flow_answers.FlowExists
-        answer = await self.decide_and_commit(wants, decide, assumed_rows=[[] for _ in wants])
+        answer = await self.runtime.decide_and_commit(wants, decide, assumed_rows=[[] for _ in wants])
         return answer
 
     async def add_execution_to_flow(
@@ -116,7 +116,7 @@ class FlowOperations(ExecutionOperations):
         member = self._member_id(flow, execution_id)
         wants = (Read(Flow, (flow,)), Read(Execution, (member,)), Read(FlowMember, (flow, member)))
         async with self._turn(flow):
-            return await self.decide_and_commit(
+            return await self.runtime.decide_and_commit(
                 wants,
                 lambda rows, _: build.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
             )
@@ -162,7 +162,7 @@ class FlowOperations(ExecutionOperations):
             return []
 
         async with self._turn(flow):
-            return await self.decide_and_commit(
+            return await self.runtime.decide_and_commit(
                 wants,
                 lambda rows, _: build.stage_edge(
                     first(rows[0]),
@@ -179,7 +179,7 @@ class FlowOperations(ExecutionOperations):
         """Whether a way leads from start to goal; a search that grows too large counts as yes."""
         visited, level = {start}, [start]
         while level:
-            nexts = {edge.downstream_execution_id for edge in await outgoing_edges(self, level)}
+            nexts = {edge.downstream_execution_id for edge in await outgoing_edges(self.runtime, level)}
             if goal in nexts:
                 return True
             level = sorted(nexts - visited)
@@ -226,7 +226,7 @@ class FlowOperations(ExecutionOperations):
             child, above, edge, existing, group = map(first, rows)
             return dependencies.apply_dependency(child, above, edge, existing, group, ask)
 
-        return await self.decide_and_commit(wants, decide)
+        return await self.runtime.decide_and_commit(wants, decide)
 
     async def set_edge_group_policy(
         self, flow_id: str, downstream: str, policy: Mapping[str, Any]
@@ -235,11 +235,11 @@ class FlowOperations(ExecutionOperations):
         given = _policy(policy)
         flow = validate.validate_flow_id(flow_id)
         child = validate.validate_member_id("downstream", downstream)
-        answer = await self.decide_and_commit(
+        answer = await self.runtime.decide_and_commit(
             (Read(Flow, (flow,)), Read(EdgeGroup, (flow, child))),
             lambda rows, _: build.set_join_policy(first(rows[0]), first(rows[1]), flow, child, given),
         )
-        self.metrics.count("ff_edge_group_policy", policy=given.variant.value)
+        self.runtime.metrics.count("ff_edge_group_policy", policy=given.variant.value)
         return answer
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
@@ -248,7 +248,7 @@ class FlowOperations(ExecutionOperations):
         if refused := tag_rules.check_tag_key(name) or tag_rules.check_not_reserved(name):
             raise refused
         flow, text = validate.validate_flow_id(flow_id), validation.text("value", value)
-        await self.decide_and_commit(
+        await self.runtime.decide_and_commit(
             (Read(Flow, (flow,)),), lambda rows, _: build.set_flow_tag(first(rows[0]), name, text)
         )
 
@@ -276,7 +276,7 @@ class FlowOperations(ExecutionOperations):
     async def promote_blocked_to_eligible(self, execution_id: str) -> Moved:
         """Make an execution claimable that waits although its dependencies are met."""
         execution = validate.validate_execution_id(execution_id)
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Execution, (execution,)),),
             lambda rows, _: dependencies.promote_blocked(first(rows[0]), first(rows[1])),
             load_more=self._join_group_of,
@@ -284,7 +284,7 @@ class FlowOperations(ExecutionOperations):
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
         """Whether dependencies let an execution run."""
-        rows = (await self.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows
+        rows = (await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows
         return dependencies.dependency_eligibility(first(rows[0]), first((await self._join_group_of(rows))[0]))
 
     async def wait_for_dispatch(self) -> None:
@@ -306,13 +306,13 @@ class FlowOperations(ExecutionOperations):
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
         execution = validate.validate_execution_id(execution_id)
-        _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.partitions))
+        _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.runtime.partitions))
         return execution
 
     def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
             flow_id,
-            self.minter.uuid() if edge.edge_id is None else validate.validate_edge_id(edge.edge_id),
+            self.runtime.minter.uuid() if edge.edge_id is None else validate.validate_edge_id(edge.edge_id),
             edge.upstream,
             edge.downstream,
             validate.value_or_raise(build.parse_dependency_kind(edge.dependency_kind)),

@@ -55,7 +55,9 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
             route_snapshot_json,
             admission_summary,
         )
-        return await self.decide_execution(execution, lambda row, now: grant_rules.issue_claim_grant(row, order, now))
+        return await self.runtime.decide_execution(
+            execution, lambda row, now: grant_rules.issue_claim_grant(row, order, now)
+        )
 
     async def issue_reclaim_grant(
         self,
@@ -96,13 +98,13 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
             unsigned: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now)
             return refuse(key) if isinstance(unsigned.answer, answers.Granted) else unsigned
 
-        return await self.decide_execution(execution, decide)
+        return await self.runtime.decide_execution(execution, decide)
 
     async def verify_grant(self, execution_id: str, grant_key: str) -> grant_keys.GrantFault | None:
         """What is wrong with a key for the grant in this execution's slot; None when it is good."""
         execution = validate.validate_execution_id(execution_id)
         key = validation.text("grant_key", grant_key)
-        loaded = await self.load((Read(Execution, (execution,)), SIGNING_KEYS))
+        loaded = await self.runtime.load((Read(Execution, (execution,)), SIGNING_KEYS))
         grant = grant_rules.stored_grant(loaded.rows[0][0]) if loaded.rows[0] else None
         return grant_keys.verify_grant(key, grant, self.unseal_loaded_keys(loaded.rows[1]), loaded.now)
 
@@ -125,7 +127,7 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
         """Redeem a claim grant by beginning a new attempt; a `grant_key` has to be the one that was issued with it."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
-            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter
+            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
         )
         timeout = validate.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
         deadline = validate.optional_instant("execution_deadline_at", execution_deadline_at)
@@ -153,7 +155,7 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
         """Redeem a grant by going on with the interrupted attempt; the key is checked as by `claim_execution`."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
-            worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.minter
+            worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.runtime.minter
         )
         remaining = validate.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
         proof = await self._proof(grant_key)
@@ -191,9 +193,11 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
     ) -> answers.OperatorClaim:
         """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
         execution = validate.validate_execution_id(execution_id)
-        holder = validate.build_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.minter)
-        answer = await self.decide_execution(execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now))
-        self.track_lease_expiry(holder.lane_id, answer.lease_expires_at)
+        holder = validate.build_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.runtime.minter)
+        answer = await self.runtime.decide_execution(
+            execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now)
+        )
+        self.runtime.track_lease_expiry(holder.lane_id, answer.lease_expires_at)
         return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
 
     async def reclaim_execution(
@@ -212,13 +216,13 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
         """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
-            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.minter
+            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
         )
         asked = (
             None if max_reclaim_count is None else validation.integer("max_reclaim_count", max_reclaim_count, least=0)
         )
         proof = await self._proof(grant_key)
-        answer = await self.decide_execution(
+        answer = await self.runtime.decide_execution(
             execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now, proof)
         )
         return self._claimed_by_rule(answer, HandleKind.RECLAIMED) if isinstance(answer, AcquiredLease) else answer
@@ -226,10 +230,10 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
         lane = validate.validate_lane_id(lane_id)
-        place = validate.validate_flow_partition(partition, self.partitions)
+        place = validate.validate_flow_partition(partition, self.runtime.partitions)
         most = validation.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
-        for line in await self.retry_while_unavailable(lambda: self.store.queues(lane)):
+        for line in await self.runtime.retry_while_unavailable(lambda: self.runtime.store.queues(lane)):
             if most:
                 where = (
                     Where("line", "=", line),
@@ -237,7 +241,7 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
                     Where("lifecycle_phase", "=", LifecyclePhase.RUNNABLE),
                     Where("blocking_reason", "=", BlockingReason.WAITING_FOR_WORKER),
                 )
-                rows += await self.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
+                rows += await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
         rows.sort(key=lambda row: (row.rank, row.execution_id))
         return [row.execution_id for row in rows[:most]]
 
@@ -246,11 +250,11 @@ class GrantOperations(NamespaceClaimer, SigningKeyOperations):
         shown = validation.optional_text("grant_key", grant_key)
         if shown is None:
             return None
-        loaded = await self.load((SIGNING_KEYS,))
+        loaded = await self.runtime.load((SIGNING_KEYS,))
         return grant_keys.GrantProof(shown, self.unseal_loaded_keys(loaded.rows[0]))
 
     async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
-        return self._claimed_by_rule(await self.decide_execution(execution_id, decide), kind)
+        return self._claimed_by_rule(await self.runtime.decide_execution(execution_id, decide), kind)
 
 
 def sign_claim_grant(row: Execution | None, order: GrantRequest, key: Any, now: int) -> Decision[answers.ClaimGrant]:

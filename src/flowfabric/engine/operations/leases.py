@@ -49,7 +49,7 @@ class LeaseOperations(ExecutionOperations):
         by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
-        return await self.decide_execution(
+        return await self.runtime.decide_execution(
             execution,
             lambda row, now: finish.complete(row, shown, by, payload, label, now),
             use_cache=handle is not None,
@@ -72,8 +72,8 @@ class LeaseOperations(ExecutionOperations):
         why = validation.text("failure_reason", reason)
         kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
         own_retry = validation.optional_text("retry_policy_json", retry_policy) or None
-        chance = self.random()
-        return await self.decide_execution(
+        chance = self.runtime.random()
+        return await self.runtime.decide_execution(
             execution,
             lambda row, now: finish.fail(
                 row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
@@ -103,10 +103,10 @@ class LeaseOperations(ExecutionOperations):
         alone: dict[int, tuple[UnknownOutcome, ...]] = {}
         trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
         waiting: dict[str, list[int]] = {}  # and those by execution, in the order in which they are settled
-        now, seen, sets_free = self.estimate.now(), self._lease_cache, False
+        now, seen, sets_free = self.runtime.estimate.now(), self.runtime._lease_cache, False
         for place, (handle, result) in enumerate(pairs):
             try:
-                fields = self.handle_fields(handle)
+                fields = self.runtime.handle_fields(handle)
                 payload = None if result is None else validation.payload("result_payload", result)
             except errors.FabricError as refused:
                 found[place] = refused
@@ -123,19 +123,19 @@ class LeaseOperations(ExecutionOperations):
                 alone[place] = ()
                 waiting.setdefault(execution_id, []).append(place)
                 continue
-            change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-            if row.successors is not None and self.release_inliner is not None:
-                carrying = self.release_inliner.try_inline_release(change, row)
+            change = msgspec.structs.replace(decision.change, id=self.runtime.minter.change_id())
+            if row.successors is not None and self.runtime.release_inliner is not None:
+                carrying = self.runtime.release_inliner.try_inline_release(change, row)
                 if carrying is None:
                     alone[place], trusted[place] = (), [[row]]
                     waiting.setdefault(execution_id, []).append(place)
                     continue
                 change, sets_free = carrying, True
             sent[execution_id] = (place, change, decision, row)
-        verdicts = await self.commit_queue.add_all([change for _, change, _, _ in sent.values()])
+        verdicts = await self.runtime.commit_queue.add_all([change for _, change, _, _ in sent.values()])
         if answered is not None:
             answered()
-            for _ in range(YIELD_TURNS if sets_free and not self.store.executes_in_order else 0):
+            for _ in range(YIELD_TURNS if sets_free and not self.runtime.store.executes_in_order else 0):
                 await asyncio.sleep(0)
         alike: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
@@ -152,9 +152,9 @@ class LeaseOperations(ExecutionOperations):
                 alone[place] = (UnknownOutcome(change, decision, [[row]]),) if in_doubt else ()
                 waiting.setdefault(row.execution_id, []).insert(0, place)  # before the others of its execution
         if alike:
-            self.publish_completions(alike, now)
+            self.runtime.publish_completions(alike, now)
         if others:
-            self.publish_commits(others, now)
+            self.runtime.publish_commits(others, now)
         if not alone:
             return found
 
@@ -177,7 +177,7 @@ class LeaseOperations(ExecutionOperations):
         trusting: Rows | None,
     ) -> answers.Completed:
         shown = fence_of(handle)
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Execution, (handle.fields.execution_id,)),),
             lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),
             assumed_rows=trusting,

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import load_readable
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.after_commit import Rows, first
-from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
@@ -30,7 +30,7 @@ MAX_REMEMBERED_MEMBERS = 1000
 logger = logging.getLogger("flowfabric.retention")
 
 
-class PurgeOperations(Runtime):
+class PurgeOperations(Operations):
     """Removes finished executions, one by one, and flows of which no member is left."""
 
     @cached_property
@@ -64,7 +64,7 @@ class PurgeOperations(Runtime):
         async def left(rows: Rows) -> Rows:
             return [[await self._member_left(flow)]] if rows[0] else [[]]
 
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Flow, (flow,)),),
             lambda rows, now: retention.purge_flow(first(rows[0]), first(rows[1]), now),
             load_more=left,
@@ -78,7 +78,7 @@ class PurgeOperations(Runtime):
         after = None
         while True:
             where = (Where("flow_id", "=", flow_id),)
-            page = await self.scan(Scan(FlowMember, where, ("flow_id", "execution_id"), after, MEMBERS_PAGE))
+            page = await self.runtime.scan(Scan(FlowMember, where, ("flow_id", "execution_id"), after, MEMBERS_PAGE))
             if found := await self._first_left(flow_id, [one.execution_id for one in page]):
                 return found
             if len(page) < MEMBERS_PAGE:
@@ -86,7 +86,7 @@ class PurgeOperations(Runtime):
             after = (flow_id, page[-1].execution_id)
 
     async def _first_left(self, flow_id: str, names: list[str]) -> retention.RemainingMember | None:
-        rows = await load_readable(self, names)
+        rows = await load_readable(self.runtime, names)
         for name in names:
             # One that cannot be read is there.
             found = retention.remaining_member(flow_id, rows[name]) if name in rows else retention.RemainingMember()
@@ -119,7 +119,7 @@ class PurgeOperations(Runtime):
         where, order = (Where("execution_id", "=", execution),), ("execution_id", "waitpoint_id")
         while True:
             after = (execution, named[-1]) if named else None
-            found = await self.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
+            found = await self.runtime.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
             named += [one.waitpoint_id for one in found]
             if len(found) < WAITPOINTS_PAGE:
                 break
@@ -137,7 +137,9 @@ class PurgeOperations(Runtime):
             others = [one for found in rows[1:] for one in found]
             return retention.purge(row, now, waitpoint_ids, default_ms, others)
 
-        return await self.decide_and_commit((Read(Execution, (execution_id,)),), decide, load_more=self._kept_for)
+        return await self.runtime.decide_and_commit(
+            (Read(Execution, (execution_id,)),), decide, load_more=self._kept_for
+        )
 
     async def _kept_for(self, rows: Rows) -> Rows:
         """Those that may still need a loaded execution; of very many, as many as it takes to find one that does."""
@@ -145,7 +147,7 @@ class PurgeOperations(Runtime):
         if row is None:
             return []
         names = retention.retained_for(row)
-        named = (await self.load([Read(Execution, (one,)) for one in names])).rows if names else []
+        named = (await self.runtime.load([Read(Execution, (one,)) for one in names])).rows if names else []
         if not retention.is_retained_for_many(row) or any(
             one and retention.may_still_need(one[0], row) for one in named
         ):
@@ -153,8 +155,8 @@ class PurgeOperations(Runtime):
         after = None
         where = (Where("upstream_execution_id", "=", row.execution_id),)
         while True:
-            edges = await self.scan(Scan(Edge, where, ("upstream_execution_id", "edge_id"), after, EDGES_PAGE))
-            found = (await self.load([Read(Execution, (one.downstream_execution_id,)) for one in edges])).rows
+            edges = await self.runtime.scan(Scan(Edge, where, ("upstream_execution_id", "edge_id"), after, EDGES_PAGE))
+            found = (await self.runtime.load([Read(Execution, (one.downstream_execution_id,)) for one in edges])).rows
             needing = [one for one in found if one and retention.may_still_need(one[0], row)]
             if needing or len(edges) < EDGES_PAGE:
                 return needing

@@ -58,7 +58,7 @@ class QuotaOperations(Unblocker, OutboxRelay):
         self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.QuotaLimits | None:
         """The four numbers of a policy of a namespace; None when undefined."""
-        loaded = await self.load((Read(QuotaPolicy, _owned(namespace, quota_policy_id)),))
+        loaded = await self.runtime.load((Read(QuotaPolicy, _owned(namespace, quota_policy_id)),))
         numbers = quota.limits_of(loaded.rows[0][0] if loaded.rows[0] else None)
         if isinstance(numbers, errors.FabricError):
             raise numbers
@@ -89,8 +89,8 @@ class QuotaOperations(Unblocker, OutboxRelay):
             jitter_ms=validation.duration_ms("jitter_ms", jitter_ms, least=0),
             dimension=validation.text("dimension", dimension, limit=validation.MAX_NAME_BYTES)
             or quota.DEFAULT_DIMENSION,
-            call_id=self.minter.change_id(),
-            chance=self.random(),
+            call_id=self.runtime.minter.change_id(),
+            chance=self.runtime.random(),
         )
         row, owner = await self._policy_for(execution, policy)
         verdict, _ = await self._check(owner, msgspec.structs.replace(ask, life=quota.life_of(row)))
@@ -99,12 +99,12 @@ class QuotaOperations(Unblocker, OutboxRelay):
     async def _policy_for(self, execution_id: str, policy: str) -> tuple[Execution | None, NamespacedId]:
         """An execution, and the policy that an id stands for in its namespace."""
         shared = NamespacedId(DEFAULT_NAMESPACE, policy)
-        loaded = await self.load((Read(Execution, (execution_id,)), Read(QuotaPolicy, shared)))
+        loaded = await self.runtime.load((Read(Execution, (execution_id,)), Read(QuotaPolicy, shared)))
         row: Execution | None = loaded.rows[0][0] if loaded.rows[0] else None
         own = shared if row is None else NamespacedId(row.namespace, policy)
         roots = {shared: loaded.rows[1][0] if loaded.rows[1] else None}
         if not own.is_shared:
-            found = (await self.load((Read(QuotaPolicy, own),))).rows[0]
+            found = (await self.runtime.load((Read(QuotaPolicy, own),))).rows[0]
             roots[own] = found[0] if found else None
         return row, owner_rules.resolve_owner(own.namespace, policy, roots)
 
@@ -127,7 +127,7 @@ class QuotaOperations(Unblocker, OutboxRelay):
         """Give an execution's slot back, whoever got it; again is the same."""
         policy = _policy_id(quota_policy_id)
         execution = validate.validate_execution_id(execution_id)
-        rows = (await self.load((Read(Execution, (execution,)),))).rows[0]
+        rows = (await self.runtime.load((Read(Execution, (execution,)),))).rows[0]
         await self._release_held(rows[0].namespace if rows else DEFAULT_NAMESPACE, policy, execution)
         return limit_answers.AdmissionReleased()
 
@@ -135,7 +135,7 @@ class QuotaOperations(Unblocker, OutboxRelay):
         """Give back what an execution of a namespace holds, in its own policy or in the shared one of that id."""
         held = owner_rules.candidates(namespace, (policy,))
         if len(held) > 1:
-            loaded = await self.load([Read(QuotaSlot, (*one, execution_id)) for one in held])
+            loaded = await self.runtime.load([Read(QuotaSlot, (*one, execution_id)) for one in held])
             held = [one for one, found in zip(held, loaded.rows, strict=True) if found]
         await asyncio.gather(*(self._release(one, execution_id, life=life) for one in held))
 
@@ -180,14 +180,14 @@ class QuotaOperations(Unblocker, OutboxRelay):
 
     async def reconcile_quota_counters(self, partition: int) -> limit_answers.Reconciled:
         """Trim windows, drop dead slots and recount, for every policy of a partition."""
-        place = validation.integer("partition", partition, least=0, most=self.partitions.quota - 1)
+        place = validation.integer("partition", partition, least=0, most=self.runtime.partitions.quota - 1)
         processed = failed = 0
         after: NamespacedId | None = None
         while True:
             scan = Scan(
                 QuotaPolicy, (Where("partition", "=", place),), ("namespace", "quota_policy_id"), after, PAGE_SIZE
             )
-            rows: list[QuotaPolicy] = await self.store.scan(scan)
+            rows: list[QuotaPolicy] = await self.runtime.store.scan(scan)
             moves = await asyncio.gather(
                 *(self.reconcile_quota_policy(row.quota_policy_id, namespace=row.namespace) for row in rows),
                 return_exceptions=True,
@@ -201,7 +201,7 @@ class QuotaOperations(Unblocker, OutboxRelay):
     async def reconcile_quota_policy(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Make one policy's counter equal a recount; True when something moved."""
         policy = NamespacedId(namespace, quota_policy_id)
-        loaded = await self.load((Read(QuotaSlot, policy),))
+        loaded = await self.runtime.load((Read(QuotaSlot, policy),))
         lapsed = [slot.execution_id for slot in loaded.rows[0] if not quota.is_slot_live(slot, loaded.now)]
         dead = frozenset(lapsed) - await self._running(lapsed)
         moved = await self.quota_aggregates.decide_and_commit(
@@ -215,7 +215,7 @@ class QuotaOperations(Unblocker, OutboxRelay):
         """Those of the executions that are active."""
         if not execution_ids:
             return frozenset()
-        loaded = await self.load([Read(Execution, (execution,)) for execution in execution_ids])
+        loaded = await self.runtime.load([Read(Execution, (execution,)) for execution in execution_ids])
         rows = [row for found in loaded.rows for row in found]
         return frozenset(row.execution_id for row in rows if row.lifecycle_phase is LifecyclePhase.ACTIVE)
 

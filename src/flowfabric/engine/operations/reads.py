@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
@@ -77,7 +77,7 @@ class HistoryEntry(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-class ReadOperations(Runtime):
+class ReadOperations(Operations):
     """What can be asked."""
 
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
@@ -119,7 +119,7 @@ class ReadOperations(Runtime):
             return {}
         owners = () if namespace is None else wanted
         wants = [Read(Result, (one,)) for one in wanted] + [Read(Execution, (one,)) for one in owners]
-        found = (await self.load(wants)).rows
+        found = (await self.runtime.load(wants)).rows
         for row in (row for rows in found[len(wanted) :] for row in rows):
             if row.namespace != namespace:
                 raise errors.IdInOtherNamespace(execution_id=row.execution_id)
@@ -128,7 +128,7 @@ class ReadOperations(Runtime):
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """The result's exact bytes; None until one is stored."""
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.load((Read(Result, (execution,)),))
+        loaded = await self.runtime.load((Read(Result, (execution,)),))
         return loaded.rows[0][0].payload if loaded.rows[0] else None
 
     async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
@@ -146,7 +146,7 @@ class ReadOperations(Runtime):
             validate.validate_execution_id(execution)
             for execution in validate.validate_iterable("execution_ids", execution_ids)
         ]
-        loaded = await self.load([Read(Payload, (execution,)) for execution in wanted]) if wanted else None
+        loaded = await self.runtime.load([Read(Payload, (execution,)) for execution in wanted]) if wanted else None
         found = [] if loaded is None else loaded.rows
         return {execution: rows[0].execution_kind for execution, rows in zip(wanted, found, strict=True) if rows}
 
@@ -182,7 +182,7 @@ class ReadOperations(Runtime):
         """The named fields of the core record that are set."""
         execution = validate.validate_execution_id(execution_id)
         wanted = [validation.text("names", name) for name in validate.validate_iterable("names", names)]
-        if ids.partition_of(execution) != validate.validate_flow_partition(partition, self.partitions):
+        if ids.partition_of(execution) != validate.validate_flow_partition(partition, self.runtime.partitions):
             raise errors.InvalidInput(f"partition: {partition} is not the partition of {execution}")
         row, payload = await self._row_and_payload(execution)
         if row is None or payload is None:
@@ -193,7 +193,7 @@ class ReadOperations(Runtime):
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
         """Every attempt by index, the running one included."""
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.load((Read(Execution, (execution,)), Read(Attempt, (execution,))))
+        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Attempt, (execution,))))
         return views.attempt_views(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
@@ -202,14 +202,14 @@ class ReadOperations(Runtime):
         row = await self._row(execution)
         if row is None:
             return []
-        events = await self.retry_while_unavailable(
-            lambda: self.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)
+        events = await self.runtime.retry_while_unavailable(
+            lambda: self.runtime.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)
         )
         return [_entry(told) for told in views.current_history(row, events)]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
         """Ids of one partition, ascending, strictly after the cursor."""
-        place = validate.validate_flow_partition(partition, self.partitions)
+        place = validate.validate_flow_partition(partition, self.runtime.partitions)
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (validate.validate_execution_id(cursor),)
         where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))
@@ -269,14 +269,16 @@ class ReadOperations(Runtime):
         of the index of ids.
         """
         wanted = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
-        begins = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.partitions))
+        begins = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.runtime.partitions))
         where: tuple[Where, ...] = (Where("execution_id", "starts", begins),)
         if namespaces is not None:
             own = tuple(
                 validation.text("namespaces", one) for one in validate.validate_iterable("namespaces", namespaces)
             )
             where += (Where("namespace", "in", own),)
-        rows = await self.scan(Scan(Execution, where, ("execution_id",), limit=wanted + 1, limit_by="execution_id"))
+        rows = await self.runtime.scan(
+            Scan(Execution, where, ("execution_id",), limit=wanted + 1, limit_by="execution_id")
+        )
         found = [row.execution_id for row in rows]
         return IdMatches(found[:wanted], len(found) > wanted)
 
@@ -286,7 +288,7 @@ class ReadOperations(Runtime):
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         if not wanted:
             return LanePage([])
-        lanes = await self.retry_while_unavailable(lambda: self.store.lanes(after, wanted + 1))
+        lanes = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.lanes(after, wanted + 1))
         return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
 
     async def list_expired_leases(
@@ -325,10 +327,10 @@ class ReadOperations(Runtime):
         return ExpiredLeasePage(entries, more)
 
     async def _page(self, scan: Scan, wanted: int) -> list[Execution]:
-        return await self.scan(scan) if wanted else []
+        return await self.runtime.scan(scan) if wanted else []
 
     async def _row(self, execution_id: str) -> Execution | None:
-        loaded = await self.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
+        loaded = await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
         return loaded.rows[0][0] if loaded.rows[0] else None
 
     async def _known(self, execution_id: str) -> Execution:
@@ -339,7 +341,7 @@ class ReadOperations(Runtime):
 
     async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.load((Read(Execution, (execution,)), Read(Payload, (execution,))))
+        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Payload, (execution,))))
         if not loaded.rows[0]:
             return None, None
         return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None

@@ -69,7 +69,7 @@ class GrantRedeemer:
             raise errors.InvalidInput("grant: not a reclaim grant")
         if (execution_id, lane_id) != (grant.execution_id, grant.lane_id):
             raise errors.InvalidInput("grant: for another execution or lane")
-        if grant.expires_at_ms <= await self._engine.store.ping():
+        if grant.expires_at_ms <= await self._engine.runtime.store.ping():
             raise errors.InvalidInput("grant: its time is over")
         return await self._redeemed(lambda: self._reclaim(grant, max_reclaim_count))
 

@@ -9,8 +9,8 @@ was applied, another process replayed it), that begins again.
 from __future__ import annotations
 
 from flowfabric import errors
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.after_commit import Rows, first
-from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
@@ -24,7 +24,7 @@ from flowfabric.stores.queries import Read, Scan, Where
 MAX_EDGES_PER_STEP = 500  # edges of one step
 
 
-class ReplayOperations(Runtime):
+class ReplayOperations(Operations):
     """How an execution is replayed."""
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
@@ -38,20 +38,20 @@ class ReplayOperations(Runtime):
 
     async def _prepared_for_replay(self, execution_id: str) -> int | None:
         """Take back the end of an execution with many edges, some edges at a time; the revision that was prepared."""
-        row = first((await self.load((Read(Execution, (execution_id,)),))).rows[0])
+        row = first((await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0])
         if not successors.has_many(row) or isinstance(replay.replay(row).answer, errors.FabricError):
             return None
         revision: int | None = None
         where, order = (Where("upstream_execution_id", "=", execution_id),), ("upstream_execution_id", "edge_id")
         after: tuple[str, str] | None = None
         while True:
-            edges: list[Edge] = await self.scan(Scan(Edge, where, order, after, MAX_EDGES_PER_STEP))
+            edges: list[Edge] = await self.runtime.scan(Scan(Edge, where, order, after, MAX_EDGES_PER_STEP))
             seen = revision
 
             def decide(rows: Rows, _: int, edges: list[Edge] = edges, seen: int | None = seen) -> Decision[int | None]:
                 return successors.retract_outcomes(first(rows[0]), edges, seen)
 
-            revision = await self.decide_and_commit((Read(Execution, (execution_id,)),), decide)
+            revision = await self.runtime.decide_and_commit((Read(Execution, (execution_id,)),), decide)
             if revision is None or len(edges) < MAX_EDGES_PER_STEP:
                 return revision
             after = (execution_id, edges[-1].edge_id)
@@ -73,7 +73,9 @@ class ReplayOperations(Runtime):
                 decision = dependencies.replay_skipped_member(row, first(rows[3]), rows[4], upstreams)
             return flow_cancel.without_pending_cancel(decision, first(rows[1]), rows[2])
 
-        return await self.decide_and_commit((Read(Execution, (execution,)),), decide, load_more=self._around_a_replay)
+        return await self.runtime.decide_and_commit(
+            (Read(Execution, (execution,)),), decide, load_more=self._around_a_replay
+        )
 
     async def _around_a_replay(self, rows: Rows) -> Rows:
         """Of a member: whether its flow is about to cancel it; if it was skipped, its join and its upstreams, too."""
@@ -85,8 +87,8 @@ class ReplayOperations(Runtime):
             Read(PendingMemberCancel, (row.flow_id, row.execution_id)),
         )
         if not dependencies.is_skipped_member(row):
-            return (await self.load(wants)).rows
+            return (await self.runtime.load(wants)).rows
         wants += (Read(EdgeGroup, (row.flow_id, row.execution_id)), Read(Dependency, (row.execution_id,)))
-        found = (await self.load(wants)).rows
+        found = (await self.runtime.load(wants)).rows
         names = sorted({one.upstream_execution_id for one in found[3]})
-        return [*found, *(await self.load([Read(Execution, (name,)) for name in names])).rows]
+        return [*found, *(await self.runtime.load([Read(Execution, (name,)) for name in names])).rows]

@@ -36,7 +36,7 @@ class RetentionOperations(ExecutionOperations):
         The default is for those whose policy does not say how long they are kept; without one, what was the default
         when they ended. One that cannot be purged does not keep the others.
         """
-        place = validate.validate_flow_partition(partition, self.partitions)
+        place = validate.validate_flow_partition(partition, self.runtime.partitions)
         default = validate.optional_duration("default_retention_ms", default_retention_ms)
         wanted = validation.integer("batch", batch, least=0, most=MAX_BATCH)
         accepted = validate.validate_filter(chosen)
@@ -45,10 +45,10 @@ class RetentionOperations(ExecutionOperations):
             Where("lane_id", "=", validate.validate_lane_id(lane_id)),
             Where("purge_at", "set"),
         )
-        purged, after, now = 0, None, await self.retry_while_unavailable(self.store.ping)
+        purged, after, now = 0, None, await self.runtime.retry_while_unavailable(self.runtime.store.ping)
         while purged < wanted:
             scan = Scan(Execution, where, ("purge_at", "execution_id"), after, PAGE_SIZE)
-            rows: list[Execution] = await self.scan(scan)
+            rows: list[Execution] = await self.runtime.scan(scan)
             over = [row for row in rows if accepted.accepts(row) and retention.is_retention_over(row, now, default)]
             while over and purged < wanted:
                 due, over = over[: wanted - purged], over[wanted - purged :]

@@ -58,10 +58,10 @@ class SignalOperations(SigningKeyOperations):
 
     async def create_waitpoint(self, handle: Handle, waitpoint_key: str, expires_in: int) -> PendingWaitpoint:
         """A waitpoint to hand out before the wait; what is sent to it until `expires_in` ms from now is kept."""
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         key = validation.text("waitpoint_key", waitpoint_key)
         length = validation.integer("expires_in", expires_in, least=0)
-        fence, waitpoint_id = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id), self.minter.uuid()
+        fence, waitpoint_id = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id), self.runtime.minter.uuid()
         execution = fields.execution_id
 
         def decide(rows: list[list[Any]], now: int) -> Decision[PendingWaitpoint]:
@@ -77,7 +77,7 @@ class SignalOperations(SigningKeyOperations):
                 now=now,
             )
 
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Execution, (execution,)), Read(Suspension, (execution,)), *KEYSTORE), decide
         )
 
@@ -85,7 +85,7 @@ class SignalOperations(SigningKeyOperations):
         """Close a waitpoint without waking what waits on it; True when it was open."""
         identity = validate_suspension.validate_waitpoint_id(waitpoint_id)
         why = validation.text("reason", reason) or PROACTIVE
-        found = (await self.load((Read(Waitpoint, (identity,)),))).rows[0]
+        found = (await self.runtime.load((Read(Waitpoint, (identity,)),))).rows[0]
         if not found:
             raise errors.WaitpointNotFound()
         return await self._close(
@@ -103,7 +103,7 @@ class SignalOperations(SigningKeyOperations):
             Read(Suspension, (owner,)),
             Read(Waitpoint, (waitpoint.waitpoint_id, waitpoint.partition)),
         )
-        closed: bool = await self.decide_and_commit(
+        closed: bool = await self.runtime.decide_and_commit(
             wants, lambda rows, now: decide(_first(rows[0]), _first(rows[1]), _first(rows[2]), now)
         )
         return closed
@@ -112,7 +112,7 @@ class SignalOperations(SigningKeyOperations):
         """A waitpoint of an execution, open or closed; None when there is none."""
         execution = validate.validate_execution_id(execution_id)
         key = (validate_suspension.validate_waitpoint_id(waitpoint_id), ids.partition_of(execution))
-        loaded = await self.load((Read(Waitpoint, key), Read(Suspension, (execution,))))
+        loaded = await self.runtime.load((Read(Waitpoint, key), Read(Suspension, (execution,))))
         found = _first(loaded.rows[0])
         if found is None or found.execution_id != execution:
             return None
@@ -125,13 +125,13 @@ class SignalOperations(SigningKeyOperations):
         execution = validate.validate_execution_id(execution_id)
         wanted = DEFAULT_PAGE if limit is None else max(1, min(validation.integer("limit", limit), MAX_PAGE))
         place = (execution, "" if after is None else validate_suspension.validate_waitpoint_id(after))
-        loaded = await self.load((Read(Execution, (execution,)), Read(Suspension, (execution,))))
+        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Suspension, (execution,))))
         if not loaded.rows[0]:
             raise errors.NotFound("execution")
         root, entries = _first(loaded.rows[1]), list[WaitpointView]()
         where = (Where("execution_id", "=", execution), Where("closed_at", "unset"))
         while len(entries) <= wanted:  # closed ones are passed over, so a page may take several looks
-            rows = await self.scan(Scan(Waitpoint, where, ("execution_id", "waitpoint_id"), place, wanted + 1))
+            rows = await self.runtime.scan(Scan(Waitpoint, where, ("execution_id", "waitpoint_id"), place, wanted + 1))
             views = [waitpoint_rules.waitpoint_view(row, root, loaded.now) for row in rows]
             entries += [view for view in views if view is not None]
             if len(rows) <= wanted:
@@ -144,13 +144,13 @@ class SignalOperations(SigningKeyOperations):
     ) -> waitpoint_tokens.WaitpointToken | None:
         """The token of an open waitpoint, for those who may have it; None when there is no such waitpoint."""
         index, identity = (
-            validate.validate_flow_partition(partition, self.partitions),
+            validate.validate_flow_partition(partition, self.runtime.partitions),
             validate_suspension.validate_waitpoint_id(waitpoint_id),
         )
-        found = _first((await self.load((Read(Waitpoint, (identity, index)),))).rows[0])
+        found = _first((await self.runtime.load((Read(Waitpoint, (identity, index)),))).rows[0])
         if found is None:
             return None
-        loaded = await self.load((Read(Suspension, (found.execution_id,)), SIGNING_KEYS))
+        loaded = await self.runtime.load((Read(Suspension, (found.execution_id,)), SIGNING_KEYS))
         return waitpoint_rules.token_if_open(
             found, _first(loaded.rows[0]), self.unseal_loaded_keys(loaded.rows[1]), loaded.now
         )
@@ -162,7 +162,7 @@ class SignalOperations(SigningKeyOperations):
             validate_suspension.validate_waitpoint_id(waitpoint_id),
         )
         key = (identity, ids.partition_of(execution))
-        loaded = await self.load((Read(Waitpoint, key), Read(Suspension, (execution,)), SIGNING_KEYS))
+        loaded = await self.runtime.load((Read(Waitpoint, key), Read(Suspension, (execution,)), SIGNING_KEYS))
         found, keys = _first(loaded.rows[0]), self.unseal_loaded_keys(loaded.rows[2])
         if found is None or found.execution_id != execution:
             return None
@@ -174,7 +174,7 @@ class SignalOperations(SigningKeyOperations):
             validate.validate_execution_id(execution_id),
             validate_suspension.validate_waitpoint_id(waitpoint_id),
         )
-        loaded = await self.load((Read(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
+        loaded = await self.runtime.load((Read(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
         found, keys, shown = _first(loaded.rows[0]), self.unseal_loaded_keys(loaded.rows[1]), token.reveal()
         is_its = found is not None and waitpoint_tokens.matches_stored(shown, found.token_kid, found.token_fingerprint)
         refused = waitpoint_tokens.verify_token(
@@ -212,7 +212,7 @@ class SignalOperations(SigningKeyOperations):
                 )
             )
 
-        call = str(self.minter.change_id())
+        call = str(self.runtime.minter.change_id())
 
         def decide(rows: list[list[Any]], now: int) -> Decision[Accepted | DuplicateDelivery]:
             row, root, waitpoint, _, *remembered = map(_first, rows)
@@ -240,7 +240,9 @@ class SignalOperations(SigningKeyOperations):
         )
         suffix = validation.text("idempotency_suffix", idempotency_suffix)
         partition = ids.partition_of(execution)
-        loaded = await self.load((Read(Execution, (execution,)), Read(Waitpoint, (identity, partition)), *KEYSTORE))
+        loaded = await self.runtime.load(
+            (Read(Execution, (execution,)), Read(Waitpoint, (identity, partition)), *KEYSTORE)
+        )
         row, found = _first(loaded.rows[0]), _first(loaded.rows[1])
         if row is None:
             raise errors.NotFound("execution")
@@ -255,7 +257,7 @@ class SignalOperations(SigningKeyOperations):
             SignalArgs(
                 execution_id=execution,
                 waitpoint_id=identity,
-                signal_id=self.minter.uuid(),
+                signal_id=self.runtime.minter.uuid(),
                 signal_name=signal_name,
                 signal_category="approval",
                 source_type="operator",
@@ -272,14 +274,14 @@ class SignalOperations(SigningKeyOperations):
 
     async def observe_signals(self, handle: Handle) -> list[ObservedSignal]:
         """The signals that resumed this attempt, in the order in which they were accepted; none otherwise."""
-        fields = self.handle_fields(handle)
-        loaded = await self.load((Read(Suspension, (fields.execution_id,)),))
+        fields = self.runtime.handle_fields(handle)
+        loaded = await self.runtime.load((Read(Suspension, (fields.execution_id,)),))
         root = _first(loaded.rows[0])
         places = signals.resuming_signals(root, fields.attempt_index)
         if not places:
             return []
         execution = fields.execution_id
-        loaded = await self.load([Read(Signal, (execution, place.waitpoint_id, place.seq)) for place in places])
+        loaded = await self.runtime.load([Read(Signal, (execution, place.waitpoint_id, place.seq)) for place in places])
         return [wait_state.observed_signal(found[0]) for found in loaded.rows if found]
 
     async def verify_and_deliver(

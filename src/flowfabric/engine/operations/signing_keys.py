@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.pending_rows import RootQueues
-from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import UNREADABLE_SECRET, SecretBox
 from flowfabric.model.change import Change, Delete, Guard, Upsert
 from flowfabric.model.signing_key import Keystore, SigningKey
@@ -31,7 +31,7 @@ class PartitionRotation(msgspec.Struct, frozen=True):
     result: keystore.KeyRotated | keystore.KeyUnchanged | errors.FabricError
 
 
-class SigningKeyOperations(Runtime):
+class SigningKeyOperations(Operations):
     """What can be done to signing keys."""
 
     secret_box: SecretBox
@@ -45,7 +45,7 @@ class SigningKeyOperations(Runtime):
         """Install the first signing key; call it on every start, it never overwrites."""
         name = validation.text("kid", kid, limit=validation.MAX_NAME_BYTES)
         secret = validation.text("secret_hex", secret_hex)
-        answer: Any = await self.decide_and_commit(
+        answer: Any = await self.runtime.decide_and_commit(
             KEYSTORE,
             lambda rows, _: self._decided(rows, keystore.seed_key(self.unseal_loaded_keys(rows[1]), name, secret)),
         )
@@ -60,7 +60,7 @@ class SigningKeyOperations(Runtime):
         if refused := keystore.check_rotation(name, secret, grace_ms):
             raise refused
         try:
-            result: Any = await self.decide_and_commit(
+            result: Any = await self.runtime.decide_and_commit(
                 KEYSTORE,
                 lambda rows, now: self._decided(
                     rows, keystore.rotate_key(self.unseal_loaded_keys(rows[1]), name, secret, grace_ms, now)
@@ -72,7 +72,7 @@ class SigningKeyOperations(Runtime):
 
     async def ensure_signing_key(self, secret_hex: str) -> keystore.KeySeeded | keystore.KeyAlreadySeeded:
         """Put this secret into an empty keystore as its first key; an existing key stays."""
-        answer: Any = await self.decide_and_commit(
+        answer: Any = await self.runtime.decide_and_commit(
             KEYSTORE,
             lambda rows, _: self._decided(
                 rows, keystore.install_configured_key(self.unseal_loaded_keys(rows[1]), secret_hex)
@@ -82,7 +82,7 @@ class SigningKeyOperations(Runtime):
 
     async def list_waitpoint_hmac_kids(self) -> keystore.KeyIds:
         """Which keys sign and which still verify."""
-        loaded = await self.load(KEYSTORE)
+        loaded = await self.runtime.load(KEYSTORE)
         return keystore.list_kids(tuple(loaded.rows[1]), loaded.now)
 
     async def require_signing_key(self, op: str) -> SigningKey:
@@ -94,12 +94,12 @@ class SigningKeyOperations(Runtime):
 
     async def find_signing_key(self, op: str) -> SigningKey | errors.FabricError:
         """The key that signs grants, or why there is none."""
-        loaded = await self.load(KEYSTORE)
+        loaded = await self.runtime.load(KEYSTORE)
         return keystore.grant_signer(self.unseal_loaded_keys(loaded.rows[1]), op)
 
     async def handle_keys(self) -> HandleKeys:
         """The keys with which a server signs and checks handles, as the keystore has them now."""
-        loaded = await self.load((SIGNING_KEYS,))
+        loaded = await self.runtime.load((SIGNING_KEYS,))
         return handle_keys(self.unseal_loaded_keys(loaded.rows[0]))
 
     def cached_keys(self) -> list[SigningKey] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
@@ -96,7 +96,7 @@ class StreamReadLimiter:
                 self.idle.set()
 
 
-class StreamOperations(Runtime):
+class StreamOperations(Operations):
     """What can be done with output streams."""
 
     stream_reads: StreamReadLimiter
@@ -118,7 +118,7 @@ class StreamOperations(Runtime):
     ) -> Appended:
         """Add a frame to the attempt's output; refused for whoever no longer holds the lease. `seq` is passed over."""
         given = validate_suspension.build_frame(payload, kind, frame_type, mode, best_effort, correlation_id)
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         ask = FrameArgs(
             payload=given.payload,
             frame_type=given.frame_type,
@@ -160,7 +160,7 @@ class StreamOperations(Runtime):
                 del self.frame_writers[key]
 
     async def _append(self, key: tuple[str, int], asks: list[FrameArgs]) -> append_rules.AppendResults:
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Execution, key[:1]), Read(Stream, key), Read(StreamSummary, key)),
             lambda rows, now: append_rules.append_frames(_first(rows[0]), _first(rows[1]), _first(rows[2]), asks, now),
         )
@@ -204,20 +204,20 @@ class StreamOperations(Runtime):
         async with self.stream_reads.acquire():
             until = clock() + block_s
             while True:
-                hint = self.wakeups.subscribe(stream_topic(key[0]))
+                hint = self.runtime.wakeups.subscribe(stream_topic(key[0]))
                 try:
                     page = await self._read(key, place, read.LAST, count, seen)
                     left = until - clock()
                     if page.frames or page.closed_at is not None or left <= 0 or self.stream_reads.closing.is_set():
                         return page
-                    await wait_for_wakeup(hint, min(left, self.poll_interval_s))
+                    await wait_for_wakeup(hint, min(left, self.runtime.poll_interval_s))
                 finally:
                     hint.cancel()
 
     async def read_summary(self, execution_id: str, attempt_index: int) -> SummaryView | None:
         """The document that the attempt's summary frames amount to; None when there was none."""
         key = (validate.validate_execution_id(execution_id), _index(attempt_index))
-        found = (await self.load((Read(StreamSummary, key),))).rows[0]
+        found = (await self.runtime.load((Read(StreamSummary, key),))).rows[0]
         if not found:
             return None
         kept: StreamSummary = found[0]
@@ -226,14 +226,16 @@ class StreamOperations(Runtime):
     async def read_stream_info(self, execution_id: str, attempt_index: int) -> Stream | None:
         """The stream's own numbers; None when it was never written."""
         found = (
-            await self.load((Read(Stream, (validate.validate_execution_id(execution_id), _index(attempt_index))),))
+            await self.runtime.load(
+                (Read(Stream, (validate.validate_execution_id(execution_id), _index(attempt_index))),)
+            )
         ).rows[0]
         return found[0] if found else None
 
     async def _read(
         self, key: tuple[str, int], after: StreamPosition, last: StreamPosition, count: int, visibility: Visibility
     ) -> StreamPage:
-        loaded = await self.load((Read(Stream, key),))
+        loaded = await self.runtime.load((Read(Stream, key),))
         if not loaded.rows[0]:
             return StreamPage([])
         stream: Stream = loaded.rows[0][0]
@@ -250,7 +252,7 @@ class StreamOperations(Runtime):
             where.append(Where("mode", "in", (FrameMode.DURABLE, FrameMode.SUMMARY)))
         order = ("execution_id", "attempt_index", "page", "ms", "seq")
         start = (*key, read.first_page(stream, after), after.ms, after.seq)
-        rows: list[Frame] = await self.scan(Scan(Frame, tuple(where), order, start, count))
+        rows: list[Frame] = await self.runtime.scan(Scan(Frame, tuple(where), order, start, count))
         wanted = [read.frame_view(row) for row in rows if StreamPosition(row.ms, row.seq) <= last]
         return msgspec.structs.replace(page, frames=wanted)
 
@@ -260,7 +262,7 @@ class StreamOperations(Runtime):
         """Turn new reads away, let waiting tails return at once, and wait for those that are under way."""
         grace = validation.duration_ms("grace_ms", grace_ms, least=0)
         self.stream_reads.closing.set()
-        self.wakeups.notify_prefix(stream_topic(""))
+        self.runtime.wakeups.notify_prefix(stream_topic(""))
         try:
             await asyncio.wait_for(self.stream_reads.idle.wait(), grace / 1000)
         except TimeoutError:

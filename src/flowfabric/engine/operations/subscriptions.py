@@ -10,6 +10,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import decode_cursor, encode_cursor
+from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.runtime import RETRY_FOR_S, Runtime, StoreBackoff
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
@@ -152,7 +153,7 @@ class LegacyCompletions(AsyncIterator[LegacyCompletion]):
             return LegacyCompletion(done.execution_id, done.outcome, done.at, done.flow_id)
 
 
-class SubscriptionOperations(Runtime):
+class SubscriptionOperations(Operations):
     """The feeds that can be subscribed to; an empty cursor means from now on."""
 
     async def subscribe_lease_history(
@@ -193,9 +194,9 @@ class SubscriptionOperations(Runtime):
 
     async def trim_feed(self) -> int:
         """Drop events that have been kept long enough; how many went."""
-        now = await self.retry_while_unavailable(self.store.ping)
-        before = now - self.settings.feed_retention_ms
-        return await self.retry_while_unavailable(lambda: self.store.trim_feed(before, TRIM_BATCH))
+        now = await self.runtime.retry_while_unavailable(self.runtime.store.ping)
+        before = now - self.runtime.settings.feed_retention_ms
+        return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.trim_feed(before, TRIM_BATCH))
 
     async def _subscribe(
         self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
@@ -205,6 +206,6 @@ class SubscriptionOperations(Runtime):
         wanted = validate.validate_filter(chosen)
         position = decode_cursor(bytes(cursor))
         if position is None:
-            position = await self.retry_while_unavailable(self.store.feed_end)
+            position = await self.runtime.retry_while_unavailable(self.runtime.store.feed_end)
         # Nothing stands before the first place, and so nothing can be missing there.
-        return Subscription(self, topic, max(position, 0), wanted, tell)
+        return Subscription(self.runtime, topic, max(position, 0), wanted, tell)

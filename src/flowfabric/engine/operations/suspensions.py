@@ -80,7 +80,7 @@ class SuspensionOperations(SigningKeyOperations):
 
     def fresh_waitpoint(self, waitpoint_key: str | None = None) -> FreshWaitpoint:
         """A waitpoint for a suspend to make, under an id of its own; without a key it is called after that."""
-        waitpoint_id = self.minter.uuid()
+        waitpoint_id = self.runtime.minter.uuid()
         key = f"wpk:{waitpoint_id}" if waitpoint_key is None else waitpoint_key
         return FreshWaitpoint(waitpoint_id, validation.text("waitpoint_key", key))
 
@@ -91,7 +91,7 @@ class SuspensionOperations(SigningKeyOperations):
         if handle.kind is HandleKind.SUSPENDED:
             raise errors.AlreadySuspended()
         args = _acceptable(args)
-        fields = self.handle_fields(handle)
+        fields = self.runtime.handle_fields(handle)
         fence = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
         return await self._suspend(fields.execution_id, fence, fields, args)
 
@@ -156,7 +156,7 @@ class SuspensionOperations(SigningKeyOperations):
             return suspend_rules.suspend(scene, args, fence, holder, now)
 
         return self._handed_out(
-            execution_id, await self.decide_and_commit(wants, decide, assumed_rows=trusting), signers
+            execution_id, await self.runtime.decide_and_commit(wants, decide, assumed_rows=trusting), signers
         )
 
     def _trusted(self, execution_id: str, args: SuspendArgs, wants: int) -> list[list[Any]] | None:
@@ -164,7 +164,7 @@ class SuspensionOperations(SigningKeyOperations):
 
         The time that an attempt has left is reckoned from a fresh look only.
         """
-        seen, keys = self._lease_cache.get(execution_id), self.cached_keys()
+        seen, keys = self.runtime._lease_cache.get(execution_id), self.cached_keys()
         if seen is None or keys is None or seen.has_waits or seen.attempt_timeout_at is not None:
             return None
         if any(isinstance(binding, UsePendingWaitpoint) for binding in args.waitpoints):
@@ -190,13 +190,13 @@ class SuspensionOperations(SigningKeyOperations):
         )
         if not outcome.suspended:
             return ConditionAlreadySatisfied(details)
-        return Suspended(details, Handle.mint(self.store.tag, HandleKind.SUSPENDED, outcome.holder))
+        return Suspended(details, Handle.mint(self.runtime.store.tag, HandleKind.SUSPENDED, outcome.holder))
 
     async def resume_execution(
         self, execution_id: str, *, trigger_type: str = "signal", resume_delay_ms: int = 0
     ) -> Resumed:
         """Let a suspended execution go on, whatever it waits for."""
-        execution, call_id = validate.validate_execution_id(execution_id), self.minter.uuid()
+        execution, call_id = validate.validate_execution_id(execution_id), self.runtime.minter.uuid()
         if trigger_type not in TRIGGERS:
             raise errors.InvalidInput(f"trigger_type: none of {', '.join(TRIGGERS)}")
         delay_ms = validation.duration_ms("resume_delay_ms", resume_delay_ms, least=0)
@@ -207,14 +207,14 @@ class SuspensionOperations(SigningKeyOperations):
 
     async def expire_suspension(self, execution_id: str) -> SuspensionExpiry:
         """Do what a suspension wants done when its time is over; nothing when it is not."""
-        execution, signal_id = validate.validate_execution_id(execution_id), self.minter.uuid()
+        execution, signal_id = validate.validate_execution_id(execution_id), self.runtime.minter.uuid()
         expiry: SuspensionExpiry = await self._about(
             execution, lambda row, root, now: resume.expire_suspension(row, root, signal_id, now)
         )
         return expiry
 
     async def _about(self, execution_id: str, decide: Any) -> Any:
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(Execution, (execution_id,)), Read(Suspension, (execution_id,))),
             lambda rows, now: decide(_first(rows[0]), _first(rows[1]), now),
         )
@@ -222,20 +222,20 @@ class SuspensionOperations(SigningKeyOperations):
     async def describe_suspension(self, execution_id: str) -> SuspensionRecord | None:
         """The open suspension of an execution, or the last one; None when it never waited."""
         execution = validate.validate_execution_id(execution_id)
-        root: Suspension | None = _first((await self.load((Read(Suspension, (execution,)),))).rows[0])
+        root: Suspension | None = _first((await self.runtime.load((Read(Suspension, (execution,)),))).rows[0])
         if root is None:
             return None
         wants = [
             Read(Signal, (execution, place.waitpoint_id, place.seq)) for place in wait_encoding.closing_signals(root)
         ]
-        signals = [one for found in (await self.load(wants)).rows for one in found] if wants else []
+        signals = [one for found in (await self.runtime.load(wants)).rows for one in found] if wants else []
         return views.suspension_record(root, signals)
 
     async def list_suspended(
         self, partition: int | str, *, cursor: str | None = None, limit: int = 50
     ) -> SuspendedPage:
         """Suspended executions of a partition, those that time out first in front."""
-        index = validate.validate_flow_partition(partition, self.partitions)
+        index = validate.validate_flow_partition(partition, self.runtime.partitions)
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         where = (Where("partition", "=", index), Where("due_at", "set"))
         scan = Scan(Suspension, where, ("due_at", "execution_id"), limit=wanted + 1)
@@ -244,18 +244,18 @@ class SuspensionOperations(SigningKeyOperations):
             if after is None:
                 return SuspendedPage([])
             scan = msgspec.structs.replace(scan, after=after)
-        rows = await self.scan(scan) if wanted else []
+        rows = await self.runtime.scan(scan) if wanted else []
         entries = [SuspendedEntry(row.execution_id, row.due_at, row.reason_code or "") for row in rows[:wanted]]
         return SuspendedPage(entries, entries[-1].execution_id if len(rows) > wanted else None)
 
     async def _place(self, scan: Scan, cursor: str) -> tuple[int, str] | None:
         """Where to go on after an execution, suspended or not; one that is gone is passed by its id alone."""
-        loaded = await self.load((Read(Suspension, (cursor,)),))
+        loaded = await self.runtime.load((Read(Suspension, (cursor,)),))
         root: Suspension | None = _first(loaded.rows[0])
         if root is not None and root.suspension_id is not None:
             return (NO_TIMEOUT if root.timeout_at is None else root.timeout_at), cursor
         where = (*scan.where, Where("execution_id", ">", cursor))
-        first = await self.scan(msgspec.structs.replace(scan, where=where, limit=1))
+        first = await self.runtime.scan(msgspec.structs.replace(scan, where=where, limit=1))
         return (first[0].due_at, cursor) if first else None
 
 

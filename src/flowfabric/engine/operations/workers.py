@@ -57,7 +57,7 @@ class WorkerOperations(Unblocker):
             offered,
             validation.duration_ms("liveness_ttl_ms", liveness_ttl_ms),
         )
-        answer = await self.decide_and_commit(
+        answer = await self.runtime.decide_and_commit(
             _wants(ask.namespace, ask.worker_instance_id),
             lambda rows, now: workers.register(rows[0][0] if rows[0] else None, ask, now),
         )
@@ -70,7 +70,7 @@ class WorkerOperations(Unblocker):
     ) -> WorkerRefreshed | NotRegistered:
         """Stay in the registry for another while; a record that lapsed is not revived."""
         instance = validate.validate_instance_id(worker_instance_id)
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             _wants(_namespace(namespace), instance),
             lambda rows, now: workers.heartbeat(rows[0][0] if rows[0] else None, instance, now),
         )
@@ -82,14 +82,14 @@ class WorkerOperations(Unblocker):
         instance = validate.validate_instance_id(worker_instance_id)
         if refused := workers.check_reason(validation.text("reason", reason)):
             raise refused
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             _wants(_namespace(namespace), instance),
             lambda rows, now: workers.mark_dead(rows[0][0] if rows[0] else None, instance, reason, now),
         )
 
     async def remove_expired_worker(self, row: RegisteredWorker) -> bool:
         """Remove a record that lapsed."""
-        return await self.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             _wants(row.namespace, row.worker_instance_id),
             lambda rows, now: workers.remove_expired(rows[0][0] if rows[0] else None, now),
         )
@@ -111,7 +111,7 @@ class WorkerOperations(Unblocker):
     async def list_worker_events(self, namespace: str, worker_instance_id: str) -> list[WorkerEvent]:
         """The log of one instance, oldest first."""
         instance = validate.validate_instance_id(worker_instance_id)
-        loaded = await self.load((Read(WorkerEvent, (_namespace(namespace), instance)),))
+        loaded = await self.runtime.load((Read(WorkerEvent, (_namespace(namespace), instance)),))
         return loaded.rows[0]
 
     # -- routes ---------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class WorkerOperations(Unblocker):
         """Set everything free that waits for a worker like this one; what requires nothing waits for any."""
         covered = {
             line.required
-            for line in await self.store.queues(lane_id)
+            for line in await self.runtime.store.queues(lane_id)
             if line.required and capability_rules.covers(line.required, offered)
         }
         waits = (
@@ -156,7 +156,7 @@ class WorkerOperations(Unblocker):
     async def _let_all_go(self, where: tuple[Where, ...]) -> None:
         after: tuple[int, str] | None = None
         while True:
-            rows: list[Execution] = await self.store.scan(
+            rows: list[Execution] = await self.runtime.store.scan(
                 Scan(Execution, where, ("rank", "execution_id"), after, PAGE_SIZE)
             )
             await asyncio.gather(*(self.unblock_row(row.execution_id, row.blocking_reason) for row in rows))
@@ -165,9 +165,9 @@ class WorkerOperations(Unblocker):
             after = rows[-1].rank, rows[-1].execution_id
 
     async def _live_workers(self, namespace: str, after: tuple[str] | None, limit: int) -> list[RegisteredWorker]:
-        now = await self.store.ping()
+        now = await self.runtime.store.ping()
         where = (Where("namespace", "=", namespace), Where("lapses_at", ">", now))
-        return await self.store.scan(Scan(RegisteredWorker, where, ("worker_instance_id",), after, limit))
+        return await self.runtime.store.scan(Scan(RegisteredWorker, where, ("worker_instance_id",), after, limit))
 
 
 def _is_open(row: Execution, live: Iterable[RegisteredWorker]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.operations.base import Operations
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.text import pluralize
@@ -23,7 +23,7 @@ from flowfabric.rules import outbox
 logger = logging.getLogger("flowfabric.relay")
 
 
-class OutboxRelay(Runtime):
+class OutboxRelay(Operations):
     """Delivers what commits owe to other partitions."""
 
     _deliveries: set[asyncio.Task[None]] | None = None
@@ -77,4 +77,4 @@ class OutboxRelay(Runtime):
 
     async def _settled(self, change: Change) -> None:
         # A guard that fails means that another process delivered the message as well: nothing is left to do.
-        await self.commit_queue.add(msgspec.structs.replace(change, id=self.minter.change_id()))
+        await self.runtime.commit_queue.add(msgspec.structs.replace(change, id=self.runtime.minter.change_id()))

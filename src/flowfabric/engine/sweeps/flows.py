@@ -70,13 +70,13 @@ class RotatingScan:
 
     async def page(self, engine: FlowCancelOperations, limit: int, *where: Where) -> ReadablePage:
         """The next rows whose instant has come, earliest first."""
-        now = await engine.store.ping()
-        engine.estimate.update(now)
+        now = await engine.runtime.store.ping()
+        engine.runtime.estimate.update(now)
         due = (Where(self._order[0], "<=", now), *where)
-        rows = await engine.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
+        rows = await engine.runtime.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
         if not rows and self._after is not None:
             self._after = None
-            rows = await engine.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
+            rows = await engine.runtime.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
         self._after = self._place(rows[-1]) if len(rows) == limit else None
         return readable_page(rows)
 
@@ -119,7 +119,7 @@ class FlowSweeps:
 
     def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
         """The sweeps by their names; `chosen` restricts those that act on single executions."""
-        choice = SweepFilter.of(self._engine.settings.sweeps, chosen)
+        choice = SweepFilter.of(self._engine.runtime.settings.sweeps, chosen)
 
         def filtered(run: Callable[[SweepFilter], Awaitable[SweepResult]]) -> Callable[[int], Awaitable[SweepResult]]:
             return lambda _: run(choice)
@@ -192,13 +192,13 @@ class FlowSweeps:
         try:
             return await self._load([Read(Dependency, (name,)) for name in names]), 0
         except errors.Corruption:
-            pages = [readable_page(await self._engine.scan(_edges_of(name))) for name in names]
+            pages = [readable_page(await self._engine.runtime.scan(_edges_of(name))) for name in names]
             return [page.rows for page in pages], sum(page.unread_count for page in pages)
 
     async def _ended(self, edges: Sequence[Dependency]) -> tuple[list[CompletedEdge], int]:
         """Those of these edges whose upstream has ended, and does not live again by now; how many cannot be read."""
         names = sorted({one.upstream_execution_id for one in edges})
-        upstreams = await load_readable(self._engine, names)
+        upstreams = await load_readable(self._engine.runtime, names)
         settled = []
         for one in edges:
             if one.upstream_execution_id not in upstreams:
@@ -220,7 +220,7 @@ class FlowSweeps:
         if not choice.filters:
             return settled, 0
         names = sorted({one.downstream.execution_id for one in settled})
-        rows = await load_readable(self._engine, names)
+        rows = await load_readable(self._engine.runtime, names)
         chosen = {name for name, row in rows.items() if choice.accepts(row)}
         return [one for one in settled if one.downstream.execution_id in chosen], len(names) - len(rows)
 
@@ -300,7 +300,7 @@ class FlowSweeps:
         return struck, faults
 
     async def _drop(self, flow_id: str) -> bool:
-        return await self._engine.decide_and_commit(
+        return await self._engine.runtime.decide_and_commit(
             (Read(CancelBacklog, (flow_id,)),), lambda rows, _: flow_cancel.drop_backlog(first(rows[0]))
         )
 
@@ -320,7 +320,7 @@ class FlowSweeps:
 
         async def reconcile(row: PendingSiblingCancel) -> bool:
             done = await self._engine.reconcile_sibling_cancel_group(row.flow_id, row.downstream_execution_id)
-            self._engine.metrics.count("ff_sibling_cancel_reconcile", action=done.value)
+            self._engine.runtime.metrics.count("ff_sibling_cancel_reconcile", action=done.value)
             return done is not SiblingReconcile.NO_OP
 
         return await self._each(await self._reconciled.page(self._engine, MAX_GROUPS), reconcile)
@@ -339,7 +339,7 @@ class FlowSweeps:
         return SweepResult(processed, faults)
 
     async def _load(self, wants: Sequence[Read]) -> list[list[Any]]:
-        return (await self._engine.load(wants)).rows if wants else []
+        return (await self._engine.runtime.load(wants)).rows if wants else []
 
 
 def _some(edges: list[Dependency], turn: int) -> list[Dependency]:

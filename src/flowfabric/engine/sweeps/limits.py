@@ -21,7 +21,7 @@ from flowfabric.stores.catalog import TABLE
 
 def limit_sweeps(engine: AdmittedClaimer, unblocking: UnblockSweep, chosen: Filter | None = None) -> tuple[Sweep, ...]:
     """These sweeps, for an engine; `chosen` restricts those over executions."""
-    choice = SweepFilter.of(engine.settings.sweeps, chosen)
+    choice = SweepFilter.of(engine.runtime.settings.sweeps, chosen)
 
     async def reset(row: Budget) -> bool:
         return await engine.reset_budget_if_due(row.budget_id, namespace=row.namespace)
@@ -41,8 +41,14 @@ def limit_sweeps(engine: AdmittedClaimer, unblocking: UnblockSweep, chosen: Filt
     return (
         Sweep("budget_reset", "next_reset_at", reset, row=Budget),
         Sweep("budget_reservations", "lapse_at", lapse, row=Budget),
-        Sweep("budget_reconciler", run_pass=each_partition(engine.partitions.budget, engine.reconcile_budget_counters)),
-        Sweep("quota_reconciler", run_pass=each_partition(engine.partitions.quota, engine.reconcile_quota_counters)),
+        Sweep(
+            "budget_reconciler",
+            run_pass=each_partition(engine.runtime.partitions.budget, engine.reconcile_budget_counters),
+        ),
+        Sweep(
+            "quota_reconciler",
+            run_pass=each_partition(engine.runtime.partitions.quota, engine.reconcile_quota_counters),
+        ),
         Sweep("unblock", run_pass=lambda batch: unblocking.run(batch, choice)),
         Sweep("worker_registry_ttl_sweep", "lapses_at", engine.remove_expired_worker, row=RegisteredWorker),
         Sweep("outbox_relay", "due_at", engine.redeliver_outbox_message, row=OutboxMessage),
@@ -59,7 +65,7 @@ def _forget(engine: AdmittedClaimer) -> Callable[[Any], Awaitable[bool]]:
         table = TABLE[type(row)]
         key = tuple(getattr(row, name) for name in table.key)
         guards = (Guard(type(row), key, row.revision),) if isinstance(row, IdempotencyKey) else ()
-        change = Change(guards=guards, writes=(Delete(type(row), key),), id=engine.minter.change_id())
-        return await engine.commit_queue.add(change) is not None
+        change = Change(guards=guards, writes=(Delete(type(row), key),), id=engine.runtime.minter.change_id())
+        return await engine.runtime.commit_queue.add(change) is not None
 
     return forget

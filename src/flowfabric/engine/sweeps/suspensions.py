@@ -4,16 +4,15 @@ events."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from flowfabric import errors
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.sweeps.sweeper import Sweep, SweepResult
 from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.suspension.resume import SuspensionExpiry
-from flowfabric.settings import FEED_RETENTION_MS, Settings
-from flowfabric.stores.port import Store
+from flowfabric.settings import FEED_RETENTION_MS
 
 logger = logging.getLogger("flowfabric.sweeper")
 
@@ -25,10 +24,8 @@ UNTOUCHED = (SuspensionExpiry.NOT_DUE, SuspensionExpiry.NOT_SUSPENDED)
 class SuspensionSweepEngine(Protocol):
     """What these sweeps need of an engine."""
 
-    store: Store
-    settings: Settings
+    runtime: Runtime
 
-    async def retry_while_unavailable(self, ask: Callable[[], Awaitable[T]]) -> T: ...
     async def expire_suspension(self, execution_id: str) -> SuspensionExpiry: ...
     async def expire_pending_waitpoint(self, waitpoint: Waitpoint) -> bool: ...
     async def deliver_child_completions(self, parent_id: str) -> int: ...
@@ -52,7 +49,7 @@ def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
         return await _restore_queues(engine, batch)
 
     # Processes may be told to keep events for different times. The shortest holds, whoever else sweeps.
-    kept_ms = engine.settings.feed_retention_ms
+    kept_ms = engine.runtime.settings.feed_retention_ms
     keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)
 
     return (
@@ -73,7 +70,9 @@ def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
 async def _restore_queues(engine: SuspensionSweepEngine, batch: int) -> SweepResult:
     """Put executions whose ready queue was lost back into their queues. One that cannot be read holds up no other."""
     restored = failed = 0
-    for execution_id in await engine.retry_while_unavailable(lambda: engine.store.executions_in_missing_queues(batch)):
+    for execution_id in await engine.runtime.retry_while_unavailable(
+        lambda: engine.runtime.store.executions_in_missing_queues(batch)
+    ):
         try:
             restored += await engine.restore_queue(execution_id)
             logger.warning("%s: its ready queue was missing and was restored", execution_id)

@@ -124,7 +124,7 @@ class Sweeper:
         self._engine = engine
         self._settings = settings
         self._choice = SweepFilter.of(settings, chosen)
-        self._holder = engine.minter.uuid()
+        self._holder = engine.runtime.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._forbearance: dict[str, FailureBackoff] = {}
@@ -153,7 +153,7 @@ class Sweeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if late:
-            self._engine.metrics.count("ff_shutdown_timeout", len(late))
+            self._engine.runtime.metrics.count("ff_shutdown_timeout", len(late))
         return len(late)
 
     async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
@@ -168,7 +168,7 @@ class Sweeper:
                 return
             except Exception:
                 self.restarts += 1
-                self._engine.metrics.count("ff_scanner_restart", scanner=sweep.name)
+                self._engine.runtime.metrics.count("ff_scanner_restart", scanner=sweep.name)
                 logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_DELAY_S)
                 await self._leave(sweep)  # what this process cannot do another one may
                 await self._rest(RESTART_DELAY_S)
@@ -180,7 +180,7 @@ class Sweeper:
         late_s = interval_ms / 1000 * self._settings.jitter * spread
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000 + late_s
-            hint = self._engine.wakeups.subscribe(due_topic(sweep.row, sweep.column))
+            hint = self._engine.runtime.wakeups.subscribe(due_topic(sweep.row, sweep.column))
             self._plan(sweep, pause_s)  # an instant that is written while the pass is under way counts as well
             try:
                 if held_ms := await self._hold(sweep, interval_ms):
@@ -228,9 +228,9 @@ class Sweeper:
 
     def _plan(self, sweep: Sweep, pause_s: float) -> dict[str, int]:
         """Say when the sweep looks next, so that a write of an earlier instant wakes it up."""
-        planned = self._engine.next_sweep_at.setdefault(sweep.row, {})
+        planned = self._engine.runtime.next_sweep_at.setdefault(sweep.row, {})
         if sweep.column:
-            planned[sweep.column] = self._engine.estimate.now() + int(pause_s * 1000)
+            planned[sweep.column] = self._engine.runtime.estimate.now() + int(pause_s * 1000)
         return planned
 
     async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:
@@ -258,8 +258,8 @@ class Sweeper:
         try:
             return await self._pass(sweep, self._batch(sweep) if batch is None else batch)
         finally:
-            self._engine.metrics.count("ff_scanner_cycle", scanner=sweep.name)
-            self._engine.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
+            self._engine.runtime.metrics.count("ff_scanner_cycle", scanner=sweep.name)
+            self._engine.runtime.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
 
     def _batch(self, sweep: Sweep) -> int:
         return self._settings.batches.get(sweep.name, self._settings.batch)
@@ -293,17 +293,19 @@ class Sweeper:
         """
         engine, column = self._engine, sweep.column
         where = sweep.where + self._wheres(sweep)
-        due = await engine.retry_while_unavailable(
-            lambda: engine.store.due(sweep.row, column, limit=batch, where=where)
+        due = await engine.runtime.retry_while_unavailable(
+            lambda: engine.runtime.store.due(sweep.row, column, limit=batch, where=where)
         )
-        engine.estimate.update(due.now)
+        engine.runtime.estimate.update(due.now)
         order = (column, *(name for name in TABLE[sweep.row].key if name != column))
 
         def place_of(row: Any) -> tuple[Any, ...]:
             return tuple(getattr(row, name) for name in order)
 
         async def behind(place: tuple[Any, ...]) -> list[Any]:
-            return await engine.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch))
+            return await engine.runtime.scan(
+                Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch)
+            )
 
         begins = self._places.get((sweep.name, self._choice))
         page = (begins and await behind(begins)) or due.rows
@@ -331,7 +333,7 @@ class Sweeper:
             return page
         owners = page
         if sweep.owner is not None:
-            loaded = await self._engine.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
+            loaded = await self._engine.runtime.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
             owners = [found[0] if found else None for found in loaded.rows]
         return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
@@ -350,7 +352,7 @@ class Sweeper:
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
         """For how many milliseconds another process holds the sweep; 0 if this one does."""
         name = self._lease_name(sweep)
-        return await self._engine.decide_and_commit(
+        return await self._engine.runtime.decide_and_commit(
             (Read(SweepLease, (name,)),),
             lambda rows, now: sweep_lease.hold_sweep(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
@@ -361,7 +363,7 @@ class Sweeper:
     async def _leave(self, sweep: Sweep) -> None:
         """Let others do the sweep; if that cannot be told, they may when the lease is over."""
         with contextlib.suppress(errors.FabricError):
-            await self._engine.decide_and_commit(
+            await self._engine.runtime.decide_and_commit(
                 (Read(SweepLease, (self._lease_name(sweep),)),),
                 lambda rows, _: sweep_lease.release_sweep(rows[0][0] if rows[0] else None, self._holder),
             )

@@ -154,10 +154,10 @@ def _refused(db: apsw.Connection, changes: Sequence[Change], now: int) -> set[in
                     (number, *guard.key, guard.revision, live, lease.lease_id, lease.lease_epoch)
                 )
     for row, asked in roots.items():
-        refused.update(number for (number,) in execute_batched(db, statements.failed_guards(row, lease=False), asked))
+        refused.update(number for (number,) in execute_batched(db, statements.failed_guards(row, with_leases=False), asked))
     for row, asked in leases.items():
         refused.update(
-            number for (number,) in execute_batched(db, statements.failed_guards(row, lease=True), asked, now)
+            number for (number,) in execute_batched(db, statements.failed_guards(row, with_leases=True), asked, now)
         )
     for kind, asked in looks.items():
         refused.update(number for (number,) in execute_batched(db, statements.failed_expectations(*kind), asked))
@@ -240,11 +240,11 @@ def _write(db: apsw.Connection, lines: WriterQueueIds, gathered: WritesByShape, 
         elif kind is BulkInsert:
             for copies, change_id in rows:
                 execute_batched(
-                    db, statements.insert(row, replace=False), _encoded(db, lines, _copied(copies, change_id), now)
+                    db, statements.insert(row, upsert=False), _encoded(db, lines, _copied(copies, change_id), now)
                 )
             continue
         else:
-            statement, columns = statements.insert(row, replace=kind is Upsert), _columns(row, rows)
+            statement, columns = statements.insert(row, upsert=kind is Upsert), _columns(row, rows)
         execute_batched(db, statement, _encoded(db, lines, columns, now))
 
 
