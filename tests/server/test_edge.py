@@ -249,7 +249,7 @@ async def test_no_route_reads_a_number_of_many_digits_or_falls_over_deep_json(as
         answer = await ask(operation.method, where, content=body, headers=headers)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"].startswith("invalid JSON: ")
-    if operation.octets is not None:
+    if operation.octets_field is not None:
         headers = {"content-type": "application/octet-stream", "x-ff-fields": '{"x": ' + LONG.decode() + "}"}
         assert (await ask(operation.method, where, content=b"", headers=headers)).status_code == 400
 

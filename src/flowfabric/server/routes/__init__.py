@@ -1,4 +1,4 @@
-"""The routes, a page for each resource."""
+"""The routes of the server, one module per resource."""
 
 from flowfabric.server.routes import (
     admin,

@@ -1,4 +1,4 @@
-"""What administrators do: signing keys and tokens."""
+"""Routes for administrators: signing keys and API tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
     long=True,
 )
 async def rotate_waitpoint_secret(request: Request[RotateWaitpointSecretRequest]) -> Response:
-    """Let another key sign waitpoint tokens; the one before verifies for the grace that is configured."""
+    """Rotate the key that signs waitpoint tokens; the previous key verifies during the configured grace period."""
     kid, secret = request.body.new_kid, request.body.new_secret_hex
     if not kid or ":" in kid:
         raise bad_request("new_kid must be non-empty and must not contain ':'")
@@ -47,25 +47,25 @@ async def rotate_waitpoint_secret(request: Request[RotateWaitpointSecretRequest]
     async with request.app.rotation_lock:
         try:
             async with asyncio.timeout(ROTATION_TIMEOUT_S):
-                done = await request.engine.rotate_waitpoint_hmac_secret_all(
+                rotations = await request.engine.rotate_waitpoint_hmac_secret_all(
                     kid, secret, request.app.settings.waitpoint_grace_ms
                 )
         except TimeoutError:
-            _noted(request, kid, "waitpoint_hmac_rotation_timeout_http_504")
+            _audit(request, kid, "waitpoint_hmac_rotation_timeout_http_504")
             raise errors.OperationTimeout("rotate_waitpoint_secret", int(ROTATION_TIMEOUT_S * 1000)) from None
         except errors.FabricError:
-            _noted(request, kid, "waitpoint_hmac_rotation_failed")
+            _audit(request, kid, "waitpoint_hmac_rotation_failed")
             raise
     request.app.handle_signer.clear_cache()
-    failed = [one.partition for one in done if isinstance(one.result, errors.FabricError)]
-    if len(failed) == len(done):
-        _noted(request, kid, "waitpoint_hmac_rotation_failed")
+    failed = [rotation.partition for rotation in rotations if isinstance(rotation.result, errors.FabricError)]
+    if len(failed) == len(rotations):
+        _audit(request, kid, "waitpoint_hmac_rotation_failed")
         raise bad_request(f"rotation failed on all partitions: {kid} is known with another secret")
-    _noted(request, kid, "waitpoint_hmac_rotation_complete")
-    return json_response(RotateWaitpointSecretResponse(len(done) - len(failed), failed, kid))
+    _audit(request, kid, "waitpoint_hmac_rotation_complete")
+    return json_response(RotateWaitpointSecretResponse(len(rotations) - len(failed), failed, kid))
 
 
-def _noted(request: Request[RotateWaitpointSecretRequest], kid: str, event: str) -> None:
+def _audit(request: Request[RotateWaitpointSecretRequest], kid: str, event: str) -> None:
     logging.log_audit(event, {"who": request.principal.name, "new_kid": kid, "request_id": request.request_id})
 
 
@@ -77,23 +77,23 @@ NO_STORE = ("cache-control", "no-store")
 
 @routes.get("/v1/signing-keys", {200: KeyIds}, scope=ApiScope.READ, subject=Subject.CHECKED_BY_HANDLER)
 async def list_signing_keys(request: Request[None]) -> Response:
-    """Which keys sign waitpoint tokens and grants, and which still verify; by name."""
+    """List the ids of the keys that sign waitpoint tokens and grants, and of those that still verify."""
     return json_response(await request.engine.list_waitpoint_hmac_kids())
 
 
 @routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
 async def make_api_token(request: Request[CreateTokenRequest]) -> Response:
-    """A new token; it is shown now and never again."""
+    """Create an API token; its secret is returned only now."""
     body = request.body
-    made = await request.engine.make_api_token(
+    created = await request.engine.make_api_token(
         body.name, body.scopes, namespaces=body.namespaces, expires_in_ms=body.expires_in_ms
     )
-    return json_response(made, 201, NO_STORE)
+    return json_response(created, 201, NO_STORE)
 
 
 @routes.get("/v1/admin/tokens", {200: ListTokensResponse}, scope=ApiScope.ADMIN, query=(CURSOR_PARAM, LIMIT_PARAM))
 async def list_api_tokens(request: Request[None]) -> Response:
-    """Tokens by id: what they are good for, not what they are."""
+    """List API tokens by id, without their secrets."""
     return json_response(
         ListTokensResponse(
             await request.engine.list_api_tokens(
@@ -107,17 +107,17 @@ async def list_api_tokens(request: Request[None]) -> Response:
     "/v1/admin/tokens/{id}/rotate", {200: ApiTokenCreated}, body=RotateTokenRequest, scope=ApiScope.ADMIN, audit=True
 )
 async def rotate_api_token(request: Request[RotateTokenRequest]) -> Response:
-    """Another secret for a token; the one before is good for the grace."""
-    made = await request.engine.rotate_api_token(
+    """Replace the secret of a token; the previous one is valid during the grace period."""
+    created = await request.engine.rotate_api_token(
         path_uuid("token_id", request.path_params[0]), grace_ms=request.body.grace_ms
     )
     request.app.authenticator.clear_cache()
-    return json_response(made, 200, NO_STORE)
+    return json_response(created, 200, NO_STORE)
 
 
 @routes.delete("/v1/admin/tokens/{id}", {200: RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)
 async def revoke_api_token(request: Request[bytes]) -> Response:
-    """Make a token good for nothing."""
+    """Revoke a token."""
     revoked = await request.engine.revoke_api_token(path_uuid("token_id", request.path_params[0]))
     request.app.authenticator.clear_cache()
     return json_response(RevokeTokenResponse(revoked))

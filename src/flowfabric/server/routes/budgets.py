@@ -1,4 +1,4 @@
-"""Budgets and quotas. Each belongs to a namespace: the one that is named, else the token's only one, else `default`."""
+"""Routes for budgets and quota policies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ routes = RouteGroup("budgets")
 BUDGET_PATH = "/v1/budgets/{id}"
 
 
-def _budget(request: Request[Any]) -> str:
+def _path_budget_id(request: Request[Any]) -> str:
     return path_uuid("budget_id", request.path_params[0])
 
 
-def _owner(request: Request[Any]) -> str:
+def _query_namespace(request: Request[Any]) -> str:
     return request.resolve_namespace(request.query_param("namespace"))
 
 
@@ -42,7 +42,7 @@ def _owner(request: Request[Any]) -> str:
     audit=True,
 )
 async def create_budget(request: Request[CreateBudgetRequest]) -> Response:
-    """Define a budget; a second definition changes nothing, unless it is another declaration than before."""
+    """Define a budget; a second definition changes nothing unless its declaration differs."""
     answer = await request.engine.create_budget(
         **request.body.to_kwargs("namespace"), namespace=request.resolve_namespace(request.body.namespace)
     )
@@ -60,13 +60,13 @@ async def create_budget(request: Request[CreateBudgetRequest]) -> Response:
     query=(CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM),
 )
 async def list_budgets(request: Request[None]) -> Response:
-    """The ids of the defined budgets of a namespace, ascending."""
+    """List the ids of the budgets of a namespace, ascending."""
     return json_response(
         BudgetIds(
             await request.engine.list_budgets(
                 cursor=request.query_param("cursor") or None,
                 limit=request.int_param("limit", 50),
-                namespace=_owner(request),
+                namespace=_query_namespace(request),
             )
         )
     )
@@ -76,8 +76,10 @@ async def list_budgets(request: Request[None]) -> Response:
     BUDGET_PATH, {200: limit_answers.BudgetStatus}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
 )
 async def get_budget_status(request: Request[None]) -> Response:
-    """A budget: its limits, what was used, what was refused."""
-    return json_response(await request.engine.get_budget_status(_budget(request), namespace=_owner(request)))
+    """Return the limits of a budget, its usage and its refusals."""
+    return json_response(
+        await request.engine.get_budget_status(_path_budget_id(request), namespace=_query_namespace(request))
+    )
 
 
 @routes.post(
@@ -92,19 +94,19 @@ async def get_budget_status(request: Request[None]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def report_usage(request: Request[ReportUsageRequest]) -> Response:
-    """Report what was used; a hard breach applies nothing at all."""
+    """Report usage; a hard breach applies nothing."""
     body = request.body
     names = sorted(body.dimensions)  # a JSON object has no order of its own
     answer = await request.engine.report_usage_admin(
-        _budget(request),
+        _path_budget_id(request),
         dimensions=names,
         deltas=[body.dimensions[name] for name in names],
         dedup_key=body.dedup_key,
         namespace=request.resolve_namespace(body.namespace),
     )
     if isinstance(answer, limit_answers.HardBreach):
-        told = HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
-        return variant_response(told, name="HardBreach")
+        breach = HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
+        return variant_response(breach, name="HardBreach")
     return variant_response(answer)
 
 
@@ -117,9 +119,9 @@ async def report_usage(request: Request[ReportUsageRequest]) -> Response:
     audit=True,
 )
 async def reset_budget(request: Request[bytes]) -> Response:
-    """Begin a new period; what waits for the budget goes on."""
+    """Start a new period of a budget; executions that wait for it continue."""
     return variant_response(
-        await request.engine.reset_budget(_budget(request), namespace=_owner(request)), name="Reset"
+        await request.engine.reset_budget(_path_budget_id(request), namespace=_query_namespace(request)), name="Reset"
     )
 
 
@@ -132,10 +134,10 @@ async def reset_budget(request: Request[bytes]) -> Response:
     audit=True,
 )
 async def change_budget_limits(request: Request[ChangeBudgetLimitsRequest]) -> Response:
-    """Raise or lower limits; what waits for room goes on when there is some."""
+    """Change the limits of a budget; executions that wait continue if there is capacity."""
     body = request.body
     answer = await request.engine.change_budget_limits(
-        _budget(request),
+        _path_budget_id(request),
         dimensions=body.dimensions,
         hard_limits=body.hard_limits,
         soft_limits=body.soft_limits,
@@ -153,10 +155,12 @@ async def change_budget_limits(request: Request[ChangeBudgetLimitsRequest]) -> R
     audit=True,
 )
 async def release_budget(request: Request[ReleaseBudgetRequest]) -> Response:
-    """Give back everything that an execution spent since the last reset."""
+    """Return all that an execution spent since the last reset."""
     body = request.body
     namespace = request.resolve_namespace(body.namespace)
-    answer = await request.engine.release_budget(_budget(request), body.execution_id, namespace=namespace, shared=False)
+    answer = await request.engine.release_budget(
+        _path_budget_id(request), body.execution_id, namespace=namespace, shared=False
+    )
     return variant_response(answer, name="Released")
 
 
@@ -182,7 +186,7 @@ async def create_quota_policy(request: Request[CreateQuotaPolicyRequest]) -> Res
     "/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
 )
 async def read_quota_policy_limits(request: Request[None]) -> Response:
-    """The numbers of a quota policy."""
+    """Return the limits of a quota policy."""
     policy = path_uuid("quota_policy_id", request.path_params[0])
-    limits = await request.engine.read_quota_policy_limits(policy, namespace=_owner(request))
+    limits = await request.engine.read_quota_policy_limits(policy, namespace=_query_namespace(request))
     return json_response(require_found(limits, "not found: quota_policy"))

@@ -1,4 +1,4 @@
-"""What applications that know only this server need beside the rest: its store, ends, budgets."""
+"""Routes that remote applications need: the store, budgets of an execution, and outcomes of many executions."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ COALESCE_S = 0.01
 
 @routes.get("/v1/store", {200: StoreInfo}, scope=None, refusals=(401,))
 async def store_info(request: Request[None]) -> Response:
-    """What a client has to know to mint ids that the store would mint; for whoever has any good token."""
+    """Return what a client needs to mint ids for this store; any valid token will do."""
     engine = request.engine
     now = await engine.ping()
     return json_response(StoreInfo(engine.store.tag.title, engine.partitions, now, engine.schema.current, __version__))
 
 
-def _whose(request: Request[Any]) -> dict[str, Any]:
-    """Where the engine looks for the budget: a bound token means those of the execution's namespace only."""
+def _budget_scope(request: Request[Any]) -> dict[str, Any]:
+    """Return where the engine looks for the budget; a bound token sees only the execution's namespace."""
     body = request.body
     return {
         "namespace": body.namespace if request.may_use_shared_budgets else request.execution_namespace,
@@ -55,7 +55,7 @@ def _whose(request: Request[Any]) -> dict[str, Any]:
     subject=Subject.EXECUTION,
 )
 async def spend_for(request: Request[RecordSpendRequest]) -> Response:
-    """Report for an execution's ledger, once for each key; a hard breach applies nothing at all."""
+    """Report usage for the ledger of an execution, once for each key; a hard breach applies nothing."""
     body = request.body
     return variant_response(
         await request.engine.record_spend(
@@ -63,7 +63,7 @@ async def spend_for(request: Request[RecordSpendRequest]) -> Response:
             request.execution_id,
             body.dimensions,
             idempotency_key=body.idempotency_key,
-            **_whose(request),
+            **_budget_scope(request),
         )
     )
 
@@ -76,7 +76,7 @@ async def spend_for(request: Request[RecordSpendRequest]) -> Response:
     subject=Subject.EXECUTION,
 )
 async def reserve_for(request: Request[ReserveBudgetRequest]) -> Response:
-    """Keep room free for an execution, under the caller's id."""
+    """Reserve capacity of a budget for an execution, under the caller's reservation id."""
     body = request.body
     return variant_response(
         await request.engine.reserve_budget(
@@ -85,7 +85,7 @@ async def reserve_for(request: Request[ReserveBudgetRequest]) -> Response:
             body.amounts,
             ttl_ms=body.ttl_ms,
             reservation_id=body.reservation_id,
-            **_whose(request),
+            **_budget_scope(request),
         )
     )
 
@@ -98,16 +98,16 @@ async def reserve_for(request: Request[ReserveBudgetRequest]) -> Response:
     subject=Subject.EXECUTION,
 )
 async def settle_for(request: Request[SettleReservationRequest]) -> Response:
-    """End a reservation with what was really used; the rest of it is given back."""
+    """End a reservation with the amounts that were used; the rest is released."""
     body = request.body
     return variant_response(
         await request.engine.settle_budget(
-            body.budget_id, request.execution_id, body.reservation_id, body.amounts, **_whose(request)
+            body.budget_id, request.execution_id, body.reservation_id, body.amounts, **_budget_scope(request)
         )
     )
 
 
-def _budget(request: Request[Any]) -> str:
+def _path_budget_id(request: Request[Any]) -> str:
     return path_uuid("budget_id", request.path_params[0])
 
 
@@ -119,16 +119,16 @@ def _budget(request: Request[Any]) -> str:
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def refund_reservation(request: Request[RefundReservationRequest]) -> Response:
-    """Give all of a reservation back; one that is over has nothing to give."""
+    """Release a reservation unused; one that has ended releases nothing."""
     budget_id, reservation_id, namespace = (
-        _budget(request),
+        _path_budget_id(request),
         request.body.reservation_id,
         request.resolve_namespace(request.body.namespace),
     )
     if not request.may_use_shared_budgets:
-        holder = await request.engine.reservation_owner(budget_id, reservation_id, namespace=namespace)
-        if holder is not None:
-            await request.require_execution_access(holder)
+        owner = await request.engine.reservation_owner(budget_id, reservation_id, namespace=namespace)
+        if owner is not None:
+            await request.require_execution_access(owner)
     shared, execution_id = request.may_use_shared_budgets and request.body.shared, request.body.execution_id
     return variant_response(
         await request.engine.refund_budget(
@@ -145,11 +145,11 @@ async def refund_reservation(request: Request[RefundReservationRequest]) -> Resp
     query=(NAMESPACE_PARAM,),
 )
 async def wake_budget(request: Request[bytes]) -> Response:
-    """Let whoever waits for room in a budget look again."""
+    """Let executions that wait for capacity of a budget check again."""
     return json_response(
         WakeBudgetResponse(
             await request.engine.unblock_budget_waiters(
-                _budget(request), namespace=request.resolve_namespace(request.query_param("namespace"))
+                _path_budget_id(request), namespace=request.resolve_namespace(request.query_param("namespace"))
             )
         )
     )
@@ -165,29 +165,29 @@ async def wake_budget(request: Request[bytes]) -> Response:
     long=True,
 )
 async def await_ends(request: Request[AwaitOutcomesRequest]) -> Response:
-    """The ends of many executions with their results, as soon as one of them has ended, or the time is over."""
+    """Wait for outcomes of many executions; return as soon as one has ended, or after `wait_ms`."""
     wait_ms = min(request.body.wait_ms, MAX_WAIT_MS)
-    looking = _first_ends(request, wait_ms)
-    found = (await request.wait_while_connected(looking) if wait_ms else await looking) or {}
-    refused = {one: answer for one, answer in found.items() if isinstance(answer, dict)}
+    waiting = _collect_outcomes(request, wait_ms)
+    outcomes = (await request.wait_while_connected(waiting) if wait_ms else await waiting) or {}
+    refused = {one: answer for one, answer in outcomes.items() if isinstance(answer, dict)}
     return json_response(
         AwaitOutcomesResponse(
-            _first_bytes([one for one in found.values() if isinstance(one, ExecutionOutcomeResponse)]), refused
+            _fit_response([one for one in outcomes.values() if isinstance(one, ExecutionOutcomeResponse)]), refused
         )
     )
 
 
-def _first_bytes(ended: list[ExecutionOutcomeResponse]) -> list[ExecutionOutcomeResponse]:
+def _fit_response(ended: list[ExecutionOutcomeResponse]) -> list[ExecutionOutcomeResponse]:
     """As many ends as fit into one answer, at least one; whoever asks for the others again is told them at once."""
     size = 0
-    for place, one in enumerate(ended):
+    for index, one in enumerate(ended):
         size += len(one.result_b64 or b"")
-        if place and size > MAX_RESULT_BYTES:
-            return ended[:place]
+        if index and size > MAX_RESULT_BYTES:
+            return ended[:index]
     return ended
 
 
-async def _first_ends(
+async def _collect_outcomes(
     request: Request[AwaitOutcomesRequest], wait_ms: int
 ) -> dict[str, ExecutionOutcomeResponse | dict[str, Any] | None]:
     looks = {

@@ -1,4 +1,4 @@
-"""Durable functions over HTTP: remembered steps, gates, parking."""
+"""Routes for durable functions: steps, gates, parking."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXECUTION_PATH = "/v1/executions/{id}"
     subject=Subject.HANDLE,
 )
 async def record_step(request: Request[RecordStepRequest]) -> Response:
-    """Remember what a step returned; if it was remembered before, the first result stands and is the answer."""
+    """Record the result of a step; if one is recorded already, that one is returned."""
     body = request.body
     return json_response(
         await request.engine.record_step(
@@ -54,7 +54,7 @@ async def record_step(request: Request[RecordStepRequest]) -> Response:
 
 @routes.get(f"{EXECUTION_PATH}/steps", {200: ReadStepsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
 async def read_steps(request: Request[None]) -> Response:
-    """What the steps of an execution returned, by name and occurrence; results are base64."""
+    """Return the recorded steps of an execution by name and occurrence; results are base64."""
     return json_response(ReadStepsResponse(await request.engine.read_steps(request.execution_id)))
 
 
@@ -66,7 +66,7 @@ async def read_steps(request: Request[None]) -> Response:
     subject=Subject.HANDLE,
 )
 async def open_gate(request: Request[OpenGateRequest]) -> Response:
-    """Open a gate by name, find it open with the same links, or find what came of it."""
+    """Open a gate by name; return the open one with the same links, or the memo of a closed one."""
     body = request.body
     answer = await request.engine.open_gate(
         request.handle,
@@ -85,7 +85,7 @@ async def open_gate(request: Request[OpenGateRequest]) -> Response:
     )
     if isinstance(answer, GateMemo):
         return variant_response(answer)
-    links = [GateLink(one.waitpoint_id, one.waitpoint_key, one.token.reveal()) for one in answer.links]
+    links = [GateLink(link.waitpoint_id, link.waitpoint_key, link.token.reveal()) for link in answer.links]
     return variant_response(OpenGateResponse(answer.name, answer.gate, links))
 
 
@@ -97,7 +97,7 @@ async def open_gate(request: Request[OpenGateRequest]) -> Response:
     subject=Subject.HANDLE,
 )
 async def park(request: Request[ParkRequest]) -> Response:
-    """Give the lease back until one of these gates closes; if one has, keep it."""
+    """Release the lease until one of these gates closes; keep it if one is closed already."""
     answer = await request.engine.park(request.handle, tuple(request.body.gates), reason_code=request.body.reason_code)
     if isinstance(answer, ParkResult):
         request.trace_attempt_end("suspended")
@@ -109,7 +109,7 @@ async def park(request: Request[ParkRequest]) -> Response:
 
 @routes.get(f"{EXECUTION_PATH}/waits", {200: ReadWaitsResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION)
 async def read_waits(request: Request[None]) -> Response:
-    """What a durable function has waited for and still waits for."""
+    """Return the open gates of a durable function and the memos of closed ones."""
     waits = await request.engine.read_waits(request.execution_id)
     return json_response(ReadWaitsResponse(waits.open, waits.memos))
 
@@ -118,7 +118,7 @@ async def read_waits(request: Request[None]) -> Response:
     f"{EXECUTION_PATH}/gates/{{gate}}/votes", {200: ReadVotesResponse}, scope=ApiScope.WORK, subject=Subject.EXECUTION
 )
 async def read_votes(request: Request[None]) -> Response:
-    """The signals that closed a gate, in the order in which they were accepted."""
+    """Return the signals that closed a gate, in the order of acceptance."""
     name = request.path_params[1]
     if not name:
         raise bad_request("gate: empty")
@@ -126,5 +126,5 @@ async def read_votes(request: Request[None]) -> Response:
         (await request.engine.read_waits(request.execution_id)).memos.get(name), "not found: suspension"
     )
     return json_response(
-        ReadVotesResponse([observed_signal_item(one) for one in await request.engine.read_votes(memo)])
+        ReadVotesResponse([observed_signal_item(link) for link in await request.engine.read_votes(memo)])
     )

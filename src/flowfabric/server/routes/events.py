@@ -1,4 +1,4 @@
-"""What happened, as it happens: the subscribable feeds as server-sent events."""
+"""Routes for event feeds, as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,46 +25,50 @@ _QUERY = (
 
 @routes.get("/v1/events/completions", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
 async def follow_completions(request: Request[None]) -> StreamingResponse:
-    """Every end of a life."""
-    return _live(request, "completion", await request.engine.subscribe_completion(_cursor(request), _filter(request)))
+    """Stream the end of every life of an execution."""
+    return _stream(request, "completion", await request.engine.subscribe_completion(_cursor(request), _filter(request)))
 
 
 @routes.get("/v1/events/leases", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
 async def follow_leases(request: Request[None]) -> StreamingResponse:
-    """Every change of every lease."""
-    return _live(request, "lease", await request.engine.subscribe_lease_history(_cursor(request), _filter(request)))
+    """Stream every lease event."""
+    return _stream(request, "lease", await request.engine.subscribe_lease_history(_cursor(request), _filter(request)))
 
 
 @routes.get("/v1/events/signals", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
 async def follow_signals(request: Request[None]) -> StreamingResponse:
-    """Every signal that was accepted, buffered or recognised as a repetition."""
-    return _live(request, "signal", await request.engine.subscribe_signal_delivery(_cursor(request), _filter(request)))
+    """Stream every signal that was accepted, buffered or recognised as a duplicate."""
+    return _stream(
+        request, "signal", await request.engine.subscribe_signal_delivery(_cursor(request), _filter(request))
+    )
 
 
 @routes.get("/v1/events/operators", {200: EVENT_STREAM}, subject=Subject.CHECKED_BY_HANDLER, query=_QUERY, long=True)
 async def follow_operators(request: Request[None]) -> StreamingResponse:
-    """What operators did."""
-    return _live(request, "operator", await request.engine.subscribe_operator_event(_cursor(request), _filter(request)))
+    """Stream the actions of operators."""
+    return _stream(
+        request, "operator", await request.engine.subscribe_operator_event(_cursor(request), _filter(request))
+    )
 
 
-def _live(request: Request[None], name: str, subscription: Subscription[Any]) -> StreamingResponse:
+def _stream(request: Request[None], name: str, subscription: Subscription[Any]) -> StreamingResponse:
     return StreamingResponse(sse.with_keep_alive(request, _events(name, subscription)))
 
 
 async def _events(name: str, subscription: Subscription[Any]) -> AsyncIterator[bytes]:
-    # The place to begin with comes first: who is cut off before the first event goes on from here.
+    # The start cursor comes first, so that a client that is cut off before the first event can resume.
     yield sse.format_event(b"{}", name="open", cursor=subscription.cursor.hex())
     while True:
         try:
-            news = await subscription.next(timeout_s=sse.POLL_WAIT_MS / 1000)
+            event = await subscription.next(timeout_s=sse.POLL_WAIT_MS / 1000)
         except errors.StreamBackpressure as gap:
             reason = encode({"reason": gap.detail or "events are no longer kept"})
             yield sse.format_event(reason, name="gap", cursor=subscription.cursor.hex())
             continue
         except errors.Corruption:
             continue
-        if news is not None:
-            yield sse.format_event(encode(news), name=name, cursor=subscription.cursor.hex())
+        if event is not None:
+            yield sse.format_event(encode(event), name=name, cursor=subscription.cursor.hex())
 
 
 def _cursor(request: Request[None]) -> bytes:
@@ -90,7 +94,7 @@ def _filter(request: Request[None]) -> Filter:
         request.require_namespace(namespace)
     if tag is None:
         return Filter(namespace)
-    key, found, value = tag.partition("=")
-    if not found:
+    key, separator, value = tag.partition("=")
+    if not separator:
         raise bad_request("instance_tag: not key=value")
     return Filter(namespace, (key, value))

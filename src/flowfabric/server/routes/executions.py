@@ -1,4 +1,4 @@
-"""Executions: create, look, cancel, order, replay, revoke."""
+"""Routes for executions: create, read, cancel, replay, revoke."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ EXECUTION_PATH = "/v1/executions/{id}"
 
 
 async def to_create_execution(request: Request[Any], body: CreateExecutionRequest) -> CreateExecution:
-    """What the body asks of the engine."""
+    """Check access and return the engine's request for a body."""
     request.require_namespace(body.namespace)
     if body.parent_id is not None:
         await request.require_execution_access(body.parent_id)
-    if tracing.TRACEPARENT_TAG in body.tags:  # the rules cannot tell the caller's from the server's
+    if tracing.TRACEPARENT_TAG in body.tags:  # the rules cannot tell a tag of the caller from one of the server
         raise errors.InvalidTagKey(
             f"{tracing.TRACEPARENT_TAG}: reserved; the server sets it from the header traceparent"
         )
-    place = request.app.tracing.current_traceparent()
+    traceparent = request.app.tracing.current_traceparent()
     return CreateExecution(
         execution_id=body.execution_id or request.engine.new_execution_id(body.lane_id),
         partition=0,
         input_payload=decode_octets("input_payload", body.input_payload, body.input_payload_b64) or b"",
-        tags=body.tags if place is None else {tracing.TRACEPARENT_TAG: place} | body.tags,
+        tags=body.tags if traceparent is None else {tracing.TRACEPARENT_TAG: traceparent} | body.tags,
         policy=None if body.policy is None else encode(body.policy).decode(),
         **body.to_kwargs("execution_id", "input_payload", "input_payload_b64", "tags", "policy", "partition_id"),
     )
@@ -90,13 +90,15 @@ async def to_create_execution(request: Request[Any], body: CreateExecutionReques
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def create_execution(request: Request[CreateExecutionRequest]) -> Response:
-    """Create an execution; the same id, or the same live idempotency key, is the same execution."""
+    """Create an execution; the same id, or the same live idempotency key, returns the existing one."""
     answer = await request.engine.create(await to_create_execution(request, request.body))
-    reply = variant_response(answer, 201 if isinstance(answer, answers.Created) else 200)
+    response = variant_response(answer, 201 if isinstance(answer, answers.Created) else 200)
     if request.body.policy is None or POLICY_PARTS.issuperset(request.body.policy):
-        return reply
-    odd = dumps(sorted(request.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:MAX_WARNING_CHARS]
-    return msgspec.structs.replace(reply, headers=(("warning", f'299 flowfabric "policy keys passed over: {odd}"'),))
+        return response
+    unknown_keys = dumps(sorted(request.body.policy.keys() - POLICY_PARTS))[1:-1].replace('"', "'")[:MAX_WARNING_CHARS]
+    return msgspec.structs.replace(
+        response, headers=(("warning", f'299 flowfabric "policy keys passed over: {unknown_keys}"'),)
+    )
 
 
 @routes.post(
@@ -108,14 +110,14 @@ async def create_execution(request: Request[CreateExecutionRequest]) -> Response
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def create_executions(request: Request[CreateExecutionsRequest]) -> Response:
-    """Create many at once; each answer stands for itself, refusals included."""
-    answered = await request.engine.create_executions(
+    """Create many executions; each gets its own result or error."""
+    results = await request.engine.create_executions(
         [await to_create_execution(request, body) for body in request.body.executions]
     )
-    return json_response({"results": [_each(one) for one in answered]})
+    return json_response({"results": [_batch_entry(one) for one in results]})
 
 
-def _each(answer: answers.Created | answers.Duplicate | errors.FabricError) -> Any:
+def _batch_entry(answer: answers.Created | answers.Duplicate | errors.FabricError) -> Any:
     return error_entry(answer) if isinstance(answer, errors.FabricError) else as_variant(answer)
 
 
@@ -129,7 +131,7 @@ def _each(answer: answers.Created | answers.Duplicate | errors.FabricError) -> A
     ),
 )
 async def list_executions(request: Request[None]) -> Response:
-    """The ids of one partition, ascending, strictly after the cursor; the limit is 50 unless said, at most 1000."""
+    """List the ids of one partition, ascending, strictly after the cursor; the limit is 50 by default, at most 1000."""
     partition = request.int_param("partition")
     if partition > 65_535:
         raise bad_request(f"partition: {partition} is not within 0..65535")
@@ -146,7 +148,7 @@ async def list_executions(request: Request[None]) -> Response:
 
 @routes.get(EXECUTION_PATH, {200: ExecutionInfoResponse}, subject=Subject.EXECUTION)
 async def get_execution(request: Request[None]) -> Response:
-    """An execution and where it stands."""
+    """Return an execution and its state."""
     execution_id = request.execution_id
     info = require_found(await request.engine.read_execution_info(execution_id), f"execution not found: {execution_id}")
     return json_response(
@@ -170,7 +172,7 @@ async def get_execution(request: Request[None]) -> Response:
 
 @routes.get(f"{EXECUTION_PATH}/state", {200: PublicState}, subject=Subject.EXECUTION)
 async def get_state(request: Request[None]) -> Response:
-    """The one public word."""
+    """Return the public state of an execution."""
     execution_id = request.execution_id
     return json_response(
         require_found(await request.engine.read_execution_state(execution_id), f"execution not found: {execution_id}")
@@ -185,7 +187,7 @@ async def get_state(request: Request[None]) -> Response:
     long=True,
 )
 async def get_result(request: Request[None]) -> Response:
-    """The result's exact bytes; with `wait_ms`, as soon as the execution has ended."""
+    """Return the raw bytes of the result; with `wait_ms`, wait for the end of the execution."""
     execution_id = request.execution_id
     if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
         with suppress(errors.NotFound):
@@ -221,7 +223,7 @@ async def cancel_execution(request: Request[CancelExecutionRequest]) -> Response
     audit=True,
 )
 async def change_priority(request: Request[ChangePriorityRequest]) -> Response:
-    """Re-order a claimable execution."""
+    """Change the priority of a claimable execution."""
     return variant_response(await request.engine.change_priority(request.execution_id, request.body.new_priority))
 
 
@@ -233,7 +235,7 @@ async def change_priority(request: Request[ChangePriorityRequest]) -> Response:
     audit=True,
 )
 async def replay_execution(request: Request[bytes]) -> Response:
-    """Give an execution that has ended another life."""
+    """Start another life of an ended execution."""
     return variant_response(await request.engine.replay_execution(request.execution_id))
 
 
@@ -245,7 +247,7 @@ async def replay_execution(request: Request[bytes]) -> Response:
     audit=True,
 )
 async def revoke_lease(request: Request[bytes]) -> Response:
-    """Take the lease away at once; the next claim of the lane takes the work over."""
+    """Revoke the lease at once; the next claim on the lane takes the work over."""
     answer = await request.engine.revoke_lease(request.execution_id)
     if isinstance(answer, answers.NothingToDo):
         return variant_response(answer)
@@ -260,7 +262,7 @@ async def revoke_lease(request: Request[bytes]) -> Response:
     subject=Subject.EXECUTION,
 )
 async def set_execution_tags(request: Request[SetTagsRequest]) -> Response:
-    """Set some tags, all of them or none."""
+    """Set tags, all or none."""
     return json_response(
         SetTagsResponse(await request.engine.set_execution_tags(request.execution_id, request.body.tags))
     )
@@ -275,7 +277,7 @@ async def set_execution_tags(request: Request[SetTagsRequest]) -> Response:
     audit=True,
 )
 async def resume_execution(request: Request[ResumeExecutionRequest]) -> Response:
-    """Let a suspended execution go on, whatever it waits for."""
+    """Resume a suspended execution, whatever it waits for."""
     body = request.body
     answer = await request.engine.resume_execution(
         request.execution_id, trigger_type=body.trigger_type, resume_delay_ms=body.resume_delay_ms

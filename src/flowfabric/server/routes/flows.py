@@ -1,4 +1,4 @@
-"""Flows: build them, look at them, cancel them."""
+"""Routes for flows: build, read, cancel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STRING_SCHEMA = {"type": "string"}
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def create_flow(request: Request[CreateFlowRequest]) -> Response:
-    """Create a flow; one that exists stays as it is."""
+    """Create a flow; an existing one stays unchanged."""
     body = request.body
     request.require_namespace(body.namespace)
     answer = await request.engine.create_flow(body.flow_id, flow_kind=body.flow_kind, namespace=body.namespace)
@@ -70,7 +70,7 @@ async def create_flow(request: Request[CreateFlowRequest]) -> Response:
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def create_flow_graph(request: Request[CreateFlowGraphRequest]) -> Response:
-    """Create a whole flow, all of it or nothing; repeating the call is harmless."""
+    """Create a whole flow atomically; a repeated call is harmless."""
     body = request.body
     request.require_namespace(body.namespace)
     edges = [
@@ -102,7 +102,7 @@ async def create_flow_graph(request: Request[CreateFlowGraphRequest]) -> Respons
     subject=Subject.FLOW,
 )
 async def add_execution_to_flow(request: Request[AddMemberRequest]) -> Response:
-    """Make an execution a member of a flow on its partition."""
+    """Add an execution to a flow on its partition."""
     flow_id, body = request.flow_id, request.body
     check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
     await request.require_execution_access(body.execution_id)
@@ -126,7 +126,7 @@ def _edge_kwargs(request: Request[Any]) -> dict[str, Any]:
     subject=Subject.FLOW,
 )
 async def stage_dependency_edge(request: Request[StageEdgeRequest]) -> Response:
-    """Add an edge to the graph; without an expected revision none is asked for."""
+    """Add an edge to the graph; the graph revision is checked only if one is expected."""
     return variant_response(await request.engine.stage_dependency_edge(**_edge_kwargs(request)), 201)
 
 
@@ -138,9 +138,11 @@ async def stage_dependency_edge(request: Request[StageEdgeRequest]) -> Response:
     subject=Subject.FLOW,
 )
 async def apply_dependency_to_child(request: Request[ApplyEdgeRequest]) -> Response:
-    """Let the downstream of a staged edge wait for its upstream."""
+    """Make the downstream of a staged edge wait for its upstream."""
     edge = _edge_kwargs(request)
-    await request.require_execution_access(edge["downstream"])  # the flow that another one belongs to would be told
+    await request.require_execution_access(
+        edge["downstream"]
+    )  # else the response would reveal the flow of a foreign execution
     return variant_response(await request.engine.apply_dependency_to_child(**edge))
 
 
@@ -158,7 +160,7 @@ async def apply_dependency_to_child(request: Request[ApplyEdgeRequest]) -> Respo
     audit=True,
 )
 async def cancel_flow(request: Request[CancelFlowRequest]) -> Response:
-    """Cancel a flow and those of its members that the policy selects."""
+    """Cancel a flow and the members that the policy selects."""
     flow_id, body = request.flow_id, request.body
     check_same_id("flow_id", flow_id, ids.parse_uuid(body.flow_id))
     answer = await request.engine.cancel_flow(
@@ -189,7 +191,7 @@ def _wait(request: Request[CancelFlowRequest]) -> Wait:
     ),
 )
 async def list_flows(request: Request[None]) -> Response:
-    """Flows of one partition by id."""
+    """List the flows of one partition by id."""
     cursor = request.query_param("cursor")
     return json_response(
         await request.engine.list_flows(
@@ -202,13 +204,13 @@ async def list_flows(request: Request[None]) -> Response:
 
 @routes.get(FLOW_PATH, {200: FlowSnapshot}, subject=Subject.FLOW)
 async def describe_flow(request: Request[None]) -> Response:
-    """A flow with its joins and its graph revision."""
+    """Return a flow with its joins and its graph revision."""
     return json_response(require_found(await request.engine.describe_flow(request.flow_id), FLOW_NOT_FOUND))
 
 
 @routes.get(f"{FLOW_PATH}/summary", {200: FlowSummary}, subject=Subject.FLOW)
 async def get_flow_summary(request: Request[None]) -> Response:
-    """Members by public state, as the projector last counted them."""
+    """Return the number of members by public state, as last projected."""
     flow_id = request.flow_id
     summary = await request.engine.get_flow_summary(flow_id)
     if summary is None:
@@ -218,7 +220,7 @@ async def get_flow_summary(request: Request[None]) -> Response:
 
 @routes.get(f"{FLOW_PATH}/members", {200: ListMembersResponse}, subject=Subject.FLOW)
 async def list_flow_members(request: Request[None]) -> Response:
-    """Every member that was ever added."""
+    """List every member that was ever added."""
     flow_id = request.flow_id
     require_found(await request.engine.describe_flow(flow_id), FLOW_NOT_FOUND)
     return json_response(ListMembersResponse(await request.engine.list_flow_members(flow_id)))
@@ -231,7 +233,7 @@ async def list_flow_members(request: Request[None]) -> Response:
     query=(QueryParam("outgoing", STRING_SCHEMA), QueryParam("incoming", STRING_SCHEMA)),
 )
 async def list_edges(request: Request[None]) -> Response:
-    """The edges away from one execution, or to one."""
+    """List the edges from an execution or to it."""
     flow_id, outgoing, incoming = request.flow_id, request.query_param("outgoing"), request.query_param("incoming")
     if (outgoing is None) == (incoming is None):
         raise bad_request("name the execution: either outgoing or incoming")
@@ -254,7 +256,7 @@ async def list_edges(request: Request[None]) -> Response:
     subject=Subject.FLOW,
 )
 async def set_edge_group_policy(request: Request[SetJoinRequest]) -> Response:
-    """Say how an execution joins its upstreams, before any edge into it is staged."""
+    """Set how an execution joins its upstreams, before any edge into it is staged."""
     answer = await request.engine.set_edge_group_policy(
         request.flow_id, path_execution_id(request.path_params[1]), request.body.policy
     )

@@ -1,4 +1,4 @@
-"""Claims and reclaims as the reference has them: the server grants, the worker redeems."""
+"""Routes for grants: the server issues a grant, the worker redeems it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_GRANT_TTL_MS = 60_000
 
 
 def check_worker_names(worker_id: str, worker_instance_id: str, *lanes: str) -> None:
-    """Refuse names that are none, in the reference's words."""
+    """Raise 400 for malformed names of workers and lanes."""
     for field, text in (("worker_id", worker_id), ("worker_instance_id", worker_instance_id)):
         size = len(text.encode("utf-8", "surrogatepass"))
         if not text:
@@ -39,7 +39,7 @@ def check_worker_names(worker_id: str, worker_instance_id: str, *lanes: str) -> 
 
 
 def check_grant_ttl(ttl_ms: int) -> None:
-    """Refuse grants that last for ever, or not at all."""
+    """Raise 400 if the lifetime of a grant is out of range."""
     if not 1 <= ttl_ms <= MAX_GRANT_TTL_MS:
         raise bad_request(f"grant_ttl_ms must be in 1..={MAX_GRANT_TTL_MS}")
 
@@ -52,7 +52,7 @@ def check_grant_ttl(ttl_ms: int) -> None:
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
-    """A grant for the best execution of the lane that this worker may run; 204 when there is none."""
+    """Issue a grant for the best execution of the lane that this worker may run; 204 if there is none."""
     worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
@@ -74,7 +74,7 @@ async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
     subject=Subject.EXECUTION,
 )
 async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> Response:
-    """Offer work whose lease is gone to one worker; a business refusal is an answer."""
+    """Issue a grant for an execution whose lease was lost; a refusal is a status in the response."""
     execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
@@ -83,7 +83,7 @@ async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> Response
 
 
 def reclaim_response(execution_id: str, answer: Any) -> ReclaimGrantResponse:
-    """The answer with its status."""
+    """Return the response with its status."""
     match answer:
         case answers.ReclaimGrant():
             return ReclaimGrantResponse(

@@ -1,7 +1,7 @@
-"""What the holder of a lease spends: usage, its ledger, reservations. All of it needs the current lease.
+"""Routes for budgets as the holder of a lease: usage, ledger, reservations. All require the current lease.
 
-The budget is the one of the execution's namespace. Where that has none of the id, a token that is not bound to
-namespaces means the shared one of `default`.
+The budget belongs to the namespace of the execution. If that has none of the id, a token that is not bound to
+namespaces uses the shared budget of `default`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USAGE_RESPONSE = one_of(
 
 @lease_route("usage", USAGE_RESPONSE, HolderUsageRequest)
 async def report_usage_as_holder(request: Request[HolderUsageRequest]) -> Response:
-    """Report what this execution used."""
+    """Report usage of this execution."""
     body = request.body
     await request.engine.require_lease(request.handle)
     return variant_response(
@@ -37,7 +37,7 @@ async def report_usage_as_holder(request: Request[HolderUsageRequest]) -> Respon
 
 @lease_route("spend", USAGE_RESPONSE, HolderUsageRequest)
 async def record_spend(request: Request[HolderUsageRequest]) -> Response:
-    """Report for this execution's ledger, so that it can be given back."""
+    """Report usage for the ledger of this execution, so that it can be returned."""
     body, handle = request.body, request.handle
     await request.engine.require_lease(handle)
     return variant_response(
@@ -59,7 +59,7 @@ async def record_spend(request: Request[HolderUsageRequest]) -> Response:
     HolderReserveRequest,
 )
 async def reserve_budget(request: Request[HolderReserveRequest]) -> Response:
-    """Keep room free in a budget for this execution."""
+    """Reserve capacity of a budget for this execution."""
     body, handle = request.body, request.handle
     await request.engine.require_lease(handle)
     return variant_response(
@@ -78,7 +78,7 @@ async def reserve_budget(request: Request[HolderReserveRequest]) -> Response:
 
 @lease_route("settle", USAGE_RESPONSE, HolderSettleRequest)
 async def settle_budget(request: Request[HolderSettleRequest]) -> Response:
-    """Turn a reservation into what was really spent."""
+    """End a reservation with the amounts that were spent."""
     body = request.body
     await request.engine.require_lease(request.handle)
     execution_id = request.handle.fields.execution_id
@@ -96,7 +96,7 @@ async def settle_budget(request: Request[HolderSettleRequest]) -> Response:
 
 @lease_route("refund", one_of(limit_answers.Refunded), HolderRefundRequest)
 async def refund_budget(request: Request[HolderRefundRequest]) -> Response:
-    """Give the room of one of this execution's reservations back unused."""
+    """Release a reservation of this execution unused."""
     await request.engine.require_lease(request.handle)
     body, execution_id = request.body, request.handle.fields.execution_id
     namespace = request.execution_namespace or await request.engine.get_execution_namespace(execution_id)

@@ -1,4 +1,4 @@
-"""What the holder of a lease says: renew, note, finish, put away. The handle in the body fences all of it."""
+"""Routes for the holder of a lease: renew, report, finish, suspend. The handle in the body fences every request."""
 
 from __future__ import annotations
 
@@ -55,30 +55,34 @@ routes = RouteGroup("work")
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def renew(request: Request[RenewLeasesRequest]) -> Response:
-    """Move the ends of many leases in one trip; each answer stands for itself."""
-    read: list[Handle | errors.FabricError] = []
-    for one in await request.app.handle_signer.verify_all(request.body.handles):
+    """Renew many leases in one round trip; each gets its own result or error."""
+    handles: list[Handle | errors.FabricError] = []
+    for item in await request.app.handle_signer.verify_all(request.body.handles):
         try:
-            if isinstance(one, Handle):
-                await request.require_execution_access(one.fields.execution_id)
-            read.append(one)
+            if isinstance(item, Handle):
+                await request.require_execution_access(item.fields.execution_id)
+            handles.append(item)
         except errors.FabricError as refused:
-            read.append(refused)
-    good = [one for one in read if isinstance(one, Handle)]
-    renewed = iter(await request.engine.renew_many(good, lease_ttl_ms=request.body.lease_ttl_ms) if good else [])
-    answered = [next(renewed) if isinstance(one, Handle) else one for one in read]
+            handles.append(refused)
+    valid = [item for item in handles if isinstance(item, Handle)]
+    renewed = iter(await request.engine.renew_many(valid, lease_ttl_ms=request.body.lease_ttl_ms) if valid else [])
+    response = [next(renewed) if isinstance(item, Handle) else item for item in handles]
     return json_response(
-        {"results": [error_entry(one) if isinstance(one, errors.FabricError) else as_variant(one) for one in answered]}
+        {
+            "results": [
+                error_entry(item) if isinstance(item, errors.FabricError) else as_variant(item) for item in response
+            ]
+        }
     )
 
 
 def lease_route(
-    path: str, answered: Any, body: Any, limit: int = WORK_LIMIT, *, audit: bool = False
+    path: str, response: Any, body: Any, limit: int = WORK_LIMIT, *, audit: bool = False
 ) -> Callable[[H], H]:
-    """A route for what the holder of a lease says."""
+    """Declare a route for the holder of a lease."""
     return routes.post(
         f"/v1/leases/{path}",
-        {200: answered},
+        {200: response},
         body=body,
         limit=limit,
         scope=ApiScope.WORK,
@@ -89,7 +93,7 @@ def lease_route(
 
 @lease_route("progress", one_of(answers.ProgressNoted), ReportProgressRequest)
 async def progress(request: Request[ReportProgressRequest]) -> Response:
-    """Note how far the work is."""
+    """Report progress."""
     return variant_response(
         await request.engine.progress(request.handle, pct=request.body.pct, message=request.body.message)
     )
@@ -97,7 +101,7 @@ async def progress(request: Request[ReportProgressRequest]) -> Response:
 
 @lease_route("complete", one_of(answers.Completed), CompleteRequest, BULK_LIMIT)
 async def complete(request: Request[CompleteRequest]) -> Response:
-    """End the execution successfully; repeating it after a lost answer is success."""
+    """Complete the execution; a repeated call after a lost response succeeds."""
     body = request.body
     result = decode_octets("result", body.result, body.result_b64)
     answer = await request.engine.complete(request.handle, result=result, encoding=body.encoding)
@@ -107,7 +111,7 @@ async def complete(request: Request[CompleteRequest]) -> Response:
 
 @lease_route("fail", one_of(answers.RetryScheduled, answers.TerminalFailed), FailRequest)
 async def fail(request: Request[FailRequest]) -> Response:
-    """End the attempt as failed; the retry policy decides whether another one follows."""
+    """Fail the attempt; the retry policy decides whether another one follows."""
     body = request.body
     answer = await request.engine.fail(
         request.handle, reason=body.reason, category=body.category, retry_policy=body.retry_policy
@@ -126,13 +130,13 @@ async def cancel(request: Request[HolderCancelRequest]) -> Response:
 
 @lease_route("tags", SetTagsResponse, HolderSetTagsRequest)
 async def set_tags(request: Request[HolderSetTagsRequest]) -> Response:
-    """Set some tags of the held execution, all of them or none; the holder may set those that begin with `ff.`."""
+    """Set tags of the held execution, all or none; the holder may set those that begin with `ff.`."""
     return json_response(SetTagsResponse(await request.engine.set_tags(request.handle, request.body.tags)))
 
 
 @lease_route("cancel-children", one_of(answers.ChildrenCancelled), CancelChildrenRequest)
 async def cancel_children(request: Request[CancelChildrenRequest]) -> Response:
-    """Cancel children of the execution that is held; of others it is said that they do not exist."""
+    """Cancel children of the held execution; executions that are no children are reported as not found."""
     body = request.body
     return variant_response(
         await request.engine.cancel_children(request.handle, body.execution_ids, reason=body.reason)
@@ -141,7 +145,7 @@ async def cancel_children(request: Request[CancelChildrenRequest]) -> Response:
 
 @lease_route("delay", one_of(answers.Delayed), DelayRequest)
 async def delay(request: Request[DelayRequest]) -> Response:
-    """Put the work away for a while; the same attempt goes on afterwards."""
+    """Release the work for a while; the same attempt continues afterwards."""
     body = request.body
     if (body.delay_until is None) == (body.delay_ms is None):
         raise bad_request("either delay_until or delay_ms is needed")
@@ -155,7 +159,7 @@ async def delay(request: Request[DelayRequest]) -> Response:
 
 @lease_route("wait-children", one_of(answers.Moved), HandleOnlyRequest)
 async def wait_children(request: Request[HandleOnlyRequest]) -> Response:
-    """Put the work away until its dependencies are resolved."""
+    """Release the work until its dependencies are resolved."""
     answer = await request.engine.wait_children(request.handle)
     request.trace_attempt_end("waiting")
     return variant_response(answer)
@@ -163,7 +167,7 @@ async def wait_children(request: Request[HandleOnlyRequest]) -> Response:
 
 @lease_route("suspend", one_of(Suspended=SuspendResponse, AlreadySatisfied=SuspendResponse), SuspendRequest)
 async def suspend(request: Request[SuspendRequest]) -> Response:
-    """Give the lease back and wait for the condition; signals that came early may have met it already."""
+    """Release the lease and wait for the condition; buffered signals may have met it already."""
     body = request.body
     now = body.now if body.now is not None else await request.engine.ping()
     policy = body.resume_policy
@@ -171,7 +175,7 @@ async def suspend(request: Request[SuspendRequest]) -> Response:
         request.handle,
         SuspendArgs(
             suspension_id=body.suspension_id or request.engine.minter.uuid(),
-            waitpoints=tuple(_binding(request, one) for one in body.waitpoints),
+            waitpoints=tuple(_to_binding(request, item) for item in body.waitpoints),
             resume_condition=body.resume_condition,
             reason_code=_snake(body.reason_code),
             now=now,
@@ -192,15 +196,15 @@ async def suspend(request: Request[SuspendRequest]) -> Response:
     if isinstance(answer, Suspended):
         request.trace_attempt_end("suspended")
         return variant_response(
-            _waiting(answer.details, await request.app.handle_signer.sign(answer.handle)), name="Suspended"
+            _suspend_response(answer.details, await request.app.handle_signer.sign(answer.handle)), name="Suspended"
         )
-    return variant_response(_waiting(answer.details, UNSET), name="AlreadySatisfied")
+    return variant_response(_suspend_response(answer.details, UNSET), name="AlreadySatisfied")
 
 
-def _binding(
-    request: Request[SuspendRequest], given: dict[str, dict[str, str]]
+def _to_binding(
+    request: Request[SuspendRequest], binding: dict[str, dict[str, str]]
 ) -> FreshWaitpoint | UsePendingWaitpoint:
-    match given:
+    match binding:
         case {"Fresh": fields}:
             waitpoint_id = fields.get("waitpoint_id") or request.engine.minter.uuid()
             return FreshWaitpoint(waitpoint_id, fields.get("waitpoint_key", f"wpk:{waitpoint_id}"))
@@ -210,41 +214,43 @@ def _binding(
             raise bad_request("waitpoints: neither Fresh nor UsePending")
 
 
-def _waiting(details: SuspendDetails, handle: str | UnsetType) -> SuspendResponse:
+def _suspend_response(details: SuspendDetails, handle: str | UnsetType) -> SuspendResponse:
     first = IssuedWaitpoint(details.waitpoint_id, details.waitpoint_key, details.waitpoint_token.reveal())
     rest = [
-        IssuedWaitpoint(one.waitpoint_id, one.waitpoint_key, one.waitpoint_token.reveal())
-        for one in details.additional_waitpoints
+        IssuedWaitpoint(item.waitpoint_id, item.waitpoint_key, item.waitpoint_token.reveal())
+        for item in details.additional_waitpoints
     ]
     return SuspendResponse(details.suspension_id, [first, *rest], handle)
 
 
 def _snake(name: str) -> str:
-    """`WaitingForSignal` and `waiting_for_signal` are the same."""
+    """Return the snake case of an enum value, so that `WaitingForSignal` and `waiting_for_signal` are equal."""
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
 @lease_route("waitpoints", CreateWaitpointResponse, CreateWaitpointRequest)
 async def create_waitpoint(request: Request[CreateWaitpointRequest]) -> Response:
-    """A waitpoint to hand out before the wait."""
-    made = await request.engine.create_waitpoint(request.handle, request.body.waitpoint_key, request.body.expires_in_ms)
+    """Create a waitpoint before the suspension that uses it."""
+    created = await request.engine.create_waitpoint(
+        request.handle, request.body.waitpoint_key, request.body.expires_in_ms
+    )
     return json_response(
-        CreateWaitpointResponse(made.waitpoint_id, made.token.reveal()), 200, ("cache-control", "no-store")
+        CreateWaitpointResponse(created.waitpoint_id, created.token.reveal()), 200, ("cache-control", "no-store")
     )
 
 
 @lease_route("signals", ObservedSignalsResponse, HandleOnlyRequest)
 async def observe_signals(request: Request[HandleOnlyRequest]) -> Response:
-    """The signals that resumed this attempt, in the order in which they were accepted."""
+    """Return the signals that resumed this attempt, in the order of acceptance."""
     return json_response(
         ObservedSignalsResponse(
-            [observed_signal_item(one) for one in await request.engine.observe_signals(request.handle)]
+            [observed_signal_item(item) for item in await request.engine.observe_signals(request.handle)]
         )
     )
 
 
 def observed_signal_item(signal: Any) -> ObservedSignalItem:
-    """A signal for its receiver."""
+    """Return the schema of a signal."""
     return ObservedSignalItem(
         signal.signal_id,
         signal.signal_name,
@@ -259,7 +265,7 @@ def observed_signal_item(signal: Any) -> ObservedSignalItem:
 
 @lease_route("frames", BatchResponse, AppendFramesRequest)
 async def append_frames(request: Request[AppendFramesRequest]) -> Response:
-    """Add frames to the attempt's output, in order; each answer stands for itself."""
+    """Append frames to the output of the attempt, in order; each gets its own result or error."""
     handle = request.handle
     # Handed in together, in order, they are written together.
     appended = await asyncio.gather(*(_appended(request, handle, frame) for frame in request.body.frames))

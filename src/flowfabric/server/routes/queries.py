@@ -1,4 +1,4 @@
-"""Reads that the reference keeps to its library: search, history, explanations, lists."""
+"""Routes for queries: search, history, explanations, outcomes, lists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ routes = RouteGroup("lookups")
 
 EXECUTION_PATH = "/v1/executions/{id}"
 STRING_SCHEMA = {"type": "string"}
-MAX_RESULT_BYTES = 8 * 1024 * 1024  # of one answer; a single result may be larger, and comes alone
+MAX_RESULT_BYTES = 8 * 1024 * 1024  # of one response; a larger single result is sent alone
 RESULTS_BATCH = 20
 
 
@@ -56,7 +56,7 @@ RESULTS_BATCH = 20
     ),
 )
 async def search_executions(request: Request[None]) -> Response:
-    """Executions of all partitions that meet every filter, by id."""
+    """Return executions of all partitions that match every filter, by id."""
     namespace = request.query_param("namespace")
     if request.principal.namespaces is not None:
         if namespace is None:
@@ -92,12 +92,12 @@ async def search_executions(request: Request[None]) -> Response:
     ),
 )
 async def find_executions(request: Request[None]) -> Response:
-    """Executions whose id begins like this, within the namespaces of the token."""
-    own = request.principal.namespaces
+    """Return executions whose id begins with a prefix, within the namespaces of the token."""
+    namespaces = request.principal.namespaces
     return json_response(
         await request.engine.find_executions(
             request.query_param("prefix") or "",
-            namespaces=None if own is None else sorted(own),
+            namespaces=None if namespaces is None else sorted(namespaces),
             limit=request.int_param("limit", 10),
         )
     )
@@ -105,7 +105,7 @@ async def find_executions(request: Request[None]) -> Response:
 
 @routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
 async def describe_execution(request: Request[None]) -> Response:
-    """An execution with its lease, its waitpoint and its tags."""
+    """Return an execution with its lease, its waitpoint and its tags."""
     execution_id = request.execution_id
     return json_response(
         require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
@@ -114,30 +114,34 @@ async def describe_execution(request: Request[None]) -> Response:
 
 @routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
 async def attempt_history(request: Request[None]) -> Response:
-    """Every attempt by index, the running one included."""
+    """Return every attempt by index, the running one included."""
     return json_response(await request.engine.attempt_history(request.execution_id))
 
 
 @routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
 async def lease_history(request: Request[None]) -> Response:
-    """What happened to the leases of an execution, oldest first."""
+    """Return the lease events of an execution, oldest first."""
     return json_response(await request.engine.lease_history(request.execution_id))
 
 
 @routes.get(f"{EXECUTION_PATH}/progress", {200: ReadProgressResponse}, subject=Subject.EXECUTION)
 async def read_progress(request: Request[None]) -> Response:
-    """What the holder last said of its progress."""
+    """Return the last reported progress."""
     return json_response(ReadProgressResponse(*await request.engine.read_progress(request.execution_id)))
 
 
 @routes.get(f"{EXECUTION_PATH}/explain", {200: ExplanationResponse}, subject=Subject.EXECUTION)
 async def explain(request: Request[None]) -> Response:
-    """Why an execution is not running."""
-    told = await request.engine.explain(request.execution_id)
-    facts = msgspec.to_builtins(told.obstacle)
+    """Explain why an execution is not running."""
+    explanation = await request.engine.explain(request.execution_id)
+    facts = msgspec.to_builtins(explanation.obstacle)
     return json_response(
         ExplanationResponse(
-            told.execution_id, told.public_state.value, variant_name(type(told.obstacle)), facts, told.sentence
+            explanation.execution_id,
+            explanation.public_state.value,
+            variant_name(type(explanation.obstacle)),
+            facts,
+            explanation.sentence,
         )
     )
 
@@ -153,7 +157,7 @@ async def explain(request: Request[None]) -> Response:
     long=True,
 )
 async def await_end(request: Request[None]) -> Response:
-    """How an execution ended, waited for up to `wait_ms`, with `result=true` also its result; 204 when it has not."""
+    """Wait up to `wait_ms` for the outcome; include the result with `result=true`; 204 if it has not ended."""
     wait_ms = min(request.int_param("wait_ms", 0), MAX_WAIT_MS)
     execution_id = request.execution_id
     ended = (
@@ -168,7 +172,7 @@ async def await_end(request: Request[None]) -> Response:
 
 
 def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> ExecutionOutcomeResponse:
-    """An end for those who waited for it."""
+    """Return the response for an outcome."""
     return ExecutionOutcomeResponse(
         ended.execution_id,
         ended.outcome.value,
@@ -188,26 +192,26 @@ def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> Ex
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def read_results(request: Request[ReadResultsRequest]) -> Response:
-    """The results of many executions, as many as fit into one answer; the ids of the others are told."""
-    wanted: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, request.body.execution_ids)))
-    for execution_id in wanted:
+    """Return the results of many executions, as many as fit into one response, and the ids of the rest."""
+    remaining: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, request.body.execution_ids)))
+    for execution_id in remaining:
         await request.require_execution_access(execution_id)
-    found: dict[str, bytes | None] = {}
+    results: dict[str, bytes | None] = {}
     size = 0
-    while wanted and size < MAX_RESULT_BYTES:
-        some = await request.engine.read_results(wanted[:RESULTS_BATCH], namespace=request.body.namespace)
-        for execution_id, result in some.items():
+    while remaining and size < MAX_RESULT_BYTES:
+        batch = await request.engine.read_results(remaining[:RESULTS_BATCH], namespace=request.body.namespace)
+        for execution_id, result in batch.items():
             size += len(result or b"")
-            if found and size > MAX_RESULT_BYTES:
+            if results and size > MAX_RESULT_BYTES:
                 break
-            found[execution_id] = result
-            wanted.remove(execution_id)
-    return json_response(ReadResultsResponse(found, wanted))
+            results[execution_id] = result
+            remaining.remove(execution_id)
+    return json_response(ReadResultsResponse(results, remaining))
 
 
 @routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR_PARAM, LIMIT_PARAM))
 async def list_lanes(request: Request[None]) -> Response:
-    """Lanes that ever had an execution."""
+    """List the lanes that ever had an execution."""
     return json_response(
         await request.engine.list_lanes(
             cursor=request.query_param("cursor") or None, limit=request.int_param("limit", 50)
@@ -225,7 +229,7 @@ async def list_lanes(request: Request[None]) -> Response:
     ),
 )
 async def list_suspended(request: Request[None]) -> Response:
-    """Suspended executions of a partition, those that time out first in front."""
+    """List the suspended executions of a partition, earliest timeout first."""
     return json_response(
         await request.engine.list_suspended(
             request.int_param("partition"),
@@ -237,5 +241,5 @@ async def list_suspended(request: Request[None]) -> Response:
 
 @routes.get("/v1/capabilities", {200: Capabilities}, subject=Subject.CHECKED_BY_HANDLER)
 async def capabilities(request: Request[None]) -> Response:
-    """Which operations the engine knows."""
+    """List the operations of the engine."""
     return json_response(request.engine.capabilities())

@@ -1,4 +1,4 @@
-"""Waitpoints and signals."""
+"""Routes for waitpoints, signals and messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
     query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
 async def list_pending_waitpoints(request: Request[None]) -> Response:
-    """The open waitpoints of an execution by id, up to 1000 a page."""
+    """List the open waitpoints of an execution by id, up to 1000 a page."""
     after = request.query_param("after")
     page = await request.engine.list_pending_waitpoints(
         request.execution_id,
@@ -43,25 +43,25 @@ async def list_pending_waitpoints(request: Request[None]) -> Response:
     )
     entries = [
         WaitpointEntry(
-            waitpoint_id=one.waitpoint_id,
-            waitpoint_key=one.waitpoint_key,
-            execution_id=one.execution_id,
-            state=one.state,
-            required_signal_names=one.required_signal_names,
-            created_at=one.created_at,
-            token_kid=one.token_kid,
-            token_fingerprint=one.token_fingerprint,
-            activated_at=UNSET if one.activated_at is None else one.activated_at,
-            expires_at=UNSET if one.expires_at is None else one.expires_at,
+            waitpoint_id=entry.waitpoint_id,
+            waitpoint_key=entry.waitpoint_key,
+            execution_id=entry.execution_id,
+            state=entry.state,
+            required_signal_names=entry.required_signal_names,
+            created_at=entry.created_at,
+            token_kid=entry.token_kid,
+            token_fingerprint=entry.token_fingerprint,
+            activated_at=UNSET if entry.activated_at is None else entry.activated_at,
+            expires_at=UNSET if entry.expires_at is None else entry.expires_at,
         )
-        for one in page.entries
+        for entry in page.entries
     ]
     return json_response(entries)
 
 
 @routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
 async def describe_waitpoint(request: Request[None]) -> Response:
-    """A waitpoint of an execution, open or closed, and how many signals it has met; not its token."""
+    """Return a waitpoint of an execution, open or closed, and how many signals it has; not its token."""
     record = await request.engine.describe_waitpoint(
         request.execution_id, path_uuid("waitpoint_id", request.path_params[1], "")
     )
@@ -76,7 +76,7 @@ async def describe_waitpoint(request: Request[None]) -> Response:
     audit=True,
 )
 async def read_waitpoint_token(request: Request[None]) -> Response:
-    """The token of an open waitpoint, for those who may have it."""
+    """Return the token of an open waitpoint."""
     execution_id, waitpoint_id = request.execution_id, path_uuid("waitpoint_id", request.path_params[1], "")
     token = await request.engine.read_token_of(execution_id, waitpoint_id)
     if token is None:
@@ -93,16 +93,16 @@ async def read_waitpoint_token(request: Request[None]) -> Response:
     subject=Subject.EXECUTION,
 )
 async def deliver_signal(request: Request[DeliverSignalRequest]) -> Response:
-    """Send a signal to a waitpoint, with the token that allows it."""
+    """Deliver a signal to a waitpoint; its token is required."""
     execution_id, body = request.execution_id, request.body
     check_same_id("execution_id", execution_id, body.execution_id)
     answer = await request.engine.deliver_signal(
         SignalArgs(
             signal_id=body.signal_id or request.engine.minter.uuid(),
             payload=decode_octets("payload", body.payload, body.payload_b64),
-            dedup_ttl_ms=_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
-            max_signals_per_execution=_or(body.max_signals_per_execution, MAX_SIGNALS),
-            signal_maxlen=_or(body.signal_maxlen, SIGNAL_LOG_LENGTH),
+            dedup_ttl_ms=_value_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
+            max_signals_per_execution=_value_or(body.max_signals_per_execution, MAX_SIGNALS),
+            signal_maxlen=_value_or(body.signal_maxlen, SIGNAL_LOG_LENGTH),
             **body.to_kwargs(
                 "signal_id",
                 "payload",
@@ -116,9 +116,9 @@ async def deliver_signal(request: Request[DeliverSignalRequest]) -> Response:
     return variant_response(answer)
 
 
-def _or(given: int | None, default: int) -> int:
-    """A number that may be sent as null, which says no more than leaving it out."""
-    return default if given is None else given
+def _value_or(value: int | None, default: int) -> int:
+    """Return the default for null, which means the same as an omitted field."""
+    return default if value is None else value
 
 
 @routes.post(
@@ -130,7 +130,7 @@ def _or(given: int | None, default: int) -> int:
     subject=Subject.EXECUTION,
 )
 async def send_message(request: Request[SendMessageRequest]) -> Response:
-    """Send a message to an execution; it is kept in order until somebody receives it."""
+    """Send a message to an execution; messages are kept in order until they are received."""
     body = request.body
     answer = await request.engine.send_message(
         MessageArgs(

@@ -1,4 +1,4 @@
-"""Output streams: read, tail, follow."""
+"""Routes for output streams: read, tail, follow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMIT = QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_FR
 _AFTER = QueryParam("after", {"type": "string"})
 
 
-def _index(request: Request[None]) -> int:
+def _attempt_index(request: Request[None]) -> int:
     text = request.path_params[1]
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 2**32 - 1:
         raise bad_request(f"attempt index: {text[:40]!r} is not a whole number")
@@ -46,11 +46,11 @@ def _after(request: Request[None], text: str) -> str:
 
 
 def _page(page: StreamPage) -> Response:
-    shown = [StreamFrame(frame.id, frame.fields) for frame in page.frames]
+    frames = [StreamFrame(frame.id, frame.fields) for frame in page.frames]
     return json_response(
         ReadStreamResponse(
-            shown,
-            len(shown),
+            frames,
+            len(frames),
             UNSET if page.closed_at is None else page.closed_at,
             UNSET if page.closed_reason is None else page.closed_reason,
         )
@@ -64,8 +64,8 @@ def _page(page: StreamPage) -> Response:
     query=(QueryParam("from", {"type": "string"}), QueryParam("to", {"type": "string"}), _LIMIT),
 )
 async def read_stream(request: Request[None]) -> Response:
-    """Frames between two places, both included; a stream that was never written is empty."""
-    execution_id, index = request.execution_id, _index(request)
+    """Return the frames between two cursors, both included; a stream that was never written is empty."""
+    execution_id, index = request.execution_id, _attempt_index(request)
     limit = _limit(request, 100, "from/to")
     first, last = request.query_param("from"), request.query_param("to")
     return _page(
@@ -83,29 +83,29 @@ async def read_stream(request: Request[None]) -> Response:
     long=True,
 )
 async def tail_stream(request: Request[None]) -> Response:
-    """Frames after a place, waited for; the end of the stream ends the wait."""
-    execution_id, index = request.execution_id, _index(request)
+    """Return frames after a cursor, waiting for the first; the end of the stream ends the wait."""
+    execution_id, index = request.execution_id, _attempt_index(request)
     limit, block_ms = _limit(request, 50, "after"), request.int_param("block_ms", 0)
     if block_ms > MAX_BLOCK_MS:
         raise bad_request(f"block_ms exceeds {MAX_BLOCK_MS}ms ceiling")
     after = request.query_param("after")
-    place = _after(request, "0-0" if after is None else after)
-    tail = request.engine.tail_stream(execution_id, index, place, block_ms, limit)
+    cursor = _after(request, "0-0" if after is None else after)
+    tail = request.engine.tail_stream(execution_id, index, cursor, block_ms, limit)
     page = await request.wait_while_connected(tail) if block_ms else await tail
     return _page(page or StreamPage([], None, None))
 
 
 @routes.get(f"{STREAM_PATH}/summary", {200: SummaryView}, subject=Subject.EXECUTION)
 async def read_summary(request: Request[None]) -> Response:
-    """The document that the attempt's summary frames amount to."""
-    summary = await request.engine.read_summary(request.execution_id, _index(request))
+    """Return the document that the summary frames of an attempt amount to."""
+    summary = await request.engine.read_summary(request.execution_id, _attempt_index(request))
     return json_response(require_found(summary, "not found: stream"))
 
 
 @routes.get(f"{STREAM_PATH}/events", {200: EVENT_STREAM}, subject=Subject.EXECUTION, query=(_AFTER,), long=True)
 async def follow_stream(request: Request[None]) -> StreamingResponse:
-    """Frames as they come, as server-sent events; `Last-Event-ID` or `after` says where to go on."""
-    execution_id, index = request.execution_id, _index(request)
+    """Stream frames as server-sent events; `Last-Event-ID` or `after` resumes."""
+    execution_id, index = request.execution_id, _attempt_index(request)
     after = _after(request, sse.last_event_id(request) or request.query_param("after") or "0-0")
     first = await request.engine.tail_stream(
         execution_id, index, after, 0, PAGE_SIZE

@@ -1,4 +1,4 @@
-"""Workers over HTTP: get work with its lease in one call, redeem grants, stay in the registry."""
+"""Routes for workers: long-polling claims, redeemed grants and the registry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ routes = RouteGroup("workers")
     long=True,
 )
 async def claim(request: Request[ClaimWorkRequest]) -> Response:
-    """Up to `limit` executions with their leases, as soon as there is one; budgets and quotas are asked first."""
+    """Claim up to `limit` executions, as soon as there is one; budgets and quotas are checked first."""
     worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, *body.lanes)
     lanes = tuple(dict.fromkeys(body.lanes))
@@ -57,40 +57,40 @@ async def claim(request: Request[ClaimWorkRequest]) -> Response:
 
     await request.app.handle_signer.prepare()
 
-    def nudge() -> None:
+    def wake() -> None:
         request.engine.wake_claims(lanes)
 
-    async with request.watch_disconnect(nudge) as is_heard:
-        with _endable(request, nudge) as is_wanted:
+    async with request.watch_disconnect(wake) as is_connected:
+        with _register_claim(request, wake) as is_wanted:
             claimed = await request.engine.claim_from_lanes(
                 lanes,
                 worker_id=worker_id,
                 max_wait_ms=min(body.wait_ms, MAX_WAIT_MS),
-                go_on=lambda: is_heard() and is_wanted(),
+                go_on=lambda: is_connected() and is_wanted(),
                 namespaces=request.principal.namespaces if body.namespaces is None else body.namespaces,
                 **body.to_kwargs("lanes", "wait_ms", "namespaces"),
             )
         await request.check_authentication()
         if claimed and request.is_abandoned:
-            await _hand_back(request.engine, claimed)
+            await _release(request.engine, claimed)
             claimed = []
-    return json_response(ClaimWorkResponse([await _work(request, one) for one in claimed]))
+    return json_response(ClaimWorkResponse([await _claimed_work(request, item) for item in claimed]))
 
 
-async def _hand_back(engine: Engine, claimed: list[answers.Claimed]) -> None:
-    """Nobody is there to hear of this work: the next worker shall not have to wait for the end of its leases."""
-    await asyncio.gather(*(engine.delay_for(one.handle, 0) for one in claimed), return_exceptions=True)
+async def _release(engine: Engine, claimed: list[answers.Claimed]) -> None:
+    """Release work whose claimant has disconnected, so that the next worker need not wait for lease expiry."""
+    await asyncio.gather(*(engine.delay_for(item.handle, 0) for item in claimed), return_exceptions=True)
 
 
 @contextmanager
-def _endable(request: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """While a claim waits: whether its worker still wants it."""
+def _register_claim(request: Request[ClaimWorkRequest], wake: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Register a waiting claim for `end_claims`; yield a predicate that is False once it was ended."""
     wanted, claimant = True, (request.principal.name, request.body.worker_instance_id)
 
     def end() -> None:
         nonlocal wanted
         wanted = False
-        nudge()
+        wake()
 
     waiting = request.app.waiting_claims.setdefault(claimant, set())
     waiting.add(end)
@@ -110,7 +110,7 @@ def _endable(request: Request[ClaimWorkRequest], nudge: Callable[[], None]) -> I
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def end_claims(request: Request[EndClaimsRequest]) -> Response:
-    """Let the claims of one's own worker instance that wait here answer now, with what they have; how many."""
+    """Make the waiting claims of this worker instance return now; return how many there were."""
     check_worker_names(request.path_params[0], request.body.worker_instance_id)
     waiting = tuple(request.app.waiting_claims.get((request.principal.name, request.body.worker_instance_id), ()))
     for end in waiting:
@@ -118,7 +118,7 @@ async def end_claims(request: Request[EndClaimsRequest]) -> Response:
     return json_response(EndClaimsResponse(len(waiting)))
 
 
-async def _work(
+async def _claimed_work(
     request: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], claimed: answers.Claimed
 ) -> ClaimedWork:
     payload = claimed.payload
@@ -162,7 +162,7 @@ async def _work(
     subject=Subject.EXECUTION,
 )
 async def redeem(request: Request[RedeemGrantRequest]) -> Response:
-    """Redeem a grant: begin an attempt, go on with an interrupted one, or take over a lost one."""
+    """Redeem a grant: start an attempt, continue an interrupted one, or take over a lost one."""
     execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
     answer: answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound
@@ -184,46 +184,48 @@ async def redeem(request: Request[RedeemGrantRequest]) -> Response:
         case _:
             raise bad_request("grant_kind: none of claim, resume, reclaim")
     if isinstance(answer, answers.Claimed):
-        return variant_response(await _work(request, answer), name="Claimed")
+        return variant_response(await _claimed_work(request, answer), name="Claimed")
     return variant_response(answer)
 
 
-def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, **given: Any) -> Callable[[H], H]:
-    """A route about one entry of the registry."""
-    path, ways = f"/v1/workers/{{worker_id}}/{verb}", {"scope": ApiScope.WORK} | given
-    return routes.post(path, {200: answered}, body=body, subject=Subject.CHECKED_BY_HANDLER, **ways)
+def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, **options: Any) -> Callable[[H], H]:
+    """Declare a route for an entry of the registry."""
+    path, route_options = f"/v1/workers/{{worker_id}}/{verb}", {"scope": ApiScope.WORK} | options
+    return routes.post(path, {200: answered}, body=body, subject=Subject.CHECKED_BY_HANDLER, **route_options)
 
 
-def _told(request: Request[Any]) -> dict[str, Any]:
-    """What the body says of a worker; refused beyond the token's namespaces, and with names that are none."""
+def _registry_kwargs(request: Request[Any]) -> dict[str, Any]:
+    """Check namespace and names, and return the fields of the body."""
     request.require_namespace(request.body.namespace)
     check_worker_names(request.path_params[0], request.body.worker_instance_id, *getattr(request.body, "lanes", ()))
-    told: dict[str, Any] = request.body.to_kwargs()
-    return told
+    kwargs: dict[str, Any] = request.body.to_kwargs()
+    return kwargs
 
 
 @registry_route("register", one_of(WorkerRegistered, WorkerRefreshed), RegisterWorkerRequest)
 async def register_worker(request: Request[RegisterWorkerRequest]) -> Response:
-    """Enter the registry; work that waited for these capabilities is claimable before this answers."""
-    return variant_response(await request.engine.register_worker(worker_id=request.path_params[0], **_told(request)))
+    """Register a worker; work that waited for these capabilities is claimable before this returns."""
+    return variant_response(
+        await request.engine.register_worker(worker_id=request.path_params[0], **_registry_kwargs(request))
+    )
 
 
 @registry_route("heartbeat", one_of(WorkerRefreshed, NotRegistered))
 async def heartbeat_worker(request: Request[WorkerInstanceRequest]) -> Response:
-    """Stay in the registry for another while."""
-    return variant_response(await request.engine.heartbeat_worker(**_told(request)))
+    """Refresh a worker in the registry."""
+    return variant_response(await request.engine.heartbeat_worker(**_registry_kwargs(request)))
 
 
 @registry_route("dead", one_of(MarkedDead, NotRegistered), MarkWorkerDeadRequest, scope=ApiScope.OPERATE, audit=True)
 async def mark_worker_dead(request: Request[MarkWorkerDeadRequest]) -> Response:
-    """Take a worker out of the registry; its leases end by their own time."""
-    return variant_response(await request.engine.mark_worker_dead(**_told(request)))
+    """Remove a worker from the registry; its leases expire by themselves."""
+    return variant_response(await request.engine.mark_worker_dead(**_registry_kwargs(request)))
 
 
 @registry_route("leave", one_of(MarkedDead, NotRegistered))
 async def leave(request: Request[WorkerInstanceRequest]) -> Response:
     """Leave the registry, as a worker that stops."""
-    return variant_response(await request.engine.mark_worker_dead(reason=STOPPED, **_told(request)))
+    return variant_response(await request.engine.mark_worker_dead(reason=STOPPED, **_registry_kwargs(request)))
 
 
 @routes.get(
@@ -233,7 +235,7 @@ async def leave(request: Request[WorkerInstanceRequest]) -> Response:
     query=(QueryParam("namespace", {"type": "string"}, required=True), CURSOR_PARAM, LIMIT_PARAM),
 )
 async def list_workers(request: Request[None]) -> Response:
-    """The live workers of a namespace by instance id."""
+    """List the live workers of a namespace by instance id."""
     namespace = request.query_param("namespace")
     if namespace is None:
         raise bad_request("namespace: missing")
