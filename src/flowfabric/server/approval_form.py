@@ -1,7 +1,7 @@
-"""Forms for people: an approval's schema as fields, and what was filled in as a value again.
+"""HTML forms for approvals: renders a JSON schema as fields and parses the submitted form back into a value.
 
-Nothing here needs JavaScript, and every text of others is escaped where it meets the page. A schema that would need
-more fields, options or text than a person fills in is asked for as JSON, in one field.
+The forms need no JavaScript, and every foreign text is escaped when it is rendered. A schema with too many fields,
+options or characters becomes a single field for JSON.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MAX_CHARACTERS: Final = 64 * 1024
 MAX_NESTED: Final = 16
 MAX_LABEL_CHARS: Final = 200
 DISABLED_SUBMIT = '<button type="submit" disabled hidden></button>'
-"""Stands first in a form with several buttons, so that Enter in a text field presses none of them."""
+"""Comes first in a form with several buttons, so that Enter in a text field presses none of them."""
 
 
 class InvalidFormInput(Exception):
-    """A field is missing or holds something else; the text says so to the person."""
+    """A field is missing or invalid; the text is shown to the person."""
 
 
 class FormTooLarge(Exception):
-    """The schema needs a larger form than a person fills in."""
+    """The schema exceeds the limits of a form."""
 
 
 class FormNode(msgspec.Struct, frozen=True):
@@ -47,35 +47,37 @@ class FormNode(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> Iterator[FormNode]:
-        """The fields in their order."""
+        """The fields, in order."""
         if self.children is None:
             yield self
         else:
-            for part in self.children.values():
-                yield from part.fields
+            for node in self.children.values():
+                yield from node.fields
 
 
-class _Outline:
-    """Makes the parts of one form within its limits."""
+class _FormBuilder:
+    """Builds the nodes of one form within its limits."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._fields = self._options = self._characters = 0
 
-    def part(self, schema: Schema, name: str, *, optional: bool, around: tuple[int, ...] = ()) -> FormNode:
-        schema, may_be_null = _resolved(schema, self._root)
-        if id(schema) in around or len(around) >= MAX_NESTED:  # a type that holds itself, or nearly so
+    def build(self, schema: Schema, name: str, *, optional: bool, ancestors: tuple[int, ...] = ()) -> FormNode:
+        schema, may_be_null = _resolve(schema, self._root)
+        if id(schema) in ancestors or len(ancestors) >= MAX_NESTED:  # a recursive type, or one nested too deep
             schema = {}
         properties = schema.get("properties")
         if isinstance(properties, dict):
-            given = schema.get("required")
-            required = [key for key in given if isinstance(key, str)] if isinstance(given, list) else []
-            parts = {
-                key: self.part(one, f"{name}.{key}", optional=key not in required, around=(*around, id(schema)))
-                for key, one in properties.items()
-                if isinstance(one, dict)
+            listed = schema.get("required")
+            required = [key for key in listed if isinstance(key, str)] if isinstance(listed, list) else []
+            children = {
+                key: self.build(
+                    value, f"{name}.{key}", optional=key not in required, ancestors=(*ancestors, id(schema))
+                )
+                for key, value in properties.items()
+                if isinstance(value, dict)
             }
-            return FormNode(name, "", schema, optional, children=parts)
+            return FormNode(name, "", schema, optional, children=children)
         title = schema.get("title")
         label = title if isinstance(title, str) and title else name.rpartition(".")[2].replace("_", " ")
         options = _options(schema)
@@ -88,99 +90,100 @@ class _Outline:
         self._options += len(options)
         if self._fields > MAX_FIELDS or self._options > MAX_OPTIONS:
             raise FormTooLarge()
-        self._characters += characters + sum(len(_words(option)) for option in options)
+        self._characters += characters + sum(len(_option_text(option)) for option in options)
         if self._characters > MAX_CHARACTERS:
             raise FormTooLarge()
 
 
-def _resolved(schema: Schema, root: Schema) -> tuple[Schema, bool]:
-    """A schema without its reference and without the way out that optional types have, and whether it had one."""
+def _resolve(schema: Schema, root: Schema) -> tuple[Schema, bool]:
+    """Return a schema without references and without its null alternative, and whether it had that alternative."""
     may_be_null = False
     for _ in range(MAX_NESTED):
         schema = resolve_reference(schema, root)
         choices = schema.get("anyOf")
         if not isinstance(choices, list):
             return schema, may_be_null
-        real = [one for one in choices if isinstance(one, dict) and one.get("type") != "null"]
-        if len(real) != 1:
+        non_null = [value for value in choices if isinstance(value, dict) and value.get("type") != "null"]
+        if len(non_null) != 1:
             return schema, may_be_null
-        may_be_null = may_be_null or len(real) < len(choices)
-        schema = real[0]
+        may_be_null = may_be_null or len(non_null) < len(choices)
+        schema = non_null[0]
     return {}, may_be_null
 
 
-def _whole(schema: Schema) -> FormNode:
-    """The form for a value of this schema; one field of JSON when that would be too large."""
+def _build_form(schema: Schema) -> FormNode:
+    """Build the form of a schema; a single JSON field if it would be too large."""
     try:
-        return _Outline(schema).part(schema, "value", optional=False)
+        return _FormBuilder(schema).build(schema, "value", optional=False)
     except FormTooLarge:
         return FormNode("value", "value", {}, False)
 
 
 def form_fields(schema: Schema) -> list[FormNode]:
-    """The fields of the form for a value of this schema."""
-    return list(_whole(schema).fields)
+    """Return the fields of the form of a schema."""
+    return list(_build_form(schema).fields)
 
 
-def _is_yes_or_no(part: FormNode) -> bool:
-    return part.children is None and part.schema.get("type") == "boolean" and part.options == [True, False]
+def _is_yes_or_no(node: FormNode) -> bool:
+    return node.children is None and node.schema.get("type") == "boolean" and node.options == [True, False]
 
 
 def render_fields(schema: Schema) -> str:
-    """The fields for a value of this schema; a question of yes or no has none, its buttons are the answer."""
-    whole = _whole(schema)
-    if _is_yes_or_no(whole):
-        return f"<p>{escape(whole.label)}</p>\n"
-    return "".join(f"<label>{escape(part.label)}{_input(part)}</label>\n" for part in whole.fields)
+    """Render the fields of a schema; a yes/no question has buttons instead."""
+    form = _build_form(schema)
+    if _is_yes_or_no(form):
+        return f"<p>{escape(form.label)}</p>\n"
+    return "".join(f"<label>{escape(node.label)}{_input(node)}</label>\n" for node in form.fields)
 
 
 def render_buttons(schema: Schema) -> str:
-    """What sends the form: one button, or one for each answer to a question of yes or no."""
-    whole = _whole(schema)
-    if not _is_yes_or_no(whole):
+    """Render the submit button, or a button for each answer to a yes/no question."""
+    form = _build_form(schema)
+    if not _is_yes_or_no(form):
         return '<button type="submit">Send</button>'
-    known = escape(whole.name, quote=True)
+    name = escape(form.name, quote=True)
     return "\n".join(
-        f'<button type="submit" name="{known}" value="{place}">{_words(option)}</button>'
-        for place, option in enumerate((True, False))
+        f'<button type="submit" name="{name}" value="{index}">{_option_text(option)}</button>'
+        for index, option in enumerate((True, False))
     )
 
 
 def render_prefix(schema: Schema) -> str:
-    """What stands before everything else in the form."""
-    return DISABLED_SUBMIT if _is_yes_or_no(_whole(schema)) else ""
+    """Render what comes first in the form."""
+    return DISABLED_SUBMIT if _is_yes_or_no(_build_form(schema)) else ""
 
 
-def _input(part: FormNode) -> str:
-    schema, known = part.schema, escape(part.name, quote=True)
-    must = "" if part.is_optional else " required"
+def _input(node: FormNode) -> str:
+    schema, name = node.schema, escape(node.name, quote=True)
+    required = "" if node.is_optional else " required"
     default = schema.get("default")
-    if part.options is not None:
-        # An empty option comes first, so that nothing is chosen before a person chooses.
-        unchosen = escape(f"({_words(default)})" if "default" in schema else "")
-        shown = "".join(
-            f'<option value="{place}">{escape(_words(option))}</option>' for place, option in enumerate(part.options)
+    if node.options is not None:
+        # An empty option comes first, so that nothing is preselected.
+        empty_label = escape(f"({_option_text(default)})" if "default" in schema else "")
+        options = "".join(
+            f'<option value="{index}">{escape(_option_text(option))}</option>'
+            for index, option in enumerate(node.options)
         )
-        return f'<select name="{known}"{must}><option value="">{unchosen}</option>{shown}</select>'
+        return f'<select name="{name}"{required}><option value="">{empty_label}</option>{options}</select>'
     is_text = isinstance(default, str | int | float) and not isinstance(default, bool)
-    filled = f' value="{escape(_words(default), quote=True)}"' if is_text else ""
+    value = f' value="{escape(_option_text(default), quote=True)}"' if is_text else ""
     match schema.get("type"):
         case "integer":
-            return f'<input type="number" step="1" name="{known}"{_bounds(schema)}{filled}{must}>'
+            return f'<input type="number" step="1" name="{name}"{_bounds(schema)}{value}{required}>'
         case "number":
-            return f'<input type="number" step="any" name="{known}"{_bounds(schema)}{filled}{must}>'
+            return f'<input type="number" step="any" name="{name}"{_bounds(schema)}{value}{required}>'
         case "string":
             length = schema.get("maxLength")
-            most = f' maxlength="{length}"' if isinstance(length, int) and not isinstance(length, bool) else ""
-            return f'<input type="text" name="{known}"{most}{filled}{must}>'
+            max_length = f' maxlength="{length}"' if isinstance(length, int) and not isinstance(length, bool) else ""
+            return f'<input type="text" name="{name}"{max_length}{value}{required}>'
         case _:
-            return f'<textarea name="{known}" rows="4" placeholder="JSON"{must}></textarea>'
+            return f'<textarea name="{name}" rows="4" placeholder="JSON"{required}></textarea>'
 
 
 def _bounds(schema: Schema) -> str:
-    given = ((name, schema.get(key)) for name, key in (("min", "minimum"), ("max", "maximum")))
+    bounds = ((name, schema.get(key)) for name, key in (("min", "minimum"), ("max", "maximum")))
     return "".join(
-        f' {name}="{bound}"' for name, bound in given if isinstance(bound, int | float) and not isinstance(bound, bool)
+        f' {name}="{bound}"' for name, bound in bounds if isinstance(bound, int | float) and not isinstance(bound, bool)
     )
 
 
@@ -192,7 +195,7 @@ def _options(schema: Schema) -> list[Any] | None:
     return [True, False] if schema.get("type") == "boolean" else None
 
 
-def _words(option: Any) -> str:
+def _option_text(option: Any) -> str:
     if isinstance(option, bool):
         return "yes" if option else "no"
     try:
@@ -201,29 +204,29 @@ def _words(option: Any) -> str:
         return "…"
 
 
-def parse_form(given: Mapping[str, str], schema: Schema) -> Any:
-    """The value that was filled in; `NotFilledIn` names the field that is wrong."""
-    return _value(given, _whole(schema))
+def parse_form(fields: Mapping[str, str], schema: Schema) -> Any:
+    """Parse a submitted form; InvalidFormInput names the invalid field."""
+    return _parse_node(fields, _build_form(schema))
 
 
-def _value(given: Mapping[str, str], part: FormNode) -> Any:
-    if part.children is not None:
-        filled = {key: _value(given, one) for key, one in part.children.items()}
-        return {key: one for key, one in filled.items() if one is not None or not part.children[key].is_optional}
-    text = given.get(part.name, "").strip()
+def _parse_node(fields: Mapping[str, str], node: FormNode) -> Any:
+    if node.children is not None:
+        values = {key: _parse_node(fields, value) for key, value in node.children.items()}
+        return {key: value for key, value in values.items() if value is not None or not node.children[key].is_optional}
+    text = fields.get(node.name, "").strip()
     if not text:
-        if part.is_optional:
-            return part.schema.get("default")
-        raise InvalidFormInput(f"{part.name.rpartition('.')[2]} is missing")
-    return _read(text, part)
+        if node.is_optional:
+            return node.schema.get("default")
+        raise InvalidFormInput(f"{node.name.rpartition('.')[2]} is missing")
+    return _parse_field(text, node)
 
 
-def _read(text: str, part: FormNode) -> Any:
-    schema, label = part.schema, part.name.rpartition(".")[2]
-    if part.options is not None:
-        if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) >= len(part.options):
+def _parse_field(text: str, node: FormNode) -> Any:
+    schema, label = node.schema, node.name.rpartition(".")[2]
+    if node.options is not None:
+        if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) >= len(node.options):
             raise InvalidFormInput(f"{label}: choose one of the options")
-        return part.options[int(text)]
+        return node.options[int(text)]
     kind = schema.get("type")
     needed = {"integer": "a whole number", "number": "a number"}.get(kind, "JSON") if isinstance(kind, str) else "JSON"
     try:
@@ -241,30 +244,30 @@ def _read(text: str, part: FormNode) -> Any:
 
 
 def _integer(text: str) -> int:
-    """A whole number of as many digits as one in JSON may have."""
+    """Parse an integer with at most as many digits as JSON may have."""
     if len(text) > json_limits.MAX_DIGITS:
         raise ValueError(text)
     return int(text)
 
 
 def _finite(text: str) -> float:
-    """A number that JSON can write."""
+    """Parse a number that JSON can represent."""
     number = float(text)
     if not isfinite(number):
         raise ValueError(text)
     return number
 
 
-def render_facts(shown: Any) -> str:
-    """What is decided, as a list of facts."""
-    if not isinstance(shown, dict) or not shown:
+def render_facts(facts: Any) -> str:
+    """Render the facts of the question as a list."""
+    if not isinstance(facts, dict) or not facts:
         return ""
-    rows = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_fact(one))}</dd>" for key, one in shown.items())
+    rows = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_fact_text(value))}</dd>" for key, value in facts.items())
     return f"<dl>{rows}</dl>\n"
 
 
-def _fact(one: Any) -> str:
+def _fact_text(value: Any) -> str:
     try:
-        return one if isinstance(one, str) else repr(one)
+        return value if isinstance(value, str) else repr(value)
     except (RecursionError, ValueError):
         return "…"

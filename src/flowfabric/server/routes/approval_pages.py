@@ -1,7 +1,7 @@
-"""The page behind a signed link: shows what is decided, asks for a decision, and sends it as a signal.
+"""The approval page behind a signed link: shows the question and delivers the decision as a signal.
 
-The link's token is all that is asked for. A wrong link, one that is used up and one that never was look the same.
-Programs post their decision to the link itself, as JSON, and are answered in JSON.
+The token in the link is the only credential. A wrong link, a used one and one that never existed get the same response.
+Programs post their decision to the link itself, as JSON, and get JSON back.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ STYLE = (
     "button{font:inherit;padding:.5rem 1.5rem}.bad{color:#a00}"
 )
 _STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-_NOTHING_ELSE = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+_FORM_POLICY = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 SECURITY_HEADERS = (
     (
         "content-security-policy",
-        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_NOTHING_ELSE}",
+        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_FORM_POLICY}",
     ),
     ("cache-control", "no-store"),
     ("referrer-policy", "no-referrer"),
@@ -50,7 +50,7 @@ MAX_NAME_CHARS = 200
 
 
 class ApprovalQuestion(RedactedRepr, msgspec.Struct, frozen=True):
-    """What a link leads to."""
+    """The question behind a link: facts to show and the schema of the decision."""
 
     execution_id: str
     waitpoint_id: str
@@ -62,7 +62,7 @@ class ApprovalQuestion(RedactedRepr, msgspec.Struct, frozen=True):
 
 @routes.get(PATH, {200: HTML}, scope=None, query=(QueryParam("token", {"type": "string"}, required=True),))
 async def show_waitpoint(request: Request[None]) -> Response:
-    """What is decided, and a form to decide it."""
+    """Show the question and a form for the decision."""
     question = await _question(request, request.query_param("token") or "")
     return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404) if question is None else _form(request, question)
 
@@ -79,28 +79,28 @@ async def show_waitpoint(request: Request[None]) -> Response:
     ),
 )
 async def answer_waitpoint(request: Request[bytes]) -> Response:
-    """Send a decision: the page's form, or JSON posted to the link itself, which is answered in JSON."""
+    """Deliver a decision: from the form of the page, or JSON posted to the link itself."""
     token = request.query_param("token")
     return await _answer_form(request) if token is None else await _answer_json(request, token)
 
 
 async def _answer_form(request: Request[bytes]) -> Response:
     try:
-        given = dict(
+        fields = dict(
             parse_qsl(request.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS)
         )
     except ValueError:
         return _page("Not understood", "<p>The form could not be read.</p>", 400)
-    question = await _question(request, given.get("token", ""))
+    question = await _question(request, fields.get("token", ""))
     if question is None:
         return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404)
     try:
-        decided = approval_form.parse_form(given, question.schema)
-    except approval_form.InvalidFormInput as missing:
-        return _form(request, question, str(missing))
-    once = given.get("once", "")
+        decision = approval_form.parse_form(fields, question.schema)
+    except approval_form.InvalidFormInput as invalid:
+        return _form(request, question, str(invalid))
+    idempotency_key = fields.get("once", "")
     try:
-        signal_id = ids.parse_uuid(once)
+        signal_id = ids.parse_uuid(idempotency_key)
     except errors.InvalidInput:
         signal_id = request.engine.minter.uuid()
     try:
@@ -109,13 +109,13 @@ async def _answer_form(request: Request[bytes]) -> Response:
                 (question.execution_id, question.waitpoint_id),
                 question.token,
                 signal_id=signal_id,
-                by=given.get("by", ""),
-                payload=encode(decided),
-                once=signal_id,  # the same form sent twice is one vote
+                by=fields.get("by", ""),
+                payload=encode(decision),
+                idempotency_key=signal_id,  # the same form sent twice is one vote
             )
         )
-    except errors.InvalidInput as wrong:  # of another kind than was asked for
-        return _form(request, question, wrong.detail)
+    except errors.InvalidInput as error:  # the decision does not fit the schema
+        return _form(request, question, error.detail)
     except (errors.StateError, errors.ValidationError):
         return _page("Too late", f"<p>{LINK_INVALID_TEXT}</p>", 409)
     if isinstance(answer, DuplicateDelivery):
@@ -126,9 +126,9 @@ async def _answer_form(request: Request[bytes]) -> Response:
 
 
 async def _answer_json(request: Request[bytes], token: str) -> Response:
-    """Take a program's decision; the same decision posted again after a lost answer is the same vote."""
-    place = _place(request)
-    if place is None or not await request.engine.is_token_of(*place, WaitpointToken(token)):
+    """Deliver a decision of a program; the same decision posted again after a lost response is the same vote."""
+    target = _path_ids(request)
+    if target is None or not await request.engine.is_token_of(*target, WaitpointToken(token)):
         raise HttpError(404, WAITPOINT_NOT_FOUND)
     try:
         json_limits.decode(request.body)
@@ -139,12 +139,12 @@ async def _answer_json(request: Request[bytes], token: str) -> Response:
     try:
         answer = await request.engine.deliver_signal(
             _vote(
-                place,
+                target,
                 token,
                 signal_id=request.engine.minter.uuid(),
                 by=request.query_param("by") or "",
                 payload=request.body,
-                once=hashlib.sha256(request.body).hexdigest(),
+                idempotency_key=hashlib.sha256(request.body).hexdigest(),
             )
         )
     except (errors.InvalidToken, errors.NotFound):
@@ -154,8 +154,10 @@ async def _answer_json(request: Request[bytes], token: str) -> Response:
     return variant_response(answer)
 
 
-def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payload: bytes, once: str) -> SignalArgs:
-    execution_id, waitpoint_id = place
+def _vote(
+    target: tuple[str, str], token: str, *, signal_id: str, by: str, payload: bytes, idempotency_key: str
+) -> SignalArgs:
+    execution_id, waitpoint_id = target
     return SignalArgs(
         execution_id=execution_id,
         waitpoint_id=waitpoint_id,
@@ -167,12 +169,12 @@ def _vote(place: tuple[str, str], token: str, *, signal_id: str, by: str, payloa
         waitpoint_token=token,
         payload=payload,
         payload_encoding="json",
-        idempotency_key=once,
+        idempotency_key=idempotency_key,
     )
 
 
-def _place(request: Request[Any]) -> tuple[str, str] | None:
-    """The execution and the waitpoint in the path; None when they are no ids."""
+def _path_ids(request: Request[Any]) -> tuple[str, str] | None:
+    """Return the execution and waitpoint ids in the path; None if they are malformed."""
     try:
         return ids.parse_execution_id(request.path_params[0]), ids.parse_uuid(request.path_params[1])
     except errors.InvalidInput:
@@ -180,12 +182,12 @@ def _place(request: Request[Any]) -> tuple[str, str] | None:
 
 
 async def _question(request: Request[Any], token: str) -> ApprovalQuestion | None:
-    if (place := _place(request)) is None:
+    if (target := _path_ids(request)) is None:
         return None
-    execution_id, waitpoint_id = place
-    # One look, whatever is wrong: how long a refusal takes tells no more than the page does.
-    kept = await request.engine.read_token_of(execution_id, waitpoint_id)
-    if kept is None or kept != WaitpointToken(token):
+    execution_id, waitpoint_id = target
+    # One load, whatever is wrong, so that the duration of a refusal reveals nothing.
+    expected = await request.engine.read_token_of(execution_id, waitpoint_id)
+    if expected is None or expected != WaitpointToken(token):
         return None
     record = await request.engine.describe_waitpoint(execution_id, waitpoint_id)
     if record is None:
@@ -211,19 +213,19 @@ def _json(text: str | None) -> Any:
         return None
 
 
-def _form(request: Request[Any], question: ApprovalQuestion, wrong: str = "") -> Response:
+def _form(request: Request[Any], question: ApprovalQuestion, error: str = "") -> Response:
     token = escape(question.token, quote=True)
-    told = f'<p class="bad">{escape(wrong)}</p>' if wrong else ""
+    error_html = f'<p class="bad">{escape(error)}</p>' if error else ""
     return _page(
         question.title,
-        f"{approval_form.render_facts(question.shown)}{told}"
+        f"{approval_form.render_facts(question.shown)}{error_html}"
         f'<form method="post" action="?">{approval_form.render_prefix(question.schema)}\n'
         f'<input type="hidden" name="token" value="{token}">'
         f'<input type="hidden" name="once" value="{request.engine.minter.uuid()}">\n'
         f"{approval_form.render_fields(question.schema)}"
         f'<label>Your name<input type="text" name="by" maxlength="{MAX_NAME_CHARS}"></label>\n'
         f"{approval_form.render_buttons(question.schema)}\n</form>",
-        400 if wrong else 200,
+        400 if error else 200,
     )
 
 
