@@ -1,4 +1,4 @@
-"""An engine elsewhere: the verbs that applications and workers live on, asked of a server over HTTP."""
+"""The client: an engine whose operations are requests to a server."""
 
 from flowfabric.client.engine import RemoteEngine
 

@@ -1,4 +1,4 @@
-"""What every part of the engine elsewhere stands on."""
+"""The base of all parts of the remote engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowfabric.settings import Settings
 
 
 class ClientBase:
-    """A server to be asked, and what is known of its store."""
+    """The transport to a server, and what is known of its store."""
 
     transport: HttpTransport
     minter: Minter
@@ -19,5 +19,5 @@ class ClientBase:
 
 
 def execution_path(execution_id: str, *rest: str) -> str:
-    """The path of an execution, or of something below it."""
+    """Return the path of an execution, or of a resource below it."""
     return "/".join(("/v1/executions", quote_segment(parse_execution_id(execution_id)), *rest))

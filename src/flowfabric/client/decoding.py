@@ -1,4 +1,4 @@
-"""Shapes of the wire, read: variants by their names, and the records that the engine itself would return."""
+"""Decoding of responses: structs, and variants by name."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ T = TypeVar("T")
 
 
 def decode_as(body: bytes, kind: type[T]) -> T:
-    """A whole answer of one shape."""
+    """Decode a response body of one type."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as fault:
-        raise _nonsense(fault) from fault
+        raise _protocol_error(fault) from fault
 
 
 def decode_variant(body: bytes, *kinds: Any, **named: Any) -> Any:
-    """One of several answers: an object with one key, its name, or the bare name of one without fields."""
+    """Decode a response body that is one of several variants (see `api.encoding`)."""
     return convert_variant(decode_as(body, Any), *kinds, **named)
 
 
-def convert_variant(told: Any, *kinds: Any, **named: Any) -> Any:
-    """The same of what was decoded already."""
+def convert_variant(value: Any, *kinds: Any, **named: Any) -> Any:
+    """Convert a decoded value that is one of several variants."""
     known: Mapping[str, Any] = {variant_name(kind): kind for kind in kinds} | named
-    name, fields = (told, {}) if isinstance(told, str) else next(iter(told.items()), ("", {}))
+    name, fields = (value, {}) if isinstance(value, str) else next(iter(value.items()), ("", {}))
     if name not in known:
-        raise _nonsense(name)
+        raise _protocol_error(name)
     try:
         return msgspec.convert(fields, known[name])
     except msgspec.ValidationError as fault:
-        raise _nonsense(fault) from fault
+        raise _protocol_error(fault) from fault
 
 
-def _nonsense(what: object) -> errors.StoreUnavailable:
-    words = f"the server's answer makes no sense here: {what}"
-    return errors.StoreUnavailable(words, backend=BACKEND, source=errors.StoreFault.PROTOCOL, in_doubt=True)
+def _protocol_error(cause: object) -> errors.StoreUnavailable:
+    message = f"the server's answer makes no sense here: {cause}"
+    return errors.StoreUnavailable(message, backend=BACKEND, source=errors.StoreFault.PROTOCOL, in_doubt=True)

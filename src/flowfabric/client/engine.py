@@ -1,7 +1,7 @@
-"""The engine elsewhere: it looks like the engine to applications and workers, and asks a server for everything.
+"""The remote engine: fits `EngineAPI`, and each operation is a request to a server.
 
-It decides nothing and keeps nothing: the rules, the store and the sweeps are the server's. What the engine can do and
-no route offers is refused by its name.
+It decides and stores nothing: rules, store and sweeps are on the server. Operations of `Engine` without a route raise
+`Unavailable`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
 from flowfabric.settings import Secret, Settings
 
-CONNECT_RETRY_FOR_S = 2.0  # an address that is wrong is told soon
+CONNECT_RETRY_FOR_S = 2.0  # short, so that a wrong address is reported soon
 
 
 class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, ClientLimits, ClientStreamWriter):
-    """The verbs of `Engine` that the SDK uses, with the same signatures. Made with `connect`."""
+    """An engine behind a server, with the signatures of `Engine`. Use `connect` to create one."""
 
     is_shared = True  # other processes, threads and loops reach the same store
 
@@ -46,7 +46,7 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         retry_for_s: float = RETRY_FOR_S,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """`patience_s` is how long a server may be away before callers hear of it."""
+        """`retry_for_s` is how long requests are retried while the server is unavailable."""
         self.minter = minter or RandomMinter()
         self.settings = settings or Settings()
         self.partitions = self.settings.partitions
@@ -63,9 +63,9 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         self._awaited, self._unpolled, self._pollers = {}, {}, set()
 
     @classmethod
-    async def connect(cls, url: str, **given: Any) -> Self:
-        """One that has heard from its server."""
-        engine = cls(url, **given)
+    async def connect(cls, url: str, **options: Any) -> Self:
+        """Create a remote engine and check that its server answers."""
+        engine = cls(url, **options)
         try:
             await engine.ping()
         except BaseException:
@@ -74,7 +74,7 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         return engine
 
     async def ping(self) -> int:
-        """The store's time, in milliseconds since the epoch."""
+        """Return the clock of the store, in milliseconds since the epoch."""
         info = decode_as(
             (await self.transport.request("GET", "/v1/store", retry_for_s=CONNECT_RETRY_FOR_S)).body, StoreInfo
         )
@@ -84,29 +84,29 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         return info.now
 
     def capabilities(self) -> Capabilities:
-        """Which operations of the engine there are over a server."""
-        mine = (name for name in dir(type(self)) if not name.startswith("_") and hasattr(Engine, name))
-        return Capabilities(self.backend, tuple(sorted(mine)))
+        """Return the operations of the engine that a server offers."""
+        operations = (name for name in dir(type(self)) if not name.startswith("_") and hasattr(Engine, name))
+        return Capabilities(self.backend, tuple(sorted(operations)))
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
-        """A fresh id for an execution of its own, on the partition of its lane."""
+        """Mint the id of an execution outside a flow, on the partition of its lane."""
         return mint_solo(LaneId(parse_lane_id(lane_id)), self.partitions, self.minter)
 
     def limit_commands(self, command_s: float) -> None:
-        """Give up on a silent connection after this long, or sooner."""
+        """Give up on a silent connection after `command_s`, unless a shorter limit is set."""
         self.transport.deadlines = self.transport.deadlines.limited(command_s)
 
     def start_sweeps(self) -> None:
-        """Nothing: the server sweeps."""
+        """Do nothing: the server sweeps."""
 
     async def close(self) -> None:
-        """Let what is on its way arrive, and let go of the connections. A second call does nothing."""
+        """Finish what is in flight and close the connections. A second call does nothing."""
         for task in self._pollers:
             task.cancel()
         for awaited in self._awaited.values():
             awaited.outcome.cancel()
-        if under_way := (*self._pollers, *self._senders.values(), *self._ending_claims):
-            await asyncio.wait(under_way)
+        if in_flight := (*self._pollers, *self._senders.values(), *self._ending_claims):
+            await asyncio.wait(in_flight)
         await self.transport.close()
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Refusals as they were: a server's answer becomes the error that the engine raised there.
+"""Errors of the server, raised again in the client.
 
-Only an answer with our error header is a verdict. Login pages, firewalls and gateways answer with statuses of their
-own, which say nothing about the request itself.
+Only a response with the header `x-ff-error` comes from the server. Login pages, firewalls and gateways answer with
+statuses of their own, which say nothing about the request itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flowfabric import errors
 
 BACKEND = "HTTP"
 
-# What an answer that is not the server's says about the way to it.
+# What the status of a foreign response says about the connection.
 _SOURCES = {
     401: errors.StoreFault.AUTH,
     403: errors.StoreFault.AUTH,
@@ -30,45 +30,47 @@ _SOURCES = {
 
 
 def error_from_headers(headers: Mapping[str, str]) -> errors.FabricError | None:
-    """The refusal of our server, which names it in the error header; None for an answer of anybody else."""
-    line = headers.get("x-ff-error")
-    if line is None:
+    """Return the error in the error header; None if the response is not from the server."""
+    header = headers.get("x-ff-error")
+    if header is None:
         return None
     try:
-        return decode_error(msgspec.json.decode(line, type=dict[str, Any]))
+        return decode_error(msgspec.json.decode(header, type=dict[str, Any]))
     except (msgspec.DecodeError, KeyError):
         return None
 
 
 def proxy_error(status: int, body: bytes) -> errors.StoreUnavailable:
-    """What an answer without the error header means: a proxy stood in the way, or the server broke. The outcome is
-    unknown, as the request may have been passed on."""
+    """Return the error for a response without the error header: a proxy answered, or the server failed.
+
+    The outcome is unknown, because the request may have been forwarded.
+    """
     who = "the server or something before it" if status >= 500 else "something before the server"
-    words = f"{who} answered {status}"
-    if text := _words(body):
-        words += f": {text}"
+    message = f"{who} answered {status}"
+    if text := _error_text(body):
+        message += f": {text}"
     source = _SOURCES.get(status, errors.StoreFault.OTHER if status == 500 else errors.StoreFault.PROTOCOL)
-    return errors.StoreUnavailable(words, backend=BACKEND, source=source, in_doubt=True)
+    return errors.StoreUnavailable(message, backend=BACKEND, source=source, in_doubt=True)
 
 
-def error_in_batch(told: Mapping[str, Any]) -> errors.FabricError | None:
-    """The refusal that stands among other answers; None when this is another answer."""
-    return None if "code" not in told else decode_error(told)
+def error_in_batch(entry: Mapping[str, Any]) -> errors.FabricError | None:
+    """Return the error in one entry of a batch; None if the entry is a result."""
+    return None if "code" not in entry else decode_error(entry)
 
 
-def decode_error(told: Mapping[str, Any]) -> errors.FabricError:
-    """An error from its code, detail and facts."""
-    code, detail, facts = str(told["code"]), str(told.get("detail", "")), dict(told.get("facts") or {})
+def decode_error(entry: Mapping[str, Any]) -> errors.FabricError:
+    """Build an error from its code, detail and facts."""
+    code, detail, facts = str(entry["code"]), str(entry.get("detail", "")), dict(entry.get("facts") or {})
     kind: type[errors.FabricError] | None = errors.NotFound if "entity" in facts else errors.by_kind.get(code)
     if kind is not None:
         try:
             return kind(detail=detail, **facts)
-        except (TypeError, ValueError):  # a fact that did not travel
+        except (TypeError, ValueError):  # a fact that cannot be sent
             pass
     return errors.StoreUnavailable(f"{code}: {detail}" if detail else code, backend=BACKEND, in_doubt=True)
 
 
-def _words(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     try:
         return str(msgspec.json.decode(body, type=dict[str, Any])["error"])
     except (msgspec.DecodeError, KeyError):

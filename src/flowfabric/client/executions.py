@@ -1,4 +1,4 @@
-"""Handing work over, one by one, in bulk or as a flow, and ending or repeating it."""
+"""Executions and flows over HTTP: create, cancel, replay."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from flowfabric.model.flow import CancellationPolicy
 
 MAX_CREATES_PER_REQUEST = 1000
 NO_FENCE = Fence()
-_ENVELOPE = 1024  # what JSON adds to a body beside its parts
+_ENVELOPE = 1024  # bytes that JSON adds to a body
 
 
 class ClientExecutions(ClientBase, ExecutionCreator):
-    """What callers do."""
+    """Operations of applications on executions and flows."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
-        """Create an execution under its own id; asking again is harmless."""
+        """Create an execution under its own id; a repeated call returns Duplicate."""
         body = encode_create(ask)
-        if _size(body) > CREATE_LIMIT - _ENVELOPE:  # more than one of the reference's requests holds
-            [answer] = await self._bulk([body])
+        if _size(body) > CREATE_LIMIT - _ENVELOPE:  # too large for a single create; the bulk route takes more
+            [answer] = await self._create_batch([body])
             if isinstance(answer, errors.FabricError):
                 raise answer
             return answer
-        told = await self.transport.request("POST", "/v1/executions", body)
-        created: answers.Created | answers.Duplicate = decode_variant(told.body, answers.Created, answers.Duplicate)
+        response = await self.transport.request("POST", "/v1/executions", body)
+        created: answers.Created | answers.Duplicate = decode_variant(response.body, answers.Created, answers.Duplicate)
         return created
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        """Create many in few trips; each answer stands for itself."""
-        answered: list[answers.Created | answers.Duplicate | errors.FabricError] = []
-        for part in _parts([encode_create(ask) for ask in asks]):
-            answered += await self._bulk(part)
-        return answered
+        """Create many executions in few round trips; each gets its own result or error."""
+        results: list[answers.Created | answers.Duplicate | errors.FabricError] = []
+        for batch in _batches([encode_create(ask) for ask in asks]):
+            results += await self._create_batch(batch)
+        return results
 
-    async def _bulk(
+    async def _create_batch(
         self, bodies: list[dict[str, Any]]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        told = await self.transport.request("POST", "/v1/executions/bulk", {"executions": bodies})
-        results: list[dict[str, Any]] = decode_as(told.body, dict[str, Any])["results"]
-        return [error_in_batch(one) or convert_variant(one, answers.Created, answers.Duplicate) for one in results]
+        response = await self.transport.request("POST", "/v1/executions/bulk", {"executions": bodies})
+        results: list[dict[str, Any]] = decode_as(response.body, dict[str, Any])["results"]
+        return [error_in_batch(item) or convert_variant(item, answers.Created, answers.Duplicate) for item in results]
 
     async def create_within(
         self, connection: Any, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate]:
-        """Refused: a server cannot join its client's transaction."""
+        """Refuse: a server cannot join the caller's transaction."""
         raise errors.InvalidInput("using: a server cannot join this transaction; open the Postgres store itself")
 
     async def create_flow_graph(
@@ -74,7 +74,7 @@ class ClientExecutions(ClientBase, ExecutionCreator):
         flow_kind: str = "dag",
         namespace: str = "default",
     ) -> flow_answers.GraphCreated | flow_answers.FlowExists:
-        """Create a whole flow, all of it or nothing."""
+        """Create a whole flow atomically."""
         body = {
             "flow_id": flow_id,
             "nodes": [encode_create(node) for node in nodes],
@@ -92,18 +92,18 @@ class ClientExecutions(ClientBase, ExecutionCreator):
             "flow_kind": flow_kind,
             "namespace": namespace,
         }
-        told = await self.transport.request("POST", "/v1/flows/graph", body)
+        response = await self.transport.request("POST", "/v1/flows/graph", body)
         created: flow_answers.GraphCreated | flow_answers.FlowExists = decode_variant(
-            told.body, flow_answers.GraphCreated, flow_answers.FlowExists
+            response.body, flow_answers.GraphCreated, flow_answers.FlowExists
         )
         return created
 
-    # -- afterwards -----------------------------------------------------------------------------------------------
+    # -- existing executions ------------------------------------------------------------------------------------------
 
     async def cancel_execution(
         self, execution_id: str, *, reason: str = "", source: str = "operator_override", fence: Fence = NO_FENCE
     ) -> answers.Cancelled:
-        """End it, whatever it is doing."""
+        """Cancel an execution in any state."""
         body = {
             "execution_id": execution_id,
             "reason": reason,
@@ -112,8 +112,8 @@ class ClientExecutions(ClientBase, ExecutionCreator):
             "lease_epoch": fence.lease_epoch,
             "attempt_id": fence.attempt_id,
         }
-        told = await self.transport.request("POST", execution_path(execution_id, "cancel"), body)
-        cancelled: answers.Cancelled = decode_variant(told.body, answers.Cancelled)
+        response = await self.transport.request("POST", execution_path(execution_id, "cancel"), body)
+        cancelled: answers.Cancelled = decode_variant(response.body, answers.Cancelled)
         return cancelled
 
     async def cancel_flow(
@@ -124,7 +124,7 @@ class ClientExecutions(ClientBase, ExecutionCreator):
         reason: str = "",
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
-        """Cancel a flow and those of its members that the policy selects."""
+        """Cancel a flow and the members that the policy selects."""
         longest_ms = max_wait_ms_of(wait)
         query = {
             "wait": None if longest_ms is None else "true",
@@ -132,16 +132,19 @@ class ClientExecutions(ClientBase, ExecutionCreator):
         }
         body = {"flow_id": flow_id, "reason": reason, "cancellation_policy": str(policy)}
         where = f"/v1/flows/{quote_segment(flow_id)}/cancel"
-        told = await self.transport.request("POST", where, body, query=query, wait_ms=longest_ms)
+        response = await self.transport.request("POST", where, body, query=query, wait_ms=longest_ms)
         cancelled: FlowCancel = decode_variant(
-            told.body, flow_answers.FlowCancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled
+            response.body,
+            flow_answers.FlowCancelled,
+            flow_answers.CancellationScheduled,
+            flow_answers.PartiallyCancelled,
         )
         return cancelled
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
-        """Give an execution that has ended another life."""
-        told = await self.transport.request("POST", execution_path(execution_id, "replay"))
-        replayed: answers.Replayed = decode_variant(told.body, answers.Replayed)
+        """Start another life of an ended execution."""
+        response = await self.transport.request("POST", execution_path(execution_id, "replay"))
+        replayed: answers.Replayed = decode_variant(response.body, answers.Replayed)
         return replayed
 
     async def revoke_lease(
@@ -152,25 +155,25 @@ class ClientExecutions(ClientBase, ExecutionCreator):
         worker_instance_id: str = "",
         reason: str = "operator_revoke",
     ) -> answers.Revoked | answers.NothingToDo:
-        """Take the lease away at once; the server asks for nothing else and notes its own reason."""
-        told = await self.transport.request("POST", execution_path(execution_id, "revoke-lease"))
-        answer = decode_as(told.body, dict[str, dict[str, Any]])
+        """Revoke the lease at once; the server ignores the other arguments and records its own reason."""
+        response = await self.transport.request("POST", execution_path(execution_id, "revoke-lease"))
+        answer = decode_as(response.body, dict[str, dict[str, Any]])
         if "Revoked" in answer:
             return answers.Revoked(answer["Revoked"]["lease_id"], int(answer["Revoked"]["lease_epoch"]))
         satisfied: answers.NothingToDo = convert_variant(answer, answers.NothingToDo)
         return satisfied
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
-        """Set some tags, all of them or none; how many were new or changed."""
-        told = await self.transport.request("PUT", execution_path(execution_id, "tags"), {"tags": dict(pairs)})
-        return int(decode_as(told.body, dict[str, int])["set"])
+        """Set tags, all or none; return how many were new or changed."""
+        response = await self.transport.request("PUT", execution_path(execution_id, "tags"), {"tags": dict(pairs)})
+        return int(decode_as(response.body, dict[str, int])["set"])
 
 
 def encode_create(ask: CreateExecution) -> dict[str, Any]:
-    """A create on the wire. What cannot be an id is refused here, with its name."""
+    """Encode a create request; a malformed id is refused here by name."""
     ids.parse_execution_id(ask.execution_id)
     ids.parse_lane_id(ask.lane_id)
-    given = {
+    fields = {
         "execution_id": ask.execution_id,
         "namespace": ask.namespace,
         "lane_id": ask.lane_id,
@@ -186,12 +189,12 @@ def encode_create(ask: CreateExecution) -> dict[str, Any]:
         "execution_deadline_at": ask.execution_deadline_at,
         "parent_id": ask.parent_id,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _policy(given: object) -> dict[str, Any] | None:
-    """A policy as the document that a body holds; what is none is refused here, in the engine's words."""
-    text = validate.policy_text(given)
+def _policy(fields: object) -> dict[str, Any] | None:
+    """Return a policy as a JSON object; an invalid one raises the same error as the engine."""
+    text = validate.policy_text(fields)
     if text is None:
         return None
     try:
@@ -204,20 +207,20 @@ def _policy(given: object) -> dict[str, Any] | None:
 
 
 def _size(body: dict[str, Any]) -> int:
-    """About how long it will be."""
+    """Estimate the encoded size in bytes."""
     return len(body["input_payload_b64"]) * 4 // 3 + len(msgspec.json.encode({**body, "input_payload_b64": b""}))
 
 
-def _parts(bodies: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """As many in one request as it holds."""
-    part: list[dict[str, Any]] = []
+def _batches(bodies: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Split bodies into batches that fit into one request each."""
+    batch: list[dict[str, Any]] = []
     length = 0
     for body in bodies:
         size = _size(body)
-        if part and (len(part) == MAX_CREATES_PER_REQUEST or length + size > BULK_LIMIT - _ENVELOPE):
-            yield part
-            part, length = [], 0
-        part.append(body)
+        if batch and (len(batch) == MAX_CREATES_PER_REQUEST or length + size > BULK_LIMIT - _ENVELOPE):
+            yield batch
+            batch, length = [], 0
+        batch.append(body)
         length += size
-    if part:
-        yield part
+    if batch:
+        yield batch

@@ -1,4 +1,4 @@
-"""What workers do: claim, renew, end, and stay in the registry."""
+"""Leases over HTTP: claims, renewals, outcomes and the worker registry."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from flowfabric.model.execution import Payload
 from flowfabric.model.states import AttemptType
 from flowfabric.model.worker import STOPPED, MarkedDead, NotRegistered, WorkerPage, WorkerRefreshed, WorkerRegistered
 
-MAX_REMEMBERED_CLAIMS = 10  # claims under one key, each of which the server may have heard
-SHORT_RETRY_FOR_S = 1.0  # the patience of a heartbeat, whose next one comes soon
+MAX_REMEMBERED_CLAIMS = 10  # request bodies sent under one idempotency key, any of which may have reached the server
+SHORT_RETRY_FOR_S = 1.0  # for heartbeats, which are repeated soon anyway
 NO_FENCE = Fence()
 
 
 class RemoteLanePoller:
-    """One worker's claims from its lanes, one after the other."""
+    """Claims of one worker from its lanes."""
 
-    def __init__(self, engine: ClientLeases, lanes: Sequence[str], **ways: Any) -> None:
+    def __init__(self, engine: ClientLeases, lanes: Sequence[str], **claim_options: Any) -> None:
         self._engine = engine
         self._lanes = tuple(lanes)
-        self._ways = ways
+        self._claim_options = claim_options
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions, as soon as there is at least one; ends early when the engine is nudged."""
+        """Claim up to `limit` executions, as soon as there is one; return early after `wake_claims`."""
         return await self._engine.claim_from_lanes(
-            self._lanes, limit, max_wait_ms=max_wait_ms, go_on=go_on, **self._ways
+            self._lanes, limit, max_wait_ms=max_wait_ms, go_on=go_on, **self._claim_options
         )
 
     def close(self) -> None:
@@ -48,10 +48,12 @@ class RemoteLanePoller:
 
 
 class ClientLeases(ClientBase):
-    """The holder's side."""
+    """Operations of workers and holders of leases."""
 
-    _claim_keys: dict[str, tuple[str, list[dict[str, Any]]]]  # by worker instance: the claim whose answer never came
-    _waiting_claims: dict[str, tuple[str, frozenset[str]]]  # by worker instance: who waits for work, and in which lanes
+    _claim_keys: dict[str, tuple[str, list[dict[str, Any]]]]  # by worker instance: the claim whose response was lost
+    _waiting_claims: dict[
+        str, tuple[str, frozenset[str]]
+    ]  # by worker instance: worker id and lanes of the waiting claim
     _ending_claims: set[asyncio.Task[Any]]
 
     def pulling(
@@ -64,7 +66,7 @@ class ClientLeases(ClientBase):
         lease_ttl_ms: int = 15_000,
         namespaces: Collection[str] | None = None,
     ) -> RemoteLanePoller:
-        """Claims from these lanes, one after the other."""
+        """Open a poller that claims from these lanes."""
         return RemoteLanePoller(
             self,
             lanes,
@@ -88,96 +90,96 @@ class ClientLeases(ClientBase):
         go_on: Callable[[], bool] = lambda: True,
         namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions from these lanes, as soon as there is one.
+        """Claim up to `limit` executions from these lanes, as soon as there is one.
 
-        A claim whose answer gets lost is asked again under its old key, here or by the next call: the server tells it
-        again. One that forgot it leaves the leases to lapse.
+        A claim whose response is lost is repeated under its idempotency key, here or by the next call, and the server
+        returns the same response. If the server has lost it too, the leases expire.
         """
         if not lanes:
             raise errors.InvalidInput("lanes: empty")
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
-        offered = tuple(capabilities)
-        # On a connection that may go silent no claim waits so long that this is noticed only after the lease.
-        longest_ms = min(MAX_WAIT_MS, lease_ttl_ms // 2) if self.transport.is_networked else MAX_WAIT_MS
+        offered_capabilities = tuple(capabilities)
+        # On a network a connection may go silent: no poll is so long that this is noticed only after lease expiry.
+        max_poll_ms = min(MAX_WAIT_MS, lease_ttl_ms // 2) if self.transport.is_networked else MAX_WAIT_MS
         while True:
             left_ms = max(0, int((until - clock()) * 1000))
-            wait_ms = min(left_ms, longest_ms)
+            wait_ms = min(left_ms, max_poll_ms)
             body = {
                 "worker_instance_id": worker_instance_id,
                 "lanes": list(lanes),
                 "limit": limit,
-                "capabilities": offered,
+                "capabilities": offered_capabilities,
                 "lease_ttl_ms": lease_ttl_ms,
                 "wait_ms": wait_ms,
                 "namespaces": None if namespaces is None else list(namespaces),
             }
             self._waiting_claims[worker_instance_id] = (worker_id, frozenset(lanes))
             try:
-                answer_s = self.transport.deadlines.limited(lease_ttl_ms / 4000).command_s
+                answer_timeout_s = self.transport.deadlines.limited(lease_ttl_ms / 4000).command_s
                 path = f"/v1/workers/{quote_segment(worker_id)}/claims"
-                told = await self._claim(path, worker_instance_id, body, answer_s)
+                response = await self._claim(path, worker_instance_id, body, answer_timeout_s)
             finally:
                 del self._waiting_claims[worker_instance_id]
-            claimed = [_claimed(one) for one in decode_as(told, ClaimWorkResponse).claimed]
+            claimed = [_claimed(item) for item in decode_as(response, ClaimWorkResponse).claimed]
             if claimed or left_ms <= wait_ms or not go_on():
                 return claimed
 
-    async def _claim(self, path: str, worker_instance_id: str, body: dict[str, Any], answer_s: float) -> bytes:
-        """The answer to a claim, or to an earlier one under the same key, if that was heard and its answer got lost."""
+    async def _claim(self, path: str, worker_instance_id: str, body: dict[str, Any], answer_timeout_s: float) -> bytes:
+        """Return the response to a claim, or to an earlier one under the same key whose response was lost."""
         key, sent = self._claim_keys.setdefault(worker_instance_id, (self.minter.uuid(), []))
-        asks = [body, *(earlier for earlier in reversed(sent) if earlier != body)]
-        sent[:] = reversed(asks[:MAX_REMEMBERED_CLAIMS])
-        for one in asks:
-            # The server may know this key with what was asked earlier: then it is asked for that once more.
+        attempts = [body, *(earlier for earlier in reversed(sent) if earlier != body)]
+        sent[:] = reversed(attempts[:MAX_REMEMBERED_CLAIMS])
+        for item in attempts:
+            # The server may know this key with an earlier body: then that request is repeated.
             with suppress(errors.IdempotencyConflict):
-                told = await self.transport.request(
+                response = await self.transport.request(
                     "POST",
                     path,
-                    one,
-                    wait_ms=one["wait_ms"],
-                    answer_timeout_s=answer_s,
+                    item,
+                    wait_ms=item["wait_ms"],
+                    answer_timeout_s=answer_timeout_s,
                     retry_for_s=0,
                     idempotency_key=key,
                 )
                 del self._claim_keys[worker_instance_id]
-                return told.body
+                return response.body
         del self._claim_keys[worker_instance_id]
-        return await self._claim(path, worker_instance_id, body, answer_s)
+        return await self._claim(path, worker_instance_id, body, answer_timeout_s)
 
     def wake_claims(self, lanes: Sequence[str]) -> None:
-        """Let the claims of this process that wait for these lanes come to their end."""
-        for instance, (worker_id, waited) in self._waiting_claims.items():
-            if waited.isdisjoint(lanes):
+        """Make the waiting claims of this process on these lanes return."""
+        for instance, (worker_id, claimed_lanes) in self._waiting_claims.items():
+            if claimed_lanes.isdisjoint(lanes):
                 continue
             task = asyncio.get_running_loop().create_task(self._end_claims(worker_id, instance))
             self._ending_claims.add(task)
             task.add_done_callback(self._ending_claims.discard)
 
     async def _end_claims(self, worker_id: str, instance: str) -> None:
-        """Ask for the end of a claim until it has come: the claim itself may still be on its way there."""
-        path, pause_s = f"/v1/workers/{quote_segment(worker_id)}/claims/end", 0.01
-        with suppress(errors.FabricError):  # the claim ends by itself then, a little later
+        """End a waiting claim; repeat until it has returned, because the claim may reach the server later than this."""
+        path, backoff_s = f"/v1/workers/{quote_segment(worker_id)}/claims/end", 0.01
+        with suppress(errors.FabricError):  # the claim then ends by its own timeout
             while instance in self._waiting_claims:
                 await self.transport.request(
                     "POST", path, {"worker_instance_id": instance}, retry_for_s=SHORT_RETRY_FOR_S
                 )
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, SHORT_RETRY_FOR_S)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, SHORT_RETRY_FOR_S)
 
     async def renew_many(
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
     ) -> list[answers.Renewed | errors.FabricError]:
-        """Move the ends of many leases; each answer stands for itself."""
+        """Renew many leases; each gets its own result or error."""
         body = {
             "handles": [handle_to_text(handle, handle.signature) for handle in handles],
             "lease_ttl_ms": lease_ttl_ms,
         }
-        told = await self.transport.request("POST", "/v1/leases/renew", body, retry_for_s=SHORT_RETRY_FOR_S)
-        results: list[dict[str, Any]] = decode_as(told.body, dict[str, Any])["results"]
-        return [error_in_batch(one) or convert_variant(one, answers.Renewed) for one in results]
+        response = await self.transport.request("POST", "/v1/leases/renew", body, retry_for_s=SHORT_RETRY_FOR_S)
+        results: list[dict[str, Any]] = decode_as(response.body, dict[str, Any])["results"]
+        return [error_in_batch(item) or convert_variant(item, answers.Renewed) for item in results]
 
-    # -- ends -----------------------------------------------------------------------------------------------------
+    # -- outcomes -----------------------------------------------------------------------------------------------------
 
     async def complete(
         self,
@@ -189,9 +191,9 @@ class ClientLeases(ClientBase):
         result: bytes | None = None,
         encoding: str | None = None,
     ) -> answers.Completed:
-        """End the execution successfully, as its holder."""
-        told = await self._post_as_holder("complete", handle, result_b64=result, encoding=encoding)
-        completed: answers.Completed = decode_variant(told, answers.Completed)
+        """Complete the execution, as the holder of its lease."""
+        response = await self._post_as_holder("complete", handle, result_b64=result, encoding=encoding)
+        completed: answers.Completed = decode_variant(response, answers.Completed)
         return completed
 
     async def complete_many(
@@ -201,23 +203,23 @@ class ClientLeases(ClientBase):
         encoding: str | None = None,
         answered: Callable[[], None] | None = None,
     ) -> list[answers.Completed | errors.FabricError]:
-        """Complete each of these with its result; one answer for each, in their order, refusals included.
+        """Complete many executions; return one result or error each, in order.
 
-        Each travels on its own, all of them at once: the server writes together what comes together. `answered` is
-        called when all of them have been answered.
+        Each is a request of its own, all sent at once; the server batches its writes. `answered` runs after the last
+        response.
         """
-        found = await asyncio.gather(
+        results_or_errors = await asyncio.gather(
             *(self.complete(handle, result=result, encoding=encoding) for handle, result in results),
             return_exceptions=True,
         )
         if answered is not None:
             answered()
-        told: list[answers.Completed | errors.FabricError] = []
-        for answer in found:
+        response: list[answers.Completed | errors.FabricError] = []
+        for answer in results_or_errors:
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer
-            told.append(answer)
-        return told
+            response.append(answer)
+        return response
 
     async def fail(
         self,
@@ -230,47 +232,49 @@ class ClientLeases(ClientBase):
         category: str = "transient",
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
-        """End the attempt as failed, as its holder."""
-        told = await self._post_as_holder("fail", handle, reason=reason, category=category, retry_policy=retry_policy)
+        """Fail the attempt, as the holder of its lease; the retry policy decides whether another one follows."""
+        response = await self._post_as_holder(
+            "fail", handle, reason=reason, category=category, retry_policy=retry_policy
+        )
         failed: answers.RetryScheduled | answers.TerminalFailed = decode_variant(
-            told, answers.RetryScheduled, answers.TerminalFailed
+            response, answers.RetryScheduled, answers.TerminalFailed
         )
         return failed
 
     async def cancel_children(
         self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
     ) -> answers.ChildrenCancelled:
-        """Cancel children of the execution that is held."""
+        """Cancel children of the held execution."""
         cancelled, ended = list[str](), list[str]()
         for start in range(0, len(execution_ids), MAX_CHILDREN):
-            part = list(execution_ids[start : start + MAX_CHILDREN])
-            told = await self._post_as_holder("cancel-children", handle, execution_ids=part, reason=reason)
-            answer: answers.ChildrenCancelled = decode_variant(told, answers.ChildrenCancelled)
+            batch = list(execution_ids[start : start + MAX_CHILDREN])
+            response = await self._post_as_holder("cancel-children", handle, execution_ids=batch, reason=reason)
+            answer: answers.ChildrenCancelled = decode_variant(response, answers.ChildrenCancelled)
             cancelled += answer.cancelled
             ended += answer.ended
         return answers.ChildrenCancelled(tuple(cancelled), tuple(ended))
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
-        """Put the work away for a while; the same attempt goes on afterwards."""
-        said = {"reason": reason} if reason else {}
-        told = await self._post_as_holder("delay", handle, delay_ms=length_ms, **said)
-        delayed: answers.Delayed = decode_variant(told, answers.Delayed)
+        """Release the work for a length of time; the same attempt continues afterwards."""
+        options = {"reason": reason} if reason else {}
+        response = await self._post_as_holder("delay", handle, delay_ms=length_ms, **options)
+        delayed: answers.Delayed = decode_variant(response, answers.Delayed)
         return delayed
 
     async def progress(
         self, handle: Handle, *, pct: int | None = None, message: str | None = None
     ) -> answers.ProgressNoted:
-        """Note how far the work is."""
-        told = await self._post_as_holder("progress", handle, pct=pct, message=message)
-        noted: answers.ProgressNoted = decode_variant(told, answers.ProgressNoted)
+        """Report the progress of the attempt."""
+        response = await self._post_as_holder("progress", handle, pct=pct, message=message)
+        noted: answers.ProgressNoted = decode_variant(response, answers.ProgressNoted)
         return noted
 
-    async def _post_as_holder(self, verb: str, handle: Handle | None, **given: Any) -> bytes:
-        """What the holder of a lease says; the answer's body."""
+    async def _post_as_holder(self, verb: str, handle: Handle | None, **fields: Any) -> bytes:
+        """Post a request of the holder of a lease; return the response body."""
         if handle is None:
             raise errors.InvalidInput("handle: a server takes this from the holder of the lease only")
         body = {"handle": handle_to_text(handle, handle.signature)} | {
-            name: one for name, one in given.items() if one is not None
+            name: item for name, item in fields.items() if item is not None
         }
         return (await self.transport.request("POST", f"/v1/leases/{verb}", body)).body
 
@@ -286,7 +290,7 @@ class ClientLeases(ClientBase):
         capabilities: Iterable[str] = (),
         liveness_ttl_ms: int,
     ) -> WorkerRegistered | WorkerRefreshed:
-        """Enter the registry."""
+        """Enter a worker into the registry."""
         body = {
             "worker_instance_id": worker_instance_id,
             "lanes": list(lanes),
@@ -294,34 +298,36 @@ class ClientLeases(ClientBase):
             "liveness_ttl_ms": liveness_ttl_ms,
             "namespace": namespace,
         }
-        told = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_id)}/register", body)
-        entered: WorkerRegistered | WorkerRefreshed = decode_variant(told.body, WorkerRegistered, WorkerRefreshed)
-        return entered
+        response = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_id)}/register", body)
+        registered: WorkerRegistered | WorkerRefreshed = decode_variant(
+            response.body, WorkerRegistered, WorkerRefreshed
+        )
+        return registered
 
     async def heartbeat_worker(
         self, *, namespace: str = "default", worker_instance_id: str
     ) -> WorkerRefreshed | NotRegistered:
-        """Stay in it."""
+        """Refresh a worker in the registry."""
         body = {"worker_instance_id": worker_instance_id, "namespace": namespace}
         path = f"/v1/workers/{quote_segment(worker_instance_id)}/heartbeat"
-        told = await self.transport.request("POST", path, body, retry_for_s=SHORT_RETRY_FOR_S)
-        heard: WorkerRefreshed | NotRegistered = decode_variant(told.body, WorkerRefreshed, NotRegistered)
-        return heard
+        response = await self.transport.request("POST", path, body, retry_for_s=SHORT_RETRY_FOR_S)
+        refreshed: WorkerRefreshed | NotRegistered = decode_variant(response.body, WorkerRefreshed, NotRegistered)
+        return refreshed
 
     async def mark_worker_dead(
         self, *, namespace: str = "default", worker_instance_id: str, reason: str = ""
     ) -> MarkedDead | NotRegistered:
-        """Take a worker out of the registry: an operator's business, unless it is the worker itself that stops."""
+        """Remove a worker from the registry; this needs an operator, unless a worker removes itself."""
         body = {"worker_instance_id": worker_instance_id, "namespace": namespace, "reason": reason}
         verb = "leave" if reason == STOPPED else "dead"
-        told = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_instance_id)}/{verb}", body)
-        dead: MarkedDead | NotRegistered = decode_variant(told.body, MarkedDead, NotRegistered)
+        response = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_instance_id)}/{verb}", body)
+        dead: MarkedDead | NotRegistered = decode_variant(response.body, MarkedDead, NotRegistered)
         return dead
 
     async def list_workers(
         self, namespace: str | None = None, *, after: str | None = None, limit: int = 1000
     ) -> WorkerPage:
-        """The live workers of a namespace by instance id."""
+        """List the live workers of a namespace by instance id."""
         query = {"namespace": namespace, "cursor": after, "limit": limit}
         return decode_as((await self.transport.request("GET", "/v1/workers", query=query)).body, WorkerPage)
 

@@ -1,4 +1,4 @@
-"""Budgets and quotas."""
+"""Budgets and quotas over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBrea
 
 
 class ClientLimits(ClientBase):
-    """What applications declare, and what their runs spend."""
+    """Operations on budgets and quota policies."""
 
     async def create_budget(
         self,
@@ -36,9 +36,9 @@ class ClientLimits(ClientBase):
         namespace: str = DEFAULT_NAMESPACE,
         declaration: str | None = None,
     ) -> limit_answers.BudgetDefined:
-        """Define a budget; a second definition changes nothing, unless it is another declaration than before.
+        """Define a budget; a second definition changes nothing unless its `declaration` differs.
 
-        Defining is for operators. An app with a lesser token finds what they defined.
+        Defining needs an operator's token. With a lesser token an existing budget is accepted.
         """
         body = {
             "budget_id": budget_id,
@@ -62,15 +62,15 @@ class ClientLimits(ClientBase):
                 return limit_answers.BudgetExists(budget_id)
 
     async def _define(self, kind: str, name: str, body: dict[str, Any]) -> str:
-        """Define something, or find that it is defined; the name of the server's answer."""
+        """Define a budget or quota policy, or find it defined; return the variant name of the response."""
         try:
-            told = await self.transport.request("POST", f"/v1/{kind}", body)
+            response = await self.transport.request("POST", f"/v1/{kind}", body)
         except errors.Unauthorized:
             where, query = f"/v1/{kind}/{quote_segment(name)}", {"namespace": body["namespace"]}
             if (await self.transport.request("GET", where, query=query, allow_not_found=True)).status == 404:
                 raise
             return "AlreadySatisfied"
-        return next(iter(decode_as(told.body, dict[str, Any])), "")
+        return next(iter(decode_as(response.body, dict[str, Any])), "")
 
     async def change_budget_limits(
         self,
@@ -81,42 +81,42 @@ class ClientLimits(ClientBase):
         soft_limits: Sequence[int],
         namespace: str = DEFAULT_NAMESPACE,
     ) -> limit_answers.LimitsChanged:
-        """Raise or lower limits."""
+        """Change the limits of a budget."""
         body = {
             "dimensions": list(dimensions),
             "hard_limits": list(hard_limits),
             "soft_limits": list(soft_limits),
             "namespace": namespace,
         }
-        told = await self.transport.request("PUT", _budget(budget_id, "limits"), body)
-        changed: limit_answers.LimitsChanged = decode_variant(told.body, Changed=limit_answers.LimitsChanged)
+        response = await self.transport.request("PUT", _budget_path(budget_id, "limits"), body)
+        changed: limit_answers.LimitsChanged = decode_variant(response.body, Changed=limit_answers.LimitsChanged)
         return changed
 
     async def list_budgets(
         self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
     ) -> list[str]:
-        """The ids of the defined budgets of a namespace, ascending."""
+        """List the ids of the budgets of a namespace, ascending."""
         query = {"cursor": cursor, "limit": limit, "namespace": namespace}
-        told = await self.transport.request("GET", "/v1/budgets", query=query)
-        return decode_as(told.body, budgets.BudgetIds).budgets
+        response = await self.transport.request("GET", "/v1/budgets", query=query)
+        return decode_as(response.body, budgets.BudgetIds).budgets
 
     async def get_budget_status(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.BudgetStatus:
-        """A budget of a namespace for people."""
-        told = await self.transport.request("GET", _budget(budget_id), query={"namespace": namespace})
-        return decode_as(told.body, limit_answers.BudgetStatus)
+        """Return the limits and the usage of a budget."""
+        response = await self.transport.request("GET", _budget_path(budget_id), query={"namespace": namespace})
+        return decode_as(response.body, limit_answers.BudgetStatus)
 
     async def read_budget_usage_and_limits(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
+        """Return usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty if undefined."""
         try:
             status = await self.get_budget_status(budget_id, namespace=namespace)
         except errors.NotFound:
             return {}, {}
-        bounds = {f"hard:{one}": limit for one, limit in status.hard_limits.items()}
-        return status.usage, bounds | {f"soft:{one}": limit for one, limit in status.soft_limits.items()}
+        bounds = {f"hard:{dimension}": limit for dimension, limit in status.hard_limits.items()}
+        return status.usage, bounds | {f"soft:{dimension}": limit for dimension, limit in status.soft_limits.items()}
 
     async def create_quota_policy(
         self,
@@ -128,7 +128,7 @@ class ClientLimits(ClientBase):
         jitter_ms: int = 0,
         namespace: str = DEFAULT_NAMESPACE,
     ) -> limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists:
-        """Define a quota policy; a second definition changes nothing. What was said of budgets holds here, too."""
+        """Define a quota policy; a second definition changes nothing. Needs the same token as a budget."""
         body = {
             "quota_policy_id": quota_policy_id,
             "window_seconds": window_seconds,
@@ -141,7 +141,7 @@ class ClientLimits(ClientBase):
             return limit_answers.QuotaPolicyCreated(quota_policy_id)
         return limit_answers.QuotaPolicyExists(quota_policy_id)
 
-    # -- runs -----------------------------------------------------------------------------------------------------
+    # -- usage of executions ------------------------------------------------------------------------------------------
 
     async def record_spend(
         self,
@@ -154,7 +154,7 @@ class ClientLimits(ClientBase):
         namespace: str | None = None,
         shared: bool = True,
     ) -> limit_answers.UsageResult:
-        """Report for an execution's ledger."""
+        """Report usage for the ledger of an execution, once for each key."""
         _holds_nothing(handle)
         body = {
             "budget_id": budget_id,
@@ -163,8 +163,8 @@ class ClientLimits(ClientBase):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.transport.request("POST", execution_path(execution_id, "spend"), body)
-        usage: limit_answers.UsageResult = decode_variant(told.body, *_USAGE)
+        response = await self.transport.request("POST", execution_path(execution_id, "spend"), body)
+        usage: limit_answers.UsageResult = decode_variant(response.body, *_USAGE)
         return usage
 
     async def reserve_budget(
@@ -179,7 +179,7 @@ class ClientLimits(ClientBase):
         namespace: str | None = None,
         shared: bool = True,
     ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
-        """Keep room free for an execution."""
+        """Reserve capacity for an execution."""
         _holds_nothing(handle)
         body: dict[str, Any] = {
             "budget_id": budget_id,
@@ -189,9 +189,9 @@ class ClientLimits(ClientBase):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.transport.request("POST", execution_path(execution_id, "reserve"), body)
+        response = await self.transport.request("POST", execution_path(execution_id, "reserve"), body)
         reserved: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied = decode_variant(
-            told.body, limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied
+            response.body, limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied
         )
         return reserved
 
@@ -205,7 +205,7 @@ class ClientLimits(ClientBase):
         namespace: str | None = None,
         shared: bool = True,
     ) -> limit_answers.UsageResult:
-        """End a reservation with what was really used."""
+        """End a reservation with the amounts that were used."""
         body = {
             "budget_id": budget_id,
             "reservation_id": reservation_id,
@@ -213,8 +213,8 @@ class ClientLimits(ClientBase):
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.transport.request("POST", execution_path(execution_id, "settle"), body)
-        usage: limit_answers.UsageResult = decode_variant(told.body, *_USAGE)
+        response = await self.transport.request("POST", execution_path(execution_id, "settle"), body)
+        usage: limit_answers.UsageResult = decode_variant(response.body, *_USAGE)
         return usage
 
     async def refund_budget(
@@ -226,24 +226,24 @@ class ClientLimits(ClientBase):
         namespace: str = DEFAULT_NAMESPACE,
         shared: bool = True,
     ) -> limit_answers.Refunded:
-        """Give all of a reservation back."""
+        """Release a reservation unused."""
         body = {
             "reservation_id": reservation_id,
             "execution_id": execution_id,
             "namespace": namespace,
             "shared": shared,
         }
-        told = await self.transport.request("POST", _budget(budget_id, "refund"), body)
-        refunded: limit_answers.Refunded = decode_variant(told.body, limit_answers.Refunded)
+        response = await self.transport.request("POST", _budget_path(budget_id, "refund"), body)
+        refunded: limit_answers.Refunded = decode_variant(response.body, limit_answers.Refunded)
         return refunded
 
     async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
-        """Let whoever waits for room look again; True when something still waits."""
-        told = await self.transport.request("POST", _budget(budget_id, "wake"), query={"namespace": namespace})
-        return bool(decode_as(told.body, dict[str, bool])["still_waiting"])
+        """Let executions that wait for capacity check again; return True if some still wait."""
+        response = await self.transport.request("POST", _budget_path(budget_id, "wake"), query={"namespace": namespace})
+        return bool(decode_as(response.body, dict[str, bool])["still_waiting"])
 
 
-def _budget(budget_id: str, *rest: str) -> str:
+def _budget_path(budget_id: str, *rest: str) -> str:
     return "/".join(("/v1/budgets", quote_segment(budget_id), *rest))
 
 

@@ -1,7 +1,8 @@
-"""Waiting for ends: however many callers wait, a few requests wait for all of them.
+"""Waiting for outcomes: a few long polls serve any number of waiting callers.
 
-Runs whose callers come at the same time are asked for together. A request that has heard of an end takes those along
-that came meanwhile. When as many requests wait as may, newcomers are looked at now and then until one is free.
+Executions that are awaited at the same time share a long poll. When a long poll returns, the next one includes those
+that arrived meanwhile. While MAX_CONCURRENT_POLLS are in flight, newcomers are polled every OVERFLOW_POLL_S until a
+long poll is free.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from flowfabric.engine.claiming.poller import ExecutionOutcome
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 
-MAX_CONCURRENT_POLLS = 8  # requests that wait at a time
+MAX_CONCURRENT_POLLS = 8  # long polls in flight
 OVERFLOW_POLL_S = 1.0
 
 
 class AwaitedOutcome:
-    """An end, and how many callers wait for it."""
+    """The outcome of an execution, and how many callers wait for it."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[ExecutionOutcome] = asyncio.get_running_loop().create_future()
@@ -34,25 +35,25 @@ class AwaitedOutcome:
 
 
 class ClientResults(ClientBase):
-    """The ends of executions, for whoever waits for them."""
+    """Waits for outcomes of executions."""
 
     _awaited: dict[str, AwaitedOutcome]
-    _unpolled: dict[str, None]  # those that no request asks for yet, in order
+    _unpolled: dict[str, None]  # awaited executions that no long poll includes yet, in order
     _pollers: set[asyncio.Task[None]]
-    _asking = 0  # counted by the tasks themselves: one that has just returned sees to nobody any more
-    _is_looking = False
+    _long_polls = 0  # counted by the tasks themselves: one that is about to return serves nobody any more
+    _is_polling_overflow = False
 
     async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
-        """How the execution ended; None when it has not within the time."""
+        """Wait for the outcome of an execution; return None if it has not ended within `max_wait_ms`."""
         execution = parse_execution_id(execution_id)
         if not max_wait_ms:
-            told = await self.transport.request("GET", execution_path(execution, "end"), query={"result": "true"})
-            return None if told.status == 204 else _ended(decode_as(told.body, ExecutionOutcomeResponse))
+            response = await self.transport.request("GET", execution_path(execution, "end"), query={"result": "true"})
+            return None if response.status == 204 else _to_outcome(decode_as(response.body, ExecutionOutcomeResponse))
         awaited = self._awaited.get(execution)
         if awaited is None:
             awaited = self._awaited[execution] = AwaitedOutcome()
             self._unpolled[execution] = None
-            self._see_to_newcomers()
+            self._start_poller()
         awaited.callers += 1
         try:
             done, _ = await asyncio.wait((awaited.outcome,), timeout=max_wait_ms / 1000)
@@ -62,79 +63,79 @@ class ClientResults(ClientBase):
             if not awaited.callers and self._awaited.get(execution) is awaited:
                 self._forget(execution)
 
-    def _see_to_newcomers(self) -> None:
-        if self._asking < MAX_CONCURRENT_POLLS:
-            self._asking += 1
-            work = self._ask_until_all_ended()
-        elif not self._is_looking:
-            self._is_looking = True
-            work = self._look_now_and_then()
+    def _start_poller(self) -> None:
+        if self._long_polls < MAX_CONCURRENT_POLLS:
+            self._long_polls += 1
+            work = self._poll_until_ended()
+        elif not self._is_polling_overflow:
+            self._is_polling_overflow = True
+            work = self._poll_overflow()
         else:
             return
         task = asyncio.create_task(work)
         self._pollers.add(task)
         task.add_done_callback(self._pollers.discard)
 
-    async def _ask_until_all_ended(self) -> None:
-        """Ask for those that nobody asks for, and for whoever comes along."""
-        asked: set[str] = set()
+    async def _poll_until_ended(self) -> None:
+        """Long-poll for executions that no other poll includes, and for those that arrive meanwhile."""
+        polled: set[str] = set()
         try:
             while True:
-                while self._unpolled and len(asked) < MAX_AWAITED:
-                    asked.add(self._unpolled.popitem()[0])
-                if not asked:
+                while self._unpolled and len(polled) < MAX_AWAITED:
+                    polled.add(self._unpolled.popitem()[0])
+                if not polled:
                     return
-                await self._ask(asked, MAX_WAIT_MS)
-                asked &= self._awaited.keys()
+                await self._poll(polled, MAX_WAIT_MS)
+                polled &= self._awaited.keys()
         finally:
-            self._asking -= 1
+            self._long_polls -= 1
 
-    async def _look_now_and_then(self) -> None:
-        """Look at newcomers as long as no request takes them along."""
+    async def _poll_overflow(self) -> None:
+        """Poll newcomers while all long polls are taken."""
         try:
             await asyncio.sleep(OVERFLOW_POLL_S)
             while self._unpolled:
-                await self._ask(tuple(self._unpolled)[:MAX_AWAITED], 0)
+                await self._poll(tuple(self._unpolled)[:MAX_AWAITED], 0)
                 await asyncio.sleep(OVERFLOW_POLL_S)
         finally:
-            self._is_looking = False
+            self._is_polling_overflow = False
 
-    async def _ask(self, executions: Collection[str], wait_ms: int) -> None:
-        """Ask for the ends of these, and tell their callers what was heard."""
+    async def _poll(self, executions: Collection[str], wait_ms: int) -> None:
+        """Request the outcomes of these executions and resolve their callers."""
         try:
             body = {"execution_ids": list(executions), "wait_ms": wait_ms}
-            told = await self.transport.request("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
-            ends = decode_as(told.body, AwaitOutcomesResponse)
+            response = await self.transport.request("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
+            outcomes = decode_as(response.body, AwaitOutcomesResponse)
         except errors.FabricError as refused:
             for execution in executions:
-                self._tell(execution, refused)
+                self._resolve(execution, refused)
             return
-        for one in ends.ended:
-            self._tell(one.execution_id, _ended(one))
-        for execution, refusal in ends.refused.items():
-            self._tell(execution, decode_error(refusal))
+        for ended in outcomes.ended:
+            self._resolve(ended.execution_id, _to_outcome(ended))
+        for execution, refusal in outcomes.refused.items():
+            self._resolve(execution, decode_error(refusal))
 
-    def _tell(self, execution: str, heard: ExecutionOutcome | errors.FabricError) -> None:
+    def _resolve(self, execution: str, outcome: ExecutionOutcome | errors.FabricError) -> None:
         awaited = self._forget(execution)
         if awaited is None:
             return
-        if isinstance(heard, ExecutionOutcome):
-            awaited.outcome.set_result(heard)
+        if isinstance(outcome, ExecutionOutcome):
+            awaited.outcome.set_result(outcome)
         else:
-            awaited.outcome.set_exception(heard)
+            awaited.outcome.set_exception(outcome)
 
     def _forget(self, execution: str) -> AwaitedOutcome | None:
         self._unpolled.pop(execution, None)
         return self._awaited.pop(execution, None)
 
 
-def _ended(told: ExecutionOutcomeResponse) -> ExecutionOutcome:
-    result = told.result_b64
+def _to_outcome(response: ExecutionOutcomeResponse) -> ExecutionOutcome:
+    result = response.result_b64
     return ExecutionOutcome(
-        told.execution_id,
-        TerminalOutcome(told.outcome),
+        response.execution_id,
+        TerminalOutcome(response.outcome),
         None if result is msgspec.UNSET else result,
-        told.encoding,
-        told.reason,
-        told.namespace,
+        response.encoding,
+        response.reason,
+        response.namespace,
     )

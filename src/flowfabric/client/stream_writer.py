@@ -1,4 +1,4 @@
-"""Frames on their way: those of one attempt travel together and in order, one request at a time."""
+"""Output frames over HTTP: the frames of one attempt are sent in batches, in order, one request at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flowfabric.handles import Handle
 from flowfabric.model.stream import FrameKind, FrameMode
 
 DEFAULT_BEST_EFFORT = BestEffort()
-FRAME_OVERHEAD_BYTES = 256  # what a frame takes beside its payload
+FRAME_OVERHEAD_BYTES = 256  # encoded size of a frame without its payload
 
 QueuedFrame = tuple[dict[str, Any], asyncio.Future[Appended]]
 
 
 class ClientStreamWriter(ClientBase):
-    """What a handler writes while it works."""
+    """Appends frames to the output of attempts."""
 
     _outgoing: dict[str, list[QueuedFrame]]  # by handle
     _senders: dict[str, asyncio.Task[None]]
@@ -39,7 +39,7 @@ class ClientStreamWriter(ClientBase):
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
-        """Add a frame to the attempt's output; the order is that of the calls."""
+        """Append a frame to the output of the attempt, in the order of the calls."""
         frame = {
             "payload_b64": payload,
             "frame_type": frame_type,
@@ -47,55 +47,55 @@ class ClientStreamWriter(ClientBase):
             "correlation_id": correlation_id,
             "best_effort": best_effort,
         }
-        holder = handle_to_text(handle, handle.signature)
-        kept: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
-        self._outgoing.setdefault(holder, []).append((frame, kept))
-        if holder not in self._senders:
-            self._senders[holder] = asyncio.create_task(self._send(holder))
-        return await kept
+        handle_text = handle_to_text(handle, handle.signature)
+        appended: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
+        self._outgoing.setdefault(handle_text, []).append((frame, appended))
+        if handle_text not in self._senders:
+            self._senders[handle_text] = asyncio.create_task(self._send(handle_text))
+        return await appended
 
-    async def _send(self, holder: str) -> None:
-        """Send what there is until there is nothing more."""
+    async def _send(self, handle_text: str) -> None:
+        """Send batches until the queue is empty."""
         try:
-            while waiting := self._outgoing.get(holder):
-                batch = _batch(waiting)
-                del waiting[: len(batch)]
-                await self._send_batch(holder, batch)
+            while queue := self._outgoing.get(handle_text):
+                batch = _next_batch(queue)
+                del queue[: len(batch)]
+                await self._send_batch(handle_text, batch)
         finally:
-            del self._senders[holder]
-            for _, kept in self._outgoing.pop(holder, []):
-                kept.cancel()
+            del self._senders[handle_text]
+            for _, appended in self._outgoing.pop(handle_text, []):
+                appended.cancel()
 
-    async def _send_batch(self, holder: str, batch: list[QueuedFrame]) -> None:
-        body = {"handle": holder, "frames": [frame for frame, _ in batch]}
+    async def _send_batch(self, handle_text: str, batch: list[QueuedFrame]) -> None:
+        body = {"handle": handle_text, "frames": [frame for frame, _ in batch]}
         try:
-            told = await self.transport.request("POST", "/v1/leases/frames", body)
+            response = await self.transport.request("POST", "/v1/leases/frames", body)
             answers = [
-                error_in_batch(one) or convert_variant(one, Appended)
-                for one in decode_as(told.body, dict[str, Any])["results"]
+                error_in_batch(entry) or convert_variant(entry, Appended)
+                for entry in decode_as(response.body, dict[str, Any])["results"]
             ]
         except errors.FabricError as refused:
             answers = [refused] * len(batch)
         except asyncio.CancelledError:
-            for _, kept in batch:
-                kept.cancel()
+            for _, appended in batch:
+                appended.cancel()
             raise
-        for (_, kept), answer in zip(batch, answers, strict=True):
-            if kept.done():
+        for (_, appended), answer in zip(batch, answers, strict=True):
+            if appended.done():
                 continue
             if isinstance(answer, errors.FabricError):
-                kept.set_exception(answer)
+                appended.set_exception(answer)
             else:
-                kept.set_result(answer)
+                appended.set_result(answer)
 
 
-def _batch(waiting: list[QueuedFrame]) -> list[QueuedFrame]:
-    """As many as one request holds, at least one."""
+def _next_batch(queue: list[QueuedFrame]) -> list[QueuedFrame]:
+    """Return as many frames as fit into one request, at least one."""
     batch: list[QueuedFrame] = []
     length = 0
-    for one in waiting[:MAX_FRAMES]:
-        length += FRAME_OVERHEAD_BYTES + len(one[0]["payload_b64"]) * 4 // 3
+    for entry in queue[:MAX_FRAMES]:
+        length += FRAME_OVERHEAD_BYTES + len(entry[0]["payload_b64"]) * 4 // 3
         if batch and length > WORK_LIMIT - FRAME_OVERHEAD_BYTES:
             break
-        batch.append(one)
+        batch.append(entry)
     return batch
