@@ -64,9 +64,9 @@ def test_the_server_starts_answers_and_stops_when_told(tmp_path: Path, number: s
     assert process.returncode == 0, said
     lines = [json.loads(line) for line in said.splitlines()]
     assert "listening" in [line["event"] for line in lines]
-    assert lines[-1]["event"] == "stopping: requests under way are finished"
+    assert lines[-1]["event"] == "stopping: requests in flight are finished"
     assert {line["target"] for line in lines} == {"flowfabric.server"}
-    assert "bearer tokens are asked for" in [line["event"] for line in lines]
+    assert "bearer tokens are required" in [line["event"] for line in lines]
     assert "s3cret-token" not in said
 
 

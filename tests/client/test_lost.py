@@ -268,7 +268,7 @@ async def test_a_repetition_waits_for_the_first_and_a_fault_is_not_remembered(
         go_on.set()
         answers = await asyncio.gather(*asks, return_exceptions=True)
 
-    assert [type(one).__name__ for one in answers] == ["StoreUnavailable", "Answer", "Answer"]
+    assert [type(one).__name__ for one in answers] == ["StoreUnavailable", "HttpResponse", "HttpResponse"]
     assert len(calls) == 2
 
 

@@ -70,7 +70,7 @@ async def test_connections_beyond_their_number_are_turned_away_and_the_first_one
         answers = [await client.get("/healthz") for client in clients]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 503, 503]
         assert answers[3].json() == {
-            "error": "too many connections; come back later",
+            "error": "too many connections; retry later",
             "kind": "unavailable",
             "retryable": True,
         }

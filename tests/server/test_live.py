@@ -278,7 +278,7 @@ async def test_the_signing_key_is_seeded_once(engine: Engine, caplog: pytest.Log
     await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret("ff" * 32)))
 
     assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
-    assert "the stored one holds" in caplog.text
+    assert "the stored one is used" in caplog.text
     assert "ff" * 32 not in caplog.text
 
 

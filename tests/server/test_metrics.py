@@ -108,13 +108,13 @@ async def test_counters_are_told_although_the_store_cannot_count(
         raise errors.StoreUnavailable("gone", source="transport")
 
     await ask.completed()
-    monkeypatch.setattr(ask.engine.store, "tally", away)
+    monkeypatch.setattr(ask.engine.store, "count_grouped", away)
     answer = await ask.get("/metrics")
 
     assert answer.status_code == 200
     assert samples(answer.text)["ff_completions_total", 'lane="L",outcome="success"'] == 1
     assert not [name for name, _ in samples(answer.text) if name == "ff_queue_depth"]
-    assert "levels could not be read" in caplog.text
+    assert "gauges could not be read" in caplog.text
 
 
 async def test_metrics_can_be_switched_off(engine: Engine) -> None:

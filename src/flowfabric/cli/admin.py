@@ -1,4 +1,4 @@
-"""`ff admin`: what whoever plans or keeps a deployment wants to know and to do."""
+"""`ff admin`: commands for operators of a deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     admin = typer.Typer(help="For whoever plans or keeps a deployment.", no_args_is_help=True)
     for name, command in (("partition-collisions", partition_collisions), ("rotate-secret", rotate_secret)):
         admin.command(name)(command)
@@ -108,7 +108,7 @@ def _configured() -> tuple[list[str], int]:
 
 
 def _shared(lanes: list[str], count: int) -> dict[int, list[str]]:
-    """The partitions of more than one lane, with these."""
+    """Return the partitions that several lanes share, with these lanes."""
     from flowfabric.ids import LaneId, PartitionCounts, solo_partition
 
     found: dict[int, list[Any]] = {}
@@ -118,7 +118,7 @@ def _shared(lanes: list[str], count: int) -> dict[int, list[str]]:
 
 
 def _verdict(share: float) -> str:
-    """What a share of lanes that collide is called."""
+    """Return the label for a share of colliding lanes."""
     if not share:
         return "Clean"
     return "Watch" if share < 0.05 else "Elevated" if share <= 0.15 else "Remediate"

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     bench = typer.Typer(help="Measure a store through the engine, beside a bare table.", no_args_is_help=True)
     bench.callback()(_bench)
     bench.command()(throughput)

@@ -1,4 +1,4 @@
-"""`ff demo`: the main job, end to end."""
+"""`ff demo`: a demonstration that checks its own claims."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowfabric.cli.output import JsonOption
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the command up."""
+    """Add the command to the application."""
     app.command()(demo)
 
 

@@ -1,4 +1,4 @@
-"""`ff ls`, `show`, `cancel`, `replay`: looking at executions and acting on them."""
+"""`ff ls`, `show`, `cancel`, `replay`: inspect executions and act on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESERVED_TAG_PREFIX = "ff."  # how tags begin that the engine keeps for itself
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     for command in (ls, show, cancel, replay):
         app.command()(command)
 
@@ -161,7 +161,7 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
 
 
 async def _why(engine: EngineAPI, execution_id: str) -> str | None:
-    """Why it is not running; None when it is, or has ended."""
+    """Return why an execution is not running; None if it runs or has ended."""
     from flowfabric.model.obstacles import EndedObstacle, Running
 
     answer = await engine.explain(execution_id)
@@ -226,7 +226,7 @@ def _told(execution_id: str, state: str, *, json: bool) -> None:
 
 
 def parse_tag(text: str, option: str) -> tuple[str, str]:
-    """A tag as it is written on the command line."""
+    """Parse a `key=value` tag of the command line."""
     key, found, value = text.partition("=")
     if not found:
         raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
@@ -234,7 +234,7 @@ def parse_tag(text: str, option: str) -> tuple[str, str]:
 
 
 def result_document(result: bytes | None) -> dict[str, Any] | None:
-    """A result for a document: as text where it is text, else in base64."""
+    """Return the fields of a result: as text if it is text, else in base64."""
     if result is None:
         return None
     try:

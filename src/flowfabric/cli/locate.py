@@ -1,4 +1,4 @@
-"""Where an app or a task is: `MODULE:NAME`, looked for in this folder first."""
+"""Load an app or a task by `MODULE:NAME`; the current folder is searched first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORT_MACHINERY = {__name__, "importlib", "importlib._bootstrap", "importlib._b
 
 
 def load_app(target: str) -> Fabric:
-    """The Fabric that `module:name` names; without a name, the only one of the module."""
+    """Return the Fabric at `module:name`; without a name, the only one of the module."""
     from flowfabric import Fabric
     from flowfabric.errors import InvalidInput
 
@@ -30,7 +30,7 @@ def load_app(target: str) -> Fabric:
 
 
 def load_task(target: str) -> Task[..., Any]:
-    """The task that `module:name` names."""
+    """Return the task at `module:name`."""
     from flowfabric import Task
     from flowfabric.errors import InvalidInput
 
@@ -70,7 +70,7 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
 
 
 def _within_module(fault: Exception) -> TracebackType | None:
-    """The traceback from where it enters what was imported; None when nothing of that ran."""
+    """Return the traceback from the imported module on; None if none of its code ran."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_frame.f_globals["__name__"] in IMPORT_MACHINERY:
         trace = trace.tb_next

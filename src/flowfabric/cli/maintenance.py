@@ -1,4 +1,4 @@
-"""`ff version`, `ff migrate`, `ff doctor`: the installation and its store."""
+"""`ff version`, `ff migrate`, `ff backup`, `ff doctor`: maintain the installation and its store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANY_TRANSACTIONS = 10_000  # meanwhile
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     for command in (version, migrate, doctor, backup):
         app.command()(command)
 
@@ -45,7 +45,7 @@ def version() -> None:
 
 
 def print_version_and_exit(asked: bool) -> None:
-    """The same for `ff --version`."""
+    """Print the version for `ff --version` and exit."""
     if asked:
         version()
         raise typer.Exit
@@ -186,7 +186,7 @@ async def _times(engine: EngineAPI) -> list[dict[str, Any]]:
 
 
 async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
-    """What only somebody who is connected to the store itself can check."""
+    """Check what is visible only on the store itself, not through a server."""
     holders = await engine.snapshot_holders(MAX_NAMED)
     return [
         _queues(await engine.executions_without_queue(MAX_NAMED + 1)),
@@ -222,7 +222,7 @@ def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
 
 
 def _holder(one: SnapshotHolder) -> str:
-    """A holder in words."""
+    """Describe the holder of a snapshot."""
     parts = [one.name, one.application, one.database and f"database {one.database}", one.state]
     age = f" for {one.age_s} s" if one.age_s is not None else ""
     return f"{one.kind} {', '.join(part for part in parts if part)}{age}, {one.transactions} transactions ago"

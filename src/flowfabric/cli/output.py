@@ -1,4 +1,4 @@
-"""How a command talks: tables for people, one document for machines, errors with a hint for both."""
+"""Output of commands: tables for people, JSON for machines, errors with a hint for both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPE_WIDTH = 200  # nobody folds lines there, and ids should stay whole
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where people read."""
+    """Return the console for people."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -42,21 +42,21 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document for a machine."""
+    """Print one JSON document."""
     import msgspec
 
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON document on one line, for a machine that reads while more comes."""
+    """Print one JSON document on one line, as an item of a stream."""
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table for people; the last column may be folded. A terminal that it does not fit into gets a list."""
+    """Print a table; the last column may be wrapped. On a terminal that is too narrow, print a list instead."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -78,7 +78,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def _width(rows: Sequence[Sequence[str]]) -> int:
-    """How wide a table has to be at least."""
+    """Return the minimum width of a table."""
     *whole, last = (max(map(len, column)) for column in zip(*rows, strict=True))
     return sum(whole) + min(last, MIN_LAST_COLUMN_WIDTH) + 3 * len(rows[0])
 
@@ -90,7 +90,7 @@ def _cell(value: object) -> Text:
 
 
 def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> None:
-    """A row as a few lines: what the first column says, and below it the others with their names."""
+    """Return a row as lines: the first cell, and below it the others with their column names."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -110,7 +110,7 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
 
 
 def first_line(text: str | None) -> str:
-    """What a failure says, without where it happened; instants as people read them."""
+    """Return the message of a failure without its traceback; instants are formatted for people."""
     return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {format_instant(int(found[1]))}", first_line_of(text))
 
 
@@ -131,7 +131,7 @@ def _style(value: object) -> str:
 
 
 def format_progress(progress: Mapping[str, Any]) -> str:
-    """What a handler said of its progress, with a bar for its percentage."""
+    """Format reported progress, with a bar for its percentage."""
     share = progress.get("pct")
     told = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
     told += [value if name == "message" else f"{name}: {value}" for name, value in progress.items() if name != "pct"]
@@ -145,7 +145,7 @@ def _bar(pct: int) -> str:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn a refusal into words on stderr and an exit code; anything else is a bug and keeps its traceback."""
+    """Print a FabricError to stderr and exit with its code; any other exception keeps its traceback."""
     from flowfabric.errors import FabricError
 
     try:
@@ -158,7 +158,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def hint_for(error: FabricError) -> str | None:
-    """What to do about it, when there is something to say."""
+    """Return a hint for an error, or None."""
     from flowfabric import errors, ids
 
     match error:

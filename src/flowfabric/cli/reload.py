@@ -1,4 +1,4 @@
-"""`--reload`: a process that starts the worker, looks at the code, and starts it anew when the code has changed.
+"""`--reload`: a process that runs the worker, polls the code for changes, and restarts the worker after a change.
 
 The worker is a process of its own, so that what it imported is really gone. What it runs gets a moment to end and is
 then handed back, which costs no attempt. A worker that ends by itself, as one with a mistake in its code does, is
@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
 
 
 def run_with_reload() -> int:
-    """Run the same command without `--reload`, again after every change; the exit code."""
+    """Run the command without `--reload`, and restart it after every change; return the exit code."""
     command = [sys.executable, "-m", "flowfabric.cli", *(word for word in sys.argv[1:] if word != "--reload")]
     reloader = Reloader(command, Path.cwd())
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,7 +33,7 @@ def run_with_reload() -> int:
 
 
 class Reloader:
-    """One worker process after the other."""
+    """Runs one worker process at a time."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._command = command
@@ -42,13 +42,13 @@ class Reloader:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on, so that the worker drains, and hurries when it is told twice."""
+        """Forward a signal: the first one drains the worker, a second one stops it at once."""
         self._told.set()
         if self._worker is not None and self._worker.poll() is None:
             self._worker.send_signal(signal.SIGTERM)
 
     def run(self) -> int:
-        """Watch until told to stop; the exit code of the last worker."""
+        """Watch the code until a signal arrives; return the exit code of the last worker."""
         seen = modification_times(self._folder)
         self._start()
         while not self._told.wait(POLL_INTERVAL_S):
@@ -80,7 +80,7 @@ class Reloader:
 
 
 def modification_times(folder: Path) -> set[tuple[str, int]]:
-    """The Python files below a folder, each with the time of its last change."""
+    """Return the modification times of the Python files below a folder."""
     found = set()
     for here, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]

@@ -1,4 +1,4 @@
-"""`ff workers`, `ff budgets`: who is there to work, and what may still be spent."""
+"""`ff workers`, `ff budgets`: list live workers and budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     for command in (workers, budgets):
         app.command()(command)
 
@@ -106,7 +106,7 @@ def budgets(
 
 
 def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
-    """A row for each dimension; what is true of the whole budget stands in the first."""
+    """Return a row for each dimension; the fields of the whole budget are in the first."""
     of = ":".join(part for part in (status.scope_type, status.scope_id) if part)
     resets = format_instant(int(status.next_reset_at)) if status.next_reset_at else ""
     rows: list[tuple[object, ...]] = []
@@ -123,7 +123,7 @@ def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
 
 
 def _unit(dimension: str) -> tuple[str, int]:
-    """A dimension as people named it, and how many of what is counted make one."""
+    """Return the display name of a dimension and its unit."""
     from flowfabric.sdk.limits import MILLIONTHS_SUFFIX
 
     if dimension.endswith(MILLIONTHS_SUFFIX):

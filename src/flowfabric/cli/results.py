@@ -1,4 +1,4 @@
-"""`ff result`: what came of an execution."""
+"""`ff result`: print the result of an execution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_MS = 1000
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command to the application."""
     app.command()(result)
 
 
@@ -70,7 +70,7 @@ _HOW = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", 
 async def _wait_for_end(
     engine: EngineAPI, execution_id: str, limit_ms: int | None, *, tell: bool
 ) -> ExecutionOutcome | None:
-    """The end, waited for, for ever without a limit; meanwhile people are told why it is not running."""
+    """Wait for the outcome, without a limit if it is None; meanwhile print why the execution is not running."""
     from time import monotonic
 
     if limit_ms == 0:
@@ -94,5 +94,5 @@ def _told(end: ExecutionOutcome | None) -> dict[str, Any]:
 
 
 def _print_bytes(result: bytes) -> None:
-    """The exact bytes; a terminal gets a line end after them."""
+    """Write the raw bytes; add a newline on a terminal."""
     typer.echo(result, nl=sys.stdout.isatty() and not result.endswith(b"\n"))

@@ -11,7 +11,7 @@ from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the command up."""
+    """Add the command to the application."""
     app.command()(serve)
 
 

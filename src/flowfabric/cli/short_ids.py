@@ -1,4 +1,4 @@
-"""Ids as people type them: whole, or as much of the beginning as is unique."""
+"""Resolve ids that are typed in full or as a unique prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UUID_DIGITS = 32
 
 
 async def resolve_execution_id(engine: EngineAPI, text: str) -> str:
-    """The execution that an id, or its unique beginning, stands for. Of several the message lists the first."""
+    """Return the execution id for an id or a unique prefix; an ambiguous prefix is refused with the first matches."""
     from flowfabric.errors import InvalidInput, NotFound
     from flowfabric.ids import parse_execution_id
 
@@ -29,7 +29,7 @@ async def resolve_execution_id(engine: EngineAPI, text: str) -> str:
 
 
 async def resolve_budget_id(engine: EngineAPI, text: str, namespace: str) -> str:
-    """The budget of a namespace that an id, or its unique beginning, stands for."""
+    """Return the budget id of a namespace for an id or a unique prefix."""
     from uuid import UUID
 
     from flowfabric.errors import NotFound

@@ -1,4 +1,4 @@
-"""`ff signal`, `ff approvals`: a word to work that waits."""
+"""`ff signal`, `ff approvals`: send messages and answer approvals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_SIZE = 100
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     for command in (signal, approvals):
         app.command()(command)
 
@@ -110,7 +110,7 @@ def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
 
 
 def _parts(link: str) -> tuple[str, str, str]:
-    """The execution, the waitpoint and the token of a link."""
+    """Parse the execution id, waitpoint id and token of a link."""
     from urllib.parse import parse_qs, unquote, urlsplit
 
     from flowfabric.errors import InvalidInput
@@ -223,7 +223,7 @@ def _need(gate: Gate) -> int:
 
 
 def _find(condition: Any, name: str) -> int | None:
-    """A number somewhere in a stored condition."""
+    """Find a number in a stored condition."""
     if isinstance(condition, dict):
         if isinstance(condition.get(name), int):
             return int(condition[name])

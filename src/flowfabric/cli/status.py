@@ -1,4 +1,4 @@
-"""A status line: the last line of a terminal, written again while output goes on above it."""
+"""A status line: the last line of a terminal, redrawn while output scrolls above it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """Draws one line on a terminal. Safe in threads, since handlers print from theirs."""
+    """Draws one line on a terminal. Thread-safe, because handlers print from their own threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -25,7 +25,7 @@ class StatusLine:
         self._lock = threading.RLock()
 
     def show(self, text: str) -> None:
-        """Draw this instead of what is there."""
+        """Replace the status line."""
         with self._lock:
             if text != self._text or not self._drawn:
                 self._text = text
@@ -33,7 +33,7 @@ class StatusLine:
                 self._draw()
 
     def write_above(self, stream: TextIO, text: str) -> int:
-        """Write to a stream of the same terminal, above the status."""
+        """Write to a stream of the same terminal, above the status line."""
         with self._lock:
             self._erase()
             stream.write(text)
@@ -44,7 +44,7 @@ class StatusLine:
         return len(text)
 
     def close(self) -> None:
-        """Leave the terminal as if there had been no status."""
+        """Erase the status line."""
         with self._lock:
             self._erase()
             self._text = ""
@@ -63,7 +63,7 @@ class StatusLine:
 
 
 class _Above(io.TextIOBase):
-    """Stands in for a stream of the process while a status is shown."""
+    """Replaces a stream of the process while a status line is shown."""
 
     def __init__(self, stream: TextIO, status: StatusLine) -> None:
         self._stream = stream
@@ -91,7 +91,7 @@ class _Above(io.TextIOBase):
 
 @contextmanager
 def status_line() -> Iterator[StatusLine | None]:
-    """A status on stderr for as long as this lasts; None where nobody would see it."""
+    """Show a status line on stderr; yield None if stderr is no terminal."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return

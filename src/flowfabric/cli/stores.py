@@ -1,4 +1,4 @@
-"""Which store a command works on, and how it gets there."""
+"""Find the store of a command and run work on its engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ StoreOrServerOption = Annotated[
 
 
 def resolve_store_url(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The store's address: as named, else FLOWFABRIC_URL, else by FF_BACKEND, else a file in this folder."""
+    """Return the store URL: the given one, else FLOWFABRIC_URL, else by FF_BACKEND, else a file in this folder."""
     return named or environ.get("FLOWFABRIC_URL") or _by_backend(environ) or DEFAULT_URL
 
 
@@ -53,13 +53,13 @@ def _by_backend(environ: Mapping[str, str]) -> str | None:
                 return url
             raise InvalidInput("FF_POSTGRES_URL: must be set when FF_BACKEND is postgres")
         case other:
-            raise typer.BadParameter(  # a slip of whoever calls: exit code 2
+            raise typer.BadParameter(  # a usage error: exit code 2
                 f"FF_BACKEND: {other!r} is no known store; use sqlite or postgres, or name a URL in --store"
             )
 
 
 def run_on_store(named: str | None, work: Callable[[EngineAPI], Awaitable[T]], *, migrate: bool = False) -> T:
-    """Do some work with an engine on the chosen store; a refusal is told and ends the command."""
+    """Run a coroutine function on an engine of the chosen store; print an error and exit if it fails."""
     import asyncio
 
     async def connected() -> T:
@@ -76,7 +76,7 @@ def run_on_store(named: str | None, work: Callable[[EngineAPI], Awaitable[T]], *
 
 
 def run_on_execution(named: str | None, execution_id: str, work: Callable[[EngineAPI, str], Awaitable[T]]) -> T:
-    """The same for one execution, given by its id or a unique beginning of it; the work gets the whole id."""
+    """Run a coroutine function on one execution, given by its id or a unique prefix; it gets the full id."""
 
     async def resolved(engine: EngineAPI) -> T:
         from flowfabric.cli.short_ids import resolve_execution_id
@@ -94,7 +94,7 @@ def run_on_execution(named: str | None, execution_id: str, work: Callable[[Engin
 
 
 def check_store_exists(url: str) -> None:
-    """Refuse to look for something in a file that is not there: opening it would make it."""
+    """Raise Unavailable if a SQLite file does not exist; opening it would create it."""
     from flowfabric.errors import Unavailable
 
     if url.startswith("sqlite:") and not (path := Path(urlsplit(url).path[1:])).exists():
@@ -102,7 +102,7 @@ def check_store_exists(url: str) -> None:
 
 
 def check_is_store(url: str, why: str) -> None:
-    """Refuse a server where nothing but a store will do."""
+    """Raise InvalidInput if the URL is a server."""
     from flowfabric.connector import is_server_url
     from flowfabric.errors import InvalidInput
 
@@ -111,6 +111,6 @@ def check_is_store(url: str, why: str) -> None:
 
 
 def redact_url(url: str) -> str:
-    """The address without its password."""
+    """Return the URL without its password."""
     secret = urlsplit(url).password if "@" in url else None
     return url.replace(f":{secret}@", ":…@", 1) if secret else url

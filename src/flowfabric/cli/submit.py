@@ -1,4 +1,4 @@
-"""`ff submit`: hand work over, as a task of an app would, or as it is."""
+"""`ff submit`: create an execution, by a task of an app or directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the command up."""
+    """Add the command to the application."""
     app.command()(submit)
 
 
@@ -107,7 +107,7 @@ def _of_task(target: str, given: bytes, ways: dict[str, Any], store: str | None)
 
 
 def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
-    """The arguments that the JSON stands for; a parameter that the task does not have is a slip."""
+    """Return the arguments in the JSON; an unknown parameter is a usage error."""
     import msgspec
 
     from flowfabric.errors import InvalidInput

@@ -1,4 +1,4 @@
-"""`ff explain`, `ff tail`: why an execution is not running, and what one says while it runs."""
+"""`ff explain`, `ff tail`: explain why an execution is not running, and follow its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progre
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the commands up."""
+    """Add the commands to the application."""
     for command in (explain, tail):
         app.command()(command)
 
@@ -98,7 +98,7 @@ def _reason(ended: ExecutionOutcome) -> str | None:
 
 
 def _print_document(execution_id: str, told: list[dict[str, Any]], ended: ExecutionOutcome | None) -> None:
-    """Everything that was told, in one: what the last attempt wrote is what counts, the others' frames name theirs."""
+    """Print all frames, the last progress and the outcome as one document."""
     print_json(
         {
             "execution_id": execution_id,
@@ -111,7 +111,7 @@ def _print_document(execution_id: str, told: list[dict[str, Any]], ended: Execut
 
 
 class ObstacleWatcher:
-    """Why an execution that somebody waits for is not running, told again when something else is in its way."""
+    """Reports why an awaited execution is not running, once per obstacle."""
 
     def __init__(self, engine: EngineAPI, execution_id: str) -> None:
         self._engine = engine
@@ -119,7 +119,7 @@ class ObstacleWatcher:
         self._last: type | None = None
 
     async def next_change(self) -> str | None:
-        """The obstacle in a sentence; None when it is the one before, or there is none."""
+        """Return the obstacle as a sentence; None if it has not changed or there is none."""
         from flowfabric.model.obstacles import EndedObstacle, Running
 
         answer = await self._engine.explain(self._id)
@@ -133,7 +133,7 @@ class _Tail:
     def __init__(
         self, engine: EngineAPI, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
     ) -> None:
-        """`tell` is what machines hear; people hear it without."""
+        """`tell` receives documents for machines; without it, text is printed for people."""
         self._engine = engine
         self._id = execution_id
         self._name = name
@@ -145,7 +145,7 @@ class _Tail:
         self._obstacles = ObstacleWatcher(engine, execution_id)
 
     async def run(self, *, follow: bool) -> ExecutionOutcome | None:
-        """Print until there is no more; how it ended, when it has."""
+        """Print output until the end; return the outcome if there is one."""
         ended = await self._engine.await_end(self._id)
         while True:
             wait_ms = BLOCK_MS if follow and ended is None else 0

@@ -1,4 +1,4 @@
-"""`ff worker`: work on what an app's tasks were handed."""
+"""`ff worker`: run a worker for the tasks of an app."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUS_INTERVAL_S = 1.0
 
 
 def add_to(app: typer.Typer) -> None:
-    """Hang the command up."""
+    """Add the command to the application."""
     app.command()(worker)
 
 
@@ -104,7 +104,7 @@ async def _work(app: Fabric, **options: Any) -> None:
 
 
 def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
-    """Say who works on what, and what nobody will submit to."""
+    """Print the worker, its lanes and tasks, and warn of lanes without tasks."""
     of_tasks = {task.own.lane for task in app.tasks.values()}
     lanes = chosen or sorted(of_tasks)
     named = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
@@ -117,7 +117,7 @@ def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) 
 
 
 async def _show_status(made: Worker, status: StatusLine) -> None:
-    """Show once a second what runs, what has ended, and how much ends a second."""
+    """Update the status line once a second: running and ended executions, and the rate."""
     import asyncio
     from time import monotonic
 
@@ -131,12 +131,12 @@ async def _show_status(made: Worker, status: StatusLine) -> None:
 
 
 def status_text(running: int, done: int, failed: int, rate: float) -> str:
-    """What a worker does, in a line."""
+    """Return the status line of a worker."""
     return f"{running:,} running · {done:,} done · {failed:,} failed · {rate:,.0f}/s"
 
 
 async def _stop_with_parent(made: Worker) -> None:
-    """A worker that is reloaded drains when the process that reloads it is gone."""
+    """Drain a reloaded worker when its parent process is gone."""
     import asyncio
     import os
 

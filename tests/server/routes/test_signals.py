@@ -283,7 +283,7 @@ async def test_a_server_installs_its_secret_once_and_warns_of_another(
     await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret("77" * 32)))
     await seed_signing_key(engine, ServerSettings())
     [warning] = caplog.records
-    assert "the stored one holds" in warning.getMessage()
+    assert "the stored one is used" in warning.getMessage()
     [entry] = await engine.rotate_waitpoint_hmac_secret_all("k1", secret.lower(), 0)
     assert entry.result == KeyUnchanged("k1")
     assert "7777" not in caplog.text
