@@ -43,23 +43,23 @@ def rotate_secret(
 
     secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
 
-    async def rotated(engine: EngineAPI) -> list[Any]:
+    async def rotate_keys(engine: EngineAPI) -> list[Any]:
         from flowfabric import Engine
         from flowfabric.errors import FabricError
         from flowfabric.sdk.durations import to_ms
 
         assert isinstance(engine, Engine), "check_is_store refuses servers"
-        done = await engine.rotate_waitpoint_hmac_secret_all(kid, secret, to_ms(grace, "grace"))
-        for refused in (one.result for one in done if isinstance(one.result, FabricError)):
+        rotations = await engine.rotate_waitpoint_hmac_secret_all(kid, secret, to_ms(grace, "grace"))
+        for refused in (rotation.result for rotation in rotations if isinstance(rotation.result, FabricError)):
             raise refused
-        return done
+        return rotations
 
     with exit_on_error():
         check_is_store(resolve_store_url(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
-    done = run_on_store(store, rotated)
-    before = getattr(done[0].result, "previous_kid", None)
+    rotations = run_on_store(store, rotate_keys)
+    before = getattr(rotations[0].result, "previous_kid", None)
     if json:
-        print_json({"rotated": len(done), "failed": [], "new_kid": kid, "previous_kid": before})
+        print_json({"rotated": len(rotations), "failed": [], "new_kid": kid, "previous_kid": before})
     else:
         typer.echo(f"✓ {kid} signs" + (f"; {before} verifies for {grace} more" if before else ""))
 
@@ -71,17 +71,19 @@ def partition_collisions(json: JsonOption = False) -> None:
     is none.
     """
     lanes, count = _configured()
-    found = _shared(lanes, count)
-    colliding = sum(len(names) for names in found.values())
+    shared_partitions = _shared(lanes, count)
+    colliding = sum(len(names) for names in shared_partitions.values())
     verdict = _verdict(colliding / len(lanes))
     if json:
-        shared = [{"partition": number, "lanes": names} for number, names in found.items()]
+        shared = [{"partition": number, "lanes": names} for number, names in shared_partitions.items()]
         print_json({"lanes": len(lanes), "partitions": count, "collisions": shared, "verdict": verdict})
         return
-    if found:
-        print_table("", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in found.items()])
+    if shared_partitions:
+        print_table(
+            "", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in shared_partitions.items()]
+        )
     sharing = f"{colliding} of {len(lanes)} lanes share a partition with another"
-    said = sharing if found else "no lanes share a partition"
+    said = sharing if shared_partitions else "no lanes share a partition"
     typer.echo(f"{verdict}: {said} ({pluralize(len(lanes), 'lane')}, {pluralize(count, 'partition')})")
 
 
@@ -89,7 +91,7 @@ def _configured() -> tuple[list[str], int]:
     from flowfabric.errors import InvalidInput
     from flowfabric.ids import parse_lane_id
 
-    lanes = [one.strip() for one in os.environ.get("FF_LANES", "default").split(",") if one.strip()]
+    lanes = [name.strip() for name in os.environ.get("FF_LANES", "default").split(",") if name.strip()]
     try:
         given = os.environ.get("FF_FLOW_PARTITIONS", "256")
         if not given.strip().isdecimal():
@@ -111,10 +113,10 @@ def _shared(lanes: list[str], count: int) -> dict[int, list[str]]:
     """Return the partitions that several lanes share, with these lanes."""
     from flowfabric.ids import LaneId, PartitionCounts, solo_partition
 
-    found: dict[int, list[Any]] = {}
+    shared_partitions: dict[int, list[Any]] = {}
     for lane in lanes:
-        found.setdefault(solo_partition(LaneId(lane), PartitionCounts(flow=count)), []).append(lane)
-    return {number: names for number, names in sorted(found.items()) if len(names) > 1}
+        shared_partitions.setdefault(solo_partition(LaneId(lane), PartitionCounts(flow=count)), []).append(lane)
+    return {number: names for number, names in sorted(shared_partitions.items()) if len(names) > 1}
 
 
 def _verdict(share: float) -> str:

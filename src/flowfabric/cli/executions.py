@@ -60,18 +60,18 @@ def ls(
     """List executions, by id."""
     wanted = None if tag is None else parse_tag(tag, "--tag")
 
-    async def found(engine: EngineAPI) -> Any:
+    async def search(engine: EngineAPI) -> Any:
         page = await engine.search_executions(
             public_state=state, lane_id=lane, namespace=namespace, tag=wanted, limit=limit, cursor=cursor
         )
-        return page, await engine.read_kinds([one.execution_id for one in page.executions])
+        return page, await engine.read_kinds([item.execution_id for item in page.executions])
 
-    page, kinds = run_on_store(store, found)
+    page, kinds = run_on_store(store, search)
     if json:
         import msgspec
 
         listed = [
-            {**msgspec.to_builtins(one), "execution_kind": kinds.get(one.execution_id)} for one in page.executions
+            {**msgspec.to_builtins(item), "execution_kind": kinds.get(item.execution_id)} for item in page.executions
         ]
         print_json({"executions": listed, "next_cursor": page.next_cursor})
         return
@@ -83,15 +83,16 @@ def ls(
         ("execution", "task", "state", "lane", "attempts", "created", "why it waits"),
         [
             (
-                one.execution_id,
-                kinds.get(one.execution_id),
-                one.public_state.value,
-                one.lane_id,
-                one.total_attempt_count,
-                format_instant(one.created_at),
-                first_line(one.blocking_detail) or humanize(one.blocking_reason.value if one.blocking_reason else ""),
+                item.execution_id,
+                kinds.get(item.execution_id),
+                item.public_state.value,
+                item.lane_id,
+                item.total_attempt_count,
+                format_instant(item.created_at),
+                first_line(item.blocking_detail)
+                or humanize(item.blocking_reason.value if item.blocking_reason else ""),
             )
-            for one in page.executions
+            for item in page.executions
         ],
     )
     if page.next_cursor:
@@ -101,7 +102,7 @@ def ls(
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Show one execution. Where it stands, its attempts, and what happened to its leases."""
 
-    async def looked_up(engine: EngineAPI, full_id: str) -> dict[str, Any]:
+    async def load_details(engine: EngineAPI, full_id: str) -> dict[str, Any]:
         from flowfabric.errors import NotFound
 
         snapshot = await engine.describe_execution(full_id)
@@ -117,31 +118,31 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
             "attempts": await engine.attempt_history(full_id),
             "lease_history": await engine.lease_history(full_id),
             "result": result_document(await engine.get_execution_result(full_id)),
-            "why": await _why(engine, full_id),
+            "why": await _obstacle_sentence(engine, full_id),
         }
 
-    found = run_on_execution(store, execution_id, looked_up)
+    details = run_on_execution(store, execution_id, load_details)
     if json:
-        print_json(found)
+        print_json(details)
         return
-    _show_snapshot(found)
-    if not found["attempts"]:
+    _show_snapshot(details)
+    if not details["attempts"]:
         return
     print_table(
         "Attempts",
         ("#", "type", "state", "worker", "epoch", "started", "ended", "failure"),
         [
             (
-                one.attempt_index,
-                one.attempt_type.value,
-                one.attempt_state.value,
-                one.worker_instance_id,
-                one.lease_epoch,
-                format_instant(one.started_at),
-                format_instant(one.ended_at),
-                first_line(one.failure_reason),
+                item.attempt_index,
+                item.attempt_type.value,
+                item.attempt_state.value,
+                item.worker_instance_id,
+                item.lease_epoch,
+                format_instant(item.started_at),
+                format_instant(item.ended_at),
+                first_line(item.failure_reason),
             )
-            for one in found["attempts"]
+            for item in details["attempts"]
         ],
     )
     print_table(
@@ -155,12 +156,12 @@ def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: Json
                 entry.fields.get("worker_instance_id", entry.fields.get("worker_id")),
                 entry.fields.get("reason"),
             )
-            for entry in found["lease_history"]
+            for entry in details["lease_history"]
         ],
     )
 
 
-async def _why(engine: EngineAPI, execution_id: str) -> str | None:
+async def _obstacle_sentence(engine: EngineAPI, execution_id: str) -> str | None:
     """Return why an execution is not running; None if it runs or has ended."""
     from flowfabric.model.obstacles import EndedObstacle, Running
 
@@ -168,23 +169,23 @@ async def _why(engine: EngineAPI, execution_id: str) -> str | None:
     return None if isinstance(answer.obstacle, EndedObstacle | Running) else answer.sentence
 
 
-def _show_snapshot(found: dict[str, Any]) -> None:
-    snapshot, result = found["execution"], found["result"]
+def _show_snapshot(details: dict[str, Any]) -> None:
+    snapshot, result = details["execution"], details["result"]
     facts = {
-        "task": found["execution_kind"],
+        "task": details["execution_kind"],
         "state": snapshot.public_state.value,
         "lane": snapshot.lane_id,
         "namespace": snapshot.namespace,
         "created": format_instant(snapshot.created_at),
         "changed": format_instant(snapshot.last_mutation_at),
-        "why": found["why"],
+        "why": details["why"],
         "held by": snapshot.current_lease
         and f"{snapshot.current_lease.worker_instance_id} until {format_instant(snapshot.current_lease.expires_at)}",
-        "progress": format_progress(found["progress"]),
+        "progress": format_progress(details["progress"]),
         "tags": ", ".join(
             f"{key}={value}" for key, value in snapshot.tags.items() if not key.startswith(RESERVED_TAG_PREFIX)
         ),
-        "failure": found["attempts"][-1].failure_reason if found["attempts"] else None,
+        "failure": details["attempts"][-1].failure_reason if details["attempts"] else None,
         "result": result and (result.get("text") or f"{result['bytes']} bytes"),
     }
     out = console()
@@ -227,8 +228,8 @@ def _told(execution_id: str, state: str, *, json: bool) -> None:
 
 def parse_tag(text: str, option: str) -> tuple[str, str]:
     """Parse a `key=value` tag of the command line."""
-    key, found, value = text.partition("=")
-    if not found:
+    key, separator, value = text.partition("=")
+    if not separator:
         raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
     return key, value
 

@@ -96,22 +96,22 @@ def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> N
 
     if row[0].plain:
         out.print(Text.assemble((f"{columns[0]} " if len(row[0].plain) < SHORT_CELL_CHARS else "", "dim"), row[0]))
-    told = Text()
+    line = Text()
     for name, cell in zip(columns[1:], row[1:], strict=True):
         if not cell.plain:
             continue
         piece = Text.assemble((f"{name} ", "dim"), cell)
-        if told and len(told) + len(piece) + 4 > out.width:
-            out.print(Padding(told, INDENT, expand=False))
-            told = Text()
-        told = Text.assemble(told, "  ", piece) if told else piece
-    if told:
-        out.print(Padding(told, INDENT, expand=False))
+        if line and len(line) + len(piece) + 4 > out.width:
+            out.print(Padding(line, INDENT, expand=False))
+            line = Text()
+        line = Text.assemble(line, "  ", piece) if line else piece
+    if line:
+        out.print(Padding(line, INDENT, expand=False))
 
 
 def first_line(text: str | None) -> str:
     """Return the message of a failure without its traceback; instants are formatted for people."""
-    return re.sub(r"\buntil (\d{13})\b", lambda found: f"until {format_instant(int(found[1]))}", first_line_of(text))
+    return re.sub(r"\buntil (\d{13})\b", lambda match: f"until {format_instant(int(match[1]))}", first_line_of(text))
 
 
 _STYLES = {
@@ -133,9 +133,9 @@ def _style(value: object) -> str:
 def format_progress(progress: Mapping[str, Any]) -> str:
     """Format reported progress, with a bar for its percentage."""
     share = progress.get("pct")
-    told = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
-    told += [value if name == "message" else f"{name}: {value}" for name, value in progress.items() if name != "pct"]
-    return ", ".join(map(str, told))
+    parts = [f"{_bar(share)} {share} %"] if isinstance(share, int) else []
+    parts += [value if name == "message" else f"{name}: {value}" for name, value in progress.items() if name != "pct"]
+    return ", ".join(map(str, parts))
 
 
 def _bar(pct: int) -> str:

@@ -27,7 +27,7 @@ def workers(
 ) -> None:
     """List the live workers. Which lanes they serve, what they can do, when they were last heard of."""
 
-    async def found(engine: EngineAPI) -> list[Any]:
+    async def load_workers(engine: EngineAPI) -> list[Any]:
         page = await engine.list_workers(namespace)
         entries = page.entries
         while page.cursor is not None:
@@ -35,7 +35,7 @@ def workers(
             entries += page.entries
         return entries
 
-    live = run_on_store(store, found)
+    live = run_on_store(store, load_workers)
     if json:
         print_json({"workers": live})
     elif not live:
@@ -46,13 +46,13 @@ def workers(
             ("worker", "lanes", "capabilities", "since", "last heard of"),
             [
                 (
-                    one.worker_instance_id,
-                    ", ".join(one.lanes),
-                    ", ".join(one.capabilities),
-                    format_instant(one.registered_at_ms),
-                    format_instant(one.last_heartbeat_ms),
+                    item.worker_instance_id,
+                    ", ".join(item.lanes),
+                    ", ".join(item.capabilities),
+                    format_instant(item.registered_at_ms),
+                    format_instant(item.last_heartbeat_ms),
                 )
-                for one in live
+                for item in live
             ],
         )
 
@@ -69,7 +69,7 @@ def budgets(
 ) -> None:
     """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
 
-    async def found(engine: EngineAPI) -> list[BudgetStatus]:
+    async def load_budgets(engine: EngineAPI) -> list[BudgetStatus]:
         from flowfabric.cli.short_ids import resolve_budget_id
 
         if budget_id:
@@ -78,7 +78,7 @@ def budgets(
         names = await engine.list_budgets(cursor=cursor, limit=limit, namespace=namespace)
         return [await engine.get_budget_status(name, namespace=namespace) for name in names]
 
-    known = run_on_store(store, found)
+    known = run_on_store(store, load_budgets)
     more = known[-1].budget_id if budget_id is None and len(known) == limit else None
     if json:
         print_json({"budgets": known, "next_cursor": more})
@@ -98,7 +98,7 @@ def budgets(
                 "begins anew",
                 "at the limit",
             ),
-            [row for one in known for row in _rows(one)],
+            [row for item in known for row in _rows(item)],
         )
         if more:
             whose = "" if namespace == "default" else f" --namespace '{namespace}'"

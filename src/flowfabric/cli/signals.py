@@ -151,11 +151,11 @@ def approvals(
     from flowfabric.connector import public_base_url
 
     base = public_base_url(resolve_store_url(store), public_url) if links else None
-    found = run_on_store(store, lambda engine: _open(engine, base))
+    approvals = run_on_store(store, lambda engine: _list_open(engine, base))
     if json:
-        print_json({"approvals": found})
+        print_json({"approvals": approvals})
         return
-    if not found:
+    if not approvals:
         typer.echo("Nothing waits for an answer.")
         return
     print_table(
@@ -163,39 +163,39 @@ def approvals(
         ("execution", "asks for", "answers", "since", "until", "about"),
         [
             (
-                one["execution_id"],
-                one["name"],
-                f"{one['answers']} of {one['need']}",
-                format_instant(one["opened_at"]),
-                format_instant(one["expires_at"]),
-                one["about"],
+                item["execution_id"],
+                item["name"],
+                f"{item['answers']} of {item['need']}",
+                format_instant(item["opened_at"]),
+                format_instant(item["expires_at"]),
+                item["about"],
             )
-            for one in found
+            for item in approvals
         ],
     )
     out = console()
-    for one in found:
-        for link in one["links"]:
+    for item in approvals:
+        for link in item["links"]:
             out.print(link, markup=False, soft_wrap=True)
 
 
-async def _open(engine: EngineAPI, base_url: str | None) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+async def _list_open(engine: EngineAPI, base_url: str | None) -> list[dict[str, Any]]:
+    approvals: list[dict[str, Any]] = []
     cursor = None
     while True:
         page = await engine.search_executions(public_state="suspended", limit=PAGE_SIZE, cursor=cursor)
-        for one in page.executions:
-            waits = await engine.read_waits(one.execution_id)
+        for item in page.executions:
+            waits = await engine.read_waits(item.execution_id)
             for name, gate in waits.open.items():
                 if gate.waitpoints:
-                    about = one.tags.get("ff.show")
-                    found.append(await _asked(engine, one.execution_id, name, gate, about, base_url))
+                    about = item.tags.get("ff.show")
+                    approvals.append(await _describe_approval(engine, item.execution_id, name, gate, about, base_url))
         cursor = page.next_cursor
         if cursor is None:
-            return found
+            return approvals
 
 
-async def _asked(
+async def _describe_approval(
     engine: EngineAPI, execution_id: str, gate_name: str, gate: Gate, about: str | None, base_url: str | None
 ) -> dict[str, Any]:
     return {
@@ -211,7 +211,7 @@ async def _asked(
 
 
 async def _answers(engine: EngineAPI, execution_id: str, gate: Gate) -> int:
-    records = [await engine.describe_waitpoint(execution_id, one) for one, _ in gate.waitpoints]
+    records = [await engine.describe_waitpoint(execution_id, item) for item, _ in gate.waitpoints]
     return sum(record.signal_count > 0 for record in records if record is not None)
 
 
@@ -229,16 +229,16 @@ def _find(condition: Any, name: str) -> int | None:
             return int(condition[name])
         condition = list(condition.values())
     if isinstance(condition, list):
-        return next((found for part in condition if (found := _find(part, name)) is not None), None)
+        return next((number for part in condition if (number := _find(part, name)) is not None), None)
     return None
 
 
 async def _links(engine: EngineAPI, execution_id: str, gate: Gate, base_url: str) -> list[str]:
     from flowfabric.sdk.approvals import ApprovalLink
 
-    made = []
+    links = []
     for waitpoint_id, _ in gate.waitpoints:
         token = await engine.read_token_of(execution_id, waitpoint_id)
         if token is not None:
-            made.append(str(ApprovalLink.for_waitpoint(base_url, execution_id, waitpoint_id, token.reveal())))
-    return made
+            links.append(str(ApprovalLink.for_waitpoint(base_url, execution_id, waitpoint_id, token.reveal())))
+    return links

@@ -68,18 +68,18 @@ def submit(
     """Create an execution and print its id."""
     if payload is not None and payload_file is not None:
         raise typer.BadParameter("give --payload or --payload-file, not both")
-    given = _payload(payload, payload_file)
-    tags = dict(parse_tag(one, "--tag") for one in tag or ())
+    payload_bytes = _payload(payload, payload_file)
+    tags = dict(parse_tag(item, "--tag") for item in tag or ())
     if target is not None:
         for option, value in (("--kind", kind), ("--policy", policy), ("--namespace", namespace)):
             if value is not None:
                 raise typer.BadParameter(f"the task says that itself: leave {option} out", param_hint=option)
-        ways = {"key": key, "lane": lane, "priority": priority, "delay": delay, "tags": tags or None}
-        execution_id, is_new = _of_task(target, given, ways, store)
+        options = {"key": key, "lane": lane, "priority": priority, "delay": delay, "tags": tags or None}
+        execution_id, is_new = _submit_task(target, payload_bytes, options, store)
     else:
         terms = {"idempotency_key": key, "tags": tags, "policy": policy, "priority": priority or 0}
         terms |= {"execution_kind": kind or "task", "namespace": namespace or "default"}
-        execution_id, is_new = _as_it_is(given, lane or "default", delay, terms, store)
+        execution_id, is_new = _submit_directly(payload_bytes, lane or "default", delay, terms, store)
     if json:
         print_json({"execution_id": execution_id, "created": is_new})
         return
@@ -88,15 +88,15 @@ def submit(
         typer.echo("(it was there already, under the same key)", err=True)
 
 
-def _of_task(target: str, given: bytes, ways: dict[str, Any], store: str | None) -> tuple[str, bool]:
+def _submit_task(target: str, payload_bytes: bytes, options: dict[str, Any], store: str | None) -> tuple[str, bool]:
     import asyncio
 
     from flowfabric.cli.locate import load_task
 
     async def submitted(task: Task[..., Any]) -> Run[Any]:
-        arguments = _arguments(task, given)
+        arguments = _arguments(task, payload_bytes)
         async with task.app:
-            return await task.options(**ways).submit(**arguments)
+            return await task.options(**options).submit(**arguments)
 
     with exit_on_error():
         task = load_task(target)
@@ -106,7 +106,7 @@ def _of_task(target: str, given: bytes, ways: dict[str, Any], store: str | None)
     return run.id, run.created
 
 
-def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
+def _arguments(task: Task[..., Any], payload_bytes: bytes) -> dict[str, Any]:
     """Return the arguments in the JSON; an unknown parameter is a usage error."""
     import msgspec
 
@@ -114,24 +114,26 @@ def _arguments(task: Task[..., Any], given: bytes) -> dict[str, Any]:
 
     known = task.signature.parameter_codecs
     try:
-        names = msgspec.json.decode(given or b"{}", type=dict[str, Any])
+        names = msgspec.json.decode(payload_bytes or b"{}", type=dict[str, Any])
     except msgspec.DecodeError as fault:
         raise InvalidInput(f"--payload: {fault}; a task wants an object of its parameters") from None
     for name in names:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise InvalidInput(f"{name}: {task.name} has no such parameter; {has}")
-    return task.signature.load(given)
+    return task.signature.load(payload_bytes)
 
 
-def _as_it_is(given: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None) -> tuple[str, bool]:
+def _submit_directly(
+    payload_bytes: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None
+) -> tuple[str, bool]:
     async def created(engine: EngineAPI) -> Any:
         from flowfabric.sdk.durations import to_ms
 
         return await engine.create_execution(
             execution_id=engine.new_execution_id(lane),
             lane_id=lane,
-            input_payload=given,
+            input_payload=payload_bytes,
             creator_identity="ff submit",
             delay_until=None if delay is None else await engine.ping() + to_ms(delay, "delay"),
             **terms,

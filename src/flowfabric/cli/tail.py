@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowfabric.engine_api import EngineAPI
     from flowfabric.model.obstacles import Explanation
 
-BLOCK_MS = 1000  # how long one look waits for a frame before it looks at progress and end
+BLOCK_MS = 1000  # how long one poll waits for a frame before progress and outcome are polled
 
 
 def add_to(app: typer.Typer) -> None:
@@ -72,15 +72,15 @@ def tail(
 
     With --json all of it is one document, printed at the end.
     """
-    told: list[dict[str, Any]] = []
-    tell = told.append if json else print_json_line if json_lines else None
+    documents: list[dict[str, Any]] = []
+    tell = documents.append if json else print_json_line if json_lines else None
 
     async def followed(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None]:
         return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
 
     full_id, ended = run_on_execution(store, execution_id, followed)
     if json:
-        _print_document(full_id, told, ended)
+        _print_document(full_id, documents, ended)
     if ended is None:
         return
     succeeded = ended.outcome.value == "success"
@@ -97,13 +97,13 @@ def _reason(ended: ExecutionOutcome) -> str | None:
     return None if ended.outcome.value == "success" else ended.reason  # after a success it is an earlier attempt's
 
 
-def _print_document(execution_id: str, told: list[dict[str, Any]], ended: ExecutionOutcome | None) -> None:
+def _print_document(execution_id: str, documents: list[dict[str, Any]], ended: ExecutionOutcome | None) -> None:
     """Print all frames, the last progress and the outcome as one document."""
     print_json(
         {
             "execution_id": execution_id,
-            "frames": [one for one in told if "text" in one],
-            "progress": next((one["progress"] for one in reversed(told) if "progress" in one), {}),
+            "frames": [document for document in documents if "text" in document],
+            "progress": next((document["progress"] for document in reversed(documents) if "progress" in document), {}),
             "ended": None if ended is None else ended.outcome.value,
             "reason": None if ended is None else _reason(ended),
         }
@@ -195,14 +195,14 @@ class _Tail:
     async def _tell_progress(self) -> None:
         from flowfabric.sdk.durable.output import progress_document
 
-        said = progress_document(*await self._engine.read_progress(self._id))
-        if said in (self._progress, {}):
+        progress = progress_document(*await self._engine.read_progress(self._id))
+        if progress in (self._progress, {}):
             return
-        self._progress = said
+        self._progress = progress
         if self._tell is not None:
-            self._tell({"attempt": self._attempt, "progress": said})
+            self._tell({"attempt": self._attempt, "progress": progress})
         else:
-            self._aside(format_progress(said))
+            self._aside(format_progress(progress))
 
     def _aside(self, words: str) -> None:
         if self._mid_line:

@@ -87,46 +87,47 @@ async def _work(app: Fabric, **options: Any) -> None:
 
     with status_line() as status:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-        made = Worker(app, **options)
-        running = asyncio.create_task(made.run_until_told())
-        await asyncio.sleep(0)  # it hears signals from here on: whoever reads the next line may send one
-        _introduce(made, app, options["lanes"], options["slots"])
-        beside = [asyncio.create_task(_stop_with_parent(made))]
+        worker = Worker(app, **options)
+        running = asyncio.create_task(worker.run_until_told())
+        await asyncio.sleep(0)  # signals are handled from here on: a reader of the next line may send one
+        _print_introduction(worker, app, options["lanes"], options["slots"])
+        background = [asyncio.create_task(_stop_with_parent(worker))]
         if status is not None:
-            beside.append(asyncio.create_task(_show_status(made, status)))
+            background.append(asyncio.create_task(_show_status(worker, status)))
         try:
             await running
         finally:
-            for task in beside:
+            for task in background:
                 task.cancel()
-    failed = f", {pluralize(made.failed, 'attempt')} failed" if made.failed else ""
-    typer.echo(f"{made.instance_id} stopped after {made.done:,} completed{failed}", err=True)
+    failed = f", {pluralize(worker.failed, 'attempt')} failed" if worker.failed else ""
+    typer.echo(f"{worker.instance_id} stopped after {worker.done:,} completed{failed}", err=True)
 
 
-def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
+def _print_introduction(worker: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
     """Print the worker, its lanes and tasks, and warn of lanes without tasks."""
-    of_tasks = {task.own.lane for task in app.tasks.values()}
-    lanes = chosen or sorted(of_tasks)
-    named = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
-    works = f"{pluralize(len(app.tasks), 'task')}, {named}, {pluralize(slots, 'slot')}"
-    typer.echo(f"{made.instance_id} on {redact_url(app.url)}: {works}", err=True)
-    if alone := [lane for lane in chosen or () if lane not in of_tasks]:
+    task_lanes = {task.own.lane for task in app.tasks.values()}
+    lanes = chosen or sorted(task_lanes)
+    lane_text = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
+    summary = f"{pluralize(len(app.tasks), 'task')}, {lane_text}, {pluralize(slots, 'slot')}"
+    typer.echo(f"{worker.instance_id} on {redact_url(app.url)}: {summary}", err=True)
+    if lanes_without_tasks := [lane for lane in chosen or () if lane not in task_lanes]:
         typer.echo(
-            f"no task of the app is in lane {', '.join(alone)}: only what is submitted there comes there", err=True
+            f"no task of the app is in lane {', '.join(lanes_without_tasks)}: only what is submitted there comes there",
+            err=True,
         )
 
 
-async def _show_status(made: Worker, status: StatusLine) -> None:
+async def _show_status(worker: Worker, status: StatusLine) -> None:
     """Update the status line once a second: running and ended executions, and the rate."""
     import asyncio
     from time import monotonic
 
     ended, at = 0, monotonic()
     while True:
-        now, so_far = monotonic(), made.done + made.failed
-        rate = (so_far - ended) / (now - at) if now > at else 0.0
-        ended, at = so_far, now
-        status.show(status_text(made.running, made.done, made.failed, rate))
+        now, total = monotonic(), worker.done + worker.failed
+        rate = (total - ended) / (now - at) if now > at else 0.0
+        ended, at = total, now
+        status.show(status_text(worker.running, worker.done, worker.failed, rate))
         await asyncio.sleep(STATUS_INTERVAL_S)
 
 
@@ -135,7 +136,7 @@ def status_text(running: int, done: int, failed: int, rate: float) -> str:
     return f"{running:,} running · {done:,} done · {failed:,} failed · {rate:,.0f}/s"
 
 
-async def _stop_with_parent(made: Worker) -> None:
+async def _stop_with_parent(worker: Worker) -> None:
     """Drain a reloaded worker when its parent process is gone."""
     import asyncio
     import os
@@ -145,10 +146,10 @@ async def _stop_with_parent(made: Worker) -> None:
     parent = os.environ.get(PARENT_PID_VARIABLE)
     while parent is not None:
         if str(os.getppid()) != parent:
-            made.stop()
+            worker.stop()
             return
         await asyncio.sleep(PARENT_CHECK_INTERVAL_S)
 
 
 def _each(values: list[str] | None) -> list[str]:
-    return [one for value in values or () for part in value.split(",") if (one := part.strip())]
+    return [name for value in values or () for part in value.split(",") if (name := part.strip())]
