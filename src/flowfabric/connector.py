@@ -1,4 +1,4 @@
-"""Connect: an engine for a URL."""
+"""Open an engine for the URL of a store or a server."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ async def connect(
     clock: Clock | None = None,
     token: str | None = None,
 ) -> EngineAPI:
-    """An engine on `memory://`, `sqlite:///path` or `postgresql://…`, its schema brought up to date when asked to.
+    """Open an engine on `memory://`, `sqlite:///path` or `postgresql://…`; with `migrate`, migrate its schema first.
 
-    `http://…` and `https://…` are a server's address: what is returned then looks like the engine to applications and
-    asks the server for everything, with `token`, else FLOWFABRIC_TOKEN or FF_API_TOKEN.
+    For `http://…` and `https://…`, return a remote engine whose operations are requests to that server, with `token`,
+    else FLOWFABRIC_TOKEN or FF_API_TOKEN.
 
     How soon a silent connection is given up is `settings.deadlines`. A Postgres URL may set it, too, in the words of
     libpq: `connect_timeout`, `keepalives_idle`, `keepalives_interval` (seconds), `keepalives_count`, `tcp_user_timeout`

@@ -82,10 +82,10 @@ def backup(
     """Copy a SQLite store to a new file while others use it. The copy is checked, and opens like any store."""
     import asyncio
 
-    from flowfabric.connector import backup as copied
+    from flowfabric.connector import backup as copy_store
 
     with exit_on_error():
-        size = asyncio.run(copied(resolve_store_url(store), target))
+        size = asyncio.run(copy_store(resolve_store_url(store), target))
     if json:
         print_json(
             {"store": redact_url(resolve_store_url(store)), "file": str(target), "bytes": size, "integrity": "ok"}
@@ -98,7 +98,7 @@ def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
     """Check the store. Is it there, is it current, how fast does it answer, what time does it think it is?"""
     with exit_on_error():
         url = resolve_store_url(store)
-    findings = _examined(url)
+    findings = _run_checks(url)
     healthy = all(finding["ok"] for finding in findings)
     if json:
         print_json({"store": redact_url(url), "healthy": healthy, "checks": findings})
@@ -119,18 +119,18 @@ def _print(url: str, findings: list[dict[str, Any]]) -> None:
             out.print(f"            {finding['hint']}", style="dim", markup=False)
 
 
-def _examined(url: str) -> list[dict[str, Any]]:
+def _run_checks(url: str) -> list[dict[str, Any]]:
     import asyncio
 
     from flowfabric import FabricError
 
     try:
-        return asyncio.run(_examine(url))
+        return asyncio.run(_check_store(url))
     except FabricError as error:
         return [_finding("store", False, str(error), hint_for(error))]
 
 
-async def _examine(url: str) -> list[dict[str, Any]]:
+async def _check_store(url: str) -> list[dict[str, Any]]:
     from flowfabric import Engine, connect
     from flowfabric.cli.stores import check_store_exists
 
@@ -142,7 +142,7 @@ async def _examine(url: str) -> list[dict[str, Any]]:
             *([] if release is None else [_server(release)]),
             _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
             _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
-            *await _times(engine),
+            *await _latency_and_clock(engine),
             *(await _store_checks(engine) if isinstance(engine, Engine) else []),
             await _keystore(engine),
         ]
@@ -158,22 +158,22 @@ def _server(release: str) -> dict[str, Any]:
     )
 
 
-async def _times(engine: EngineAPI) -> list[dict[str, Any]]:
+async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
     from statistics import median
     from time import perf_counter, time
 
-    trips, skews = [], []
+    latencies, skews = [], []
     for _ in range(PINGS):
-        began, before = perf_counter(), time()
+        started, before = perf_counter(), time()
         now = await engine.ping()
-        trips.append((perf_counter() - began) * 1000)
+        latencies.append((perf_counter() - started) * 1000)
         skews.append(now - (before + time()) / 2 * 1000)
-    trip, skew = median(trips), median(skews)
+    latency, skew = median(latencies), median(skews)
     return [
         _finding(
             "latency",
-            trip <= SLOW_MS,
-            f"a round trip takes {trip:.1f} ms",
+            latency <= SLOW_MS,
+            f"a round trip takes {latency:.1f} ms",
             "everything that is asked waits for it: keep workers near",
         ),
         _finding(
@@ -207,11 +207,15 @@ def _queues(unlisted: list[str]) -> dict[str, Any]:
 
 
 def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
-    old = [one for one in holders if one.transactions >= MANY_TRANSACTIONS or (one.age_s or 0) >= LONG_SNAPSHOT_S]
-    shown = old or [one for one in holders if (one.age_s or 0) >= 1 or one.kind != "transaction"]
-    if not shown:
+    old = [
+        holder
+        for holder in holders
+        if holder.transactions >= MANY_TRANSACTIONS or (holder.age_s or 0) >= LONG_SNAPSHOT_S
+    ]
+    reported = old or [holder for holder in holders if (holder.age_s or 0) >= 1 or holder.kind != "transaction"]
+    if not reported:
         return _finding("snapshot", True, "nobody keeps dead rows from being removed")
-    says = "; ".join(_holder(one) for one in shown)
+    says = "; ".join(_holder(holder) for holder in reported)
     return _finding(
         "snapshot",
         not old,
@@ -221,11 +225,11 @@ def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
     )
 
 
-def _holder(one: SnapshotHolder) -> str:
+def _holder(holder: SnapshotHolder) -> str:
     """Describe the holder of a snapshot."""
-    parts = [one.name, one.application, one.database and f"database {one.database}", one.state]
-    age = f" for {one.age_s} s" if one.age_s is not None else ""
-    return f"{one.kind} {', '.join(part for part in parts if part)}{age}, {one.transactions} transactions ago"
+    parts = [holder.name, holder.application, holder.database and f"database {holder.database}", holder.state]
+    age = f" for {holder.age_s} s" if holder.age_s is not None else ""
+    return f"{holder.kind} {', '.join(part for part in parts if part)}{age}, {holder.transactions} transactions ago"
 
 
 async def _keystore(engine: EngineAPI) -> dict[str, Any]:

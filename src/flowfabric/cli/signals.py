@@ -55,7 +55,7 @@ def signal(
         print_json({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
     elif effect == "duplicate":
         typer.echo("✓ sent before, and delivered once")
-    elif not answer.counts:
+    elif not answer.is_useful:
         typer.echo("ff: not counted: this link has voted before, and the first vote counts", err=True)
         raise typer.Exit(1)
     else:
