@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.model.change import Change, Guard, Upsert, from_now
-from flowfabric.model.sweep import SweepLease
+from flowfabric.model.deployment import SweepLease
 from flowfabric.rules.decision import Decision
 
 

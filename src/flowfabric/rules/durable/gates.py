@@ -188,7 +188,7 @@ class GateRows(msgspec.Struct, frozen=True):
     """The rows that opening a gate is decided on."""
 
     row: Execution | None
-    suspension: Suspension | None
+    root: Suspension | None
     memo: GateMemo | None = None
     mail: MailboxMessage | None = None
     ends: Sequence[ChildCompletion] = ()

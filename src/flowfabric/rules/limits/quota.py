@@ -151,36 +151,36 @@ def limits_of(root: QuotaPolicy | None) -> limit_answers.QuotaLimits | errors.Fa
 
 def admit(state: QuotaState, request: AdmissionRequest, now: int) -> QuotaDecision[limit_answers.AdmissionResult]:
     """Admit an execution, or answer what blocks it. A refusal changes nothing."""
-    slot = state.slots.get(request.execution_id)
+    held = state.slots.get(request.execution_id)
     # A slot of an earlier run was released by its end, even if the message has not arrived yet.
-    if slot is not None and slot.life >= request.life and is_slot_live(slot, now):
-        if abs(slot.admission) == request.call_id:
+    if held is not None and held.life >= request.life and is_slot_live(held, now):
+        if abs(held.admission) == request.call_id:
             return limit_answers.Admitted(), state  # this call, whose first reply was lost
         if not request.takes_over_slot:
             return limit_answers.AlreadyAdmitted(), state
-        stays_provisional = request.provisional and slot.admission < 0
-        mine = replace(slot, admission=-request.call_id if stays_provisional else request.call_id)
+        stays_provisional = request.provisional and held.admission < 0
+        mine = replace(held, admission=-request.call_id if stays_provisional else request.call_id)
         return limit_answers.AlreadyAdmitted(), _with_slot(state, mine)
     window_start = now - request.window_ms
     window = _window(state, request.dimension, window_start)
     if request.rate_limit and len(window) >= request.rate_limit:
-        oldest = min(request.admitted_at for request in window)
+        oldest = min(entry.admitted_at for entry in window)
         jitter = min(int(request.chance * (request.jitter_ms + 1)), request.jitter_ms)
         return limit_answers.RateExceeded(max(0, oldest + request.window_ms - now) + jitter), state
     row = state.root_or_new()
-    others = row.active - (slot is not None and slot.counted)
+    others = row.active - (held is not None and held.counted)
     if request.concurrency_cap and others >= request.concurrency_cap:
         return limit_answers.ConcurrencyExceeded(), state
     counts = request.concurrency_cap > 0
     expires_at = now + request.window_ms if request.window_ms else None
-    name = -request.call_id if request.provisional else request.call_id
-    whose, policy = state.namespace, state.quota_policy_id
-    slot = QuotaSlot(policy, request.execution_id, request.life, name, counts, expires_at, whose)
-    request = QuotaRequest(policy, request.dimension, request.execution_id, now, now + request.window_ms, whose)
+    call_id = -request.call_id if request.provisional else request.call_id
+    namespace, policy = state.namespace, state.quota_policy_id
+    slot = QuotaSlot(policy, request.execution_id, request.life, call_id, counts, expires_at, namespace)
+    entry = QuotaRequest(policy, request.dimension, request.execution_id, now, now + request.window_ms, namespace)
     requests = {
-        key: one for key, one in state.requests.items() if key[0] != request.dimension or one.admitted_at > window_start
+        key: old for key, old in state.requests.items() if key[0] != request.dimension or old.admitted_at > window_start
     }
-    requests[request.dimension, request.execution_id] = request
+    requests[request.dimension, request.execution_id] = entry
     admitted = replace(_with_slot(state, slot), root=replace(row, active=max(0, others) + counts), requests=requests)
     return limit_answers.Admitted(), admitted
 
@@ -260,10 +260,10 @@ def undo_admission(
     held = state.slots.get(execution_id)
     if held is None or abs(held.admission) != admission or not (acquired or held.admission < 0):
         return limit_answers.AdmissionReleased(), state
-    key = (DEFAULT_DIMENSION, execution_id)
-    requests = {key: one for key, one in state.requests.items() if key != key}
+    window_key = (DEFAULT_DIMENSION, execution_id)
+    requests = {key: entry for key, entry in state.requests.items() if key != window_key}
     if previous_request is not None:
-        requests[key] = previous_request
+        requests[window_key] = previous_request
     return release_slot(replace(state, requests=requests), execution_id)
 
 

@@ -169,7 +169,7 @@ def _auto_resume(row: Execution, suspension: Suspension, signal_id: str, now: in
         "closer_signal_id": signal_id,
         "satisfiers": wait_encoding.encode_or_none([SignalRef(primary, 0)]),
     }
-    return _resume_change(row, suspension, fields, also=(Insert(signal),))
+    return _resume_change(row, suspension, fields, extra_writes=(Insert(signal),))
 
 
 def _escalate(row: Execution, suspension: Suspension) -> Change:

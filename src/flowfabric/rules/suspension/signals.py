@@ -90,7 +90,7 @@ class SignalRows(msgspec.Struct, frozen=True):
     """The rows that a delivery is decided on."""
 
     row: Execution | None
-    suspension: Suspension | None
+    root: Suspension | None
     waitpoint: Waitpoint | None
     remembered: IdempotencyRecord | None
     keys: Sequence[SigningKey]

@@ -125,7 +125,7 @@ class SuspendRows(msgspec.Struct, frozen=True):
     """The rows that a suspend is decided on."""
 
     row: Execution | None
-    suspension: Suspension | None
+    root: Suspension | None
     remembered: IdempotencyRecord | None
     waitpoints: Mapping[str, Waitpoint]
     buffered: Sequence[Signal]
