@@ -213,7 +213,7 @@ class PartitionFamily(StrEnum):
 
 
 class MissingBraces(InvalidInput):
-    """A partition key stands in braces."""
+    """A partition key is enclosed in braces."""
 
 
 class MalformedBody(InvalidInput):

@@ -32,10 +32,10 @@ def check_numbers(data: bytes) -> None:
     plain = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     digits = plain.translate(_DIGITS_AS_ZERO)
     outside = 0
-    while (found := digits.find(_TOO_MANY, outside)) >= 0:
-        if plain.count(b'"', outside, found) % 2 == 0:
+    while (start := digits.find(_TOO_MANY, outside)) >= 0:
+        if plain.count(b'"', outside, start) % 2 == 0:
             raise NumberTooLong()
-        if (outside := plain.find(b'"', found) + 1) == 0:
+        if (outside := plain.find(b'"', start) + 1) == 0:
             return
 
 

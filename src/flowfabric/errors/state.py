@@ -71,7 +71,7 @@ class DuplicateSignal(StateError):
 
 
 class ResumeConditionNotMet(StateError):
-    """What the execution waits for has not happened yet."""
+    """The condition that the execution waits for is not met yet."""
 
     kind = "resume_condition_not_met"
 

@@ -11,7 +11,7 @@ from flowfabric.model.text import end_sentence, first_line, format_instant, huma
 
 
 class Obstacle(msgspec.Struct, frozen=True):
-    """What keeps an execution from running, or that nothing does."""
+    """The thing that keeps an execution from running, or that nothing does."""
 
     def sentence(self) -> str:
         """Describe the obstacle to a person."""

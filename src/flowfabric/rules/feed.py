@@ -77,7 +77,7 @@ OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "ca
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which events a subscriber wants, or which executions a sweep; unset parts match everything."""
+    """A filter for the events of a subscriber, or the executions of a sweep; unset parts match everything."""
 
     namespace: str | None = None
     instance_tag: tuple[str, str] | None = None

@@ -217,10 +217,10 @@ def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decisio
             for waitpoint_id, _ in args.waitpoints
         ):
             return refuse(errors.WaitpointAlreadyExists())
-        found = keystore.waitpoint_signer(rows.keys)
-        if isinstance(found, errors.FabricError):
-            return refuse(found)
-        signer = found
+        signer_or_error = keystore.waitpoint_signer(rows.keys)
+        if isinstance(signer_or_error, errors.FabricError):
+            return refuse(signer_or_error)
+        signer = signer_or_error
     gate = _new_gate(args, now)
     outcome: GateOutcome | None = None
     mail: MailboxMessage | None = None

@@ -62,11 +62,11 @@ def resolve_reference(schema: Schema, root: Schema) -> Schema:
     seen: set[str] = set()
     while "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
-        found = known.get(name)
-        if name in seen or not isinstance(found, dict):
+        definition = known.get(name)
+        if name in seen or not isinstance(definition, dict):
             return {}
         seen.add(name)
-        schema = found
+        schema = definition
     return schema
 
 

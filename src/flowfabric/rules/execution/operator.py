@@ -1,4 +1,4 @@
-"""Operator actions on executions that somebody else may hold: revoke, change priority, block, unblock."""
+"""Operator actions, which need no lease: revoke, change priority, block, unblock."""
 
 from __future__ import annotations
 

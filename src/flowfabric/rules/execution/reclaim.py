@@ -178,5 +178,5 @@ def fail_at_cap(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
 
 
 def _loss_reason(row: Execution) -> str:
-    """Return how the lease was lost, in the word stored in attempts and lineages."""
+    """Return how the lease was lost, as stored in attempts and lineages."""
     return "lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired"

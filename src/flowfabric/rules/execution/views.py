@@ -176,9 +176,9 @@ def execution_snapshot(row: Execution) -> ExecutionSnapshot:
     attempt = None
     if row.attempt_id is not None and row.attempt_index is not None:
         attempt = CurrentAttempt(row.attempt_id, row.attempt_index)
-    held = None
+    current_lease = None
     if row.ownership_state is not OwnershipState.UNOWNED and row.lease_expires_at is not None:
-        held = CurrentLease(
+        current_lease = CurrentLease(
             row.lease_epoch,
             row.worker_instance_id or "",
             row.lease_expires_at,
@@ -195,7 +195,7 @@ def execution_snapshot(row: Execution) -> ExecutionSnapshot:
         blocking_reason=None if row.blocking_reason is BlockingReason.NONE else row.blocking_reason,
         blocking_detail=blocking_detail(row) or None,
         current_attempt=attempt,
-        current_lease=held,
+        current_lease=current_lease,
         current_waitpoint=row.current_waitpoint_id,
         created_at=row.created_at,
         last_mutation_at=last_mutation_at(row),

@@ -270,7 +270,7 @@ def reconcile_siblings(
     members: Mapping[str, Execution],
     inbound: Sequence[Dependency],
 ) -> Decision[SiblingReconcile]:
-    """Finish a drain that a crash interrupted. Cancels nobody.
+    """Finish a drain that a crash interrupted, without cancelling anything.
 
     A group with a running member is left alone, and so is one whose members have ended but are not counted yet.
     """

@@ -202,10 +202,10 @@ class JoinContext(msgspec.Struct, frozen=True):
 
 def running_siblings(inbound: Sequence[Dependency], counts: JoinCounts, replayed: Mapping[str, Execution]) -> list[str]:
     """Return the upstreams that have not ended: no outcome on their edges, or replayed since (`again`)."""
-    ended = {one.dependency.upstream_execution_id for one in counts.counted}
-    running = {one.upstream_execution_id for one in inbound if one.outcome is None} - ended
+    ended = {outcome.dependency.upstream_execution_id for outcome in counts.counted}
+    running = {edge.upstream_execution_id for edge in inbound if edge.outcome is None} - ended
     running |= {name for name, row in replayed.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
-    return sorted(running & {one.upstream_execution_id for one in inbound})
+    return sorted(running & {edge.upstream_execution_id for edge in inbound})
 
 
 class JoinResolution(msgspec.Struct, frozen=True):

@@ -28,8 +28,7 @@ Amounts = tuple[tuple[str, int], ...]
 
 
 class BudgetState(msgspec.Struct, frozen=True):
-    """A loaded budget. It is complete except for ledgers and idempotency keys, of which only the requested ones are
-    loaded."""
+    """A loaded budget. Ledgers and idempotency keys are loaded only as far as they were requested."""
 
     budget_id: str
     partition: int

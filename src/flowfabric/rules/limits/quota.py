@@ -290,14 +290,14 @@ def reconcile(state: QuotaState, idle: frozenset[str], now: int) -> QuotaDecisio
 
     `idle` are executions that were checked and are not active. Only their expired slots are dead.
     """
-    requests = {key: one for key, one in state.requests.items() if one.expires_at > now}
+    requests = {key: entry for key, entry in state.requests.items() if entry.expires_at > now}
     slots = {key: slot for key, slot in state.slots.items() if is_slot_live(slot, now) or key not in idle}
     row = state.root_or_new()
     if row.active_concurrency_cap or not row.defined:
         row = replace(row, active=sum(slot.counted for slot in slots.values()))
     else:  # without a stored cap, subtract only the slots that callers counted by caps of their own
-        gone = sum(slot.counted for key, slot in state.slots.items() if key not in slots)
-        row = replace(row, active=max(0, row.active - gone))
+        released = sum(slot.counted for key, slot in state.slots.items() if key not in slots)
+        row = replace(row, active=max(0, row.active - released))
     after = replace(state, requests=requests, slots=slots, root=row if state.root is not None else None)
     return change_between(state, after) is not None, after
 
@@ -327,7 +327,7 @@ def next_capacity_at(state: QuotaState, now: int) -> int | None:
     if not isinstance(limits, limit_answers.QuotaLimits) or not limits.max_requests_per_window:
         return None
     length = window_ms(limits)
-    return min((one.admitted_at + length for one in _window(state, DEFAULT_DIMENSION, now - length)), default=None)
+    return min((entry.admitted_at + length for entry in _window(state, DEFAULT_DIMENSION, now - length)), default=None)
 
 
 def window_ms(limits: limit_answers.QuotaLimits) -> int:
@@ -341,7 +341,7 @@ def is_slot_live(slot: QuotaSlot, now: int) -> bool:
 
 
 def _window(state: QuotaState, dimension: str, start: int) -> list[QuotaRequest]:
-    return [one for key, one in state.requests.items() if key[0] == dimension and one.admitted_at > start]
+    return [entry for key, entry in state.requests.items() if key[0] == dimension and entry.admitted_at > start]
 
 
 def _with_slot(state: QuotaState, slot: QuotaSlot) -> QuotaState:

@@ -49,10 +49,10 @@ def reserve(
     state = without_expired(state, now)
     expires_at = now + request.ttl_ms
     dimensions, reservations = dict(state.dimensions), dict(state.reservations)
-    mine = _rows_of(state, request.reservation_id)
-    if refused := _check_owner(mine, request.execution_id):
+    own_rows = _rows_of(state, request.reservation_id)
+    if refused := _check_owner(own_rows, request.execution_id):
         return refused, state
-    if not mine:
+    if not own_rows:
         if breach := find_hard_breach(state, request.amounts):
             return record_breach(state, breach, now)
         for name, amount in request.amounts:
@@ -63,7 +63,7 @@ def reserve(
             fields = (request.reservation_id, name, request.execution_id, amount, expires_at)
             row = BudgetReservation(state.budget_id, *fields, namespace=state.namespace)
             reservations[request.reservation_id, name] = row
-    for key, row in mine.items():
+    for key, row in own_rows.items():
         reservations[key] = replace(row, expires_at=expires_at)
     answer = limit_answers.Reserved(request.reservation_id, expires_at)
     return answer, _with_reservations(state, reservations, dimensions, now)
@@ -81,11 +81,11 @@ def settle(
     if was_applied(state, digest, now):
         return limit_answers.AlreadyApplied(), state
     state = without_expired(state, now)
-    mine = _rows_of(state, reservation_id)
-    if refused := _check_owner(mine, execution_id):
+    own_rows = _rows_of(state, reservation_id)
+    if refused := _check_owner(own_rows, execution_id):
         return refused, state
-    reserved = {row.dimension: row.amount for row in mine.values()}
-    released = _release(state, mine, now)
+    reserved = {row.dimension: row.amount for row in own_rows.values()}
+    released = _release(state, own_rows, now)
     beyond = tuple((name, amount) for name, amount in amounts if amount > reserved.get(name, 0))
     if breach := find_hard_breach(released, beyond):
         return record_breach(state, breach, now)
@@ -98,11 +98,11 @@ def refund(
 ) -> BudgetDecision[limit_answers.Refunded]:
     """Release a reservation unused; with `execution_id`, only if it belongs to that execution."""
     state = without_expired(state, now)
-    mine = _rows_of(state, reservation_id)
-    if execution_id is not None and (refused := _check_owner(mine, execution_id)):
+    own_rows = _rows_of(state, reservation_id)
+    if execution_id is not None and (refused := _check_owner(own_rows, execution_id)):
         return refused, state
-    amounts = {row.dimension: row.amount for row in mine.values()}
-    return limit_answers.Refunded(reservation_id, amounts), _release(state, mine, now)
+    amounts = {row.dimension: row.amount for row in own_rows.values()}
+    return limit_answers.Refunded(reservation_id, amounts), _release(state, own_rows, now)
 
 
 def expire_reservations(state: BudgetState, now: int) -> BudgetDecision[bool]:
@@ -119,8 +119,8 @@ def without_expired(state: BudgetState, now: int) -> BudgetState:
     return _release(state, {key: row for key, row in state.reservations.items() if row.expires_at <= now}, now)
 
 
-def _check_owner(mine: Rows, execution_id: str) -> errors.FabricError | None:
-    if all(row.execution_id == execution_id for row in mine.values()):
+def _check_owner(rows: Rows, execution_id: str) -> errors.FabricError | None:
+    if all(row.execution_id == execution_id for row in rows.values()):
         return None
     return errors.InvalidInput("reservation_id: of another execution")
 
@@ -136,8 +136,8 @@ def _release(state: BudgetState, rows: Rows, now: int) -> BudgetState:
     for row in rows.values():
         known = dimensions[row.dimension]
         dimensions[row.dimension] = replace(known, reserved=max(0, known.reserved - row.amount))
-    kept = {key: row for key, row in state.reservations.items() if key not in rows}
-    return _with_reservations(state, kept, dimensions, now)
+    remaining = {key: row for key, row in state.reservations.items() if key not in rows}
+    return _with_reservations(state, remaining, dimensions, now)
 
 
 def _with_reservations(

@@ -76,7 +76,7 @@ def _by_lane(rows: Iterable[Execution]) -> dict[str, list[Execution]]:
 
 
 def _truncated_keys(rows: Iterable[Execution], truncated: Set[str]) -> set[str]:
-    """Return the fairness keys of which more rows may wait."""
+    """Return the fairness keys that may have more waiting rows."""
     return {fairness.fairness_key_of(row) for row in rows if row.blocked_on in truncated}
 
 

@@ -128,15 +128,15 @@ def report_usage(state: BudgetState, report: UsageReport, now: int) -> BudgetDec
 
 def release_spends(state: BudgetState, execution_id: str, now: int) -> BudgetDecision[limit_answers.BudgetReleased]:
     """Return what an execution has spent since the last reset, and delete its ledger."""
-    mine = {key: row for key, row in state.spends.items() if key[0] == execution_id}
-    if not mine:
+    ledger = {key: row for key, row in state.spends.items() if key[0] == execution_id}
+    if not ledger:
         return limit_answers.BudgetReleased(state.budget_id, {}), state
     dimensions = dict(state.dimensions)
-    for row in mine.values():
+    for row in ledger.values():
         known = state.dimension(row.dimension)
         dimensions[row.dimension] = replace(known, usage=max(0, (known.usage or 0) - row.amount))
-    spends = {key: row for key, row in state.spends.items() if key not in mine}
-    amounts = {row.dimension: row.amount for row in mine.values()}
+    spends = {key: row for key, row in state.spends.items() if key not in ledger}
+    amounts = {row.dimension: row.amount for row in ledger.values()}
     root = replace(state.root_or_new(), last_updated_at=now)
     after = replace(state, root=root, dimensions=dimensions, spends=spends)
     return limit_answers.BudgetReleased(state.budget_id, amounts), after

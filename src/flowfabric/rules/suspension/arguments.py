@@ -31,7 +31,7 @@ WaitpointBinding = FreshWaitpoint | UsePendingWaitpoint
 
 
 class ResumePolicy(msgspec.Struct, frozen=True):
-    """How to resume. All of it is stored; only the delay has an effect."""
+    """The policy for resuming. All of it is stored; only the delay has an effect."""
 
     resume_target: str = "runnable"
     consume_matched_signals: bool = True

@@ -266,9 +266,9 @@ def _parse_node(value: Any, *, strict: bool, depth: int = 1) -> Condition:
         case "TimeoutOnly":
             return TimeoutOnly()
         case {"Single": {"waitpoint_key": str(key), "matcher": matcher}} if (
-            found := _parse_matcher(matcher)
+            parsed_matcher := _parse_matcher(matcher)
         ) is not None:
-            return Single(key, found)
+            return Single(key, parsed_matcher)
         case {"Composite": {"kind": "AllOf", "members": list(members)}}:
             if depth > READ_DEPTH:
                 return AllConditions(())
