@@ -80,10 +80,7 @@ def cancel_children(
     """
     if parent is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(parent, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(parent, held, now):
+    if refused := lease.check_fence(parent, fence, None, now):
         return refused
     ended: list[str] = []
     changes: list[Change] = []

@@ -26,10 +26,7 @@ def delay(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, source, now):
         return refused
     change = transitions.defer(
         row,
@@ -50,10 +47,7 @@ def defer_for_children(
     """Release active work until its dependencies are resolved; with none unresolved it is claimable at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, source, now):
         return refused
     if unresolved:
         eligibility, reason = EligibilityState.BLOCKED_BY_DEPENDENCIES, BlockingReason.WAITING_FOR_CHILDREN

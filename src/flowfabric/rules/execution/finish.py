@@ -42,10 +42,9 @@ def complete(
         if _ended_by(row, fence, TerminalOutcome.SUCCESS):
             return Decision(Completed(row.execution_id))
         return refused
-    result_writes: tuple[Write, ...]
-    result_writes = (
-        () if payload is None else (Insert(Result(row.execution_id, payload, encoding)),)
-    )  # a replay deletes the old one
+    result_writes: tuple[Write, ...] = ()
+    if payload is not None:
+        result_writes = (Insert(Result(row.execution_id, payload, encoding)),)  # a replay deletes the old one
     if template := transitions.success_template(row):
         if row.successors is not None:
             result_writes += successors.outcome_writes(row, TerminalOutcome.SUCCESS)

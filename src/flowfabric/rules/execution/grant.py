@@ -16,9 +16,7 @@ from flowfabric import errors
 from flowfabric.model.answers.execution import Granted
 from flowfabric.model.change import NOW, Change, Patch, seen
 from flowfabric.model.execution import Execution, Grant
-from flowfabric.model.states import (
-    EligibilityState,
-)
+from flowfabric.model.states import EligibilityState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions
 from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
@@ -41,9 +39,8 @@ class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
     admitted: bool = False  # budgets and quotas admitted the execution
 
 
-GrantSigner = Callable[
-    [Execution, GrantRequest, int], str
-]  # signs a grant key for an expiry; returns the stored key id
+# Signs a grant key for an expiry and returns the stored key id.
+GrantSigner = Callable[[Execution, GrantRequest, int], str]
 
 
 def issue_claim_grant(

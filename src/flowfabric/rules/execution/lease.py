@@ -89,6 +89,12 @@ def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
     return None
 
 
+def check_fence(row: Execution, fence: Fence, source: str | None, now: int) -> Decision[Any] | None:
+    """Resolve the fence, then check it against the live lease; None if it holds."""
+    resolved = resolve_fence(row, fence, source)
+    return refuse(resolved) if isinstance(resolved, errors.FabricError) else check_lease(row, resolved, now)
+
+
 def has_expired(row: Execution, now: int) -> bool:
     """True if the lease was marked as expired or its time is up. A lease is dead at its last millisecond."""
     if row.ownership_state is _EXPIRED:
@@ -280,10 +286,7 @@ def check_renewal(row: Execution | None, attempt_index: int, fence: Fence, now: 
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = resolve_fence(row, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := check_lease(row, held, now):
+    if refused := check_fence(row, fence, None, now):
         return refused
     return Decision(None) if attempt_index == row.attempt_index else refuse(stale_lease_error(row))
 

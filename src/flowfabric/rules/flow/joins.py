@@ -201,7 +201,7 @@ class JoinContext(msgspec.Struct, frozen=True):
 
 
 def running_siblings(inbound: Sequence[Dependency], counts: JoinCounts, replayed: Mapping[str, Execution]) -> list[str]:
-    """Return the upstreams that have not ended: no outcome on their edges, or replayed since (`again`)."""
+    """Return the upstreams that have not ended: no outcome on their edges, or replayed since."""
     ended = {outcome.dependency.upstream_execution_id for outcome in counts.counted}
     running = {edge.upstream_execution_id for edge in inbound if edge.outcome is None} - ended
     running |= {name for name, row in replayed.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
@@ -249,7 +249,7 @@ def resolve_join(
         *_edges_without_result(result_edges, passed_result),
         *(outcome.dependency for outcome in counts.counted if not outcome.is_recorded),
     ]
-    guards += {outcome.edge_id: seen_dependency(outcome) for outcome in unproven_edges}.values()
+    guards += {edge.edge_id: seen_dependency(edge) for edge in unproven_edges}.values()
     upstreams = {
         outcome.upstream.execution_id: outcome.upstream for outcome in counts.counted if outcome.upstream is not None
     }

@@ -39,7 +39,7 @@ class BudgetState(msgspec.Struct, frozen=True):
     keys: dict[str, int] = {}  # digests of applied reports and when they expire
     spends_cleared: bool = False  # all ledgers were deleted since the load
     namespace: str = DEFAULT_NAMESPACE
-    other_roots: dict[NamespacedId, Budget] = {}  # roots of the same id in other namespaces, as far as loaded
+    other_roots: dict[NamespacedId, Budget] = {}  # of the same id in other namespaces, as far as loaded
 
     @property
     def key(self) -> NamespacedId:

@@ -32,18 +32,16 @@ def effective_priority(row: Execution, now: int) -> int:
 
 
 def fair_order(
-    rows: Iterable[Execution], turns: Credits, now: int, limit: int, *, truncated: Set[str] = frozenset()
+    rows: Iterable[Execution], before: Credits, now: int, limit: int, *, truncated: Set[str] = frozenset()
 ) -> tuple[list[Execution], dict[str, int]]:
     """Return the next `limit` rows in the order in which they should be claimed, and the credits afterwards.
 
     Keys in `truncated` may have more rows than given. The order ends where one of those might be next.
     """
-    queues: dict[str, deque[Execution]] = {}
-    for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
-        queues.setdefault(fairness_key_of(row), deque()).append(row)
+    queues = _rows_by_key(rows)
     rotation = _Rotation(now)
     for key, queue in queues.items():
-        rotation.add(key, turns.get(key, 0), queue[0])
+        rotation.add(key, before.get(key, 0), queue[0])
     picks: list[Execution] = []
     while len(picks) < limit and (first := rotation.first()) is not None:
         queue = queues[first]
@@ -51,12 +49,12 @@ def fair_order(
             break  # the next row was not loaded
         rotation.take_turn(first, queue[1] if len(queue) > 1 else queue[0] if first in truncated else None)
         picks.append(queue.popleft())
-    return picks, rotation.in_hand()
+    return picks, rotation.credits()
 
 
 def charge(
     rows: Iterable[Execution],
-    turns: Credits,
+    before: Credits,
     now: int,
     claimed: Iterable[Execution],
     *,
@@ -67,10 +65,8 @@ def charge(
     For each row, every key of the same priority gains its weight and the claimed key pays the sum of the weights. Keys
     in `cut` may have more rows than given.
     """
-    queues: dict[str, deque[Execution]] = {}
-    for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
-        queues.setdefault(fairness_key_of(row), deque()).append(row)
-    balances = {key: turns.get(key, 0) for key in queues}
+    queues = _rows_by_key(rows)
+    balances = {key: before.get(key, 0) for key in queues}
     for row in claimed:
         priority, claimed_key = effective_priority(row, now), fairness_key_of(row)
         weights = {
@@ -128,10 +124,10 @@ class _Rotation:
         self._turns: dict[str, _Turn] = {}
         self._finished: dict[str, int] = {}  # credits of keys without rows
 
-    def add(self, key: str, in_hand: int, head: Execution) -> None:
+    def add(self, key: str, credit: int, head: Execution) -> None:
         level = self._levels.setdefault(effective_priority(head, self._now), _Level())
         weight = _weight(head)
-        turn = self._turns[key] = _Turn(in_hand - weight * level.count, weight, level)
+        turn = self._turns[key] = _Turn(credit - weight * level.count, weight, level)
         level.weights += weight
         heappush(level.heaps.setdefault(weight, []), (-turn.base, head.rank, head.execution_id, key))
 
@@ -149,27 +145,34 @@ class _Rotation:
     def take_turn(self, key: str, head: Execution | None) -> None:
         """Charge the key whose turn it is; `head` is its next row, if there is one."""
         turn = self._turns.pop(key)
-        level, in_hand = turn.level, self._in_hand(turn)
+        level, credit = turn.level, self._credit_of(turn)
         if level.weights > turn.weight:  # other keys compete
             level.count += 1
-            in_hand += turn.weight - level.weights
+            credit += turn.weight - level.weights
         heap = level.heaps[turn.weight]
         heappop(heap)
         if not heap:
             del level.heaps[turn.weight]
         level.weights -= turn.weight
         if head is None:
-            self._finished[key] = in_hand
+            self._finished[key] = credit
         else:
-            self.add(key, in_hand, head)
+            self.add(key, credit, head)
 
-    def in_hand(self) -> dict[str, int]:
+    def credits(self) -> dict[str, int]:
         """Return the credits of all keys."""
-        return self._finished | {key: self._in_hand(turn) for key, turn in self._turns.items()}
+        return self._finished | {key: self._credit_of(turn) for key, turn in self._turns.items()}
 
     @staticmethod
-    def _in_hand(turn: _Turn) -> int:
+    def _credit_of(turn: _Turn) -> int:
         return turn.base + turn.weight * turn.level.count
+
+
+def _rows_by_key(rows: Iterable[Execution]) -> dict[str, deque[Execution]]:
+    queues: dict[str, deque[Execution]] = {}
+    for row in sorted(rows, key=lambda row: (row.rank, row.execution_id)):
+        queues.setdefault(fairness_key_of(row), deque()).append(row)
+    return queues
 
 
 def fairness_key_of(row: Execution) -> str:

@@ -8,12 +8,7 @@ from __future__ import annotations
 import hmac
 from typing import Final
 
-from flowfabric.errors import (
-    Corruption,
-    FabricError,
-    InvalidInput,
-    InvalidToken,
-)
+from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidToken
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.rules.security.keystore import SigningKeys, current_key, find_key, is_hex, sign_message
 

@@ -144,10 +144,7 @@ def suspend(
         return Decision(msgspec.json.decode(record.answer, type=SuspendOutcome))
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, None, now):
         return refused
     if holder is not None and holder.attempt_index != row.attempt_index:
         return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))
