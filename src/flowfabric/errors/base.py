@@ -16,7 +16,7 @@ class Classification(StrEnum):
 
 
 class FabricError(Exception):
-    """FlowFabric could not do what was asked."""
+    """FlowFabric could not do what was requested."""
 
     family: str = "fabric"
     kind: str = "fabric_error"

@@ -13,7 +13,7 @@ class ConflictError(FabricError):
 
 
 class IdInOtherNamespace(ConflictError):
-    """This id is taken in another namespace."""
+    """This id is in use in another namespace."""
 
     kind = "id_in_other_namespace"
 

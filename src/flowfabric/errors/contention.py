@@ -26,7 +26,7 @@ class NotAResumedExecution(ContentionError):
 
 
 class ExecutionNotLeaseable(ContentionError):
-    """The execution cannot be leased in its present state."""
+    """The execution cannot be leased in its current state."""
 
     kind = "execution_not_leaseable"
 
@@ -50,7 +50,7 @@ class ClaimGrantExpired(ContentionError):
 
 
 class NoEligibleExecution(ContentionError):
-    """Nothing is waiting that this worker could run."""
+    """No execution is waiting that this worker could run."""
 
     kind = "no_eligible_execution"
 
@@ -126,7 +126,7 @@ class ExecutionNotInEligibleSet(ContentionError):
 
 
 class ExecutionNotReclaimable(ContentionError):
-    """The execution's lease is neither expired nor revoked, so nobody can take it over."""
+    """The execution's lease is neither expired nor revoked, so it cannot be taken over."""
 
     kind = "execution_not_reclaimable"
 

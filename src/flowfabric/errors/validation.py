@@ -117,7 +117,7 @@ class InvalidBlockingReason(ValidationError):
 
 
 class InvalidOffset(ValidationError):
-    """The position is not one that this log knows."""
+    """This log does not know the position."""
 
     kind = "invalid_offset"
 
@@ -141,7 +141,7 @@ class BudgetOverrideNotAllowed(ValidationError):
 
 
 class InvalidQuotaSpec(ValidationError):
-    """The quota policy's numbers do not make sense together."""
+    """The limits of the quota policy contradict each other."""
 
     kind = "invalid_quota_spec"
 

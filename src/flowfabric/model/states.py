@@ -1,4 +1,4 @@
-"""The state vector: six stored dimensions with closed vocabularies, and the public state derived from them.
+"""The state vector: six dimensions with closed vocabularies, and a seventh, the public state, derived from them.
 
 The order of members is their stored code: append new members, never reorder.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-FEW = 5  # names listed in a sentence
+MAX_NAMES = 5  # names listed in a sentence
 
 
 def format_instant(ms: int | None) -> str:
@@ -26,8 +26,8 @@ def pluralize(number: int, noun: str, plural: str | None = None) -> str:
 
 def join_some(names: Sequence[str]) -> str:
     """Join the first few names and say how many more there are."""
-    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return ", ".join(names[:FEW]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def first_line(text: str | None) -> str:

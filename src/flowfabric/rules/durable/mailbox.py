@@ -23,7 +23,7 @@ from flowfabric.rules.suspension.conditions import SignalEffect
 from flowfabric.rules.suspension.signals import DEDUPED, Accepted, DuplicateDelivery, signal_event
 
 MAX_PAYLOAD_BYTES = 65_536
-MOST_UNREAD = 10_000
+MAX_UNREAD = 10_000
 APPENDED = "appended_to_mailbox"
 
 
@@ -106,7 +106,7 @@ def _deliver(
             fields, writes = gate_rules.update_gates(row, suspension, {}, {name: (gate, GateOutcome.SATISFIED, mail)})
             return fields, writes, SignalEffect.SATISFIED
     counters = _counters(suspension)
-    if sum(written - read for read, written in counters.values()) >= MOST_UNREAD:
+    if sum(written - read for read, written in counters.values()) >= MAX_UNREAD:
         return {}, (), None
     read, written = counters.get(mail.mailbox, [1, 1])
     return (

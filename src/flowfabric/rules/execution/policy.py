@@ -27,9 +27,9 @@ from flowfabric.rules.scheduling.capabilities import required_capabilities
 T = TypeVar("T")
 
 DAY_MS: Final = 86_400_000
-LONGEST_MS: Final = 2**53 - 1
-LARGEST: Final = 2**63 - 1
-WEAKEST_AGEING_MS: Final = 10**12  # one priority step outweighs any age then
+MAX_LENGTH_MS: Final = 2**53 - 1
+MAX_NUMBER: Final = 2**63 - 1
+MAX_AGEING_MS: Final = 10**12  # one priority step outweighs any age then
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -175,7 +175,7 @@ def _parse_document(policy: Document) -> Terms:
         quota_policy_ids=_quota_policy_ids(policy),
         fairness_key=_text(policy, "fairness_key") or None,
         fairness_weight=_or(weight, DEFAULT_TERMS.fairness_weight),
-        ageing=min(ageing, WEAKEST_AGEING_MS) if ageing else None,
+        ageing=min(ageing, MAX_AGEING_MS) if ageing else None,
         required_capabilities=required,
         dedup_window_ms=_or(_length(policy, "dedup_window_ms"), DEFAULT_TERMS.dedup_window_ms),
         retention_ttl_ms=_retention(stream),
@@ -248,15 +248,15 @@ def _number(document: Document, field: str, path: str = "") -> int | None:
         raise InvalidPolicyJson(f"{path}{field}:not_an_integer")
     if value < 0:
         raise InvalidPolicyJson(f"{path}{field}:negative")
-    if value > LARGEST:
+    if value > MAX_NUMBER:
         raise InvalidPolicyJson(f"{path}{field}:too_large")
     return value
 
 
 def _length(document: Document, field: str, path: str = "") -> int | None:
-    """Return a duration in milliseconds, capped at `LONGEST_MS`."""
+    """Return a duration in milliseconds, capped at `MAX_LENGTH_MS`."""
     value = _number(document, field, path)
-    return None if value is None else min(value, LONGEST_MS)
+    return None if value is None else min(value, MAX_LENGTH_MS)
 
 
 def _factor(document: Document, field: str, path: str) -> float | None:

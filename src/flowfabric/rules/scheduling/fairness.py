@@ -22,7 +22,7 @@ from flowfabric.rules.execution.policy import decode_terms
 
 Credits = Mapping[str, int]  # credit per fairness key; the key with the most is next
 
-MOST_ABSENT = 1024  # keys without ready work whose credits are kept
+MAX_IDLE_KEYS = 1024  # keys without ready work whose credits are kept
 
 
 def effective_priority(row: Execution, now: int) -> int:
@@ -91,7 +91,7 @@ def keep_idle_credits(before: Credits, after: Credits) -> dict[str, int]:
     The work of such a key may be blocked by a limit. When it is ready again the key keeps the turn it had.
     """
     idle = {key: credit for key, credit in before.items() if credit and key not in after}
-    return {**idle, **after} if len(idle) <= MOST_ABSENT else dict(after)
+    return {**idle, **after} if len(idle) <= MAX_IDLE_KEYS else dict(after)
 
 
 class _Level:

@@ -22,7 +22,7 @@ from flowfabric.rules.execution.lease import Fence
 
 MAX_FRAME_BYTES = 65_536
 PAGE = 512
-KEPT = {FrameMode.DURABLE: 10_000, FrameMode.SUMMARY: 64}
+MAX_KEPT_FRAMES = {FrameMode.DURABLE: 10_000, FrameMode.SUMMARY: 64}
 FLOOR, CEILING, ALPHA = 64, 16_384, 0.2
 _SLACK = 1e-9  # keeps rounding errors from raising `ceil` by one
 
@@ -163,7 +163,7 @@ class _AppendBatch:
         if request.mode is FrameMode.BEST_EFFORT:
             limit = self._best_effort_limit(request.best_effort.normalized)
         else:
-            limit = KEPT[request.mode]
+            limit = MAX_KEPT_FRAMES[request.mode]
             state["has_durable_frame"], state["vanishes_at"] = True, None
         state["kept_from"] = max(state["kept_from"], number - limit + 1)
 

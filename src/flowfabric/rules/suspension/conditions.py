@@ -33,7 +33,7 @@ READ_DEPTH = 16  # members of deeper nodes are ignored when parsing
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
-LONGEST_SATISFIER = 100
+MAX_SATISFIER_LENGTH = 100
 
 Progress = dict[str, list[str]]  # satisfiers of each node, by path
 
@@ -173,7 +173,7 @@ def _satisfier(node: Condition, signal: IncomingSignal) -> str:
 
 def _shorten(text: str) -> str:
     """Return the text, or its hash if it is long, because satisfiers are stored until the wait is over."""
-    return text if len(text) <= LONGEST_SATISFIER else f"#{hashlib.sha256(text.encode()).hexdigest()}"
+    return text if len(text) <= MAX_SATISFIER_LENGTH else f"#{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _keys(node: Condition) -> tuple[str, ...]:
