@@ -29,7 +29,7 @@ T = TypeVar("T")
 DAY_MS: Final = 86_400_000
 MAX_LENGTH_MS: Final = 2**53 - 1
 MAX_NUMBER: Final = 2**63 - 1
-MAX_AGEING_MS: Final = 10**12  # one priority step outweighs any age then
+MAX_AGEING_MS: Final = 10**12  # at most: one priority step then outweighs any age
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
