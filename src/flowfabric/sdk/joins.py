@@ -18,7 +18,7 @@ class Join:
         self.of = of
         self.cancel_rest = cancel_rest
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         """How many successes it needs of so many."""
         raise NotImplementedError
 
@@ -42,7 +42,7 @@ class AllOf(Join):
     def __init__(self, *of: NodeOutcome | Node[Any]) -> None:
         super().__init__(*of)
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         return count
 
     def policy(self) -> dict[str, Any] | None:
@@ -52,7 +52,7 @@ class AllOf(Join):
 class AnyOf(Join):
     """One success is enough."""
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         return 1
 
     def policy(self) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ class Quorum(Join):
         super().__init__(*of, cancel_rest=cancel_rest)
         self.k = validation.validate_int("quorum", k, minimum=1)
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         if self.k > count:
             raise InvalidInput(f"quorum: {self.k} cannot come from {count}")
         return self.k

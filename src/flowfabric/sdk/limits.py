@@ -69,13 +69,13 @@ class Budget:
             logger.warning(
                 "budget %s: %s has no limit and is only counted; %s have one", self.name, ", ".join(unlimited), known
             )
-        return {self.kept_as(one): self._counted(one, amount) for one, amount in given.items()}
+        return {self.stored_dimension(one): self._counted(one, amount) for one, amount in given.items()}
 
-    def kept_as(self, dimension: str) -> str:
+    def stored_dimension(self, dimension: str) -> str:
         """The name of a dimension in the store."""
         return f"{dimension}{MILLIONTHS_SUFFIX}" if dimension in self._fractional else dimension
 
-    def shown(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
+    def display_amounts(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
         """A dimension of the store and its numbers, as people wrote them."""
         if not dimension.endswith(MILLIONTHS_SUFFIX):
             return dimension, list(amounts)

@@ -44,7 +44,7 @@ class LocalContext(Context):
         self.task = task.name
         self.run_id = f"plain-call-{uuid.uuid4()}"
         self.attempt = 0
-        self.lane = task.own.lane
+        self.lane = task.default_options.lane
         self.reported_progress: dict[str, Any] = {}
         self._names: Counter[str] = Counter()
         self._outputs = {}
@@ -81,17 +81,17 @@ class LocalContext(Context):
         """There is no lease that could end."""
         return float("inf")
 
-    async def recall(
+    async def find_step(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
     ) -> StepCall:
         """The step, which never ran before."""
         return identify_step(self.durable, function, args, kwargs, name, key)
 
-    async def keep(self, step: StepCall, value: Any) -> StepCall:
+    async def record_step_result(self, step: StepCall, value: Any) -> StepCall:
         """What it returned, as it would come back from a store."""
         return step.with_memo(StepMemo(self.run_id, step.name, step.occurrence, 0, 0, step.encode(value)))
 
-    async def at(self, point: str, moment: str) -> None:
+    async def reach_fault_point(self, point: str, moment: str) -> None:
         """Nothing goes wrong here."""
 
     async def _now(self) -> int:

@@ -220,14 +220,14 @@ class SyncContext:
     ) -> Any:
         """Run a function once, in this thread when it is a plain one; its result is remembered."""
         context = self._context
-        step = self._portal.call(context.recall(function, args, kwargs, name, key))
+        step = self._portal.call(context.find_step(function, args, kwargs, name, key))
         if not step.is_recorded:
-            self._portal.call(context.at(step.fault_point, "before_effect"))
+            self._portal.call(context.reach_fault_point(step.fault_point, "before_effect"))
             with in_step(step.name, step.occurrence):
                 value = step_function(function, context)(*args, **kwargs)
                 if inspect.isawaitable(value):
                     value = self._portal.call(_awaited(value))
-            step = self._portal.call(context.keep(step, value))
+            step = self._portal.call(context.record_step_result(step, value))
         return step.result()
 
     def sleep(self, length: Duration) -> None:

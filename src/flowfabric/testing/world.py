@@ -87,10 +87,10 @@ class World:
         self.engine.random = random.Random(self._seed).random
         await self.engine.ensure_signing_key("00" * 32)
         self._outside = self.app.bind(await self.engine_for_app())
-        self.app.on_point = self._pass_point
-        self.app.thread_turns = self._time
-        self.app.on_ask = self._note_shape
-        self.app.isolates = False
+        self.app.on_fault_point = self._pass_point
+        self.app.thread_scheduler = self._time
+        self.app.on_approval = self._note_shape
+        self.app.use_subprocesses = False
         for _ in range(self._count):
             self.start_worker()
         return self
@@ -103,9 +103,9 @@ class World:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
         self.app.unbind(self._outside)
-        self.app.on_point = self.app.thread_turns = self.app.on_ask = None
+        self.app.on_fault_point = self.app.thread_scheduler = self.app.on_approval = None
         self.app.stubs.clear()
-        self.app.isolates = True
+        self.app.use_subprocesses = True
         await self.engine.close()
         self._time.stop()
         if kind is None and self._faults:
@@ -135,7 +135,7 @@ class World:
         """End a worker as SIGKILL would: nothing is finished, nothing is handed back, its leases lapse."""
         for known, task in self._workers:
             if known is worker:
-                worker.abandon()
+                worker.simulate_kill()
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self._workers = [(known, task) for known, task in self._workers if known is not worker]
@@ -194,7 +194,7 @@ class World:
     async def _let_lapse(self, context: Context) -> None:
         left_s = context.lease_seconds_left
         for worker, _ in self._workers:
-            worker.forsake(context.handle.fields.lease_id)
+            worker.stop_renewing(context.handle.fields.lease_id)
         await asyncio.sleep(left_s + AFTER_EXPIRY_S)
 
     def stub(

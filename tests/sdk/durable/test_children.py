@@ -74,7 +74,7 @@ async def test_a_wait_for_a_child_ends_with_its_timeout_and_can_begin_again() ->
     async with World(app):
         late, value = await (await parent.submit()).result()
 
-    assert "has not ended after 3600 s; it goes on all the same" in late
+    assert "has not ended after 3600 s; it continues to run" in late
     assert value == "after 3h"
 
 

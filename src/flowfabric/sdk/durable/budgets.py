@@ -54,7 +54,7 @@ class ContextBudgets(ABC):
         """What earlier attempts left behind."""
 
     @abstractmethod
-    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
+    async def run_once(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
         """Ask once, under a key that is the same on every attempt."""
 
     async def spend(self, budget: Budget, **amounts: int | float) -> None:
@@ -74,7 +74,7 @@ class ContextBudgets(ABC):
                     return type(answer).__name__
                 await self._meet_limit(budget, budget_id, answer, counted)
 
-        await self.remembered(f"spend:{budget.name}", report)
+        await self.run_once(f"spend:{budget.name}", report)
 
     @asynccontextmanager
     async def reserve(
@@ -121,7 +121,7 @@ class ContextBudgets(ABC):
     ) -> None:
         """Fail, or sleep until there is room."""
         numbers = (breach.current_usage + breach.reserved, breach.hard_limit, amounts[breach.dimension])
-        dimension, (used, limit, asked) = budget.shown(breach.dimension, *numbers)
+        dimension, (used, limit, asked) = budget.display_amounts(breach.dimension, *numbers)
         if budget.on_hard != "suspend":
             raise BudgetExceeded(budget.name, dimension, used=used, limit=limit, asked=asked)
         if asked > limit:
@@ -140,4 +140,4 @@ class ContextBudgets(ABC):
             return found
         if budget.per is not None:
             raise InvalidInput(f"budget {budget.name}: it is per {budget.per}; name it in budgets=[…] of the task")
-        return await self.app.declared(self.engine, budget)
+        return await self.app.declare_budget(self.engine, budget)

@@ -79,7 +79,7 @@ class ContextOutput(ABC):
         for output in self._outputs.values():
             await output.flush()
 
-    async def keep_last_words(self) -> None:
+    async def flush_quietly(self) -> None:
         """The same before a failure is told, which matters more than what can no longer be kept."""
         with suppress(FabricError):
             await self.flush()

@@ -124,8 +124,8 @@ class ContextWaits(ABC):
         gate = self.durable.next_gate_name(f"approval:{name}")
         points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
         kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
-        if self.app.on_ask is not None:
-            self.app.on_ask(self._itself, name, shape)
+        if self.app.on_approval is not None:
+            self.app.on_approval(self._itself, name, shape)
         opened = await self.engine.open_gate(
             self.handle,
             GateArgs(
@@ -170,7 +170,9 @@ class ContextWaits(ABC):
         for call in calls:
             place = self.durable.next_gate_name(f"child:{call.task.name}")
             arguments = call.task.signature.bind(call.args, call.kwargs)
-            ask = await call.task.ask(self.engine, arguments, options=call.options, execution_id=self._child_id(place))
+            ask = await call.task.build_create(
+                self.engine, arguments, options=call.options, execution_id=self._child_id(place)
+            )
             asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
         runs: list[Run[Any]] = []
         for answer, ask, call in zip(await self.engine.create_executions(asks), asks, calls, strict=True):
@@ -230,7 +232,7 @@ class ContextWaits(ABC):
                 )
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
-        need = join.needed(len(ids))
+        need = join.required_successes(len(ids))
         ended = await self._ends(self.durable.next_gate_name("children"), ids, need)
         if join.cancel_rest:
             rest = [run.id for run in runs if run.id not in ended]
@@ -291,7 +293,7 @@ class ChildRun(Run[T]):
             )
         )
         if memo.ended_as is GateOutcome.TIMED_OUT:
-            raise self.not_ended(longest_s)
+            raise self.timeout_error(longest_s)
         return await super().result()
 
     async def cancel(self, reason: str = "") -> None:

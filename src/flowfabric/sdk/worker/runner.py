@@ -102,7 +102,7 @@ class AttemptRunner:
                 outcome = Postponed(UNKNOWN_TASK_DELAY_MS, f"the worker that had it knows no task {kind!r}")
             elif self._app.stubs and task in self._app.stubs:
                 outcome = await self._stubbed(claimed, task)
-            elif task.isolation == "process" and self._app.isolates:
+            elif task.isolation == "process" and self._app.use_subprocesses:
                 outcome = await self._in_cell(own, task)
             else:
                 outcome = await self._attempt(claimed, task, own)
@@ -121,12 +121,12 @@ class AttemptRunner:
                 value = await self._call(task, own, arguments)
             finally:
                 if own.context is not None:
-                    own.context.end()
+                    own.context.close()
             if own.context is not None:
                 await own.context.flush()
         except (asyncio.CancelledError, HandlerUnwound) as ended:
             if own.context is not None:
-                own.context.give_up()
+                own.context.mark_cancelled()
             if own.is_parked:
                 _forgive()
                 return NOTHING_TO_REPORT
@@ -160,7 +160,7 @@ class AttemptRunner:
             self._engine,
             claimed.handle,
             task,
-            root=own.handler_task if task.is_async else None,
+            handler_task=own.handler_task if task.is_async else None,
             loop=self._loop,
             budgets=budget_ids_by_name(claimed.payload),
             lease_until=lambda: self._until(claimed.lease_id),
@@ -187,7 +187,7 @@ class AttemptRunner:
             raise TimeoutError(f"{task.name} has not returned after {task.timeout_s:g} s")
         finally:
             if not call.done():
-                context.give_up()
+                context.mark_cancelled()
                 self._keep_slot(call, context)
 
     def _keep_slot(self, call: asyncio.Future[Any], context: Context) -> None:
@@ -235,7 +235,7 @@ async def _failed(claimed: Claimed, task: Task[..., Any], own: ClaimedAttempt, f
         logger.warning("%s: attempt %d of %s is over: %s", claimed.execution_id, claimed.attempt_index, task.name, lost)
         return NOTHING_TO_REPORT
     if own.context is not None:
-        await own.context.keep_last_words()
+        await own.context.flush_quietly()
     outcome, which = outcome_of_exception(failure), (claimed.execution_id, claimed.attempt_index, task.name)
     if isinstance(outcome, Failed) and is_encodable(failure):
         logger.warning(

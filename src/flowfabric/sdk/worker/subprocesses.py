@@ -237,7 +237,7 @@ def _call(
         if context is not None and find_lease_loss(failure, context.run_id) is not None:
             return NOTHING_TO_REPORT
         if context is not None:
-            asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
+            asyncio.run_coroutine_threadsafe(context.flush_quietly(), loop).result()
         return outcome_of_exception(failure)
     return outcome_of_result(task, value)
 
@@ -245,7 +245,7 @@ def _call(
 async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Context | None) -> Outcome:
     """Call an `async def` handler on the cell's loop."""
     if context is not None:
-        context.root = asyncio.current_task()
+        context.handler_task = asyncio.current_task()
         set_current(context)
         arguments = task.with_context(arguments, lambda: context)
     try:
@@ -253,7 +253,7 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
             value = await task.handler(**arguments)
         finally:
             if context is not None:
-                context.end()
+                context.close()
         if context is not None:
             await context.flush()
     except asyncio.CancelledError as ended:
@@ -262,7 +262,7 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
         if context is not None and find_lease_loss(failure, context.run_id) is not None:
             return NOTHING_TO_REPORT
         if context is not None:
-            await context.keep_last_words()
+            await context.flush_quietly()
         return outcome_of_exception(failure)
     return outcome_of_result(task, value)
 

@@ -138,13 +138,13 @@ class Worker:
         if self._engine is not None:
             self._engine.wake_claims(self._lanes)
 
-    def abandon(self) -> None:
+    def simulate_kill(self) -> None:
         """Drop everything on the floor, as a killed process does; for tests."""
         self._cancel_all("abandoned")
         if self._ends is not None:
             self._ends.discard()
 
-    def forsake(self, lease_id: str) -> None:
+    def stop_renewing(self, lease_id: str) -> None:
         """Renew a lease no more although its handler goes on; for tests."""
         self._leases.stop_renewing(lease_id)
 
@@ -382,7 +382,7 @@ async def _in_time(last: Coroutine[Any, Any, None]) -> None:
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:
-    lanes = tuple(sorted({task.own.lane for task in app.tasks.values()}))
+    lanes = tuple(sorted({task.default_options.lane for task in app.tasks.values()}))
     if not lanes:
         raise InvalidInput("the app has no tasks; import the modules that define them before running a worker")
     return lanes
