@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 EngineTask = asyncio.Task["Engine"]
 
-NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "nudge"})  # plain verbs that must run on the engine's loop
+NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "wake_claims"})  # plain verbs that must run on the engine's loop
 
 
 class EngineProvider:

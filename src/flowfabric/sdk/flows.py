@@ -118,7 +118,7 @@ class Flow:
         after: Iterable[Node[Any] | NodeOutcome] = (),
         **kwargs: Any,
     ) -> Node[R]:
-        """Add a call, which runs when its join is met. Its upstream nodes are its arguments, the join's, and `after`."""
+        """Add a call, which runs when its join is met. It waits for the nodes in its arguments, `join` and `after`."""
         if isinstance(after, Node | NodeOutcome) or not isinstance(after, Iterable):
             raise InvalidInput("after: not a list; write after=[node]")
         if not isinstance(join, Join):

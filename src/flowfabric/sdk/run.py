@@ -224,8 +224,8 @@ class Run(Generic[R]):
     async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[OutputFrame | Reset]:
         """Iterate over what its handler writes to this output, until the run ends.
 
-        Starts at the beginning, or behind the frame with the cursor `after`. A `Reset` precedes the output of an attempt
-        that replaces an earlier one.
+        Starts at the beginning, or behind the frame with the cursor `after`. A `Reset` precedes the output of an
+        attempt that replaces an earlier one.
         """
         engine = await self._engine()
         attempt, position = (0, START_CURSOR) if after is None else _parse_cursor(after)

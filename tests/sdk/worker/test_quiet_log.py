@@ -120,7 +120,7 @@ async def test_a_step_that_meets_a_lost_lease_is_no_failed_attempt(
     async with working(app, lease_ttl="30s"):
         run = await loses.submit()
         # The step or the next renewal meets it first; either says so in one line.
-        await until_so(lambda: any("is over:" in one or "was taken away" in one for one in log.messages))
+        await until_so(lambda: any("is over:" in one or "lost its lease" in one for one in log.messages))
     assert await run.state() == "cancelled"
     assert not any("failed" in one for one in log.messages)
     assert not any(one.exc_info for one in log.records)
