@@ -29,9 +29,10 @@ ScopeSelector = str | Callable[..., Any]  # a parameter, a field of one, or a ta
 class Budget:
     """Limits on what may be spent, by dimension such as `usd` or `tokens`: in total, or per value of `per`.
 
-    Usage starts over after each `reset`. A warning event is emitted at the share `soft` of the limits. At a hard limit
-    `on_hard="fail"` raises `BudgetExceeded` in the handler, and `"suspend"` suspends the run until the budget has
-    capacity. Currencies, and dimensions whose limit is a `float`, may be spent in fractions.
+    Usage starts over after each `reset`. Usage beyond the share `soft` of the limits counts as a soft breach, of which
+    operators are warned. At a hard limit `on_hard="fail"` raises `BudgetExceeded` in the handler, and `"suspend"`
+    suspends the run until the budget has capacity. Currencies, and dimensions whose limit is a `float`, may be spent in
+    fractions.
     """
 
     def __init__(

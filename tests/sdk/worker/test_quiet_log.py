@@ -49,7 +49,7 @@ class Slow:
             return lost
 
         monkeypatch.setattr(kind, "park", slow)
-        monkeypatch.setattr(HeldLeases, "renew", noted)
+        monkeypatch.setattr(HeldLeases, "renew_all", noted)
 
 
 async def test_a_renewal_that_races_a_park_is_no_loss(

@@ -84,7 +84,7 @@ def step_function(function: Any, context: Context) -> Any:
         return handler
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound: dict[str, Any] = function.with_context(function.signature.bound(args, kwargs), lambda: context)
+        bound: dict[str, Any] = function.with_context(function.signature.bind(args, kwargs), lambda: context)
         return bound
 
     async def call_async(*args: Any, **kwargs: Any) -> Any:
