@@ -41,7 +41,7 @@ def see_through_server(monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine.start_sweeps()  # as servers do
         return cast("Engine", engine)
 
-    monkeypatch.setattr(World, "offered", offered)
+    monkeypatch.setattr(World, "engine_for_app", offered)
     monkeypatch.setattr("flowfabric.testing.world.SETTLE_YIELDS", TURNS)
     for page in (client, workers, results, leases):  # nobody looks in between here
         monkeypatch.setattr(page, "MAX_WAIT_MS", RARE_INTERVAL_MS)

@@ -49,7 +49,7 @@ INTERNAL = {
     | {"may_park", "close", "flush_quietly"},
     "Run": {"timeout_error"},
     "Worker": {"simulate_kill", "stop_renewing"},
-    "World": {"offered"},
+    "World": {"engine_for_app"},
     "Retry": {"policy"},
     "Budget": {"amounts", "stored_dimension", "display_amounts", "declare"},
     "Limit": {"declare"},

@@ -232,7 +232,7 @@ async def test_a_fault_that_nothing_came_to_is_told() -> None:
     await world.__aenter__()
     world.crash_at("step:never", "before_effect")
     await (await pay.submit()).result()
-    with pytest.raises(AssertionError, match="nothing came to step:never before_effect"):
+    with pytest.raises(AssertionError, match="step:never before_effect was never reached"):
         await world.__aexit__(None, None, None)
 
 
