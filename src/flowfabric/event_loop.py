@@ -45,8 +45,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 async def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a loop of another thread, and return its result.
 
-    Cancelling the caller cancels the coroutine. If the loop ends meanwhile, `StoreUnavailable` is raised and the outcome
-    is unknown.
+    Cancelling the caller cancels the coroutine. If the loop ends meanwhile, `StoreUnavailable` is raised and the
+    outcome is unknown.
     """
     import asyncio
 
