@@ -105,7 +105,7 @@ async def _work(app: Fabric, **options: Any) -> None:
 
 def _introduce(made: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
     """Say who works on what, and what nobody will submit to."""
-    of_tasks = {task.own.lane for task in app.tasks.values()}
+    of_tasks = {task.default_options.lane for task in app.tasks.values()}
     lanes = chosen or sorted(of_tasks)
     named = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
     works = f"{pluralize(len(app.tasks), 'task')}, {named}, {pluralize(slots, 'slot')}"
