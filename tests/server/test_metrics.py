@@ -108,7 +108,7 @@ async def test_counters_are_told_although_the_store_cannot_count(
         raise errors.StoreUnavailable("gone", source="transport")
 
     await ask.completed()
-    monkeypatch.setattr(ask.engine.store, "tally", away)
+    monkeypatch.setattr(ask.engine.store, "count_grouped", away)
     answer = await ask.get("/metrics")
 
     assert answer.status_code == 200
