@@ -1,6 +1,6 @@
 """An execution as rows: the decided sheet, and the cold parts that a state change never rewrites.
 
-Three kinds of fields (docs/decisions/0002-rows.md): the *sheet* is narrow, decided and guarded by its revision; the
+Three kinds of fields (docs/decisions/0002-execution-row-layout.md): the *sheet* is narrow, decided and guarded by its revision; the
 *pulse* (`lease_expires_at`, `lease_renewed_at`) moves with every renewal and does not touch the revision; the *cold*
 rows hold payload, result and policy text.
 
