@@ -1,4 +1,4 @@
-"""An agent writes code, runs the tests, and asks a person; what the person says goes into the next round.
+"""An agent writes code, runs the tests, and asks a person; the review is the input of the next round.
 
 Each model call and each test run is a step: after a crash none of them is paid for twice.
 
@@ -30,7 +30,7 @@ class Review:
 
 
 async def write_code(task: str, wishes: list[str], number: int) -> Patch:
-    """Stands for a model. It is wrong at first, as they are."""
+    """A fake model. Its first answer is wrong."""
     await asyncio.sleep(0.05)
     body = "return a + b" if number > 0 else "return a - b"
     doc = '    """Add two numbers."""\n' if any("docstring" in wish for wish in wishes) else ""
@@ -38,7 +38,7 @@ async def write_code(task: str, wishes: list[str], number: int) -> Patch:
 
 
 async def run_tests(patch: Patch) -> str:
-    """Run the patch against what was asked for; the empty text when all is well."""
+    """Test the patch; return the failure, or an empty text if all is well."""
     names: dict[str, object] = {}
     exec(patch.code, names)
     got = names["add"](2, 2)  # type: ignore[operator]
@@ -46,7 +46,7 @@ async def run_tests(patch: Patch) -> str:
 
 
 async def note(line: str) -> None:
-    """Written in a step, so that it is written once: the function itself runs from the top after every wait."""
+    """Print in a step, so that it happens once: the function itself runs from the top after every wait."""
     await current().stream("log").write(line)
 
 

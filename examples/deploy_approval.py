@@ -14,7 +14,7 @@ from flowfabric import Context, Fabric
 
 app = Fabric(store())
 
-inbox: asyncio.Queue[str] = asyncio.Queue()  # stands for the mail that people get
+inbox: asyncio.Queue[str] = asyncio.Queue()  # in place of the approvers' mail
 
 
 @dataclass
@@ -35,7 +35,7 @@ async def make_plan(version: str) -> Plan:
 
 
 async def mail(links: list[str]) -> None:
-    for link in links:  # signed: whoever has one can vote once, and nothing else
+    for link in links:  # signed: its holder can vote once, and nothing else
         await inbox.put(link)
     say(f"{len(links)} links were mailed")
 
@@ -46,10 +46,10 @@ async def apply(plan: Plan) -> str:
 
 @app.task
 async def deploy(ctx: Context, version: str) -> str:
-    plan = await ctx.step(make_plan, version)  # runs once; later attempts get what it returned
+    plan = await ctx.step(make_plan, version)  # runs once; later attempts get its stored result
     gate = await ctx.approval("approve", Decision, need=2, expires="3d", show={"diff": plan.diff})
     await ctx.step(mail, gate.links)
-    votes = await gate  # the function is put away here, and goes on when the second vote has come
+    votes = await gate  # the run is parked here, and resumes after the second vote
     if votes.expired or not all(vote.value.ok for vote in votes):
         return f"{version} was rejected: " + "; ".join(vote.value.why for vote in votes if not vote.value.ok)
     say("approved by", " and ".join(vote.by for vote in votes))

@@ -26,7 +26,7 @@ class Payment:
 
 
 class Callbacks(BaseHTTPRequestHandler):
-    """The public endpoint. `ff serve` takes the same JSON at the same path; this one stands in for it."""
+    """The public endpoint. `ff serve` accepts the same JSON at the same path; this server replaces it here."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -42,7 +42,7 @@ class Callbacks(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *words: object) -> None:
-        """Stay silent."""
+        """Log nothing."""
 
 
 endpoint = ThreadingHTTPServer(("127.0.0.1", 0), Callbacks)
@@ -50,7 +50,7 @@ app = Fabric(store(), public_url=f"http://127.0.0.1:{endpoint.server_port}")
 
 
 def payment_service(callback_url: str, amount: int) -> None:
-    """Somebody else's computer: takes its time, then calls back."""
+    """The payment service: works for a while, then calls back."""
 
     def post(url: str) -> int:
         body = json.dumps({"status": "paid", "amount": amount}).encode()
@@ -74,7 +74,7 @@ async def start_payment(order: str, callback_url: str) -> None:
 async def checkout(ctx: Context, order: str) -> str:
     paid = await ctx.approval("paid", Payment, expires="1d")
     await ctx.step(start_payment, order, paid.links[0])
-    answers = await paid  # put away until the callback comes, or until tomorrow
+    answers = await paid  # parked until the callback arrives, or until tomorrow
     if answers.expired:
         return f"{order} was never paid"
     return f"{order}: {answers[0].value.status}, {answers[0].value.amount} cents, says the {answers[0].by}"

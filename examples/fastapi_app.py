@@ -65,7 +65,7 @@ async def state(run_id: str) -> dict[str, str]:
 
 @web.get("/questions/{run_id}/stream")
 async def stream(run_id: str) -> StreamingResponse:
-    """Server-sent events; whoever comes late gets everything from the beginning."""
+    """Server-sent events; late readers get everything from the beginning."""
 
     async def events() -> AsyncIterator[str]:
         async for frame in answer.run(run_id).stream("answer"):
@@ -79,7 +79,7 @@ async def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         free.listen()
-        # The worker beside it holds the app open, so the service need not.
+        # The worker keeps the app open, so the service need not.
         server = uvicorn.Server(uvicorn.Config(web, log_level="error", lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[free]))
         async with working(app), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{free.getsockname()[1]}") as browser:

@@ -1,4 +1,4 @@
-"""An alert comes in at night: look, try what is safe, ask before what is not, look again, and wake somebody at last.
+"""An alert at night: check, apply a safe fix, ask before an unsafe one, check again, and escalate in the end.
 
 python examples/incident_remediation.py
 """
@@ -60,7 +60,7 @@ async def remediate(ctx: Context, alert: Alert) -> str:
     await ctx.sleep("500ms")  # an hour would do as well: long sleeps hold no worker and survive restarts
     if await ctx.step(is_healthy):
         return f"{cause}: caches were enough"
-    for person, patience in (("ana", "2s"), ("bo", "30m")):  # a restart hurts customers: somebody has to say yes
+    for person, patience in (("ana", "2s"), ("bo", "30m")):  # a restart affects customers: somebody has to approve it
         gate = await ctx.approval(f"restart-{person}", Go, expires=patience)
         await ctx.step(page, person, gate.links[0])
         votes = await gate
@@ -78,7 +78,7 @@ async def remediate(ctx: Context, alert: Alert) -> str:
 async def main() -> None:
     async with working(app):
         run = await remediate.submit(Alert("checkout", "latency 9 s"))
-        await pager.get()  # ana sleeps
+        await pager.get()  # ana does not answer
         await run.vote(await pager.get(), Go(True), by="bo")
         say(await run.result(timeout=30))
         say("on record:", *[memo.name for memo in await (await app.engine()).read_steps(run.id)])

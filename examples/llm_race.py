@@ -1,4 +1,4 @@
-"""Five models are asked, the first two answers are enough, and the others are stopped. Their tokens can be watched.
+"""Ask five models, take the first two answers, cancel the others. Their tokens are streamed.
 
 python examples/llm_race.py
 """
@@ -19,7 +19,7 @@ MODELS = {"swift": 0.01, "steady": 0.02, "careful": 5.0, "slow": 10.0, "asleep":
 
 
 async def fake_model(name: str, question: str) -> AsyncIterator[str]:
-    """A model that streams, without a network and without a bill."""
+    """A fake model that streams tokens."""
     for token in f"{name} says: because of the {len(question)} reasons.".split():
         await asyncio.sleep(MODELS[name])
         yield f"{token} "
@@ -33,7 +33,7 @@ class Answer:
 
 @app.task(lane="models")
 async def ask(ctx: Context, model: str, question: str) -> Answer:
-    out = ctx.stream("answer")  # belongs to this attempt: a retry never doubles the text
+    out = ctx.stream("answer")  # belongs to this attempt, so a retry does not repeat the text
     async for token in fake_model(model, question):
         await out.write(token)
     return Answer(model, out.text().strip())

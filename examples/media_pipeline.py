@@ -62,13 +62,13 @@ async def alert() -> str:
 
 
 def film(file: str) -> tuple[Flow, dict[str, Node[str]]]:
-    """The graph, and its ends by what people call them."""
+    """The graph, and its last nodes by name."""
     flow = app.flow("film")
     source = flow.add(probe, file)
     renditions = [flow.add(encode, source, height) for height in (480, 1080, 2160)]
     published = flow.add(publish, renditions, flow.add(captions, source))  # all of them have to succeed
     copies = [flow.add(mirror, renditions[0], site) for site in ("east", "west", "down")]
-    announced = flow.add(announce, copies, join=Quorum(2))  # two copies of three will do
+    announced = flow.add(announce, copies, join=Quorum(2))  # two of three copies are enough
     alerted = flow.add(alert, join=AnyOf(*(copy.failed for copy in copies)))
     return flow, {"published": published, "announced": announced, "alerted": alerted}
 
@@ -78,10 +78,10 @@ async def main() -> None:
     shape = flow.graph()
     say(f"{len(shape.nodes)} nodes, {len(shape.edges)} edges")
     async with working(app):
-        run = await flow.submit(key="holiday.mov")  # the same film again is the same flow
+        run = await flow.submit(key="holiday.mov")  # submitting the same film again returns the same flow
         for what, node in ends.items():
             say(f"{what}: {await run[node].result(timeout=20)}")
-        say("all of it:", await run.result(timeout=20))  # a failure that some node waited for fails nothing else
+        say("all of it:", await run.result(timeout=20))  # a failure that a node handles does not fail the flow
         states = [state.value for state in (await run.states()).values()]
         say(f"{states.count('completed')} completed, {states.count('failed')} failed")
 

@@ -1,4 +1,4 @@
-"""A job that runs at every full second, as cron would run it at every full hour; no two for the same time, none lost.
+"""A job that runs every second, as cron runs one every hour: never twice for the same time, and none is lost.
 
 Each run hands the next one over before it works. Its key is the time that it is for: however often that hand-over is
 repeated after crashes, there is one run for each time.
@@ -23,7 +23,7 @@ finished = asyncio.Event()
 
 
 async def schedule(slot: int) -> None:
-    """Hand the run for a time over; again is harmless."""
+    """Submit the run for a time; repeating it is harmless."""
     delay = max(0.0, slot - time.time())
     run = await report.options(delay=delay, key=f"report-{slot}").submit(slot)
     if not run.created:
@@ -32,7 +32,7 @@ async def schedule(slot: int) -> None:
 
 @app.task(retry=Retry(max=3, base="100ms"))
 async def report(ctx: Context, slot: int) -> str:
-    if slot + EVERY_S <= LAST["slot"]:  # a real one goes on for ever
+    if slot + EVERY_S <= LAST["slot"]:  # a real job continues forever
         await ctx.step(schedule, slot + EVERY_S)
         await ctx.step(schedule, slot + EVERY_S, name="schedule again, as after a crash")
     late_ms = (await ctx.now()) - slot * 1000

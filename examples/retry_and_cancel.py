@@ -1,4 +1,4 @@
-"""Retries, waiting as told, giving up, and cancelling: the four ways in which work does not just succeed.
+"""Retries, a requested delay, a permanent failure, and a cancel: four ways in which work does not simply succeed.
 
 python examples/retry_and_cancel.py
 """
@@ -15,7 +15,7 @@ app = Fabric(store())
 
 
 class GatewayDown(Exception):
-    """Something that may go away by itself."""
+    """A transient failure."""
 
 
 tidied = asyncio.Event()
@@ -34,7 +34,7 @@ async def charge(ctx: Context, order: str) -> str:
 
 @app.task
 async def quota(order: str) -> str:
-    """The other side says when to come back: that is no failure and costs no retry."""
+    """The other system says when to retry: that is not a failure and costs no retry."""
     calls["quota"] += 1
     if calls["quota"] == 1:
         say("quota: 429, come back in 300 ms")
@@ -44,13 +44,13 @@ async def quota(order: str) -> str:
 
 @app.task(retry=Retry(max=5))
 async def refund(order: str) -> str:
-    """No retry can mend this, so none is made."""
+    """A retry cannot fix this, so none follows."""
     raise Fatal(f"{order} was never paid")
 
 
 @app.task
 async def export(rows: int) -> None:
-    """Would take an hour."""
+    """Run for an hour, unless it is cancelled."""
     say(f"export of {rows} rows begins")
     try:
         await asyncio.sleep(3600)
@@ -76,7 +76,7 @@ async def main() -> None:
             await long.result(timeout=20)
         except RunCancelled as cancelled:
             say("export was cancelled:", cancelled.reason)
-        await tidied.wait()  # the worker hears of it with its next heartbeat
+        await tidied.wait()  # the worker notices at its next heartbeat
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share, so that each runs with one command: a store in a scratch folder, and a worker beside it.
+"""Shared by the examples, so that each runs with one command: a store in a temporary folder, and a worker.
 
 An application has neither of them in its code: it names its store (or sets FLOWFABRIC_URL), and its workers are
 processes of their own, started with `ff worker package.module:app` on as many machines as it likes.
@@ -20,11 +20,11 @@ from flowfabric import Fabric, Run
 from flowfabric.sdk.worker.worker import Worker
 
 _began = time.monotonic()
-logging.getLogger("flowfabric").setLevel(logging.ERROR)  # the examples tell their story themselves
+logging.getLogger("flowfabric").setLevel(logging.ERROR)  # the examples print their own progress
 
 
 def store() -> str:
-    """FLOWFABRIC_URL, else SQLite in a folder that is gone when the example is over."""
+    """Return FLOWFABRIC_URL, else SQLite in a temporary folder."""
     if url := os.environ.get("FLOWFABRIC_URL"):
         return url
     folder = tempfile.TemporaryDirectory(prefix="ff-example-")
@@ -34,7 +34,7 @@ def store() -> str:
 
 @asynccontextmanager
 async def working(app: Fabric, *, slots: int = 10) -> AsyncIterator[None]:
-    """A worker in this process, for as long as the example lasts."""
+    """Run a worker in this process while the example runs."""
     async with app:
         worker = Worker(app, slots=slots, lease_ttl="5s", grace="5s")
         work = asyncio.create_task(worker.work())
@@ -47,10 +47,10 @@ async def working(app: Fabric, *, slots: int = 10) -> AsyncIterator[None]:
 
 async def reached(run: Run[Any], state: str) -> None:
     """Wait until a run is in this state."""
-    while (await run.state()).value != state:  # noqa: ASYNC110 - an example looks; applications await results
+    while (await run.state()).value != state:  # noqa: ASYNC110 - an example polls; applications await results
         await asyncio.sleep(0.02)
 
 
 def say(*words: object) -> None:
-    """Tell the story, with the time."""
+    """Print a line with the time."""
     print(f"{time.monotonic() - _began:5.1f} s ", *words, flush=True)

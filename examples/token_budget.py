@@ -1,4 +1,4 @@
-"""A budget for tokens and money: spent once however often an attempt is retried, warned of, and never exceeded.
+"""A budget for tokens and money: counted once per run despite retries, with a warning, and never exceeded.
 
 python examples/token_budget.py
 """
@@ -16,7 +16,7 @@ app = Fabric(store())
 
 # Per tenant: 1,000 tokens and half a dollar a day; from 80 % on, `ff budgets` and the log warn.
 llm = Budget("llm", limits={"tokens": 1000, "usd": 0.5}, soft=0.8, per="tenant", reset="1d", on_hard="fail")
-# For everybody together. Whoever wants more than there is sleeps until there is room; no worker is held.
+# Shared by all. A run that needs more than is left is suspended until there is capacity; it holds no worker.
 nightly = Budget("nightly", limits={"tokens": 1000}, on_hard="suspend")
 
 
@@ -65,7 +65,7 @@ async def main() -> None:
         waiting = await digest.submit(5)
         await reached(waiting, "suspended")
         say("the second digest sleeps:", (await waiting.explain()).sentence)
-        await engine.reset_budget(nightly.id(app.namespace))  # as the next night would
+        await engine.reset_budget(nightly.id(app.namespace))  # as the next night does
         say("after the reset:", await waiting.result(timeout=20))
 
 

@@ -1,6 +1,6 @@
 """FlowFabric: durable execution on a store you already run.
 
-The public names, each looked up in its page when it is first used: a command line that prints its help loads no engine.
+The public names are imported on first use, so that a command line that prints its help loads no engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PAGES = {
+_MODULES = {
     "AllOf": "flowfabric.sdk.joins",
     "AnyOf": "flowfabric.sdk.joins",
     "Approval": "flowfabric.sdk.approvals",
@@ -93,15 +93,15 @@ _PAGES = {
     "current": "flowfabric.sdk.context",
 }
 
-__all__ = ["__version__", *_PAGES]
+__all__ = ["__version__", *_MODULES]
 
-if not TYPE_CHECKING:  # a checker knows the names from above, and so still notices one that does not exist
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> Any:
-        if name not in _PAGES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_PAGES[name]), name)
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_PAGES})
+        return sorted({*globals(), *_MODULES})

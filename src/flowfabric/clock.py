@@ -1,4 +1,4 @@
-"""Time as the engine sees it: an estimate of the store's clock, good enough to ask with, never to decide by."""
+"""Clocks: an estimate of the store's time, good enough to prepare a change, never to decide what is stored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Clock = Callable[[], int]
 
 
 def wall_ms() -> int:
-    """Milliseconds since the epoch by this machine's clock."""
+    """Return milliseconds since the epoch by this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
 def boot_ms() -> int:
-    """Milliseconds since this machine's boot, also while it slept: all its processes agree, and nobody can set it."""
+    """Return milliseconds since boot, including sleep. All processes of the machine agree, and nobody can set it."""
     return time.clock_gettime_ns(_SINCE_BOOT) // 1_000_000
 
 
@@ -22,7 +22,7 @@ _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class SteadyClock:
-    """The wall clock as it was when this was made, plus what has passed since, whatever becomes of the wall clock."""
+    """The wall clock at construction plus the time passed since; later adjustments of the wall clock have no effect."""
 
     def __init__(self) -> None:
         self._offset = wall_ms() - boot_ms()
@@ -32,34 +32,34 @@ class SteadyClock:
 
 
 class StoreClockEstimate:
-    """The store's time: by its own clock where that can be read here, else as last heard, plus what has passed since.
+    """The store's time: read directly if possible here, else its last known value plus the time passed since.
 
-    A wrong estimate costs a second look, nothing else: a change carries the instants it relies on, and a refusal is
-    final only when it was decided with a time that the store gave.
+    A wrong estimate only costs another try: a change carries the instants it relies on, and a refusal is final only if
+    it was decided with a time that the store returned.
     """
 
     def __init__(self, clock: Clock | None = None, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._passing = monotonic_s
-        self._heard = 0
-        self._at = 0.0
+        self._monotonic_s = monotonic_s
+        self._store_ms = 0
+        self._updated_s = 0.0
 
     def update(self, now: int) -> None:
-        """The store said what time it is."""
-        self._heard = now
-        self._at = self._passing()
+        """Record the time that the store returned."""
+        self._store_ms = now
+        self._updated_s = self._monotonic_s()
 
     def now(self) -> int:
-        """The store's time, about."""
+        """Return the estimated store time."""
         if self._clock is not None:
             return self._clock()
-        if not self._heard:
+        if not self._store_ms:
             return wall_ms()
-        return self._heard + int((self._passing() - self._at) * 1000)
+        return self._store_ms + int((self._monotonic_s() - self._updated_s) * 1000)
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that moves only when it is advanced."""
 
     def __init__(self, now: int = 1_700_000_000_000) -> None:
         self.now = now
@@ -68,6 +68,6 @@ class ManualClock:
         return self.now
 
     def advance_ms(self, length: int) -> int:
-        """Let time pass."""
+        """Advance the clock."""
         self.now += length
         return self.now

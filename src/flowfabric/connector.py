@@ -1,4 +1,4 @@
-"""Open an engine for the URL of a store or a server."""
+"""`connect`: opens the engine that a URL names, on a store or as a client of a server."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ async def connect(
     clock: Clock | None = None,
     token: str | None = None,
 ) -> EngineAPI:
-    """Open an engine on `memory://`, `sqlite:///path` or `postgresql://…`; with `migrate`, migrate its schema first.
+    """Open an engine on `memory://`, `sqlite:///path` or `postgresql://…`; `migrate` updates the store's schema.
 
-    For `http://…` and `https://…`, return a remote engine whose operations are requests to that server, with `token`,
-    else FLOWFABRIC_TOKEN or FF_API_TOKEN.
+    `http://…` and `https://…` name a server: the returned client has the engine's operations and sends them to the
+    server, with `token`, or by default FLOWFABRIC_TOKEN or FF_API_TOKEN.
 
-    How soon a silent connection is given up is `settings.deadlines`. A Postgres URL may set it, too, in the words of
-    libpq: `connect_timeout`, `keepalives_idle`, `keepalives_interval` (seconds), `keepalives_count`, `tcp_user_timeout`
-    (milliseconds), and `command_timeout` (seconds) for one statement. For a server FLOWFABRIC_TIMEOUT is the seconds
-    for one request.
+    `settings.deadlines` are the timeouts of connections. A Postgres URL may set them with libpq's names:
+    `connect_timeout`, `keepalives_idle`, `keepalives_interval` (seconds), `keepalives_count`, `tcp_user_timeout`
+    (milliseconds), and `command_timeout` (seconds) for one statement. For a server FLOWFABRIC_TIMEOUT is the timeout of
+    one request in seconds.
 
-    A pooler before Postgres, in whichever mode, is noticed and served with care; `?statement_cache=on` says that it
-    keeps sessions apart or knows prepared statements, which is faster, and `off` that it was not noticed.
+    A pooler in front of Postgres is detected, and prepared statements are then avoided. `?statement_cache=on` uses them
+    nevertheless, which is faster, for a pooler in session mode or one that supports them; `off` avoids them if the
+    pooler was not detected.
 
-    `clock` replaces the store's own clock, for tests. `FF_SECRET_KEY` seals signing keys when the settings name no key.
+    `clock` replaces the store's clock, for tests. `FF_SECRET_KEY` encrypts signing keys if the settings have no key.
     """
     if is_server_url(url):
         return await _remote(url, token, settings or Settings(), minter)
@@ -70,9 +71,9 @@ async def open_engine(
 
 
 async def backup(url: str, target: str | os.PathLike[str]) -> int:
-    """Copy a SQLite store that is in use to a new file, checked and whole; its size in bytes. The copy is a store.
+    """Copy a SQLite store, which may be in use, to a new file, and check the copy; return its size in bytes.
 
-    Other stores have means of their own, which the refusal names.
+    For other stores this raises `InvalidInput`, which names the tool to use.
     """
     if is_server_url(url):
         raise errors.InvalidInput("url: a server keeps its own store: back that up where it runs")
@@ -81,7 +82,7 @@ async def backup(url: str, target: str | os.PathLike[str]) -> int:
         case "sqlite":
             from flowfabric.stores.sqlite.backup import create_backup
 
-            return await asyncio.to_thread(create_backup, Path(_sqlite(rest)[0]), Path(target))
+            return await asyncio.to_thread(create_backup, Path(_parse_sqlite(rest)[0]), Path(target))
         case "postgresql" | "postgres":
             raise errors.InvalidInput("url: back Postgres up with pg_dump, or with pg_basebackup and its log")
         case _:
@@ -89,17 +90,17 @@ async def backup(url: str, target: str | os.PathLike[str]) -> int:
 
 
 def is_server_url(url: str) -> bool:
-    """Whether a URL names a server instead of a store."""
+    """True if a URL names a server instead of a store."""
     return str(url).startswith(("http://", "https://"))
 
 
 def public_base_url(url: str, named: str | None = None) -> str:
-    """Where links lead: as named, else FF_PUBLIC_URL, else to the server at this URL, else to one on this machine."""
+    """Return the base URL of links: `named`, or FF_PUBLIC_URL, or the server at `url`, or a server on this machine."""
     if chosen := named or os.environ.get("FF_PUBLIC_URL"):
         return chosen.rstrip("/")
     if not is_server_url(url):
         return "http://127.0.0.1:9090"
-    parts = urlsplit(url)  # links are for everybody: a password in the address is not
+    parts = urlsplit(url)  # without the user info: links are sent to others
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
 
 
@@ -112,23 +113,25 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
         command_s = _number("FLOWFABRIC_TIMEOUT", timeout)
         deadlines = msgspec.structs.replace(settings.deadlines, command_s=command_s)
         settings = msgspec.structs.replace(settings, deadlines=deadlines)
-    given = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
-    return await RemoteEngine.connect(
-        url, token=None if given is None else Secret(given), settings=settings, minter=minter
+    token = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
+    engine = await RemoteEngine.connect(
+        url, token=None if token is None else Secret(token), settings=settings, minter=minter
     )
+    # It has the same signatures as the engine for all operations of applications; a test compares the two.
+    return engine
 
 
 def open_store(
     url: str, *, clock: Clock | None = None, pool_size: int | None = None, deadlines: Deadlines | None = None
 ) -> Store:
-    """The store that a URL names, not yet connected; `pool_size` and `deadlines` are for Postgres."""
+    """Return the store that a URL names, not yet connected; `pool_size` and `deadlines` are for Postgres."""
     if not isinstance(url, str):
         raise errors.InvalidInput("url: not a text")
     scheme, rest = _split(url)
     try:
         urlsplit(url)
-    except ValueError as fault:
-        raise errors.InvalidInput(f"url: {fault}") from fault
+    except ValueError as error:
+        raise errors.InvalidInput(f"url: {error}") from error
     match scheme:
         case "memory":
             from flowfabric.stores.memory.store import MemoryStore
@@ -137,7 +140,7 @@ def open_store(
         case "sqlite":
             from flowfabric.stores.sqlite import SQLiteStore
 
-            path, options = _sqlite(rest)
+            path, options = _parse_sqlite(rest)
             return SQLiteStore(path, clock=clock, synchronous=options.get("synchronous", "FULL").upper())
         case "postgresql" | "postgres":
             try:
@@ -147,10 +150,9 @@ def open_store(
                     "url: Postgres needs its driver: pip install 'flowfabric[postgres]'"
                 ) from missing
             dsn, cache = parse_postgres_url(url)
-            ways: dict[str, Any] = {"statement_cache": cache, "deadlines": postgres_deadlines(url, deadlines)}
-            if pool_size is not None:
-                ways["pool_size"] = pool_size
-            return PostgresStore(dsn, clock=clock, **ways)
+            pool: dict[str, Any] = {} if pool_size is None else {"pool_size": pool_size}
+            deadlines = postgres_deadlines(url, deadlines)
+            return PostgresStore(dsn, clock=clock, statement_cache=cache, deadlines=deadlines, **pool)
         case "valkey" | "valkey+cluster":
             raise errors.InvalidInput(
                 "url: there is no Valkey store in this release; use sqlite:///path or postgresql://…"
@@ -162,24 +164,24 @@ def open_store(
 
 
 def _split(url: str) -> tuple[str, str]:
-    scheme, found, rest = url.partition("://")
-    return (scheme, rest) if found else ("", url)
+    scheme, separator, rest = url.partition("://")
+    return (scheme, rest) if separator else ("", url)
 
 
 def parse_postgres_url(url: str) -> tuple[str, bool | None]:
-    """The address as the driver knows it, and what it says about `statement_cache`, which is an option of ours."""
+    """Return the URL for the driver, without options of this library, and `statement_cache` if it is set."""
     address, _, query = url.partition("?")
     options = query.split("&") if query else []
-    said = [value for name, value in parse_qsl(query, keep_blank_values=True) if name == "statement_cache"]
-    if unknown := [value for value in said if value not in ("on", "off")]:
+    cache = [value for name, value in parse_qsl(query, keep_blank_values=True) if name == "statement_cache"]
+    if unknown := [value for value in cache if value not in ("on", "off")]:
         raise errors.InvalidInput(f"url: statement_cache is on or off, not {unknown[0]!r}")
-    ours = {"statement_cache", *_DEADLINES}
-    others = "&".join(option for option in options if option.partition("=")[0] not in ours)
-    return f"{address}?{others}" if others else address, said[-1] == "on" if said else None
+    own_options = {"statement_cache", *_DEADLINE_FIELDS}
+    others = "&".join(option for option in options if option.partition("=")[0] not in own_options)
+    return f"{address}?{others}" if others else address, cache[-1] == "on" if cache else None
 
 
-# Options of a Postgres URL, named as libpq names them, and the fields that they set.
-_DEADLINES = {
+# Options of a Postgres URL, with libpq's names, and the fields of `Deadlines` that they set.
+_DEADLINE_FIELDS = {
     "connect_timeout": "connect_s",
     "command_timeout": "command_s",
     "keepalives_idle": "keepalives_idle_s",
@@ -190,15 +192,15 @@ _DEADLINES = {
 
 
 def postgres_deadlines(url: str, default: Deadlines | None = None) -> Deadlines:
-    """The deadlines that a Postgres URL sets; the others are the default's."""
-    told: dict[str, float | int] = {}
+    """Return the deadlines with those that a Postgres URL sets."""
+    changes: dict[str, float | int] = {}
     for name, text in parse_qsl(url.partition("?")[2], keep_blank_values=True):
-        if (field := _DEADLINES.get(name)) is not None:
+        if (field := _DEADLINE_FIELDS.get(name)) is not None:
             value = _number(f"url: {name}", text)
             if field not in ("connect_s", "command_s") and value != int(value):
                 raise errors.InvalidInput(f"url: {name} is a whole number, not {text!r}")
-            told[field] = value if field in ("connect_s", "command_s") else int(value)
-    return msgspec.structs.replace(default or Deadlines(), **told)
+            changes[field] = value if field in ("connect_s", "command_s") else int(value)
+    return msgspec.structs.replace(default or Deadlines(), **changes)
 
 
 def _number(name: str, text: str) -> float:
@@ -211,8 +213,8 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def _sqlite(rest: str) -> tuple[str, dict[str, str]]:
-    """`/relative.db` and `//absolute.db`, as SQLAlchemy writes them: three slashes are relative, four absolute."""
+def _parse_sqlite(rest: str) -> tuple[str, dict[str, str]]:
+    """Return path and options of a SQLite URL, read as SQLAlchemy does: three slashes are relative, four absolute."""
     parts = urlsplit(f"sqlite://{rest}")
     path = parts.path[1:] if parts.path.startswith("/") else parts.path
     if parts.netloc or not path:

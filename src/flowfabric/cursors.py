@@ -1,7 +1,7 @@
-"""Cursors: where a subscription stands, as bytes that its holder keeps and never looks into.
+"""Cursors: the position of a subscription, as opaque bytes that the subscriber keeps.
 
-Ours are nine bytes: 0x02 and the position of the last event as a signed big-endian number. No bytes at all mean
-"from now on". Position 0 stands before everything that is kept.
+A cursor has nine bytes: 0x02 and the position of the last event as a signed big-endian number. An empty cursor means
+"from now on". Position 0 is before all stored events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG_LENGTH: Final = 17
 
 
 def encode_cursor(position: int) -> bytes:
-    """The cursor of an event's position; `InvalidInput` beyond 64 bits."""
+    """Return the cursor of a position, or raise `InvalidInput` beyond 64 bits."""
     try:
         return _OUTBOX.pack(_OUTBOX_FORM, position)
     except struct.error as error:
@@ -29,7 +29,7 @@ def encode_cursor(position: int) -> bytes:
 
 
 def decode_cursor(cursor: bytes) -> int | None:
-    """The position after which to go on, or None for "from now on"; `InvalidInput` for anything that is not ours."""
+    """Return the position after which to continue, None for "from now on". Raises `InvalidInput`."""
     if not isinstance(cursor, bytes | bytearray | memoryview):
         raise InvalidInput("cursor: not bytes")
     if not cursor:
@@ -40,5 +40,5 @@ def decode_cursor(cursor: bytes) -> int | None:
     if cursor[0] == _OUTBOX_FORM:
         raise InvalidInput(f"cursor: {_OUTBOX.size} bytes expected, {len(cursor)} given")
     if cursor[0] == _LOG_FORM and len(cursor) == _LOG_LENGTH:
-        raise InvalidInput("cursor: given out by a key-value log, which this store is not")
+        raise InvalidInput("cursor: issued by a key-value log, which this store is not")
     raise InvalidInput(f"cursor: unknown form 0x{cursor[0]:02x}")

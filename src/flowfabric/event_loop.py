@@ -1,10 +1,10 @@
-"""The event loop of programs that are FlowFabric's own: uvloop where it is to be had, else the one of asyncio.
+"""The event loop of FlowFabric's own programs: uvloop if it is installed, else asyncio's; and calls between loops.
 
-A worker that drains Postgres spends about a tenth less on a job there; on SQLite, and where little is to be done, both
-loops are alike. Whoever brings a loop of their own keeps it.
+With uvloop a worker that drains Postgres spends about a tenth less CPU time on a job; on SQLite, or under little load,
+both loops are equal. Applications that run their own loop keep it.
 
-While it runs, Python's collector of cycles looks less often. A batch makes thousands of objects that refer to no
-cycle and are gone by themselves; looking through them, and through everything that was ever loaded, cost 3 µs a job.
+While the loop runs, Python's garbage collector runs less often. A batch creates thousands of objects that are in no
+cycle and are freed by reference counting; scanning them, and everything that is loaded, cost 3 µs per job.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CANCEL_GRACE_S = 5.0  # how long tasks that were cancelled have to come to their end
-GC_THRESHOLD = 20_000  # objects that are made before the collector looks at them
+CANCEL_GRACE_S = 5.0  # for cancelled tasks to finish
+GC_THRESHOLD = 20_000  # new objects before the garbage collector runs
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but what does not listen to its cancellation does not keep the process from ending.
+    """Run a coroutine like `asyncio.run`, but end the process even if a task ignores its cancellation.
 
-    Loops are loaded when they are needed: help and shell completion need none.
+    Imports are local: printing help and shell completion need no loop.
     """
     import asyncio
 
     try:
         import uvloop as provider
-    except ImportError:  # on a platform that has none
+    except ImportError:  # there is no uvloop for this platform
         import asyncio as provider  # type: ignore[no-redef]
 
-    with _seldom_collecting(), asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
+    with _rare_garbage_collection(), asyncio.Runner(loop_factory=provider.new_event_loop) as runner:
         value = runner.run(main)
-        if deaf := runner.run(_end_others()):
-            _leave(deaf)
+        if stuck := runner.run(_cancel_other_tasks()):
+            _exit_despite(stuck)
         return value
 
 
-async def run_on_loop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on another loop, which runs in another thread, and return what it returns there.
+async def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a loop of another thread, and return its result.
 
-    Cancelling the caller cancels it there. A loop that ends meanwhile leaves the outcome unknown.
+    Cancelling the caller cancels the coroutine. If the loop ends meanwhile, `StoreUnavailable` is raised and the
+    outcome is unknown.
     """
     import asyncio
 
     from flowfabric.errors import StoreUnavailable
 
     try:
-        future = asyncio.run_coroutine_threadsafe(coroutine, home)
-    except RuntimeError as closed:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    except RuntimeError as error:
         coroutine.close()
-        raise StoreUnavailable("the event loop that had the connections has ended", in_doubt=False) from closed
+        raise StoreUnavailable("the event loop that had the connections has ended", in_doubt=False) from error
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -66,43 +67,43 @@ async def run_on_loop(home: asyncio.AbstractEventLoop, coroutine: Coroutine[Any,
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped; whatever still runs then is cancelled, so that nobody waits for it for ever."""
+    """Run a loop until it is stopped; then cancel its tasks, so that no caller waits for them forever."""
     import asyncio
 
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        loop.run_until_complete(_end_others())
+        loop.run_until_complete(_cancel_other_tasks())
     finally:
         loop.close()
 
 
 class IteratorExhausted(Exception):
-    """An iterator is at its end; `StopAsyncIteration` cannot travel through a future."""
+    """An async iterator has no more items; a future cannot raise `StopAsyncIteration`."""
 
 
-async def next_item(items: Any) -> Any:
-    """The next one of an async iterator; `Exhausted` when there is none."""
+async def next_item(iterator: Any) -> Any:
+    """Return the next item of an async iterator; `IteratorExhausted` if there is none."""
     try:
-        return await anext(items)
+        return await anext(iterator)
     except StopAsyncIteration:
         raise IteratorExhausted from None
 
 
 class LoopBoundValue:
-    """Something that belongs to another loop than the one that uses it, such as a caller's database connection."""
+    """A value that belongs to another loop than the one that uses it, such as a caller's database connection."""
 
     def __init__(self, value: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.value = value
         self._loop = loop
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on its loop."""
+        """Run a coroutine on the value's loop."""
         return await run_on_loop(self._loop, coroutine)
 
 
-async def _end_others() -> set[asyncio.Task[Any]]:
-    """Cancel whatever still runs; what goes on all the same."""
+async def _cancel_other_tasks() -> set[asyncio.Task[Any]]:
+    """Cancel all other tasks of the loop; return those that do not end in time."""
     import asyncio
 
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -110,18 +111,18 @@ async def _end_others() -> set[asyncio.Task[Any]]:
         return set()
     for task in others:
         task.cancel()
-    _, going_on = await asyncio.wait(others, timeout=CANCEL_GRACE_S)
-    return going_on
+    _, stuck = await asyncio.wait(others, timeout=CANCEL_GRACE_S)
+    return stuck
 
 
-def _leave(deaf: set[asyncio.Task[Any]]) -> None:
-    """End the process without those: the loop would wait for them, for ever."""
+def _exit_despite(stuck: set[asyncio.Task[Any]]) -> None:
+    """Exit the process at once: closing the loop would wait for these tasks forever."""
     import logging
     import os
     import sys
 
-    for task in deaf:
-        logging.getLogger("flowfabric.worker").error("%r was cancelled and goes on; the process ends without it", task)
+    for task in stuck:
+        logging.getLogger("flowfabric.worker").error("%r ignored its cancellation; the process ends without it", task)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,11 +130,11 @@ def _leave(deaf: set[asyncio.Task[Any]]) -> None:
 
 
 @contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    """Leave alone what is loaded by now, and look at what is new less often."""
+def _rare_garbage_collection() -> Iterator[None]:
+    """Exclude loaded objects from garbage collection, and collect new ones less often."""
     young, *old = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *old)  # 0 says that somebody wants no collector at all
+    gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *old)  # 0: the collector is switched off
     try:
         yield
     finally:

@@ -1,16 +1,16 @@
-"""Handles: what a worker holds while it owns a lease, and the bytes that stand for it elsewhere.
+"""Handles: what a worker holds while it owns a lease, and their binary encoding.
 
-Opaque to everyone but the store that gave it out. All integers are little-endian, texts are a u32 length and UTF-8:
+A handle is opaque to everyone but the store that issued it. All integers are little-endian; texts are a u32 length and
+UTF-8:
 
     0x02 · wire version 0x01 · backend tag · execution_id · attempt_index u32 · attempt_id · lease_id
          · lease_epoch u64 · lease_ttl_ms u64 · lane_id · worker_instance_id
 
-An older form, 0x01 followed directly by `execution_id`, is still read and means Valkey; it is never written.
-A handle made in this process knows its fields and is not encoded before someone wants its bytes.
+An older form, 0x01 followed directly by `execution_id`, is still decoded and means Valkey; it is never written. A
+handle minted in this process knows its fields and is encoded only when its bytes are needed.
 
-Over HTTP a server appends an HMAC to the bytes and checks it when they come back
-(`rules/security/signed_handle.py`). Clients carry it beside the bytes as `signature`; an engine neither makes nor reads
-it.
+Over HTTP a server appends an HMAC to the bytes and checks it when they come back (`rules/security/signed_handle.py`).
+Clients carry it beside the bytes as `signature`; an engine neither creates nor reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flowfabric.ids import (
 
 
 class BackendTag(IntEnum):
-    """Which kind of store gave a handle out."""
+    """The kind of store that issued a handle."""
 
     VALKEY = 1
     POSTGRES = 2
@@ -43,7 +43,7 @@ class BackendTag(IntEnum):
 
     @property
     def title(self) -> str:
-        """The name people know it by."""
+        """The display name."""
         return _TITLES[self]
 
 
@@ -58,16 +58,16 @@ _TITLES: Final = {
 
 
 class HandleKind(StrEnum):
-    """How its holder came to a handle."""
+    """How its holder acquired a handle."""
 
     FRESH = "Fresh"
     RESUMED = "Resumed"
-    SUSPENDED = "Suspended"  # returned by suspend; no lease-bound work can be done with it
+    SUSPENDED = "Suspended"  # returned by suspend; lease-bound operations refuse it
     RECLAIMED = "Reclaimed"
 
 
 class HandleFields(msgspec.Struct, frozen=True, gc=False):
-    """What a handle says: whose attempt it is, under which lease."""
+    """The content of a handle: the attempt and its lease."""
 
     execution_id: ExecutionId
     attempt_index: int
@@ -80,26 +80,26 @@ class HandleFields(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handle:
-    """A worker's claim on an execution, good as long as its lease. Two handles are equal when their bytes are."""
+    """A worker's proof of its lease, valid as long as the lease. Handles are equal if their bytes are."""
 
     __slots__ = ("_embedded", "_fields", "_opaque", "backend", "kind", "signature")
 
     backend: Final[BackendTag]
     kind: Final[HandleKind]
-    signature: Final[bytes]  # of the server that gave it out; empty for a handle of an engine
+    signature: Final[bytes]  # by the server that issued it; empty for a handle of an engine
 
     def __init__(self, backend: BackendTag, kind: HandleKind, opaque: bytes, signature: bytes = b"") -> None:
-        """A handle that came from elsewhere; nothing is read before it is opened."""
+        """Wrap a handle that came from elsewhere; it is decoded only when it is opened."""
         self.backend = backend
         self.kind = kind
         self.signature = signature
         self._opaque: bytes | None = opaque
-        self._embedded = backend  # until it is read
+        self._embedded = backend  # until it is decoded
         self._fields: HandleFields | None = None
 
     @classmethod
     def mint(cls, backend: BackendTag, kind: HandleKind, fields: HandleFields) -> Handle:
-        """A handle made here and now."""
+        """Return a new handle."""
         handle = cls(backend, kind, b"")
         handle._opaque = None
         handle._fields = fields
@@ -107,7 +107,7 @@ class Handle:
 
     @property
     def opaque(self) -> bytes:
-        """The bytes to hand to others."""
+        """The encoded bytes."""
         if self._opaque is None:
             assert self._fields is not None
             self._opaque = encode_handle(self._fields, self.backend)
@@ -115,14 +115,14 @@ class Handle:
 
     @property
     def fields(self) -> HandleFields:
-        """What the handle says, whichever store it is from; `Corruption` when its bytes cannot be read."""
-        return self._fields or self._read()
+        """The content, no matter which store issued it. Raises `Corruption` if the bytes cannot be decoded."""
+        return self._fields or self._decode()
 
-    def _read(self) -> HandleFields:
-        given: object = self._opaque
-        if not isinstance(given, bytes | bytearray):
+    def _decode(self) -> HandleFields:
+        data: object = self._opaque
+        if not isinstance(data, bytes | bytearray):
             raise InvalidInput("handle: not bytes")
-        self._embedded, self._fields = decode_handle(bytes(given))
+        self._embedded, self._fields = decode_handle(bytes(data))
         return self._fields
 
     def __eq__(self, other: object) -> bool:
@@ -137,33 +137,39 @@ class Handle:
         return Handle, (self.backend, self.kind, self.opaque, self.signature)
 
     def __repr__(self) -> str:
-        held = self._fields
-        said = f"{held.execution_id} attempt {held.attempt_index} epoch {held.lease_epoch}" if held else "unopened"
-        return f"<Handle {self.kind.value} {self.backend.title} {said}>"
+        fields = self._fields
+        description = (
+            f"{fields.execution_id} attempt {fields.attempt_index} epoch {fields.lease_epoch}" if fields else "unopened"
+        )
+        return f"<Handle {self.kind.value} {self.backend.title} {description}>"
 
 
 def open_handle(handle: Handle, expected: BackendTag) -> HandleFields:
-    """What the handle says, if a store of the expected kind gave it out.
+    """Return the content if a store of the expected kind issued the handle, else raise `HandleFromOtherBackend`.
 
-    Else `HandleFromOtherBackend`; the outer tag is looked at first, so that foreign bytes are not even read.
+    The outer tag is checked first, so that bytes of another store are not decoded.
     """
     if handle.backend is not expected:
-        given: object = handle.backend
-        raise _foreign(expected, given) if isinstance(given, BackendTag) else InvalidInput("handle: no backend tag")
-    fields = handle._fields or handle._read()
+        backend: object = handle.backend
+        raise (
+            _other_backend_error(expected, backend)
+            if isinstance(backend, BackendTag)
+            else InvalidInput("handle: no backend tag")
+        )
+    fields = handle._fields or handle._decode()
     if handle._embedded is not expected:
-        raise _foreign(expected, handle._embedded)
+        raise _other_backend_error(expected, handle._embedded)
     return fields
 
 
-def _foreign(expected: BackendTag, actual: BackendTag) -> HandleFromOtherBackend:
+def _other_backend_error(expected: BackendTag, actual: BackendTag) -> HandleFromOtherBackend:
     return HandleFromOtherBackend(
         f"expected={expected.title} actual={actual.title}", expected=expected.title, actual=actual.title
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The codec
+# Encoding
 
 
 class Truncated(Corruption):
@@ -175,26 +181,26 @@ class Truncated(Corruption):
 
 
 class TrailingBytes(Corruption):
-    """The handle goes on after its end."""
+    """The handle has extra bytes at its end."""
 
     pos: int
     len: int
 
 
 class BadWireVersion(Corruption):
-    """The handle has a form that is not known here."""
+    """The handle has a wire version that this release does not know."""
 
 
 class BadV1Version(Corruption):
-    """These bytes are no handle."""
+    """These bytes are not a handle."""
 
 
 class BadBackendTag(Corruption):
-    """The handle is from a store that is not known here."""
+    """The handle is from a store that this release does not know."""
 
 
 class InvalidUtf8(Corruption):
-    """A text in the handle is not readable."""
+    """A text in the handle is not valid UTF-8."""
 
     field: str
 
@@ -214,7 +220,7 @@ _TAGS: Final = {tag.value: tag for tag in BackendTag}
 
 
 def encode_handle(fields: HandleFields, tag: BackendTag) -> bytes:
-    """The bytes of a handle; `InvalidInput` when a number does not fit its place."""
+    """Return the bytes of a handle, or raise `InvalidInput` if a number does not fit its field."""
     execution_id = fields.execution_id.encode()
     attempt_id = fields.attempt_id.encode()
     lease_id = fields.lease_id.encode()
@@ -244,9 +250,9 @@ def encode_handle(fields: HandleFields, tag: BackendTag) -> bytes:
 
 
 def decode_handle(data: bytes) -> tuple[BackendTag, HandleFields]:
-    """The embedded tag and the fields; a kind of `Corruption` when the bytes are not exactly one handle.
+    """Return the embedded tag and the fields, or raise a kind of `Corruption`.
 
-    The whole form is checked before any identifier in it is parsed.
+    The whole structure is checked before any identifier in it is parsed.
     """
     tag, at = _read_head(data)
     execution_id, at = _read_text(data, at, "execution_id")
@@ -275,7 +281,7 @@ def decode_handle(data: bytes) -> tuple[BackendTag, HandleFields]:
 
 
 def _read_head(data: bytes) -> tuple[BackendTag, int]:
-    """The tag, and where the fields begin."""
+    """Return the tag and the offset of the fields."""
     if not data:
         raise _truncated(data, 0, 1)
     if data[0] == _LEGACY:

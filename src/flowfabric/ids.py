@@ -1,7 +1,7 @@
-"""Identifiers: small types, parsed once at the edge and trusted inside; and the partitions they live on.
+"""Identifiers: small types, parsed once at the edge and trusted inside; and the partitions they belong to.
 
-An execution id carries its partition in front, `{fp:173}:550e8400-e29b-41d4-a716-446655440000`, so that nobody ever
-has to hash it again: an execution stays where it was created, and a flow's members stay with their flow.
+An execution id carries its partition as a prefix, `{fp:173}:550e8400-e29b-41d4-a716-446655440000`, so that nobody has
+to hash it again: an execution stays on the partition where it was created, and members stay with their flow.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_WORKER_BYTES: Final = 256
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
 _CANONICAL_EXECUTION = re.compile(
     r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-).fullmatch  # the usual form with a usual number of partitions
+).fullmatch  # the common form, with up to 10,000 partitions
 _SHORT_EXECUTION = re.compile(
     r"(?:(?:\{?fp:)?(?P<partition>[0-9]+)\}?:)?(?P<uuid>[0-9a-fA-F-]*)"
-).fullmatch  # the braces may be left out: a shell would want them quoted
+).fullmatch  # braces are optional, because a shell would need them quoted
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
-_DRESSED_UUID = re.compile(r"urn:uuid:([0-9a-fA-F-]{36})|\{([0-9a-fA-F-]{36})\}").fullmatch
+_WRAPPED_UUID = re.compile(r"urn:uuid:([0-9a-fA-F-]{36})|\{([0-9a-fA-F-]{36})\}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
-_BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # half a character is no character
+_BLANK_OR_CONTROL = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]").search  # includes lone surrogates
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -67,27 +67,27 @@ class InvalidPartitionIndex(InvalidInput):
 
 
 def parse_uuid(text: str, field: str = "uuid") -> str:
-    """The UUID in lowercase hyphenated form; `InvalidUuid` when it is none.
+    """Return the UUID in lowercase hyphenated form, or raise `InvalidUuid`.
 
-    It may be given in either case, with or without hyphens, in braces, or as `urn:uuid:…`.
+    Either case is accepted, with or without hyphens, in braces, or as `urn:uuid:…`.
     """
     if _CANONICAL_UUID(text):
         return text
-    dressed = _DRESSED_UUID(text)
-    bare = text if dressed is None else dressed[1] or dressed[2]
+    wrapped = _WRAPPED_UUID(text)
+    bare = text if wrapped is None else wrapped[1] or wrapped[2]
     if not _ANY_UUID(bare):
         raise InvalidUuid(f"{field}: not a UUID: {text!r}", field=field)
     return _hyphenated(bare.replace("-", "").lower())
 
 
 def parse_execution_id(text: str) -> ExecutionId:
-    """The id, letter for letter as given; `MissingTag`, `InvalidPartitionIndex` or `InvalidUuid` otherwise."""
+    """Return the id exactly as given, or raise `MissingTag`, `InvalidPartitionIndex` or `InvalidUuid`."""
     if _CANONICAL_EXECUTION(text):
         return ExecutionId(text)
     close = text.find("}:", 4) if text.startswith("{fp:") else -1
     if close < 0:
         raise MissingTag(f"execution_id is missing the `{{fp:N}}:` hash-tag prefix: {text}")
-    if _index(text[4:close]) is None:
+    if _parse_u16(text[4:close]) is None:
         raise InvalidPartitionIndex(f"execution_id partition index is not a valid u16: {text}")
     if not _ANY_UUID(text, close + 2):
         raise InvalidUuid(f"execution_id UUID suffix is not a valid UUID: {text}", field="execution_id")
@@ -99,40 +99,40 @@ class NotAShortId(InvalidInput):
 
 
 def id_prefixes(text: str, counts: PartitionCounts) -> list[str]:
-    """How execution ids begin that a shortened id may stand for; `NotAShortId` when it is none.
+    """Return the prefixes of execution ids that a shortened id may stand for, or raise `NotAShortId`.
 
-    With a partition that is one prefix, without one it is one for each partition of flows.
+    With a partition there is one prefix; without one, one per flow partition.
     """
     short = _SHORT_EXECUTION(text.strip())
     digits = "" if short is None else short["uuid"].replace("-", "").lower()
     if short is None or len(digits) > 32 or not (digits or short["partition"]):
         raise NotAShortId(f"execution_id: {text!r} is no id and no beginning of one")
-    if short["partition"] and _index(short["partition"]) is None:
+    if short["partition"] and _parse_u16(short["partition"]) is None:
         raise InvalidPartitionIndex(f"execution_id partition index is not a valid u16: {text}")
     parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
-    begins = "-".join(part for part in parts if part)
+    prefix = "-".join(part for part in parts if part)
     if short["partition"]:
-        return [f"{{fp:{short['partition']}}}:{begins}"]
-    return [f"{{fp:{partition}}}:{begins}" for partition in range(counts.flow)]
+        return [f"{{fp:{short['partition']}}}:{prefix}"]
+    return [f"{{fp:{partition}}}:{prefix}" for partition in range(counts.flow)]
 
 
 def is_canonical_execution_id(text: str) -> bool:
-    """Whether this is an execution id as we write them ourselves."""
+    """True if this is an execution id in the form that we mint."""
     return _CANONICAL_EXECUTION(text) is not None
 
 
 def partition_of(execution_id: ExecutionId) -> int:
-    """The partition an execution lives on, read from its id (which has been parsed before)."""
+    """Return the partition of an execution, read from its parsed id."""
     return int(execution_id[4 : execution_id.index("}")])
 
 
 def uuid_of(execution_id: ExecutionId) -> str:
-    """The bare UUID of an execution id, as it was given."""
+    """Return the bare UUID of an execution id, as it was given."""
     return execution_id[execution_id.index("}") + 2 :]
 
 
-def _index(text: str) -> int | None:
-    """An unsigned 16-bit number in the one way to write it, else None."""
+def _parse_u16(text: str) -> int | None:
+    """Parse a canonical unsigned 16-bit decimal; None if it is not one."""
     number = int(text) if _DECIMAL(text) else None
     return number if number is not None and number <= 0xFFFF else None
 
@@ -162,7 +162,7 @@ class LaneIdNonPrintable(InvalidInput):
 
 
 def parse_lane_id(text: str) -> LaneId:
-    """1 to 64 printable ASCII bytes; else `LaneIdEmpty`, `LaneIdTooLong` or `LaneIdNonPrintable`."""
+    """Return a lane of 1 to 64 printable ASCII bytes, or raise the error that says what is wrong."""
     if text.isascii() and text.isprintable() and 0 < len(text) <= MAX_LANE_BYTES:
         return LaneId(text)
     if not text:
@@ -170,18 +170,18 @@ def parse_lane_id(text: str) -> LaneId:
     length = len(text.encode("utf-8", "surrogatepass"))
     if length > MAX_LANE_BYTES:
         raise LaneIdTooLong(f"lane_id: too long: {length} bytes", length=length)
-    # Everything before the first offender is ASCII, so its place among the characters is its place among the bytes.
-    place = next(place for place, character in enumerate(text) if not " " <= character <= "~")
-    raise LaneIdNonPrintable(f"lane_id: non-printable byte at index {place}", index=place)
+    # Everything before the first bad character is ASCII, so its character index equals its byte index.
+    index = next(index for index, character in enumerate(text) if not " " <= character <= "~")
+    raise LaneIdNonPrintable(f"lane_id: non-printable byte at index {index}", index=index)
 
 
 def parse_worker_id(text: str) -> WorkerId:
-    """A worker's name: 1 to 256 bytes without control or whitespace characters; else `InvalidInput`."""
+    """Return a worker name of 1 to 256 bytes without control or whitespace characters, or raise `InvalidInput`."""
     return WorkerId(_plain_name(text, "worker_id"))
 
 
 def parse_worker_instance_id(text: str) -> WorkerInstanceId:
-    """The name of one incarnation of a worker, under the same rule as the worker's own."""
+    """Return the name of one worker process; the rule is the same as for worker names."""
     return WorkerInstanceId(_plain_name(text, "worker_instance_id"))
 
 
@@ -196,7 +196,7 @@ def _plain_name(text: str, field: str) -> str:
 
 
 def has_blank_or_control(text: str) -> bool:
-    """Whether any character is whitespace or a control character, in Unicode's sense, or half a surrogate pair."""
+    """True if any character is whitespace, a control character in the Unicode sense, or a lone surrogate."""
     return _BLANK_OR_CONTROL(text) is not None
 
 
@@ -205,7 +205,7 @@ def has_blank_or_control(text: str) -> bool:
 
 
 class PartitionFamily(StrEnum):
-    """What a partition holds. Executions live on the partitions of flows."""
+    """What a partition holds. Executions are on flow partitions."""
 
     FLOW = "fp"
     BUDGET = "b"
@@ -213,7 +213,7 @@ class PartitionFamily(StrEnum):
 
 
 class MissingBraces(InvalidInput):
-    """A partition key stands in braces."""
+    """A partition key is enclosed in braces."""
 
 
 class MalformedBody(InvalidInput):
@@ -236,12 +236,12 @@ class Partition(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> PartitionKey:
-        """The opaque tag that travels in grants, e.g. `{fp:7}`."""
+        """The opaque key that grants carry, e.g. `{fp:7}`."""
         return PartitionKey(f"{{{self.family.value}:{self.index}}}")
 
 
 def parse_partition_key(text: str) -> Partition:
-    """Read a tag; `MissingBraces`, `MalformedBody`, `UnknownFamilyPrefix` or `InvalidIndex` otherwise."""
+    """Parse a partition key, or raise the error that says what is wrong."""
     if len(text) < 2 or text[0] != "{" or text[-1] != "}":
         raise MissingBraces(f"partition_key: missing braces: {text!r}")
     prefix, colon, number = text[1:-1].partition(":")
@@ -249,7 +249,7 @@ def parse_partition_key(text: str) -> Partition:
         raise MalformedBody(f"partition_key: malformed body: {text!r}")
     if prefix not in _FAMILIES:
         raise UnknownFamilyPrefix(f"partition_key: unknown family prefix: {text!r}")
-    index = _index(number)
+    index = _parse_u16(number)
     if index is None:
         raise InvalidIndex(f"partition_key: invalid index: {text!r}")
     return Partition(_FAMILIES[prefix], index)
@@ -259,7 +259,7 @@ _FAMILIES = {family.value: family for family in PartitionFamily}
 
 
 class PartitionCounts(msgspec.Struct, frozen=True):
-    """How many partitions a deployment has; fixed for its life, since ids remember the partition they were given."""
+    """The numbers of partitions of a deployment; they never change, because ids contain their partition."""
 
     flow: int = 256
     budget: int = 32
@@ -272,17 +272,17 @@ class PartitionCounts(msgspec.Struct, frozen=True):
 
 
 def crc16(data: bytes) -> int:
-    """CRC-16/XMODEM: polynomial 0x1021, starting from 0, nothing reflected, nothing inverted."""
+    """Return the CRC-16/XMODEM: polynomial 0x1021, initial value 0, not reflected, not inverted."""
     return binascii.crc_hqx(data, 0)
 
 
 def flow_partition(flow_id: FlowId, counts: PartitionCounts) -> int:
-    """Where a flow and all its members live."""
+    """Return the partition of a flow and all its members."""
     return crc16(_uuid_bytes(flow_id)) % counts.flow
 
 
 def solo_partition(lane: LaneId, counts: PartitionCounts) -> int:
-    """Where executions without a flow live: with their lane."""
+    """Return the partition of executions without a flow, which follows from their lane."""
     return _solo_partition(lane, counts.flow)
 
 
@@ -292,12 +292,13 @@ def _solo_partition(lane: LaneId, flow_partitions: int) -> int:
 
 
 def budget_partition(budget_id: BudgetId, counts: PartitionCounts) -> int:
-    """Where a budget lives, whichever namespace owns it: an id and its shared namesake are always together."""
+    """Return the partition of a budget. It does not depend on the namespace, so an id and its shared namesake are
+    together."""
     return crc16(_uuid_bytes(budget_id)) % counts.budget
 
 
 def quota_partition(quota_policy_id: QuotaPolicyId, counts: PartitionCounts) -> int:
-    """Where a quota policy lives, whichever namespace owns it."""
+    """Return the partition of a quota policy. It does not depend on the namespace."""
     return crc16(_uuid_bytes(quota_policy_id)) % counts.quota
 
 
@@ -310,34 +311,34 @@ def _uuid_bytes(uuid: str) -> bytes:
 
 
 class Minter(Protocol):
-    """Where fresh identifiers come from."""
+    """A source of new identifiers."""
 
     def uuid(self) -> str:
-        """A version 4 UUID that nobody has seen before."""
+        """Return a new version 4 UUID."""
 
     def ordered_uuid(self) -> str:
-        """One that also sorts by when it was minted: keys that grow keep an index in few pages."""
+        """Return a UUID that sorts by the time it was minted, which keeps index inserts in few pages."""
 
     def change_id(self) -> int:
-        """A positive 63-bit number that no other change carries."""
+        """Return a positive 63-bit number that no other change has."""
 
 
 class RandomMinter:
-    """Identifiers from the system's randomness, fetched many at a time.
+    """Identifiers from the system's randomness, fetched in batches.
 
-    Safe in threads: taking from the end of a list is one step. Safe after a fork: a child begins with none in stock.
+    Thread-safe: popping from a list is atomic. Fork-safe: a child process starts with an empty stock.
     """
 
     _uuids: list[str]
     _numbers: list[int]
-    _begins: tuple[int, str] = (0, "")  # the last millisecond, and how its identifiers begin
+    _prefix: tuple[int, str] = (0, "")  # the last millisecond and the prefix of its identifiers
 
     def __init__(self) -> None:
         self.forget()
         _MINTERS.add(self)
 
     def uuid(self) -> str:
-        """A version 4 UUID that nobody has seen before."""
+        """Return a new version 4 UUID."""
         try:
             return self._uuids.pop()
         except IndexError:
@@ -345,17 +346,17 @@ class RandomMinter:
             return _version_4(os.urandom(16).hex())
 
     def ordered_uuid(self) -> str:
-        """A version 7 UUID: the time in milliseconds, then the randomness of a version 4."""
+        """Return a version 7 UUID: the time in milliseconds, then the random part of a version 4."""
         now = time.time_ns() // 1_000_000
-        at, begins = self._begins
-        if now != at:  # many are minted within one
+        at, prefix = self._prefix
+        if now != at:  # many are minted per millisecond
             digits = f"{now:012x}"
-            begins = f"{digits[:8]}-{digits[8:]}-7"
-            self._begins = (now, begins)
-        return begins + self.uuid()[15:]
+            prefix = f"{digits[:8]}-{digits[8:]}-7"
+            self._prefix = (now, prefix)
+        return prefix + self.uuid()[15:]
 
     def change_id(self) -> int:
-        """A positive 63-bit number that no other change carries."""
+        """Return a positive 63-bit number that no other change has."""
         try:
             return self._numbers.pop()
         except IndexError:
@@ -363,7 +364,7 @@ class RandomMinter:
             return int.from_bytes(os.urandom(8)) >> 1 or 1
 
     def forget(self) -> None:
-        """Give nothing out that was fetched before."""
+        """Discard everything that was fetched."""
         self._uuids, self._numbers = [], []
 
 
@@ -372,7 +373,7 @@ _MINTERS: Final[weakref.WeakSet[RandomMinter]] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # Told by the system rather than by asking for the process id: that takes longer than minting.
+    # A fork hook, because comparing process ids would take longer than minting.
     for minter in _MINTERS:
         minter.forget()
 
@@ -381,7 +382,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class SeededMinter:
-    """The same identifiers in the same order for the same seed, for tests and simulated worlds."""
+    """Mints the same identifiers in the same order for the same seed, for tests and simulations."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -390,7 +391,7 @@ class SeededMinter:
         return _version_4(f"{self._random.getrandbits(128):032x}")
 
     def ordered_uuid(self) -> str:
-        return self.uuid()  # its order is that of the seed, not of time
+        return self.uuid()  # not ordered by time
 
     def change_id(self) -> int:
         return self._random.getrandbits(63) or 1
@@ -400,12 +401,12 @@ _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abc
 
 
 def _version_4(digits: str) -> str:
-    # Formatted by hand: half the time of uuid.UUID, and this runs twice per claim.
+    # Formatted by hand, which takes half the time of uuid.UUID; this runs twice per claim.
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
 
 
 def _versions_4(data: bytes) -> list[str]:
-    """The same for many, put together as bytes: a third of the time of one after the other."""
+    """Return many version 4 UUIDs, assembled as bytes in a third of the time of one by one."""
     drawn = bytearray(data)
     drawn[6::16] = drawn[6::16].translate(_AS_VERSION)
     drawn[8::16] = drawn[8::16].translate(_AS_VARIANT)
@@ -418,31 +419,31 @@ _AS_VARIANT: Final = bytes(byte & 0x3F | 0x80 for byte in range(256))
 
 
 def mint_for_flow(flow_id: FlowId, counts: PartitionCounts, minter: Minter) -> ExecutionId:
-    """A new id for a member of a flow."""
+    """Mint an id for a member of a flow."""
     return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{minter.ordered_uuid()}")
 
 
 def mint_solo(lane: LaneId, counts: PartitionCounts, minter: Minter) -> ExecutionId:
-    """A new id for an execution without a flow."""
+    """Mint an id for an execution without a flow."""
     return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{minter.ordered_uuid()}")
 
 
 def execution_id_for_flow(flow_id: FlowId, counts: PartitionCounts, uuid: str) -> ExecutionId:
-    """The id of a flow's member with a UUID of the caller's choice; stable while the partition count is."""
+    """Return the id of a flow's member with a given UUID; stable while the partition count is."""
     return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{parse_uuid(uuid)}")
 
 
 def execution_id_for_lane(lane: LaneId, counts: PartitionCounts, uuid: str) -> ExecutionId:
-    """The id of a solo execution with a UUID of the caller's choice; stable while the partition count is."""
+    """Return the id of an execution without a flow with a given UUID; stable while the partition count is."""
     return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{parse_uuid(uuid)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Spreading
+# Hashing
 
 
 def fnv1a_64(data: bytes) -> int:
-    """FNV-1a in 64 bits: quick and well spread, no secret kept by it."""
+    """Return the 64-bit FNV-1a hash: fast and well distributed, but not cryptographic."""
     value = 0xCBF29CE484222325
     for byte in data:
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
@@ -450,11 +451,11 @@ def fnv1a_64(data: bytes) -> int:
 
 
 def scan_jitter(name: str, modulus: int) -> int:
-    """Where a scanner of this name starts among `modulus` places, so that scanners do not march in step."""
+    """Return the start offset of a scanner among `modulus` slots, so that scanners do not run in lockstep."""
     return (fnv1a_64(name.encode()) & 0xFFFF) % modulus if modulus > 0 else 0
 
 
 def digest8(text: str) -> str:
-    """Eight hex digits that stand for a text in names and logs."""
+    """Return eight hex digits that identify a text in names and logs."""
     value = fnv1a_64(text.encode())
     return f"{(value & 0xFFFFFFFF) ^ (value >> 32):08x}"

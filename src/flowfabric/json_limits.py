@@ -1,7 +1,7 @@
-"""JSON that came from outside: decoded only when none of its numbers is longer than any use has for it.
+"""Decoding of JSON from outside, which refuses numbers that are too long to be useful.
 
-Python reads an integer in time that grows with the square of its digits, so a body full of long ones would stop the
-event loop for seconds. The check is two passes over the bytes at the speed of memory.
+Python parses an integer in time quadratic in its digits, so a body full of long numbers would block the event loop for
+seconds. The check is two passes over the bytes at memory speed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 
 MAX_DIGITS: Final = 309
-"""Digits in a row that a number may have: as many as the largest double needs."""
+"""The largest number of consecutive digits: as many as the largest double has."""
 
-_ZEROS = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
+_DIGITS_AS_ZERO = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
 _TOO_MANY = b"0" * (MAX_DIGITS + 1)
 
 
@@ -25,22 +25,22 @@ class NumberTooLong(msgspec.DecodeError):
 
 
 def check_numbers(data: bytes) -> None:
-    """Raise `NumberTooLong` when a number outside of strings is too long; what else is wrong is for the decoder."""
-    if len(data) <= MAX_DIGITS or _TOO_MANY not in data.translate(_ZEROS):
+    """Raise `NumberTooLong` if a number outside of strings is too long; other errors are left to the decoder."""
+    if len(data) <= MAX_DIGITS or _TOO_MANY not in data.translate(_DIGITS_AS_ZERO):
         return
-    # Digits in a string are no number. Escapes go first, so that every quote left begins or ends a string.
+    # Digits in a string are not a number. Escapes are removed first, so that every quote begins or ends a string.
     plain = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    digits = plain.translate(_ZEROS)
+    digits = plain.translate(_DIGITS_AS_ZERO)
     outside = 0
-    while (found := digits.find(_TOO_MANY, outside)) >= 0:
-        if plain.count(b'"', outside, found) % 2 == 0:
+    while (start := digits.find(_TOO_MANY, outside)) >= 0:
+        if plain.count(b'"', outside, start) % 2 == 0:
             raise NumberTooLong()
-        if (outside := plain.find(b'"', found) + 1) == 0:
+        if (outside := plain.find(b'"', start) + 1) == 0:
             return
 
 
 def decode(data: bytes | str) -> Any:
-    """The value of a JSON text; `msgspec.DecodeError` or `RecursionError` when it is none."""
+    """Decode a JSON text. Raises `msgspec.DecodeError` or `RecursionError`."""
     try:
         octets = data.encode() if isinstance(data, str) else data
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The summary document: JSON merge patches (RFC 7396), with numbers kept digit by digit."""
+"""JSON merge patch (RFC 7396) of summary documents; numbers keep all their digits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric import json_limits
 from flowfabric.errors import Corruption, FabricError, InvalidInput
 
 MAX_DEPTH = 16
-NULL = "__ff_null__"  # as a value in a patch: the JSON null itself, where a plain null would delete
+NULL = "__ff_null__"  # in a patch: sets a JSON null, where a plain null would delete
 
 _decoder = msgspec.json.Decoder(float_hook=Decimal)
 _encoder = msgspec.json.Encoder(decimal_format="number")
@@ -19,7 +19,7 @@ _FAULTS = (msgspec.DecodeError, ValueError, ArithmeticError)
 
 
 def decode_patch(payload: bytes) -> dict[str, Any] | FabricError:
-    """The patch, or what is wrong with it."""
+    """Return the patch, or what is wrong with it."""
     try:
         json_limits.check_numbers(payload)
         patch = _decoder.decode(payload)
@@ -34,7 +34,7 @@ def decode_patch(payload: bytes) -> dict[str, Any] | FabricError:
 
 
 def decode_document(text: str) -> dict[str, Any] | FabricError:
-    """The stored document; `Corruption` when it is none."""
+    """Return the stored document, or `Corruption`."""
     try:
         document = _decoder.decode(text)
     except (RecursionError, *_FAULTS):
@@ -43,33 +43,33 @@ def decode_document(text: str) -> dict[str, Any] | FabricError:
 
 
 def encode_document(document: dict[str, Any]) -> str:
-    """The document as it is stored."""
+    """Encode the document as stored text."""
     return _encoder.encode(document).decode()
 
 
 def merge(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """The document after the patch; neither is changed."""
+    """Return the document after the patch; neither is modified."""
     merged = dict(document)
     for name, value in patch.items():
         if value is None:
             merged.pop(name, None)
         elif isinstance(value, dict):
-            below = merged.get(name)
-            merged[name] = merge(below if isinstance(below, dict) else {}, value)
+            nested = merged.get(name)
+            merged[name] = merge(nested if isinstance(nested, dict) else {}, value)
         else:
-            merged[name] = _plain(value)
+            merged[name] = _resolve_nulls(value)
     return merged
 
 
-def _plain(value: Any) -> Any:
-    """A value that replaces another, with the stand-in for null resolved at any depth."""
+def _resolve_nulls(value: Any) -> Any:
+    """Return a replacing value with the placeholder for null resolved at any depth."""
     if isinstance(value, dict):
-        return {name: _plain(below) for name, below in value.items()}
+        return {name: _resolve_nulls(child) for name, child in value.items()}
     if isinstance(value, list):
-        return [_plain(below) for below in value]
+        return [_resolve_nulls(child) for child in value]
     return None if value == NULL else value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(isinstance(one, dict | list) and (levels == 0 or _is_deeper(one, levels - 1)) for one in below)
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(child, dict | list) and (levels == 0 or _is_deeper(child, levels - 1)) for child in children)

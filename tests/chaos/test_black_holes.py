@@ -100,7 +100,7 @@ async def _submitted(app: Fabric, n: int) -> Run[Any]:
     """A run that is handed over past the proxy."""
     engine = await app.engine()
     task = app.tasks["quick"]
-    ask = await task.ask(engine, task.signature.bind((n,), {}), options=task.own)
+    ask = await task.build_create(engine, task.signature.bind((n,), {}), options=task.default_options)
     return app.find((await engine.create(ask)).execution_id)
 
 

@@ -83,7 +83,7 @@ async def test_work_acknowledged_after_a_failover_is_claimed_on_its_own_lane(
     await submit(engine, "late")  # the queue of this lane is lost with the primary
     await asyncio.to_thread(server.fail_over)
 
-    async with await open_engine(engine.store._links.dsn) as other:  # type: ignore[attr-defined]
+    async with await open_engine(engine.store._pool.dsn) as other:  # type: ignore[attr-defined]
         others = await submit(other, "foreign")  # the first queue that the new primary learns of
         accepted = await submit(engine, "late")
 
@@ -109,7 +109,7 @@ async def test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_t
     ahead = feed.cursor
     await asyncio.to_thread(server.fail_over)
 
-    async with await open_engine(engine.store._links.dsn) as after:  # type: ignore[attr-defined]
+    async with await open_engine(engine.store._pool.dsn) as after:  # type: ignore[attr-defined]
         if not grown:
             again = await after.subscribe_completion(ahead)
             assert await heard(again) == (set(), 1)

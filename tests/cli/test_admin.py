@@ -96,7 +96,7 @@ def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["k1"], "rotation_conflict — This key id is known with another secret. (kid=k1)"),
+        (["k1"], "rotation_conflict — This key id exists with another secret. (kid=k1)"),
         (["a:b"], "invalid_kid: a:b"),
         (["k2", "--grace", "soon"], "grace: 'soon' is no length of time"),
         (["k2", "--store", "http://127.0.0.1:1"], "ask it: POST /v1/admin/rotate-waitpoint-secret"),

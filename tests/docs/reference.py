@@ -33,19 +33,29 @@ SECTIONS: dict[str, list[str]] = {
 MADE_BY_OTHERS = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
 # Between the pages of the library itself, and public for no other reason.
 INTERNAL = {
-    "Fabric": {"bind", "unbind", "declare", "declare_bound", "declared", "portal", "stop_own_loop"},
-    "Task": {"with_context", "ask", "bound"},
-    "Context": {"recall", "keep", "at", "remembered", "give_up", "flush", "durable", "handle", "is_parked"}
-    | {"may_park", "end", "keep_last_words"},
-    "Run": {"not_ended"},
-    "Worker": {"abandon", "forsake"},
-    "World": {"offered"},
+    "Fabric": {"bind", "unbind", "declare", "declare_limits", "declare_budget", "portal", "stop_own_loop"},
+    "Task": {"with_context", "build_create", "resolve_limits"},
+    "Context": {
+        "find_step",
+        "record_step_result",
+        "reach_fault_point",
+        "run_once",
+        "mark_cancelled",
+        "flush",
+        "durable",
+        "handle",
+        "is_parked",
+    }
+    | {"may_park", "close", "flush_quietly"},
+    "Run": {"timeout_error"},
+    "Worker": {"simulate_kill", "stop_renewing"},
+    "World": {"engine_for_app"},
     "Retry": {"policy"},
-    "Budget": {"amounts", "kept_as", "shown", "declare"},
+    "Budget": {"amounts", "stored_dimension", "display_amounts", "declare"},
     "Limit": {"declare"},
-    "AllOf": {"needed", "policy"},
-    "AnyOf": {"needed", "policy"},
-    "Quorum": {"needed", "policy"},
+    "AllOf": {"required_successes", "policy"},
+    "AnyOf": {"required_successes", "policy"},
+    "Quorum": {"required_successes", "policy"},
     "Engine": INTERNAL_TO_THE_ENGINE,
 }
 

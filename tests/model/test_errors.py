@@ -194,8 +194,8 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
         (
             errors.StoreUnavailable("reset", backend="Postgres", source="transport", in_doubt=True),
             (
-                "transport: reset — The store could not be reached or did not answer properly; what was asked may have "
-                "been done all the same."
+                "transport: reset — The store could not be reached or did not answer properly; the operation may have "
+                "been committed nevertheless."
             ),
         ),
         (errors.Unavailable("open", "there is no file"), "unavailable: there is no file"),

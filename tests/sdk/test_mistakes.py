@@ -434,7 +434,7 @@ async def test_a_node_that_was_skipped_says_why_and_is_found_by_its_name() -> No
     flow.add(app.task(plain), flow.add(broken))
     async with World(app):
         run = await flow.submit()
-        with pytest.raises(RunSkipped, match="What it depended on did not happen"):
+        with pytest.raises(RunSkipped, match="its dependencies did not end as required"):
             await run["plain"].result()
         with pytest.raises(errors.InvalidInput, match="'publish' is none of broken, plain"):
             run["publish"]

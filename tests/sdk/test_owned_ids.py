@@ -45,7 +45,7 @@ async def test_the_result_of_a_node_that_another_namespace_occupies_is_refused(s
         flow_id = engine.minter.uuid()
         here = ids.flow_partition(ids.FlowId(flow_id), engine.partitions)
         run_id = f"{{fp:{here}}}:{uuid.uuid5(uuid.UUID(flow_id), node.name)}"
-        forged = await theirs.ask(engine, {}, options=theirs.own, execution_id=run_id)
+        forged = await theirs.build_create(engine, {}, options=theirs.default_options, execution_id=run_id)
         await engine.create(forged)
         assert await theirs.run(run_id).result(10) == "forged"
         run = FlowRun(flow, flow_id, {node.name: run_id})
@@ -71,7 +71,7 @@ async def test_a_node_does_not_read_the_result_of_another_namespace(shared_app: 
         forged = await forge.submit()
         assert await forged.result(10) == "forged"
         engine = await shared_app.engine()
-        ask = await reads.ask(engine, {}, options=reads.own, results={"given": forged.id})
+        ask = await reads.build_create(engine, {}, options=reads.default_options, results={"given": forged.id})
         made = await engine.create(ask)
         with pytest.raises(RunFailed, match="taken in another namespace"):
             await reads.run(made.execution_id).result(10)
@@ -93,7 +93,7 @@ async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_
         engine = await intruder.engine()
         name, _, place = ctx.durable.next_gate_name(f"child:{child.name}").rpartition("#")
         taken = ctx._child_id(f"{name}#{int(place) + 1}")  # of the next child: ids of children are derivable
-        await engine.create(await forge.ask(engine, {}, options=forge.own, execution_id=taken))
+        await engine.create(await forge.build_create(engine, {}, options=forge.default_options, execution_id=taken))
         return await (await ctx.spawn(child)).result()
 
     async with intruder, working(shared_app):

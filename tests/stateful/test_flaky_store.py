@@ -11,8 +11,8 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.errors import StoreUnavailable
 from flowfabric.model.change import Change, Upsert
+from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution
-from flowfabric.model.sweep import SweepLease
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing.faults import FlakyStore, Loss

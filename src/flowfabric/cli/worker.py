@@ -105,7 +105,7 @@ async def _work(app: Fabric, **options: Any) -> None:
 
 def _print_introduction(worker: Worker, app: Fabric, chosen: list[str] | None, slots: int) -> None:
     """Print the worker, its lanes and tasks, and warn of lanes without tasks."""
-    task_lanes = {task.own.lane for task in app.tasks.values()}
+    task_lanes = {task.default_options.lane for task in app.tasks.values()}
     lanes = chosen or sorted(task_lanes)
     lane_text = f"{'lane' if len(lanes) == 1 else 'lanes'} {', '.join(lanes)}"
     summary = f"{pluralize(len(app.tasks), 'task')}, {lane_text}, {pluralize(slots, 'slot')}"

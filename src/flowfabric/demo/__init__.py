@@ -1,19 +1,19 @@
-"""The demo: the main job, end to end, on SQLite in a folder of its own, with real worker processes.
+"""The demo: retries, a worker crash, a flow and an approval, on SQLite in a temporary folder with real processes.
 
-Eight orders are worked on by two workers. One order fails at first and is retried. One worker is killed with SIGKILL in
-the middle of its work; its lease lapses and the other worker takes the work over. Beside the orders runs a flow: one of
-its branches fails, two of three are enough to go on, and its last step waits for somebody to say yes. What the summary
-claims was checked: the exit code is 0 only when all of it held.
+Two workers run eight orders. One order fails at first and is retried. One worker is killed with SIGKILL during its
+work; its lease expires and the other worker claims the order. A flow runs beside the orders: one of its branches fails,
+two of three are enough to continue, and its last step waits for an approval. Every claim in the summary is checked: the
+exit code is 0 only if all of them hold.
 """
 
 from __future__ import annotations
 
 
 def run_demo(*, json: bool = False) -> int:
-    """Perform the demo on the terminal, or line by line where there is none; the exit code.
+    """Run the demo with a live table on a terminal, or line by line elsewhere; return the exit code.
 
-    With `json` what was claimed and held is one document on stdout, and the play is on stderr. Ctrl-C ends the workers,
-    too, and leaves nothing behind.
+    With `json` the checked claims are printed as one document on stdout, and the events on stderr. Ctrl-C also ends the
+    workers, and leaves nothing behind.
     """
     import asyncio
 
@@ -29,6 +29,6 @@ def run_demo(*, json: bool = False) -> int:
         screen.print_event("stopped")
         return 130
     if json:
-        told = {"proven": code == 0, "claims": screen.claims}
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        document = {"proven": code == 0, "claims": screen.claims}
+        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     return code

@@ -1,18 +1,18 @@
-"""What there is to do in the demo."""
+"""The orders of the demo."""
 
 from __future__ import annotations
 
 import msgspec
 
 LANE = "orders"
-LEASE_MS = 1500  # short, so that nobody has to wait long for the takeover
+LEASE_MS = 1500  # short, so that the takeover does not take long
 STEP_S = 0.08
 FAILURE = "the payment service did not answer"
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 400}}}
 
 
 class DemoOrder(msgspec.Struct, frozen=True):
-    """One piece of work: so many steps, so many attempts that fail, and whether somebody has to say yes first."""
+    """An order: its number of steps, how many of its attempts fail, and whether it needs an approval first."""
 
     name: str
     steps: int = 4
@@ -32,5 +32,5 @@ ORDERS = (
 
 
 def receipt(name: str) -> bytes:
-    """The result of an order."""
+    """Return the result of an order."""
     return msgspec.json.encode({"shipped": name})

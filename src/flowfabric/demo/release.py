@@ -1,6 +1,6 @@
-"""The flow of the demo: one branch fails, two of three are enough, and somebody has to say yes.
+"""The flow of the demo: one branch fails, two of three are enough, and the last step needs an approval.
 
-extract ─┬─ clean ──┬───────────── publish   two of three are enough; waits for a word
+extract ─┬─ clean ──┬───────────── publish   two of three are enough; waits for approval
          ├─ rank ───┤
          └─ enrich ─┴─ archive               needs clean and enrich: skipped, for enrich fails
               └─────── alert                 runs because enrich fails
@@ -41,7 +41,7 @@ EXPECTED_STATES = {member.name: "completed" for member in MEMBERS} | {FAILING: "
 
 
 async def submit(engine: Engine) -> dict[str, str]:
-    """Hand the flow in as a whole; the execution of each member by its name."""
+    """Submit the flow as a whole; return the execution id of each member by name."""
     flow = FlowId(engine.minter.uuid())
     ids = {member.name: mint_for_flow(flow, engine.partitions, engine.minter) for member in MEMBERS}
     await engine.create_flow_graph(
@@ -65,7 +65,7 @@ async def submit(engine: Engine) -> dict[str, str]:
 
 
 async def approve(engine: Engine, execution_id: str) -> str:
-    """Say yes to what waits, as an operator may; what came of it."""
+    """Approve a suspended execution as an operator; return the effect of the signal."""
     [waitpoint] = (await engine.list_pending_waitpoints(execution_id)).entries
     answer = await engine.deliver_approval_signal(
         execution_id,

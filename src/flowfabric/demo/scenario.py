@@ -1,4 +1,4 @@
-"""The play: orders come in, workers work, one dies."""
+"""The scenario of the demo: submit orders and a flow, start workers, kill one, and approve the last step."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from flowfabric.demo.worker_processes import WorkerProcesses
 
 DEADLINE_S = 60.0
 POLL_INTERVAL_S = 0.05
-KILL_AT = 25  # per cent of the long order
+KILL_AT = 25  # percent of the long order
 
 
 async def run_scenario(screen: Screen) -> int:
-    """Play it and judge it; 0 when everything that is claimed was seen to hold."""
+    """Run the scenario and check its claims; return 0 if all of them hold."""
     with tempfile.TemporaryDirectory(prefix="ff-demo-") as folder:
         url = f"sqlite:///{folder}/demo.db"
         async with await open_engine(url) as engine:
-            with WorkerProcesses(url, Path(folder)) as crew:
+            with WorkerProcesses(url, Path(folder)) as workers:
                 screen.print_event(
                     f"{len(ORDERS)} orders, a flow of {len(release.MEMBERS)}, two workers, SQLite; "
                     f"leases of {LEASE_MS / 1000} s",
                     "bold",
                 )
                 await engine.ensure_signing_key(secrets.token_hex(32))
-                play = DemoState(await submit(engine), await release.submit(engine))
+                demo = DemoState(await submit(engine), await release.submit(engine))
                 for name in ("worker-a", "worker-b"):
-                    screen.print_event(f"{name} starts as process {crew.start(name)}")
+                    screen.print_event(f"{name} starts as process {workers.start(name)}")
                 with screen.live_table():
-                    finished = await _watch(engine, crew, play, screen)
+                    finished = await _watch(engine, workers, demo, screen)
                 if not finished:
-                    screen.print_event(f"not finished after {DEADLINE_S:.0f} s\n{crew.read_logs()}", "red")
+                    screen.print_event(f"not finished after {DEADLINE_S:.0f} s\n{workers.read_logs()}", "red")
                     return 1
-            return 0 if await check_claims(engine, play, screen) else 1
+            return 0 if await check_claims(engine, demo, screen) else 1
 
 
 async def submit(engine: Engine) -> dict[str, str]:
-    """Hand the orders in; the execution of each by its name."""
+    """Submit the orders; return the execution id of each by name."""
     ids: dict[str, str] = {}
     for order in ORDERS:
         ids[order.name] = engine.new_execution_id(LANE)
@@ -62,38 +62,40 @@ async def submit(engine: Engine) -> dict[str, str]:
     return ids
 
 
-async def _watch(engine: Engine, crew: WorkerProcesses, play: DemoState, screen: Screen) -> bool:
-    """Look on until all is done, killing the worker of the long order on the way; False when it takes too long."""
+async def _watch(engine: Engine, workers: WorkerProcesses, demo: DemoState, screen: Screen) -> bool:
+    """Watch until all is done, and kill the worker of the long order on the way; False if it takes too long."""
     until = monotonic() + DEADLINE_S
     while monotonic() < until:
-        sights = [await _sight(engine, name, execution_id) for name, execution_id in (play.ids | play.flow).items()]
-        screen.show(sights)
-        if all(sight.state == release.EXPECTED_STATES.get(sight.name, "completed") for sight in sights):
+        statuses = [
+            await _order_status(engine, name, execution_id) for name, execution_id in (demo.ids | demo.flow).items()
+        ]
+        screen.show(statuses)
+        if all(status.state == release.EXPECTED_STATES.get(status.name, "completed") for status in statuses):
             return True
-        if died := crew.exited_workers():
-            screen.print_event(f"{', '.join(died)} ended by itself\n{crew.read_logs()}", "red")
+        if died := workers.exited_workers():
+            screen.print_event(f"{', '.join(died)} ended by itself\n{workers.read_logs()}", "red")
             return False
-        if not play.retried and any(sight.name == FLAKY.name and sight.state == "delayed" for sight in sights):
-            play.retried = True
+        if not demo.retried and any(status.name == FLAKY.name and status.state == "delayed" for status in statuses):
+            demo.retried = True
             screen.print_event(f"{FLAKY.name} failed ({FAILURE}) and will be tried again", "bold yellow")
-        long = next(sight for sight in sights if sight.name == LONG.name)
-        if not play.killed and long.state == "active" and long.progress >= KILL_AT:
-            pid = crew.kill(long.worker)
-            play.killed, play.killed_at = long.worker, await engine.ping()
+        long = next(status for status in statuses if status.name == LONG.name)
+        if not demo.killed and long.state == "active" and long.progress >= KILL_AT:
+            pid = workers.kill(long.worker)
+            demo.killed, demo.killed_at = long.worker, await engine.ping()
             screen.print_event(
                 f"{long.worker} (process {pid}) gets SIGKILL at {long.progress} % of {long.name}", "bold red"
             )
-        elif play.killed and not play.late_write and long.attempts > 1:
+        elif demo.killed and not demo.late_write and long.attempts > 1:
             screen.print_event(f"{long.worker} takes {long.name} over", "bold green")
-            play.late_write = await _late_write(engine, play.ids[LONG.name])
-        if any(sight.state == "suspended" for sight in sights) and not play.approval:
-            play.approval = await release.approve(engine, play.flow[release.PUBLISH])
+            demo.late_write = await _late_write(engine, demo.ids[LONG.name])
+        if any(status.state == "suspended" for status in statuses) and not demo.approval:
+            demo.approval = await release.approve(engine, demo.flow[release.PUBLISH])
             screen.print_event(f"{release.PUBLISH} asks, and gets a yes", "bold green")
         await asyncio.sleep(POLL_INTERVAL_S)
     return False
 
 
-async def _sight(engine: Engine, name: str, execution_id: str) -> OrderStatus:
+async def _order_status(engine: Engine, name: str, execution_id: str) -> OrderStatus:
     snapshot = await engine.describe_execution(execution_id)
     assert snapshot is not None
     partition = int(execution_id[4 : execution_id.index("}")])
@@ -109,11 +111,11 @@ async def _sight(engine: Engine, name: str, execution_id: str) -> OrderStatus:
 
 
 async def _late_write(engine: Engine, execution_id: str) -> str:
-    """Complete the order with the lease of the worker that is dead, as if it had only been slow; the answer."""
+    """Complete the order with the lease of the dead worker, as if it had only been slow; return the answer."""
     first = (await engine.attempt_history(execution_id))[0]
     fence = Fence(first.lease_id, first.lease_epoch, first.attempt_id)
     try:
         await engine.complete(execution_id=execution_id, fence=fence, result=b"too late")
-    except FabricError as refused:
-        return refused.kind
+    except FabricError as error:
+        return error.kind
     return "accepted"

@@ -1,4 +1,4 @@
-"""What people see of the demo: a live table on a terminal, plain lines elsewhere."""
+"""The output of the demo: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS |= {"suspended": "magenta", "skipped": "dim", "waiting": "dim", "waiting
 
 
 class OrderStatus(msgspec.Struct, frozen=True):
-    """One order as it stands."""
+    """The current status of one order."""
 
     name: str
     state: str
@@ -30,16 +30,16 @@ class OrderStatus(msgspec.Struct, frozen=True):
 
 
 class Screen:
-    """Shows sights as they change, and says what happens beside them."""
+    """Shows the status of all orders, and prints events and claims."""
 
     def __init__(self, *, aside: bool = False) -> None:
-        """`aside` leaves stdout to whoever wants the claims as a document."""
+        """Print to stdout, or with `aside` to stderr, if stdout is used for the JSON document."""
         stream = sys.stderr if aside else sys.stdout
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no ticks gets question marks
+        if isinstance(stream, io.TextIOWrapper):  # an encoding without check marks gets question marks
             stream.reconfigure(errors="replace")
         self.console = Console(stderr=aside, highlight=False, width=None if stream.isatty() else 120)
         self.claims: list[dict[str, object]] = []
-        self._began = monotonic()
+        self._started_at = monotonic()
         self._live: Live | None = None
         self._shown: dict[str, tuple[str, int, str]] = {}
 
@@ -52,42 +52,42 @@ class Screen:
         with Live(console=self.console, refresh_per_second=12) as self._live:
             yield
 
-    def show(self, sights: Sequence[OrderStatus]) -> None:
-        """The orders as they are now."""
+    def show(self, statuses: Sequence[OrderStatus]) -> None:
+        """Show the current statuses: update the table, or print those that have changed."""
         if self._live is not None:
-            self._live.update(render_table(sights))
+            self._live.update(render_table(statuses))
             return
-        for sight in sights:
-            now = sight.state, sight.attempts, sight.worker
-            if self._shown.get(sight.name) != now:
-                self._shown[sight.name] = now
-                attempt = f"attempt {sight.attempts}" if sight.attempts else ""
-                by = f"by {sight.worker}" if sight.worker else ""
-                self.print_event(f"{sight.name:<8} {sight.state:<16} {attempt:<10} {by}".rstrip())
+        for status in statuses:
+            now = status.state, status.attempts, status.worker
+            if self._shown.get(status.name) != now:
+                self._shown[status.name] = now
+                attempt = f"attempt {status.attempts}" if status.attempts else ""
+                by = f"by {status.worker}" if status.worker else ""
+                self.print_event(f"{status.name:<8} {status.state:<16} {attempt:<10} {by}".rstrip())
 
     def print_event(self, words: str, style: str = "") -> None:
-        """Something that happened."""
-        self.console.print(Text(f"{monotonic() - self._began:5.1f} s  {words}", style=style))
+        """Print an event with its time."""
+        self.console.print(Text(f"{monotonic() - self._started_at:5.1f} s  {words}", style=style))
 
     def print_claim(self, claim: str, held: bool, detail: str) -> None:
-        """Something that was to be proven."""
+        """Print whether a claim holds, and keep it for the JSON document."""
         self.claims.append({"claim": claim, "held": held, "detail": detail})
         mark = ("✓ ", "green") if held else ("✗ ", "red")
         self.console.print(Text.assemble(mark, f"{claim}: {detail}"))
 
 
-def render_table(sights: Sequence[OrderStatus]) -> Table:
-    """A row for each; what a narrow terminal has no room for is cut from the right, names and states last."""
+def render_table(statuses: Sequence[OrderStatus]) -> Table:
+    """Return a table with a row per order; a narrow terminal cuts the right columns first."""
     table = Table(box=None, pad_edge=False)
     for name, width, least in (("order", 9, 8), ("state", 16, 10), ("attempt", 7, 1), ("worker", 8, 1), ("", 24, 1)):
         table.add_column(name, min_width=least, max_width=width, no_wrap=True)
-    for sight in sights:
-        done = 100 if sight.state == "completed" else sight.progress
+    for status in statuses:
+        done = 100 if status.state == "completed" else status.progress
         table.add_row(
-            sight.name,
-            Text(sight.state, style=COLOURS.get(sight.state, "")),
-            str(sight.attempts or ""),
-            sight.worker,
-            ProgressBar(total=100, completed=done) if sight.attempts else "",
+            status.name,
+            Text(status.state, style=COLOURS.get(status.state, "")),
+            str(status.attempts or ""),
+            status.worker,
+            ProgressBar(total=100, completed=done) if status.attempts else "",
         )
     return table

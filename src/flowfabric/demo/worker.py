@@ -1,7 +1,7 @@
-"""A worker of the demo, one process: `python -m flowfabric.demo.worker URL NAME`.
+"""A worker process of the demo: `python -m flowfabric.demo.worker URL NAME`.
 
-It claims an order, works on it step by step and keeps its lease alive meanwhile. It ends with SIGTERM, with its parent,
-or with SIGKILL, which leaves everything lying about as a power cut does.
+It claims orders, processes them step by step, and renews their leases. It ends with SIGTERM or with its parent. SIGKILL
+ends it like a power failure: nothing is released.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowfabric.model.answers.execution import Claimed
 
 
 async def run_worker(url: str, name: str) -> None:
-    """Take orders until told to stop."""
+    """Claim and process orders until SIGTERM."""
     stop, parent = asyncio.Event(), os.getppid()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with await open_engine(url, migrate=False) as engine:
@@ -34,12 +34,12 @@ async def run_worker(url: str, name: str) -> None:
             if claimed is not None:
                 try:
                     await process_order(engine, claimed)
-                except FabricError as lost:  # this worker was too slow; whoever took the order over goes on with it
-                    print(f"{claimed.execution_id}: {lost}", file=sys.stderr)
+                except FabricError as error:  # this worker was too slow; another one has claimed the order
+                    print(f"{claimed.execution_id}: {error}", file=sys.stderr)
 
 
 async def process_order(engine: Engine, claimed: Claimed) -> None:
-    """Work on one order and end its attempt."""
+    """Process one order: complete it, fail it, or suspend it for its approval."""
     payload = claimed.payload.input_payload if claimed.payload else None
     order = msgspec.json.decode(payload or b"", type=DemoOrder)
     if order.needs_approval and not await engine.observe_signals(claimed.handle):
@@ -56,7 +56,7 @@ async def process_order(engine: Engine, claimed: Claimed) -> None:
 
 
 async def suspend_for_approval(engine: Engine, claimed: Claimed) -> None:
-    """Put the order away until somebody says yes; the worker is free meanwhile."""
+    """Suspend the order until it is approved; this frees the worker."""
     args = SuspendArgs(
         suspension_id=engine.minter.uuid(),
         waitpoints=(FreshWaitpoint(engine.minter.uuid(), APPROVE),),

@@ -12,7 +12,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class WorkerProcesses:
-    """Started by name, killed at will, sent home in the end; what they had to say is kept beside the store."""
+    """The worker processes, by name. Their logs are kept beside the store; all of them are ended at the end."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url = url
@@ -20,25 +20,25 @@ class WorkerProcesses:
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> int:
-        """Start a worker; its process id."""
+        """Start a worker; return its process id."""
         command = [sys.executable, "-m", "flowfabric.demo.worker", self._url, name]
         with (self._folder / f"{name}.log").open("wb") as log:
             self._workers[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         return self._workers[name].pid
 
     def kill(self, name: str) -> int:
-        """End a worker with SIGKILL; its process id."""
+        """Kill a worker with SIGKILL; return its process id."""
         worker = self._workers.pop(name)
         worker.kill()
         worker.wait()
         return worker.pid
 
     def exited_workers(self) -> list[str]:
-        """Workers that ended by themselves, which none should."""
+        """Return the workers that have ended by themselves, which none should."""
         return [name for name, worker in self._workers.items() if worker.poll() is not None]
 
     def read_logs(self) -> str:
-        """What the workers wrote."""
+        """Return what the workers have logged."""
         return "".join(
             f"{log.stem}: {log.read_text()}" for log in sorted(self._folder.glob("*.log")) if log.stat().st_size
         )

@@ -1,11 +1,11 @@
-"""Everything FlowFabric may refuse, and how it may break; a page for each family.
+"""All errors of FlowFabric, one page per family.
 
     FabricError
-    ├── NotFound                what was named does not exist
-    ├── ValidationError         the request itself is wrong; the same words will be refused again
-    ├── ContentionError         the moment is wrong; another moment may be right
-    ├── ConflictError           the request contradicts what is stored
-    ├── StateError              the thing is in a state that forbids this, or makes it needless
+    ├── NotFound                the named thing does not exist
+    ├── ValidationError         the request itself is wrong; a retry is refused again
+    ├── ContentionError         the moment is wrong; a retry may succeed
+    ├── ConflictError           the request contradicts stored data
+    ├── StateError              the current state forbids this, or makes it unnecessary
     ├── BugError                this should not have been possible
     ├── StoreUnavailable        the store did not answer properly              (family: transport)
     ├── Unavailable             an operation cannot be served now
@@ -14,13 +14,13 @@
     │   └── ForkedProcess
     ├── ResourceExhausted       a bounded pool is full
     │   └── WorkerAtCapacity
-    ├── OperationTimeout        an operation took longer than it was given     (family: timeout)
+    ├── OperationTimeout        an operation exceeded its time limit          (family: timeout)
     ├── StreamDisconnected      a subscription ended; its cursor resumes it
-    └── StreamBackpressure      a subscription lost old events; it goes on
+    └── StreamBackpressure      a subscription lost old events; it continues
 
-Below each family stands one class per `kind`, the code that travels on the wire. The first line of a class's
-docstring is the sentence a person reads. Every error is made from an optional positional `detail` and keyword
-facts, which become attributes:
+Below each family there is one class per `kind`, the code that is used on the wire. The first line of a class's
+docstring is the sentence that a person reads. Every error takes an optional positional `detail` and keyword facts,
+which become attributes:
 
     InvalidInput("lane_id: empty")
     StaleLease(execution_id=execution_id, lease_epoch=3)
@@ -28,8 +28,8 @@ facts, which become attributes:
 The message is the code, the detail, the sentence, and those facts that a person can look up. A class whose sentence
 adds nothing to a detail sets `explained_by_detail`.
 
-Two errors are equal when type, kind, detail and facts are, and every error survives pickling. Context from a call
-site is added as a note (`add_note`), so that it never changes what an error is or how it is classified.
+Two errors are equal if type, kind, detail and facts are, and every error can be pickled. Context from a call site is
+added as a note (`add_note`), so that it never changes what an error is or how it is classified.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ ByKind: TypeAlias = dict[str, type[FabricError]]
 
 
 def _kinds_below(cls: type[FabricError]) -> ByKind:
-    found: ByKind = {}
-    for below in cls.__subclasses__():
-        found[below.kind] = below
-        found.update(_kinds_below(below))
-    return found
+    kinds: ByKind = {}
+    for subclass in cls.__subclasses__():
+        kinds[subclass.kind] = subclass
+        kinds.update(_kinds_below(subclass))
+    return kinds
 
 
 by_kind: ByKind = {f"{entity}_not_found": NotFound for entity in ENTITIES} | _kinds_below(FabricError)
-"""The class of every code. `waitpoint_not_found` is the contention kind; a missing waitpoint shares its words."""
+"""The class of every code. `waitpoint_not_found` is the contention kind; `NotFound("waitpoint")` shares its code."""

@@ -1,4 +1,4 @@
-"""What every error is made of, and the one for what does not exist."""
+"""The base class of all errors, and `NotFound`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from enum import StrEnum
 
 
 class Classification(StrEnum):
-    """What the one who meets an error should do about it."""
+    """What the caller should do about an error."""
 
-    RETRYABLE = "retryable"  # ask again, a little later
-    COOPERATIVE = "cooperative"  # stop on your own terms and report; do not retry blindly
-    INFORMATIONAL = "informational"  # it is already as you wanted, or will not matter
-    BUG = "bug"  # tell the people who wrote this
-    TERMINAL = "terminal"  # final; asking again will not help
+    RETRYABLE = "retryable"  # retry after a short backoff
+    COOPERATIVE = "cooperative"  # stop gracefully and report; do not retry blindly
+    INFORMATIONAL = "informational"  # the requested state already holds, or it does not matter
+    BUG = "bug"  # report it to the maintainers
+    TERMINAL = "terminal"  # final; a retry will not help
 
 
 class FabricError(Exception):
-    """FlowFabric could not do what was asked."""
+    """FlowFabric could not do what was requested."""
 
     family: str = "fabric"
     kind: str = "fabric_error"
     classification: Classification = Classification.TERMINAL
-    explained_by_detail: bool = False  # set in a class whose own sentence adds nothing to a detail
+    explained_by_detail: bool = False  # the class's sentence adds nothing to a detail
 
     execution_id: str | None = None
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("flowfabric.errors."):
-            cls.__module__ = "flowfabric.errors"  # a traceback names an error as people import it
+            cls.__module__ = "flowfabric.errors"  # tracebacks show the public import path
 
     def __init__(self, detail: str = "", **facts: object) -> None:
         if not _OWN_NAMES.isdisjoint(facts):
@@ -39,7 +39,7 @@ class FabricError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether asking again, a little later, may be answered differently."""
+        """True if a retry after a short backoff may succeed."""
         return self.classification is Classification.RETRYABLE
 
     @property
@@ -48,16 +48,16 @@ class FabricError(Exception):
         return (type(self).__doc__ or "").partition("\n")[0]
 
     def __str__(self) -> str:
-        """What is wrong, with what, and what to do next. Facts that nobody could act on stay attributes."""
+        """Return what is wrong, with what, and what to do next. Facts nobody can act on remain attributes only."""
         code = self.kind if self.detail in ("", self.kind) else f"{self.kind}: {self.detail}"
-        words = "" if self.detail and vars(type(self)).get("explained_by_detail") else self.sentence
+        sentence = "" if self.detail and vars(type(self)).get("explained_by_detail") else self.sentence
         shown = ", ".join(f"{name}={self.facts[name]}" for name in _SHOWN if self.facts.get(name) is not None)
-        return code + (f" — {words}" if words else "") + (f" ({shown})" if shown else "")
+        return code + (f" — {sentence}" if sentence else "") + (f" ({shown})" if shown else "")
 
     def __repr__(self) -> str:
-        given = [repr(self.detail)] if self.detail else []
-        given += [f"{name}={value!r}" for name, value in self.facts.items()]
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = [repr(self.detail)] if self.detail else []
+        arguments += [f"{name}={value!r}" for name, value in self.facts.items()]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, FabricError):
@@ -65,10 +65,12 @@ class FabricError(Exception):
         return (self.kind, self.detail, self.facts) == (other.kind, other.detail, other.facts)
 
     def __hash__(self) -> int:
-        return hash((type(self), self.kind, self.detail))  # facts may be unhashable; equal errors still meet
+        return hash(
+            (type(self), self.kind, self.detail)
+        )  # facts may be unhashable; equal errors still have equal hashes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), self.detail, self.facts)  # required facts have no place in `args`
+        return _rebuild, (type(self), self.detail, self.facts)  # required facts are not part of `args`
 
 
 FabricError.__module__ = "flowfabric.errors"
@@ -76,11 +78,11 @@ FabricError.__module__ = "flowfabric.errors"
 _OWN_NAMES = frozenset(
     {"args", "classification", "detail", "explained_by_detail", "facts", "family", "kind", "retryable", "sentence"}
 )
-# What a message names: things that a person can look up.
+# Facts shown in a message: things that a person can look up.
 _SHOWN = ("execution_id", "flow_id", "budget_id", "quota_policy_id", "waitpoint_id", "kid")
 
 
-def _again(cls: type[FabricError], detail: str, facts: dict[str, object]) -> FabricError:
+def _rebuild(cls: type[FabricError], detail: str, facts: dict[str, object]) -> FabricError:
     return cls(detail=detail, **facts)
 
 
@@ -94,7 +96,7 @@ class NotFound(FabricError):
     entity: str
 
     def __init__(self, entity: str, detail: str = "", **facts: object) -> None:
-        """`entity` says what is missing: execution, flow, budget, quota_policy, waitpoint, api_token…"""
+        """`entity` is what is missing: execution, flow, budget, quota_policy, waitpoint, api_token…"""
         super().__init__(detail, entity=entity, **facts)
         self.kind = f"{entity}_not_found"
 

@@ -1,4 +1,4 @@
-"""The request contradicts what is stored."""
+"""Conflicts: the request contradicts stored data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from flowfabric.errors.base import FabricError
 
 
 class ConflictError(FabricError):
-    """The request contradicts what is already there."""
+    """The request contradicts stored data."""
 
     family = "conflict"
     kind = "conflict"
 
 
 class IdInOtherNamespace(ConflictError):
-    """This id is taken in another namespace."""
+    """This id is in use in another namespace."""
 
     kind = "id_in_other_namespace"
 
@@ -27,7 +27,7 @@ class DependencyAlreadyExists(ConflictError):
 
 
 class CycleDetected(ConflictError):
-    """The dependency would close a circle."""
+    """The dependency would close a cycle."""
 
     kind = "cycle_detected"
 
@@ -39,7 +39,7 @@ class SelfReferencingEdge(ConflictError):
 
 
 class ExecutionAlreadyInFlow(ConflictError):
-    """The execution belongs to a flow already."""
+    """The execution already belongs to a flow."""
 
     kind = "execution_already_in_flow"
 
@@ -51,19 +51,19 @@ class WaitpointAlreadyExists(ConflictError):
 
 
 class BudgetAttachConflict(ConflictError):
-    """Another budget is attached in this place."""
+    """Another budget is attached here."""
 
     kind = "budget_attach_conflict"
 
 
 class QuotaAttachConflict(ConflictError):
-    """Another quota policy is attached in this place."""
+    """Another quota policy is attached here."""
 
     kind = "quota_attach_conflict"
 
 
 class RotationConflict(ConflictError):
-    """This key id is known with another secret."""
+    """This key id exists with another secret."""
 
     kind = "rotation_conflict"
 

@@ -1,4 +1,4 @@
-"""The moment is wrong, and another moment may be right."""
+"""Contention: the request came at the wrong moment; a later one may succeed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flowfabric.errors.base import Classification, FabricError
 
 
 class ContentionError(FabricError):
-    """Someone else was faster, or it is too early."""
+    """A concurrent operation came first, or it is too early."""
 
     family = "contention"
     kind = "contention"
@@ -26,13 +26,13 @@ class NotAResumedExecution(ContentionError):
 
 
 class ExecutionNotLeaseable(ContentionError):
-    """The execution cannot be leased in its present state."""
+    """The execution cannot be leased in its current state."""
 
     kind = "execution_not_leaseable"
 
 
 class LeaseConflict(ContentionError):
-    """Another lease on this execution is in the way."""
+    """Another lease on this execution exists."""
 
     kind = "lease_conflict"
 
@@ -44,13 +44,13 @@ class InvalidClaimGrant(ContentionError):
 
 
 class ClaimGrantExpired(ContentionError):
-    """The grant's time is over; ask for a new one."""
+    """The grant has expired; request a new one."""
 
     kind = "claim_grant_expired"
 
 
 class NoEligibleExecution(ContentionError):
-    """Nothing is waiting that this worker could run."""
+    """No execution is waiting that this worker could run."""
 
     kind = "no_eligible_execution"
 
@@ -77,7 +77,7 @@ class StaleGraphRevision(ContentionError):
 
 
 class ExecutionNotActive(ContentionError):
-    """The execution is not running; for the one who held it this is final."""
+    """The execution is not running; for its former holder this is final."""
 
     kind = "execution_not_active"
 
@@ -109,8 +109,8 @@ class ExecutionNotActive(ContentionError):
     def sentence(self) -> str:
         """Why it is not running."""
         ended = self.lifecycle_phase == "terminal"
-        where = f"has ended ({self.terminal_outcome})" if ended else f"is {self.lifecycle_phase}"
-        return f"The execution is not running: it {where}."
+        state = f"has ended ({self.terminal_outcome})" if ended else f"is {self.lifecycle_phase}"
+        return f"The execution is not running: it {state}."
 
 
 class ExecutionNotEligible(ContentionError):
@@ -126,7 +126,7 @@ class ExecutionNotInEligibleSet(ContentionError):
 
 
 class ExecutionNotReclaimable(ContentionError):
-    """The execution's lease is neither expired nor revoked, so nobody can take it over."""
+    """The execution's lease is neither expired nor revoked, so it cannot be taken over."""
 
     kind = "execution_not_reclaimable"
 
@@ -146,18 +146,18 @@ class RateLimitExceeded(ContentionError):
 
     @property
     def sentence(self) -> str:
-        """When there is room again, when that is known."""
+        """When there is capacity again, if that is known."""
         again = "" if self.retry_after_ms is None else f"; try again in {self.retry_after_ms} ms"
         return f"The quota's rate is used up for now{again}."
 
 
 class ConcurrencyLimitExceeded(ContentionError):
-    """As many executions run under this quota as may run together."""
+    """The quota's concurrency limit is reached."""
 
     kind = "concurrency_limit_exceeded"
 
 
 class RetryExhausted(ContentionError):
-    """The store could not settle this against concurrent writers; the whole call may be tried again."""
+    """The store could not commit this against concurrent writers; the whole call may be retried."""
 
     kind = "retry_exhausted"

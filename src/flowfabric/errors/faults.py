@@ -1,4 +1,4 @@
-"""What breaks, is full, takes too long or comes to an end: bugs, stores, the limits of the machine, subscriptions."""
+"""Faults: bugs, unavailable stores, exhausted resources, timeouts and ended subscriptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowfabric.errors.base import Classification, FabricError
 
 
 class StoreFault(StrEnum):
-    """What went wrong between the engine and its store."""
+    """What failed between the engine and its store."""
 
     TRANSPORT = "transport"
     PROTOCOL = "protocol"
@@ -21,11 +21,11 @@ class StoreFault(StrEnum):
 
     @property
     def is_transient(self) -> bool:
-        """Whether this usually goes away by itself."""
-        return self in _PASSING_FAULTS
+        """True if this usually resolves by itself."""
+        return self in _TRANSIENT_FAULTS
 
 
-_PASSING_FAULTS = frozenset({StoreFault.TRANSPORT, StoreFault.TIMEOUT, StoreFault.CLUSTER, StoreFault.BUSY_LOADING})
+_TRANSIENT_FAULTS = frozenset({StoreFault.TRANSPORT, StoreFault.TIMEOUT, StoreFault.CLUSTER, StoreFault.BUSY_LOADING})
 
 
 class BugError(FabricError):
@@ -50,7 +50,7 @@ class StoreUnavailable(FabricError):
 
     backend: str
     source: StoreFault
-    in_doubt: bool  # whether what was asked may have been written all the same
+    in_doubt: bool  # the outcome is unknown: the write may have been committed
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class StoreUnavailable(FabricError):
         in_doubt: bool = False,
         **facts: object,
     ) -> None:
-        """Raise it `from` the driver's own error, so that the cause stays visible."""
+        """Raise it `from` the driver's error, so that the cause stays visible."""
         fault = StoreFault(source)
         super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
         self.classification = Classification.RETRYABLE if fault.is_transient else Classification.TERMINAL
 
     @property
     def sentence(self) -> str:
-        """What happened, and whether it may have been done."""
-        doubt = "; what was asked may have been done all the same" if self.in_doubt else ""
-        return f"The store could not be reached or did not answer properly{doubt}."
+        """What happened, and whether the outcome is unknown."""
+        unknown = "; the operation may have been committed nevertheless" if self.in_doubt else ""
+        return f"The store could not be reached or did not answer properly{unknown}."
 
 
 class Unavailable(FabricError):
@@ -111,7 +111,7 @@ class SchemaTooNew(Unavailable):
 
 
 class PartitionMismatch(Unavailable):
-    """The store was begun with other numbers of partitions; ids that exist would not be found with these."""
+    """The store was created with other partition counts; existing ids would not be found with these."""
 
     kind = "partition_mismatch"
 
@@ -126,7 +126,7 @@ class ForkedProcess(Unavailable):
 
 
 class ResourceExhausted(FabricError):
-    """Too many calls of this sort are under way; try again in a moment."""
+    """Too many calls of this kind are in flight; try again in a moment."""
 
     family = "resource_exhausted"
     kind = "resource_exhausted"
@@ -157,13 +157,13 @@ class ResourceExhausted(FabricError):
 
 
 class WorkerAtCapacity(ResourceExhausted):
-    """The worker runs as many tasks as it may; the grant stays usable."""
+    """The worker runs as many tasks as it may; the grant stays valid."""
 
     kind = "worker_at_capacity"
 
 
 class OperationTimeout(FabricError):
-    """The operation took longer than it was given."""
+    """The operation exceeded its time limit."""
 
     family = "timeout"
     kind = "timeout"
@@ -193,7 +193,7 @@ class StreamDisconnected(FabricError):
 
 
 class StreamBackpressure(FabricError):
-    """Events after the cursor are no longer kept, or the store has lost what it points to; delivery goes on."""
+    """Events after the cursor were deleted, or the store lost what it points to; delivery continues."""
 
     family = "stream_backpressure"
     kind = "stream_backpressure"

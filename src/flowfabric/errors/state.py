@@ -1,4 +1,4 @@
-"""The thing is in a state that forbids this, or makes it needless."""
+"""State errors: the current state forbids the operation, or makes it unnecessary."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from flowfabric.errors.base import Classification, FabricError
 
 
 class StateError(FabricError):
-    """The present state does not allow this."""
+    """The current state does not allow this."""
 
     family = "state"
     kind = "state_conflict"
 
 
 class StaleLease(StateError):
-    """Someone else holds this execution now; whatever this worker still had to say is too late."""
+    """Another worker holds this execution now; the result of this one comes too late."""
 
     kind = "stale_lease"
 
@@ -29,7 +29,7 @@ class LeaseExpired(StateError):
 
 
 class LeaseRevoked(StateError):
-    """An operator took the lease away."""
+    """An operator revoked the lease."""
 
     kind = "lease_revoked"
 
@@ -44,14 +44,14 @@ class ExecutionNotSuspended(StateError):
 
 
 class AlreadySuspended(StateError):
-    """The execution is suspended already."""
+    """The execution is already suspended."""
 
     kind = "already_suspended"
     classification = Classification.INFORMATIONAL
 
 
 class WaitpointClosed(StateError):
-    """The waitpoint is closed and takes no more signals."""
+    """The waitpoint is closed and accepts no more signals."""
 
     kind = "waitpoint_closed"
     classification = Classification.INFORMATIONAL
@@ -71,13 +71,13 @@ class DuplicateSignal(StateError):
 
 
 class ResumeConditionNotMet(StateError):
-    """What the execution waits for has not happened yet."""
+    """The condition that the execution waits for is not met yet."""
 
     kind = "resume_condition_not_met"
 
 
 class WaitpointNotPending(StateError):
-    """The waitpoint was activated or closed already."""
+    """The waitpoint was already activated or closed."""
 
     kind = "waitpoint_not_pending"
     classification = Classification.INFORMATIONAL
@@ -116,7 +116,7 @@ class StreamClosed(StateError):
 
 
 class StaleOwnerCannotAppend(StateError):
-    """Only the holder of the lease can write to the output stream, and someone else holds it now."""
+    """Only the lease holder can write to the output stream, and another worker holds the lease now."""
 
     kind = "stale_owner_cannot_append"
 
@@ -135,7 +135,7 @@ class ExecutionNotInFlow(StateError):
 
 
 class FlowAlreadyTerminal(StateError):
-    """The flow has ended and cannot change any more."""
+    """The flow has ended and can no longer change."""
 
     kind = "flow_already_terminal"
 
@@ -174,14 +174,14 @@ class BudgetExceeded(StateError):
 
 
 class BudgetSoftExceeded(StateError):
-    """A soft limit of the budget is passed; work may go on."""
+    """A soft limit of the budget is exceeded; work may continue."""
 
     kind = "budget_soft_exceeded"
     classification = Classification.INFORMATIONAL
 
 
 class OkAlreadyApplied(StateError):
-    """This was done before; nothing changed now."""
+    """This was applied before; nothing changed."""
 
     kind = "ok_already_applied"
     classification = Classification.INFORMATIONAL
@@ -194,14 +194,14 @@ class AttemptNotStarted(StateError):
 
 
 class AttemptAlreadyTerminal(StateError):
-    """The attempt has ended already."""
+    """The attempt has already ended."""
 
     kind = "attempt_already_terminal"
     classification = Classification.INFORMATIONAL
 
 
 class ExecutionNotEligibleForAttempt(StateError):
-    """The execution cannot start an attempt in its present state."""
+    """The execution cannot start an attempt in its current state."""
 
     kind = "execution_not_eligible_for_attempt"
 

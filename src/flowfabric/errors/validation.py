@@ -1,4 +1,4 @@
-"""The request itself is wrong; the same words will be refused again."""
+"""Validation errors: the request itself is wrong; repeating it unchanged is refused again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flowfabric.errors.base import FabricError
 
 
 class ValidationError(FabricError):
-    """The request is not acceptable as it stands."""
+    """The request is not acceptable."""
 
     family = "validation"
     kind = "validation_error"
@@ -20,11 +20,11 @@ class InvalidInput(ValidationError):
     explained_by_detail = True
 
     def __str__(self) -> str:
-        words = _CODES.get(self.detail)
-        return super().__str__() if words is None else f"{self.kind}: {self.detail} — {words}"
+        explanation = _CODES.get(self.detail)
+        return super().__str__() if explanation is None else f"{self.kind}: {self.detail} — {explanation}"
 
 
-# Details that are codes of the specification, in words.
+# Explanations of details that are codes of the specification.
 _CODES = {
     "count_limit_exceeds_hard_cap": "A page holds at most 10,000 entries: ask for fewer, and go on from the last one.",
     "fence_required": "Only the holder of the lease may do this: pass its lease id, epoch and attempt id.",
@@ -117,7 +117,7 @@ class InvalidBlockingReason(ValidationError):
 
 
 class InvalidOffset(ValidationError):
-    """The position is not one that this log knows."""
+    """This log does not know the position."""
 
     kind = "invalid_offset"
 
@@ -141,7 +141,7 @@ class BudgetOverrideNotAllowed(ValidationError):
 
 
 class InvalidQuotaSpec(ValidationError):
-    """The quota policy's numbers do not make sense together."""
+    """The limits of the quota policy contradict each other."""
 
     kind = "invalid_quota_spec"
 
@@ -177,12 +177,12 @@ class InvalidFrameType(ValidationError):
 
 
 class Corruption(ValidationError):
-    """Bytes that FlowFabric wrote earlier can no longer be read."""
+    """Stored bytes can no longer be read."""
 
     kind = "corruption"
 
 
 class HandleFromOtherBackend(ValidationError):
-    """The handle was given out by another store."""
+    """The handle was issued by another store."""
 
     kind = "handle_from_other_backend"

@@ -1,1 +1,1 @@
-"""What exists: records and closed vocabularies. No I/O, no decisions."""
+"""Model: records, closed vocabularies and changes. No I/O, no decisions."""

@@ -1,4 +1,4 @@
-"""Tokens of the API: who may ask for what. The token itself is nowhere kept, only its digest."""
+"""API tokens: who may call which operations. Only the digest of a token is stored, never the token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ApiScope(StrEnum):
-    """What a token may be good for."""
+    """What a token may permit."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -18,7 +18,7 @@ class ApiScope(StrEnum):
 
 
 class ApiToken(msgspec.Struct, frozen=True):
-    """One token. After a rotation the digest before is good until its own instant."""
+    """One token. After a rotation the previous digest is valid until `previous_until`."""
 
     token_id: str
     name: str
@@ -37,7 +37,7 @@ class ApiToken(msgspec.Struct, frozen=True):
 
 
 class TokenView(msgspec.Struct, frozen=True):
-    """A token for administrators."""
+    """A token as administrators see it."""
 
     token_id: str
     name: str
@@ -50,10 +50,10 @@ class TokenView(msgspec.Struct, frozen=True):
 
 
 class ApiTokenCreated(msgspec.Struct, frozen=True):
-    """A token that was just made or renewed: the only time that it is shown."""
+    """A token that was just created or rotated: the only time that it is shown."""
 
     token_id: str
     token: str
 
     def __repr__(self) -> str:
-        return f"TokenMade(token_id={self.token_id!r}, token=<REDACTED>)"
+        return f"ApiTokenCreated(token_id={self.token_id!r}, token=<REDACTED>)"

@@ -1,6 +1,6 @@
-"""A budget as rows: its definition and counters, and what was used, spent, promised and heard before.
+"""Rows of a budget: its definition and counters, dimensions, ledgers, reservations and applied reports.
 
-A budget is identified by its namespace and its id. The budget row is the root: whoever changes one of the others
+A budget is identified by its namespace and id. The budget row is the aggregate root: every change of another row
 changes its revision too. A budget that was used before it was defined has a root as well, with `defined` unset.
 """
 
@@ -32,11 +32,11 @@ class Budget(msgspec.Struct, frozen=True):
     last_breach_dim: str | None = None
     last_reset_at: int | None = None
     next_reset_at: int | None = None
-    breached_at: int | None = None  # the reconciler's note; nobody decides by it
-    lapse_at: int | None = None  # no reservation lapses before this instant
+    breached_at: int | None = None  # set by the reconciler for readers; no rule uses it
+    lapse_at: int | None = None  # no reservation expires before this instant
     revision: int = 0
     namespace: str = DEFAULT_NAMESPACE
-    declaration: str | None = None  # the digest of the declaration in code that its limits were last taken from
+    declaration: str | None = None  # digest of the code declaration last applied
 
 
 class BudgetDimension(msgspec.Struct, frozen=True):
@@ -46,14 +46,14 @@ class BudgetDimension(msgspec.Struct, frozen=True):
     dimension: str
     hard_limit: int = 0
     soft_limit: int = 0
-    usage: int | None = None  # None until something was reported
+    usage: int | None = None  # None until the first report
     reserved: int = 0
-    position: int | None = None  # in the order of the definition; None for one that was only reported
+    position: int | None = None  # in the definition; None if it was only reported
     namespace: str = DEFAULT_NAMESPACE
 
 
 class BudgetSpend(msgspec.Struct, frozen=True):
-    """What one execution has spent in one dimension since the last reset: the ledger that a release gives back."""
+    """What one execution has spent in one dimension since the last reset: the ledger that a release returns."""
 
     budget_id: str
     execution_id: str
@@ -63,7 +63,7 @@ class BudgetSpend(msgspec.Struct, frozen=True):
 
 
 class BudgetReservation(msgspec.Struct, frozen=True):
-    """A promise of one dimension's room; it counts until it is settled, refunded or over."""
+    """Reserved capacity in one dimension; it counts until it is settled, refunded or expired."""
 
     budget_id: str
     reservation_id: str
@@ -75,9 +75,9 @@ class BudgetReservation(msgspec.Struct, frozen=True):
 
 
 class UsageKey(msgspec.Struct, frozen=True):
-    """A report that was applied and is remembered for a while.
+    """The idempotency key of an applied report.
 
-    The end of its life is part of the key, so that sweeping an old one can never remove a newer one of the same name.
+    The expiry is part of the primary key, so that sweeping an old row never removes a newer one with the same digest.
     """
 
     budget_id: str

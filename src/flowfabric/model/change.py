@@ -1,12 +1,12 @@
-"""A change: the data in which a rule says what shall be, and on what that was decided.
+"""Changes: the data by which a rule tells a store what to write, and on what that was decided.
 
-A rule returns a `Decision`: an answer and, mostly, a `Change`. A change touches the rows of one partition. Its guards
-name the roots it was decided on; they stand apart from its writes, because a step memo or a progress note is fenced by
-an execution that it does not write. The store checks every guard and writes everything or nothing; it never asks why.
+A rule returns a `Decision`: an answer and usually a `Change`. A change touches the rows of one partition. Its guards
+name the rows it was decided on. They are separate from its writes, because a step memo or a progress note is fenced by
+an execution that it does not write. The store checks every guard and writes everything or nothing; it never knows why.
 
-Instants are given as `FromNow(offset)`: the store adds its own clock, read once for the commit, so that no caller's
-clock ever decides what is stored. `not_before` and `not_after` let a change decided on an estimate of that clock be
-refused when the estimate was wrong.
+Instants are given as `FromNow(offset)`: the store adds its own clock, read once per commit, so that no caller's clock
+decides what is stored. A change that was decided on an estimate of that clock carries `not_before` and `not_after`, and
+is refused if the estimate was wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ A = TypeVar("A", covariant=True)
 
 
 class FromNow(msgspec.Struct, frozen=True, gc=False):
-    """An instant (or a rank) relative to the store's clock at the commit, in milliseconds."""
+    """An instant (or a queue position) relative to the store's clock at the commit, in milliseconds."""
 
     offset: int = 0
 
@@ -33,17 +33,17 @@ NOW = FromNow(0)
 
 
 class LeaseRequirement(IntEnum):
-    """What a guard asks of the lease."""
+    """What a guard requires of the lease."""
 
-    LIVE = 1  # this lease, and its end is in the future
-    EXPIRED = 2  # this lease, and its end has come
+    LIVE = 1  # this lease, not expired yet
+    EXPIRED = 2  # this lease, expired
 
 
-_LIVE = LeaseRequirement.LIVE  # asked for by every end; to find a member in its class takes ten times as long
+_LIVE = LeaseRequirement.LIVE  # hot path: a module constant is found faster than an enum member
 
 
 class LeaseCheck(msgspec.Struct, frozen=True, gc=False):
-    """The lease a change was decided on, judged by the store's clock at the commit."""
+    """The lease a change was decided on, checked by the store's clock at the commit."""
 
     requires: LeaseRequirement
     lease_id: str
@@ -51,10 +51,10 @@ class LeaseCheck(msgspec.Struct, frozen=True, gc=False):
 
 
 class Expected(msgspec.Struct, frozen=True, eq=False):
-    """What a root that nobody looked at is supposed to hold in these columns; the others may hold anything.
+    """The values that a row that was not loaded is expected to have in these columns; other columns may have any.
 
-    A rule that knows how a row was left, and who may have moved it since, decides on that; the store proves it.
-    In the columns `own` each root is supposed to hold something else, which its guard says.
+    A rule that knows how a row was left, and who may have changed it since, decides on that expectation; the store
+    verifies it. Each guard gives its own values for the columns in `per_row`.
     """
 
     fields: dict[str, Any]
@@ -62,32 +62,32 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
 
 
 class Guard(msgspec.Struct, frozen=True, gc=False):
-    """A root as it was seen: its revision, or its absence (`revision=None`); or unseen, as it is supposed to be."""
+    """A row as it was loaded: its revision, or its absence (`revision=None`); or not loaded, as it is expected."""
 
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
     revision: int | None
     lease: LeaseCheck | None = None
-    expected: Expected | None = None  # in place of a revision
-    expected_values: tuple[Any, ...] = ()  # what the root is supposed to hold in the columns that `like` leaves to it
+    expected: Expected | None = None  # instead of a revision
+    expected_values: tuple[Any, ...] = ()  # values of the columns in `expected.per_row`
 
 
 class Insert(msgspec.Struct, frozen=True, gc=False):
-    """A row that did not exist. Integer fields may hold `FromNow` in place of an instant."""
+    """A row that does not exist yet. Integer fields may hold `FromNow` instead of an instant."""
 
     row: msgspec.Struct
 
 
 class Upsert(msgspec.Struct, frozen=True, gc=False):
-    """A row as it will be, whether or not it existed. Integer fields may hold `FromNow`."""
+    """A row as it will be, whether or not it exists. Integer fields may hold `FromNow`."""
 
     row: msgspec.Struct
 
 
 class Patch(msgspec.Struct, frozen=True, gc=False):
-    """The fields of one row that change; a row that does not exist is left alone.
+    """The columns of one row that change; a missing row is ignored.
 
-    `unless` names a field: the patch is passed over when that field is already set (the first close wins).
+    `unless_set` names a column: the patch is skipped if that column is set already (the first close wins).
     """
 
     row: type[msgspec.Struct]
@@ -97,16 +97,16 @@ class Patch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delete(msgspec.Struct, frozen=True, gc=False):
-    """All rows whose key begins like this."""
+    """Delete all rows whose key starts with this prefix."""
 
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
 
 
 class BulkInsert(msgspec.Struct, frozen=True, gc=False):
-    """Rows that did not exist, like `row` but for the columns in `own`, of which each lists a value a row.
+    """Rows that do not exist yet, equal to `row` except for `columns`, which list one value per row.
 
-    Thousands that are created together differ in little; so only that has to be made, carried and encoded for each.
+    Thousands of rows created together differ in few columns; only these are built, sent and encoded per row.
     """
 
     row: msgspec.Struct
@@ -114,13 +114,13 @@ class BulkInsert(msgspec.Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         if len(set(map(len, self.columns.values()))) != 1:
-            raise ValueError("copies list as many values of one column as of another")
+            raise ValueError("a bulk insert needs equally many values in every column")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
     def inserts(self) -> list[Insert]:
-        """The same, row by row."""
+        """Return the same as single inserts."""
         rows = zip(*self.columns.values(), strict=True)
         return [
             Insert(msgspec.structs.replace(self.row, **dict(zip(self.columns, values, strict=True)))) for values in rows
@@ -132,17 +132,17 @@ Write = RowWrite | BulkInsert
 
 
 class ColumnRef(msgspec.Struct, frozen=True, gc=False):
-    """In a form: the value that the root has in this column."""
+    """In a template: the value that the row has in this column."""
 
     column: str
 
 
 class RowTemplate(msgspec.Struct, frozen=True, eq=False):
-    """What a change writes and tells when that is the same for every root, but for what the root itself says.
+    """The writes and the event of a change that are the same for every row, except for values of the row itself.
 
-    A rule that finds an ordinary row answers with a form in place of writes, and a store fills it in by itself, for
-    many rows at once, without the values having to travel. Values are constants, `FromNow`, and `Own` for columns
-    that the form leaves as they are. `spelled_out` gives the change in full.
+    A rule that finds an ordinary row answers with a template instead of writes. The store applies it to many rows at
+    once, without sending the values. Values are constants, `FromNow`, and `ColumnRef` for columns that stay as they
+    are. `expand` returns the full change.
     """
 
     row: type[msgspec.Struct]
@@ -151,44 +151,46 @@ class RowTemplate(msgspec.Struct, frozen=True, eq=False):
 
 
 def as_template(change: Change) -> RowTemplate:
-    """The form of a change that a rule made of a row which holds `Own` where it may hold anything."""
+    """Return the template of a change that was decided on a row with `ColumnRef` in its unknown columns."""
     match change:
-        case Change(writes=(Patch(row=root, fields=fields),), events=(event,)):
-            return RowTemplate(root, fields, msgspec.structs.asdict(event))
-    raise TypeError("a form patches its root and tells one event, nothing else")
+        case Change(writes=(Patch(row=row, fields=fields),), events=(event,)):
+            return RowTemplate(row, fields, msgspec.structs.asdict(event))
+    raise TypeError("a template patches its row and emits one event, nothing else")
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """Guards, writes and events of one partition that hold together."""
+    """Guards, writes and events of one partition that are committed together."""
 
     guards: tuple[Guard, ...]
     writes: tuple[Write, ...] = ()
     events: tuple[Event, ...] = ()
-    template: RowTemplate | None = None  # of further writes about the first guard's root, and of what is told about it
-    queues: tuple[QueueKey, ...] = ()  # to be known from now on, though nothing stands there yet
+    template: RowTemplate | None = None  # further writes of the first guard's row, and its event
+    queues: tuple[QueueKey, ...] = ()  # to register, although no row is in them yet
     not_before: int | None = None
     not_after: int | None = None
-    id: int = 0  # minted by the engine; becomes the revision of every root that the change writes
+    id: int = 0  # minted by the engine; the new revision of every row that the change writes
 
 
-def expand(change: Change, root: msgspec.Struct) -> Change:
-    """A change with the writes and the event that its form means for this root, in place of the form."""
-    form = change.template
-    if form is None:
+def expand(change: Change, row: msgspec.Struct) -> Change:
+    """Return the change with its template replaced by the writes and the event for this row."""
+    template = change.template
+    if template is None:
         return change
 
-    def filled(values: dict[str, Any]) -> dict[str, Any]:
+    def fill(values: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: getattr(root, value.column) if type(value) is ColumnRef else value for name, value in values.items()
+            name: getattr(row, value.column) if type(value) is ColumnRef else value for name, value in values.items()
         }
 
-    patch = Patch(form.row, change.guards[0].key, filled(form.fields))
-    told = Event(**filled(form.event))
-    return msgspec.structs.replace(change, writes=(patch, *change.writes), events=(told, *change.events), template=None)
+    patch = Patch(template.row, change.guards[0].key, fill(template.fields))
+    emitted = Event(**fill(template.event))
+    return msgspec.structs.replace(
+        change, writes=(patch, *change.writes), events=(emitted, *change.events), template=None
+    )
 
 
 def merge_changes(*changes: Change) -> Change:
-    """Changes of one partition that hold together; a root that several rely on is guarded once."""
+    """Merge changes of one partition into one; a row that several rely on is guarded once."""
     guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
     return Change(
         guards=tuple(reversed(guards.values())),
@@ -198,7 +200,7 @@ def merge_changes(*changes: Change) -> Change:
 
 
 def outcome_of(change: Change) -> str | None:
-    """The end that a change brings about first, if it does."""
+    """Return the first terminal outcome that a change emits, if any."""
     if change.template is not None:
         outcome: str | None = change.template.event["outcome"]
         return outcome
@@ -206,34 +208,34 @@ def outcome_of(change: Change) -> str | None:
 
 
 def seen(row: Execution, lease: LeaseCheck | None = None) -> Guard:
-    """The execution as the rule saw it."""
+    """Return a guard on the execution as it was loaded."""
     return Guard(Execution, (row.execution_id,), row.revision, lease)
 
 
 def absent(row: type[msgspec.Struct], *key: Any) -> Guard:
-    """There is no such row."""
+    """Return a guard on the absence of a row."""
     return Guard(row, key, None)
 
 
 def expect(row: type[msgspec.Struct], expected: Expected, *key: Any, expected_values: tuple[Any, ...] = ()) -> Guard:
-    """A root that looks like this."""
+    """Return a guard on a row that was not loaded."""
     return Guard(row, key, None, expected=expected, expected_values=expected_values)
 
 
 def live(row: Execution) -> LeaseCheck:
-    """The row's lease, still running when the change is written."""
+    """Require that the row's lease is live at the commit."""
     return LeaseCheck(_LIVE, row.lease_id or "", row.lease_epoch)
 
 
 def expired(row: Execution) -> LeaseCheck:
-    """The row's lease, past its end when the change is written."""
+    """Require that the row's lease has expired at the commit."""
     return LeaseCheck(LeaseRequirement.EXPIRED, row.lease_id or "", row.lease_epoch)
 
 
 def lease_event(
     row: Execution, name: str, *, reason: str | None = None, outcome: str | None = None, details: str | None = None
 ) -> Event:
-    """An entry of the lease history about the row's current lease; with an `outcome`, the completion as well."""
+    """Return an event of the lease history about the row's current lease; with an `outcome`, also the completion."""
     return Event(
         execution_id=row.execution_id,
         namespace=row.namespace,
@@ -253,5 +255,5 @@ def lease_event(
 
 
 def from_now(offset: int) -> int:
-    """An instant `offset` milliseconds from the commit, to stand in an integer field of an inserted row."""
+    """Return an instant `offset` milliseconds after the commit, for an integer field of an inserted row."""
     return FromNow(offset)  # type: ignore[return-value]

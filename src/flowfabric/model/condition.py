@@ -1,7 +1,7 @@
 """Resume conditions: what a suspended execution waits for, as a tree of plain records.
 
-Only `AllOf` nests. There is no "any of": that is a `Count` of one. `Unknown` stands for a kind of node that this
-release has never heard of; it is kept, and never true.
+Only `AllConditions` nests. There is no "any of": that is a `Count` of one. `UnknownCondition` is a node of a later
+release; it is kept and never true.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class CountKind(StrEnum):
-    """What makes two satisfiers of a count different from each other."""
+    """What makes two satisfiers of a count distinct."""
 
     DISTINCT_WAITPOINTS = "DistinctWaitpoints"
     DISTINCT_SIGNALS = "DistinctSignals"
@@ -21,13 +21,13 @@ class CountKind(StrEnum):
 
 
 class ByName(msgspec.Struct, frozen=True):
-    """Signals of exactly this name."""
+    """Match signals of exactly this name."""
 
     name: str
 
 
 class Wildcard(msgspec.Struct, frozen=True):
-    """Signals of any name."""
+    """Match signals of any name."""
 
 
 Matcher = ByName | Wildcard
@@ -41,21 +41,21 @@ class Single(msgspec.Struct, frozen=True):
 
 
 class OperatorOnly(msgspec.Struct, frozen=True):
-    """Nothing but an operator."""
+    """Only an operator can resume."""
 
 
 class TimeoutOnly(msgspec.Struct, frozen=True):
-    """Nothing but the timeout, or an operator."""
+    """Only the timeout or an operator can resume."""
 
 
 class AllConditions(msgspec.Struct, frozen=True):
-    """Every member, in any order."""
+    """All members, in any order."""
 
     members: tuple[Condition, ...]
 
 
 class Count(msgspec.Struct, frozen=True):
-    """At least `n` different satisfiers on any of the waitpoints; without a matcher any name will do."""
+    """At least `n` distinct satisfiers on any of the waitpoints; without a matcher any name counts."""
 
     n: int
     count_kind: CountKind

@@ -1,4 +1,4 @@
-"""What is true of a whole deployment, whoever opens its store."""
+"""Rows that exist once per deployment: its partition counts and the leases of its background sweeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """The one row of its kind: how many partitions ids were and will be minted for."""
+    """The single row with the partition counts, which are part of every id and never change."""
 
     deployment_id: int
     num_flow_partitions: int
@@ -15,8 +15,17 @@ class Deployment(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
+class SweepLease(msgspec.Struct, frozen=True):
+    """One sweep, held by one process for a short while; afterwards any process may take it over."""
+
+    sweep: str
+    holder: str
+    lease_until: int
+    revision: int = 0
+
+
 class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
-    """Somebody whose old snapshot keeps the store from removing dead rows: claims read over more of them each time."""
+    """A session whose old snapshot keeps the store from removing dead rows, which makes claims ever slower."""
 
     kind: str  # transaction, prepared transaction, replication slot
     name: str
@@ -24,4 +33,4 @@ class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
     database: str | None
     state: str | None
     age_s: int | None
-    transactions: int  # that began since
+    transactions: int  # transactions that began since

@@ -1,4 +1,4 @@
-"""What has happened. One row tells everything that one change means to the subscribable feeds."""
+"""Events: what happened. One row carries everything that one change means to the feeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Topic(StrEnum):
-    """The subscribable feeds."""
+    """The feeds that can be subscribed to."""
 
     LEASE = "lease"
     COMPLETION = "completion"
@@ -20,7 +20,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     """A committed fact about one execution.
 
     `lease`, `outcome`, `operator` and `signal` say to which feeds it belongs; a completion is one row that both
-    releases a lease and ends a life. Namespace and tags are those of the moment.
+    releases a lease and ends the execution. Namespace and tags are those at the time of the event.
     """
 
     execution_id: str
@@ -38,11 +38,11 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     outcome: str | None = None
     operator: str | None = None
     signal: str | None = None
-    details: str | None = None  # a JSON object with what only this kind of event carries
+    details: str | None = None  # a JSON object with fields of this kind of event
 
 
 class FeedEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event as a reader meets it: with its place in the feed and its time."""
+    """An event as a subscriber reads it, with its position and its time."""
 
     position: int
     at: int

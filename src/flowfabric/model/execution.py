@@ -1,12 +1,12 @@
-"""An execution as rows: the decided sheet, and the cold parts that a state change never rewrites.
+"""Rows of an execution: the main row, and cold rows that a state change never rewrites.
 
-Three kinds of fields (docs/decisions/0002-rows.md): the *sheet* is narrow, decided and guarded by its revision; the
-*pulse* (`lease_expires_at`, `lease_renewed_at`) moves with every renewal and does not touch the revision; the *cold*
-rows hold payload, result and policy text.
+There are three kinds of columns (docs/decisions/0002-execution-row-layout.md). The main row is narrow, and its revision
+guards decisions. Two of its columns (`lease_expires_at`, `lease_renewed_at`) change with every renewal without changing the
+revision. Cold rows hold payload, result and policy text.
 
-The running attempt lives in the sheet (`attempt_*`, `lineage`) and becomes an attempt row when it ends, so that a
-claim inserts nothing. Lease columns keep the last lease after its release: `ownership_state` tells whether it is
-still in force, and only a lease in force has a `lease_expires_at`.
+The running attempt is part of the main row (`attempt_*`, `lineage`) and becomes an attempt row when it ends, so that a
+claim inserts nothing. The lease columns keep the last lease after its release: `ownership_state` tells whether it is in
+force, and only a lease in force has a `lease_expires_at`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from flowfabric.model.states import (
 
 
 class QueueKey(msgspec.Struct, frozen=True, gc=False, order=True):
-    """Where claimable work stands: everything a worker must match to take from it, in one name."""
+    """A ready queue: everything that a worker must match to claim from it. Stored in the column `line`."""
 
     lane_id: str
     required: str = ""  # sorted, comma-joined capabilities
     fairness_key: str = ""
     fairness_weight: int = 1
-    guarded: bool = False  # claimed by load, rule and commit instead of by a uniform take
+    guarded: bool = False  # claimed by load, rule and commit instead of by the store's fast path
 
 
-MISSING_QUEUE = QueueKey("")  # shown by a row whose ready queue the store has lost; no lane has an empty name
+MISSING_QUEUE = QueueKey("")  # of a row whose ready queue the store lost; no lane has an empty name
 
 
 class Execution(msgspec.Struct, frozen=True, gc=False):
-    """The sheet: everything that a rule decides on, one row an execution."""
+    """The main row: everything that rules decide on. `line` is its ready queue and `rank` its position there."""
 
     execution_id: str
     partition: int
@@ -62,7 +62,7 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     flow_id: str | None = None
     tags: str | None = None  # a JSON object with sorted keys; None for no tags
     required_capabilities: str | None = None
-    terms: str | None = None  # rules.policy.Terms as JSON; None when every term is the default
+    terms: str | None = None  # `rules.execution.policy.Terms` as JSON; None if all are defaults
     blocking_text: str | None = None
 
     total_attempt_count: int = 0
@@ -101,7 +101,7 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
 
     line: QueueKey | None = None
     rank: int = 0
-    next_type: AttemptType | None = None  # of the attempt that the next claim makes; None continues the attempt
+    next_type: AttemptType | None = None  # type of the attempt that the next claim begins; None continues one
     next_timeout_ms: int | None = None
     granted_until: int | None = None
     grant: str | None = None  # Grant as JSON
@@ -119,10 +119,10 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     last_hmac_validation_failed_at: int | None = None
     stream_index: int | None = None  # the last attempt that has written an output stream
     parent_id: str | None = None  # the execution that waits for this one, on the same partition
-    has_waits: bool = False  # whether it ever had waitpoints, messages or a suspension
-    has_steps: bool = False  # whether it ever recorded a durable step
-    successors: str | None = None  # who waits for its end (rules.successors); None when nobody does
-    # What would set it free: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`.
+    has_waits: bool = False  # it has had waitpoints, messages or a suspension
+    has_steps: bool = False  # it has recorded a durable step
+    successors: str | None = None  # applied outgoing edges (`rules.flow.successors`); None if there are none
+    # What would unblock it: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`.
     blocked_on: str | None = None
     blocked_at: int | None = None
 
@@ -130,7 +130,7 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
 
 
 class Payload(msgspec.Struct, frozen=True, gc=False):
-    """What the execution was created with; an edge that passes data puts a result in place of the input."""
+    """The input of the execution; an edge that passes data replaces it by a result."""
 
     execution_id: str
     execution_kind: str
@@ -141,7 +141,7 @@ class Payload(msgspec.Struct, frozen=True, gc=False):
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):
-    """The result of the current life."""
+    """The result of the current run."""
 
     execution_id: str
     payload: bytes
@@ -149,7 +149,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False):
-    """One attempt. The running one is read from the sheet; an ended one is a row."""
+    """An ended attempt. The running one is part of the execution row."""
 
     execution_id: str
     attempt_index: int
@@ -182,7 +182,7 @@ class Lineage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """An offer of one execution to one worker, kept on the sheet: one slot an execution."""
+    """An offer of one execution to one worker, stored in the execution's single grant slot."""
 
     kind: str  # "claim" or "reclaim"
     worker_id: str
@@ -194,11 +194,11 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
-    admitted: bool = False  # given out after budgets and quotas were asked, which is done again when it is redeemed
+    admitted: bool = False  # issued after admission, which is repeated when the grant is redeemed
 
 
 class IdempotencyKey(msgspec.Struct, frozen=True, gc=False):
-    """A remembered create: the digest of namespace and key, and the execution it made."""
+    """The digest of a create's namespace and key, and the execution it created."""
 
     partition: int
     digest: str

@@ -1,12 +1,13 @@
-"""A flow as rows: the graph, the join of each execution that waits for others, and what still has to be carried out.
+"""Rows of a flow: the graph, the join of each execution that waits for others, and pending work.
 
-Roots are the flow, the edge group of each downstream execution, and the dependency of each applied edge. A completion
-writes to the dependencies of its own edges only, which nobody else writes to at that time; the *fold* then counts all
-settled dependencies of a group in one change. So a thousand members that end together never meet in one row.
+Guarded rows are the flow, the edge group of each downstream execution, and the dependency of each applied edge. A
+completion writes only the dependencies of its own edges, which nobody else writes at that time. Resolving a join then
+counts all recorded outcomes of a group in one change. So a thousand members that end together never contend for one
+row.
 
-Rows that say that something is owed: a dependency that is settled and not folded (`unfolded_at`), a dispatch (an end
-with too many edges to settle in its own change), a flagged group (siblings to cancel) and a cancel backlog (members to
-cancel). Each has an instant and an index, so that any process can find what a dead one left behind.
+Some rows mean that work is pending: a dependency with a recorded outcome that is not counted (`unfolded_at`), a
+dispatch (a completion with too many edges for its own change), a flagged group (siblings to cancel) and a cancel
+backlog (members to cancel). Each has an instant and an index, so that any process can find what a dead one left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flowfabric.model.states import TerminalOutcome
 
 
 class FlowState(StrEnum):
-    """The flow's own record knows `open` and `cancelled`; the others are derived and stand in its summary."""
+    """The flow row only has `open` and `cancelled`; the other states are derived and stored in its summary."""
 
     OPEN = "open"
     RUNNING = "running"
@@ -30,7 +31,7 @@ class FlowState(StrEnum):
 
 
 class DependencyKind(StrEnum):
-    """Which ends of the upstream satisfy an edge; the other ends make it impossible."""
+    """Which outcomes of the upstream satisfy an edge; all others make it impossible."""
 
     SUCCESS_ONLY = "success_only"
     FAILURE_ONLY = "failure_only"
@@ -70,7 +71,7 @@ class CancellationPolicy(StrEnum):
 
 
 class Flow(msgspec.Struct, frozen=True, gc=False):
-    """The flow's own record. Its revision fences membership and graph."""
+    """The flow row. Its revision fences membership and graph."""
 
     flow_id: str
     partition: int
@@ -86,20 +87,20 @@ class Flow(msgspec.Struct, frozen=True, gc=False):
     cancelled_at: int | None = None
     cancel_reason: str | None = None
     cancellation_policy: CancellationPolicy | None = None
-    project_at: int | None = None  # set while the projector has to look after its summary
-    purge_check_at: int | None = None  # when retention checks whether a member is left; unset for a flow without any
+    project_at: int | None = None  # set while the summary has to be projected
+    purge_check_at: int | None = None  # next retention check; unset for a flow without members
     revision: int = 0
 
 
 class FlowMember(msgspec.Struct, frozen=True, gc=False):
-    """An execution belongs to a flow; it stays a member when retention has removed it."""
+    """An execution's membership in a flow; it stays when retention has deleted the execution."""
 
     flow_id: str
     execution_id: str
 
 
 class Edge(msgspec.Struct, frozen=True, gc=False):
-    """A staged edge. It never changes: how it was resolved stands in the dependency of its downstream."""
+    """A staged edge. It never changes; the dependency of its downstream holds the resolution."""
 
     flow_id: str
     edge_id: str
@@ -134,12 +135,12 @@ class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class Dependency(msgspec.Struct, frozen=True, gc=False):
-    """One applied edge as its downstream knows it.
+    """One applied edge, stored with its downstream.
 
-    The end of the upstream sets `outcome` and `unfolded_at`, unless it was cancelled with its whole flow, or as a
-    sibling that the group no longer needs; the fold of the group sets `state` and unsets `unfolded_at`, once. Only the
-    replay of a skipped downstream takes that back. What nobody folded before the upstream was given another life is
-    passed over until that ends too.
+    The completion of the upstream sets `outcome` and `unfolded_at`, unless the upstream was cancelled with its flow or
+    as an unneeded sibling. Resolving the join sets `state` and unsets `unfolded_at`, once. Only the replay of a skipped
+    downstream resets that. An outcome that was not counted before the upstream was replayed is ignored until it ends
+    again.
     """
 
     downstream_execution_id: str
@@ -156,7 +157,7 @@ class Dependency(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDispatch(msgspec.Struct, frozen=True, gc=False):
-    """The end of an execution with many edges, which have not all been settled yet; `after_edge` tells how far."""
+    """The completion of an execution with many edges that are not all recorded; `after_edge` is the progress."""
 
     execution_id: str
     flow_id: str
@@ -176,7 +177,7 @@ class PendingSiblingCancel(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelBacklog(msgspec.Struct, frozen=True, gc=False):
-    """A cancelled flow with members that are still to be cancelled; a reconciler looks after it from `due_at` on."""
+    """A cancelled flow with members still to be cancelled; from `due_at` on a reconciler handles it."""
 
     flow_id: str
     due_at: int
@@ -185,20 +186,20 @@ class CancelBacklog(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingMemberCancel(msgspec.Struct, frozen=True, gc=False):
-    """A member that the cancel of its flow selected and that nobody has acknowledged yet."""
+    """A member that the cancel of its flow selected and that is not acknowledged yet."""
 
     flow_id: str
     execution_id: str
 
 
 class FlowSummary(msgspec.Struct, frozen=True, gc=False):
-    """What the projector last counted: members by public state, and the state of the flow that follows from them."""
+    """The last projection: members by public state, and the flow state derived from them."""
 
     flow_id: str
     public_flow_state: FlowState
     last_summary_update_at: int
     total_members: int = 0
-    sampled_members: int = 0  # those that retention has not removed
+    sampled_members: int = 0  # members that retention has not deleted
     members_completed: int = 0
     members_failed: int = 0
     members_cancelled: int = 0

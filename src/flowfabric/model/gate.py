@@ -1,7 +1,7 @@
-"""Gates: the waits of a durable function. They belong to the execution, not to an attempt.
+"""Rows of durable functions: gates, memos, mailbox messages and completions of children.
 
-A gate that is open lives in the suspension's row; the change that closes it writes what came of it as a memo, so that
-a later attempt finds the votes, the message or the children's ends that an earlier one waited for.
+They belong to the execution, not to an attempt. An open gate is stored in the suspension row. The change that closes it
+writes a memo, so that a later attempt finds the votes, the message or the outcomes that an earlier one waited for.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 
 
 class GateKind(StrEnum):
-    """What opens the way."""
+    """What closes a gate."""
 
     SIGNALS = "signals"  # a condition on the signals to its waitpoints
-    MAILBOX = "mailbox"  # the next message of a name
-    CHILDREN = "children"  # the ends of child executions
+    MAILBOX = "mailbox"  # the next message of a mailbox
+    CHILDREN = "children"  # the completion of child executions
     TIMER = "timer"  # time alone
 
 
@@ -24,12 +24,12 @@ class GateOutcome(StrEnum):
     """How a gate closed."""
 
     SATISFIED = "satisfied"
-    IMPOSSIBLE = "impossible"  # so many children ended otherwise that it can never be satisfied
+    IMPOSSIBLE = "impossible"  # too many children failed for it to be satisfied
     TIMED_OUT = "timed_out"
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """A satisfier of a gate: a signal by its place, or a child by its end."""
+    """A satisfier of a gate: a signal by its sequence number, or a child by its outcome."""
 
     member: str  # the waitpoint's id, or the child's
     seq: int = 0
@@ -37,7 +37,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An open gate. `expires_at` closes it when nothing else has."""
+    """An open gate. At `expires_at` it closes by timeout."""
 
     kind: GateKind
     opened_at: int
@@ -53,7 +53,7 @@ class Gate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GateMemo(msgspec.Struct, frozen=True):
-    """What came of a gate. For a message, `payload` and the fields after it are the message's."""
+    """The outcome of a closed gate. For a message, `payload` and the columns after it are those of the message."""
 
     execution_id: str
     gate: str
@@ -69,7 +69,7 @@ class GateMemo(msgspec.Struct, frozen=True):
 
 
 class MailboxMessage(msgspec.Struct, frozen=True):
-    """A message that nobody has received yet, by its place in the mailbox of its name."""
+    """A message that was not received yet, by its sequence number in its mailbox."""
 
     execution_id: str
     mailbox: str
@@ -82,9 +82,9 @@ class MailboxMessage(msgspec.Struct, frozen=True):
 
 
 class ChildCompletion(msgspec.Struct, frozen=True):
-    """The end of a child that no gate has taken in yet. `life` counts its replays: each life ends once.
+    """The completion of a child. `life` is its replay count: each run ends once.
 
-    `due_at` is set until the parent's gates have been asked; then it waits for a gate that names the child.
+    `due_at` is set until it was delivered to the parent's gates; then the row waits for a gate that names the child.
     """
 
     parent_id: str
@@ -95,7 +95,7 @@ class ChildCompletion(msgspec.Struct, frozen=True):
 
 
 class StepMemo(msgspec.Struct, frozen=True):
-    """What a finished step of a durable function returned; the first record stands."""
+    """The result of a finished step of a durable function; the first record stays."""
 
     execution_id: str
     name: str
@@ -104,4 +104,4 @@ class StepMemo(msgspec.Struct, frozen=True):
     recorded_at: int
     result: bytes
     encoding: str | None = None
-    digest: str | None = None  # of the step's input, to notice that another step has taken its place
+    digest: str | None = None  # of the step's input, to detect that another step has replaced it

@@ -1,4 +1,4 @@
-"""Why an execution is not running: one obstacle, named with its facts."""
+"""Obstacles: why an execution is not running, with the facts, and a sentence for people."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowfabric.model.text import end_sentence, first_line, format_instant, huma
 
 
 class Obstacle(msgspec.Struct, frozen=True):
-    """What stands between an execution and a worker, or that nothing does."""
+    """The thing that keeps an execution from running, or that nothing does."""
 
     def sentence(self) -> str:
-        """The same for people."""
+        """Describe the obstacle to a person."""
         raise NotImplementedError
 
 
@@ -25,10 +25,10 @@ class EndedObstacle(Obstacle, frozen=True):
     reason: str | None = None
 
     def sentence(self) -> str:
-        said = first_line(self.reason)
+        reason = first_line(self.reason)
         if self.outcome is TerminalOutcome.SUCCESS:
-            said = ""  # an earlier attempt's
-        return end_sentence(f"{_ENDS[self.outcome]} at {format_instant(self.at)}" + (f": {said}" if said else ""))
+            reason = ""  # the failure of an earlier attempt
+        return end_sentence(f"{_ENDS[self.outcome]} at {format_instant(self.at)}" + (f": {reason}" if reason else ""))
 
 
 _ENDS = {
@@ -52,7 +52,7 @@ class Running(Obstacle, frozen=True):
 
 
 class LeaseLost(Obstacle, frozen=True):
-    """Its worker is gone; any capable worker of the lane takes it over with its next claim."""
+    """Its worker lost the lease; any capable worker of the lane takes it over with its next claim."""
 
     worker_instance_id: str
     how: str  # expired or revoked
@@ -68,7 +68,7 @@ class DelayedObstacle(Obstacle, frozen=True):
     until: int
     why: str  # the blocking reason
     last_failure: str | None = None
-    detail: str | None = None  # what the worker said that put it away
+    detail: str | None = None  # the reason given by the worker that delayed it
 
     def sentence(self) -> str:
         until = format_instant(self.until)
@@ -95,7 +95,7 @@ class SuspendedObstacle(Obstacle, frozen=True):
     reason: str
     waits_on: tuple[str, ...] = ()  # the keys of its waitpoints, or the names of its gates
     until: int | None = None  # when it stops waiting
-    waits_for: tuple[str, ...] = ()  # what each of its gates is about, in words
+    waits_for: tuple[str, ...] = ()  # descriptions of its gates
 
     def sentence(self) -> str:
         until = f" until {format_instant(self.until)}" if self.until else ""
@@ -114,7 +114,7 @@ class BudgetExhausted(Obstacle, frozen=True):
     reserved: int
     hard_limit: int
     resets_at: int | None = None
-    needed: int = 0  # by an execution that sleeps until there is room for so much
+    needed: int = 0  # amount that a suspended execution waits for
 
     def sentence(self) -> str:
         used = f"{self.usage + self.reserved:,} of {self.hard_limit:,} {self.dimension} are used"
@@ -129,7 +129,7 @@ class QuotaFull(Obstacle, frozen=True):
     what: str  # rate or concurrency
     used: int
     limit: int
-    retry_at: int | None = None  # when time alone makes room
+    retry_at: int | None = None  # when the window has capacity again
 
     def sentence(self) -> str:
         if self.what == "rate":
@@ -144,7 +144,7 @@ def _are(number: int) -> str:
 
 
 class IncapableWorker(msgspec.Struct, frozen=True):
-    """A live worker of the lane, and what it is missing."""
+    """A live worker of the lane and the capabilities it lacks."""
 
     worker_instance_id: str
     capabilities: str
@@ -156,7 +156,7 @@ class NoCapableWorker(Obstacle, frozen=True):
     workers: tuple[IncapableWorker, ...]
 
     def sentence(self) -> str:
-        lacks = join_some([f"{one.worker_instance_id} lacks {one.capabilities}" for one in self.workers])
+        lacks = join_some([f"{worker.worker_instance_id} lacks {worker.capabilities}" for worker in self.workers])
         return f"No live worker of lane {self.lane_id} has {self.required}: {lacks}."
 
 
@@ -200,11 +200,11 @@ class QueueMissing(Obstacle, frozen=True):
 
 
 class Queued(Obstacle, frozen=True):
-    """Nothing is in its way but others: every capable worker is busy, or has not come by yet."""
+    """It is ready and waits its turn: every capable worker is busy or has not claimed yet."""
 
-    ahead: int  # how many stand before it, counted up to a thousand
-    workers: tuple[str, ...]  # the live ones that could run it
-    running: int  # how much they run at the moment
+    ahead: int  # executions before it, counted up to a thousand
+    workers: tuple[str, ...]  # live workers that could run it
+    running: int  # executions that they run now
 
     def sentence(self) -> str:
         behind = f" behind {pluralize(self.ahead, 'other')}" if self.ahead else ""
@@ -213,7 +213,7 @@ class Queued(Obstacle, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Why an execution is not running, in one answer."""
+    """Why an execution is not running."""
 
     execution_id: str
     public_state: PublicState

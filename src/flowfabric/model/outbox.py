@@ -1,4 +1,4 @@
-"""Messages between partitions: what a commit owes to another one."""
+"""Outbox: messages from a commit to another partition."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class OutboxMessage(msgspec.Struct, frozen=True):
-    """An effect in another partition, kept in the commit that caused it until it was delivered there.
+    """An effect in another partition, stored in the commit that causes it until it is delivered.
 
-    Its id is derived from what it is about, and its receiver does the same thing once however often it hears of it.
+    Its id is derived from its content, and receiving it is idempotent, since it may be delivered several times.
     """
 
     origin: str  # the partition of the sender, as its tag: {fp:7}

@@ -1,4 +1,4 @@
-"""Ids that belong to a namespace: two namespaces may use one id without meeting."""
+"""Namespaced ids: two namespaces may use the same id without conflict."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ DEFAULT_NAMESPACE = "default"
 
 
 class NamespacedId(NamedTuple):
-    """A budget or quota policy by its owner and its id. It begins the key of each of its rows."""
+    """A budget or quota policy by namespace and id. It is the key prefix of all its rows."""
 
     namespace: str
     id: str
 
     @property
     def is_shared(self) -> bool:
-        """True in the default namespace, where policies of all namespaces find it."""
+        """True in the default namespace, which all namespaces share."""
         return self.namespace == DEFAULT_NAMESPACE
 
     @property
@@ -24,11 +24,11 @@ class NamespacedId(NamedTuple):
         return NamespacedId(DEFAULT_NAMESPACE, self.id)
 
     def __str__(self) -> str:
-        """One text for both; an id of the default namespace stands for itself, as it did before ids had owners."""
+        """Return one text for both; the default namespace is omitted, as before ids had namespaces."""
         return self.id if self.is_shared else f"{self.id}@{self.namespace}"
 
 
 def parse_namespaced_id(text: str) -> NamespacedId:
-    """Read what `str` made. An id is a UUID, so the first `@` ends it, whatever a namespace contains."""
-    found, _, namespace = text.partition("@")
-    return NamespacedId(namespace if "@" in text else DEFAULT_NAMESPACE, found)
+    """Parse what `str` returned. An id is a UUID, so the first `@` ends it, even if the namespace contains one."""
+    limit_id, _, namespace = text.partition("@")
+    return NamespacedId(namespace if "@" in text else DEFAULT_NAMESPACE, limit_id)

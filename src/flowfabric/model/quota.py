@@ -1,4 +1,4 @@
-"""A quota policy as rows: its limits and counter, the slots it gave out, and the requests in its windows."""
+"""Rows of a quota policy: its limits and counter, the slots it granted, and the requests in its windows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from flowfabric.model.owned_id import DEFAULT_NAMESPACE
 
 
 class QuotaPolicy(msgspec.Struct, frozen=True):
-    """The root, identified by its namespace and its id.
+    """The aggregate root, identified by namespace and id.
 
-    A policy that admits without having been defined has one as well, with `defined` unset.
+    A policy that admits without having been defined has a root as well, with `defined` unset.
     """
 
     quota_policy_id: str
@@ -20,18 +20,18 @@ class QuotaPolicy(msgspec.Struct, frozen=True):
     max_requests_per_window: int = 0
     active_concurrency_cap: int = 0
     jitter_ms: int = 0
-    active: int = 0  # counted slots; the reconciler makes it equal to a recount
+    active: int = 0  # counted slots; the reconciler recounts it
     created_at: int | None = None
     revision: int = 0
     namespace: str = DEFAULT_NAMESPACE
 
 
 class QuotaSlot(msgspec.Struct, frozen=True):
-    """One execution's admission.
+    """The admission of one execution.
 
-    It belongs to one life of the execution (`life` is its replay count): the release that the end of an earlier life
-    sent cannot take it. `admission` says which call it was last given to: only that call may give it back unused. It is
-    negative while that call has other policies to ask, which may refuse the execution.
+    It belongs to one run of the execution (`life` is its replay count): a release sent by an earlier run cannot remove
+    it. `admission` is the call that holds it: only that call may release it unused. It is negative while that call
+    still has other policies to ask.
     """
 
     quota_policy_id: str
@@ -39,16 +39,16 @@ class QuotaSlot(msgspec.Struct, frozen=True):
     life: int
     admission: int
     counted: bool
-    expires_at: int | None = None  # None never lapses
+    expires_at: int | None = None  # None never expires
     namespace: str = DEFAULT_NAMESPACE
 
 
 class QuotaRequest(msgspec.Struct, frozen=True):
-    """An admitted request in the sliding window of one dimension; one an execution, the latest."""
+    """The latest admitted request of an execution in the sliding window of one dimension."""
 
     quota_policy_id: str
     dimension: str
     execution_id: str
     admitted_at: int
-    expires_at: int  # when the window that it was admitted with has passed over it
+    expires_at: int  # when it leaves the window that it was admitted with
     namespace: str = DEFAULT_NAMESPACE

@@ -1,4 +1,4 @@
-"""The signing keystore: one logical store of keys per deployment."""
+"""Rows of the keystore: the signing keys of a deployment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Keystore(msgspec.Struct, frozen=True):
-    """The root of all signing keys: whoever changes a key changes this row, so two bootstraps cannot both win."""
+    """The aggregate root of all signing keys: every change of a key writes it, so two bootstraps cannot both win."""
 
     keystore_id: int
     current_kid: str
@@ -14,7 +14,7 @@ class Keystore(msgspec.Struct, frozen=True):
 
 
 class SigningKey(msgspec.Struct, frozen=True):
-    """One key. The current one has no expiry; a retired one verifies until its own."""
+    """One key. The current one has no expiry; a retired one verifies until it expires."""
 
     kid: str
     secret_hex: str

@@ -1,4 +1,4 @@
-"""The state vector: seven dimensions with closed vocabularies, and the one that is derived from the others.
+"""The state vector: six dimensions with closed vocabularies, and a seventh, the public state, derived from them.
 
 The order of members is their stored code: append new members, never reorder.
 """
@@ -66,7 +66,7 @@ class TerminalOutcome(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """Where the execution stands with its attempts."""
+    """The state of the execution with respect to its attempts."""
 
     NONE = "none"
     PENDING_FIRST_ATTEMPT = "pending_first_attempt"
@@ -101,7 +101,7 @@ class AttemptType(StrEnum):
 
 
 class AttemptRecordState(StrEnum):
-    """The state of one attempt record; the last four are final."""
+    """The state of one attempt; the last four are final."""
 
     CREATED = "created"
     STARTED = "started"
@@ -135,7 +135,7 @@ PUBLIC_STATE_OF_ELIGIBILITY = {
 
 
 def public_state(phase: LifecyclePhase, eligibility: EligibilityState, outcome: TerminalOutcome) -> PublicState:
-    """The one public word for a vector; total, also over combinations that no operation produces."""
+    """Return the public state of a vector. It is total, also over combinations that no operation produces."""
     match phase:
         case LifecyclePhase.TERMINAL:
             return PUBLIC_STATE_OF_OUTCOME[outcome]

@@ -1,4 +1,4 @@
-"""An attempt's output as rows: the stream, its frames, and the document that summary frames amount to."""
+"""Rows of an attempt's output: the stream, its frames, and the document built from summary frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class FrameMode(StrEnum):
-    """How much a frame matters."""
+    """How long a frame is kept."""
 
     DURABLE = "durable"
     SUMMARY = "summary"
@@ -23,10 +23,10 @@ class FrameKind(StrEnum):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """The root of one attempt's output; it comes into being with the first frame.
+    """The aggregate root of one attempt's output; the first frame creates it.
 
-    `kept_from` is the number of the oldest frame that counts; older ones are invisible, and their pages are removed as
-    a whole. `vanishes_at` is set while all frames are best-effort ones with a time to live.
+    `kept_from` is the number of the oldest visible frame; pages that contain only older frames are deleted as a whole.
+    `vanishes_at` is set while all frames are best-effort frames with a time to live.
     """
 
     execution_id: str
@@ -52,7 +52,7 @@ class Stream(msgspec.Struct, frozen=True):
 class Frame(msgspec.Struct, frozen=True):
     """One entry: its id is `<ms>-<seq>`, its `number` counts the frames of the stream from 1.
 
-    Frames are filed by pages of so many numbers, in the same order as their ids.
+    Frames are grouped into pages of consecutive numbers, in the same order as their ids.
     """
 
     execution_id: str
@@ -71,7 +71,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class StreamSummary(msgspec.Struct, frozen=True):
-    """The JSON object that the summary frames of an attempt have built up."""
+    """The JSON object that the summary frames of an attempt have built."""
 
     execution_id: str
     attempt_index: int

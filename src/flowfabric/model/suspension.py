@@ -1,12 +1,12 @@
-"""What an execution waits for, as rows: its suspension, its waitpoints and the signals they were sent.
+"""Rows of waits: an execution's suspension, its waitpoints and the signals they received.
 
-The suspension is the root of all of them, one row an execution: it comes into being with the first waitpoint, message
-or suspension and stays until the execution goes. It holds the open suspension or the last one that was closed.
-Whether a waitpoint is open follows from that row (`rules.waits.state_of`), so that everything a suspension waits on
-closes in one write.
+The suspension row is the aggregate root, one per execution. The first waitpoint, message or suspension creates it, and
+it stays until the execution is deleted. It holds the open suspension or the last closed one. Whether a waitpoint is
+open follows from this row (`rules.suspension.state.waitpoint_state`), so that one write closes everything a suspension
+waits on.
 
-No token is kept anywhere. A token follows from the key, the execution and the waitpoint; a waitpoint remembers which
-key signed it, and enough of the digest for people to recognise it.
+No token is stored. A token follows from the key, the execution and the waitpoint; a waitpoint stores which key signed
+it, and a prefix of the digest for people to recognise it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
-NO_TIMEOUT = 9_999_999_999_999  # where a suspension without a timeout stands in the list of suspended executions
+NO_TIMEOUT = 9_999_999_999_999  # sort key of a suspension without a timeout
 
 
 class WaitpointState(StrEnum):
@@ -25,7 +25,7 @@ class WaitpointState(StrEnum):
 
 
 class TimeoutBehavior(StrEnum):
-    """What happens to a suspended execution whose time is over."""
+    """What happens to a suspended execution when its timeout passes."""
 
     FAIL = "fail"
     CANCEL = "cancel"
@@ -35,7 +35,7 @@ class TimeoutBehavior(StrEnum):
 
 
 class Requester(StrEnum):
-    """Who asked for a suspension; kept for people."""
+    """Who requested a suspension; stored for readers only."""
 
     WORKER = "worker"
     OPERATOR = "operator"
@@ -44,16 +44,16 @@ class Requester(StrEnum):
 
 
 class Suspension(msgspec.Struct, frozen=True):
-    """The root of everything an execution waits for.
+    """The aggregate root of everything an execution waits for.
 
     `suspension_id` is unset before the first suspension. A suspension is open until `closed_at` is set; while it is
-    open, `due_at` is its timeout, or `NO_TIMEOUT`. `progress` and `satisfiers` tell how far the condition has come.
-    A durable function waits on gates instead (`model.gate`); `gates` holds those that are open.
+    open, `due_at` is its timeout, or `NO_TIMEOUT`. `progress` and `satisfiers` store the progress of the condition. A
+    durable function waits on gates instead (`model.gate`); `gates` holds the open ones.
     """
 
     execution_id: str
     partition: int
-    signal_count: int = 0  # accepted in the whole life: what the cap counts
+    signal_count: int = 0  # accepted by the execution so far; the cap applies to it
     suspension_id: str | None = None
     attempt_index: int | None = None
     waitpoints: str | None = None  # [[waitpoint_id, waitpoint_key], …] as JSON, the primary first
@@ -75,12 +75,12 @@ class Suspension(msgspec.Struct, frozen=True):
     satisfiers: str | None = None  # [[waitpoint_id, seq], …] as JSON, in the order of acceptance
     waits_on: str | None = None  # the gates that a parked function waits for, as JSON
     gates: str | None = None  # open gates by name, as JSON
-    mail: str | None = None  # per name, the next entry to be read and the next to be written, as JSON
+    mail: str | None = None  # per mailbox, the next message to read and the next to write, as JSON
     revision: int = 0
 
 
 class Waitpoint(msgspec.Struct, frozen=True):
-    """A place to which signals are sent. It belongs to a suspension or to a gate; while to neither, it is pending."""
+    """A target of signals. It belongs to a suspension or to a gate; while it belongs to neither, it is pending."""
 
     waitpoint_id: str
     partition: int
@@ -94,17 +94,17 @@ class Waitpoint(msgspec.Struct, frozen=True):
     gate: str | None = None
     activated_at: int | None = None
     expires_at: int | None = None
-    pending_until: int | None = None  # the same as `expires_at` while it is pending: what the sweep looks for
-    closed_at: int | None = None  # closed on its own; one that closed with its suspension shows it there
+    pending_until: int | None = None  # equals `expires_at` while it is pending; the sweep scans it
+    closed_at: int | None = None  # closed on its own; otherwise its suspension tells
     close_reason: str | None = None
     signal_count: int = 0
     matched_signal_count: int = 0
     last_signal_at: int | None = None
-    log_start: int = 1  # the first entry of its log that is still kept
+    log_start: int = 1  # first entry of its log that is kept
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """A signal that was accepted, by its place in the waitpoint's log; place 0 is the engine's own timeout signal."""
+    """An accepted signal, by its sequence number at the waitpoint; 0 is the engine's own timeout signal."""
 
     execution_id: str
     waitpoint_id: str
@@ -125,7 +125,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class IdempotencyRecord(msgspec.Struct, frozen=True):
-    """The answer to an idempotent call: of a suspend, or of a delivery to the waitpoint that `scope` names."""
+    """The answer to an idempotent call: a suspend, or a delivery to the waitpoint that `scope` names."""
 
     execution_id: str
     scope: str

@@ -1,4 +1,4 @@
-"""The worker registry: who is alive, what it serves, and the log of its comings and goings."""
+"""Rows of the worker registry: live workers, what they serve, and the log of registrations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
-STOPPED = "stopped"  # the reason of a worker that leaves the registry by itself
+STOPPED = "stopped"  # reason of a worker that shuts down
 
 
 class RegisteredWorker(msgspec.Struct, frozen=True):
-    """One instance of a worker. A lapsed record is as good as none, swept or not."""
+    """One instance of a worker. An expired record counts as none, swept or not."""
 
     namespace: str
     worker_instance_id: str
@@ -39,19 +39,19 @@ class WorkerEvent(msgspec.Struct, frozen=True):
     worker_instance_id: str
     event_at_ms: int
     event_kind: str  # a WorkerEventKind
-    expires_at: int  # when the log forgets it
+    expires_at: int  # when the entry is deleted
     reason: str | None = None
 
 
 class WorkerRegistered(msgspec.Struct, frozen=True):
-    """A new record."""
+    """The worker has a new record."""
 
     worker_instance_id: str
     expires_at_ms: int
 
 
 class WorkerRefreshed(msgspec.Struct, frozen=True):
-    """A live record lives on."""
+    """The live record was extended."""
 
     worker_instance_id: str
     next_expiry_ms: int
@@ -68,7 +68,7 @@ class MarkedDead(msgspec.Struct, frozen=True):
 
 
 class WorkerEntry(msgspec.Struct, frozen=True):
-    """A live worker for readers."""
+    """A live worker as shown to readers."""
 
     namespace: str
     worker_instance_id: str
@@ -81,7 +81,7 @@ class WorkerEntry(msgspec.Struct, frozen=True):
 
 
 class WorkerPage(msgspec.Struct, frozen=True):
-    """Live workers by instance id, and the cursor of the next page when there is one."""
+    """Live workers by instance id, and the cursor of the next page if there is one."""
 
     entries: list[WorkerEntry]
     cursor: str | None = None

@@ -1,1 +1,1 @@
-"""What may happen: pure functions over what was loaded and what is asked. No clock, no chance, no I/O."""
+"""Rules: pure functions that decide every behaviour from loaded rows and a request."""

@@ -1,4 +1,4 @@
-"""decision: split from flowfabric.rules.change."""
+"""Decision: the result of every rule, an answer together with the change to commit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flowfabric.model.change import A, Change
 class Decision(msgspec.Struct, Generic[A], frozen=True):
     """What a rule decided.
 
-    The answer is a value, a refusal, or a function of the commit's time when it names an instant. A refusal may come
-    with a change too: a lapsed lease is refused and marked.
+    The answer is a value, a refusal, or a function of the commit time if it contains an instant. A refusal may carry a
+    change as well: an expired lease is refused and marked.
     """
 
     answer: A | Callable[[int], A] | FabricError
     change: Change | None = None
 
     def unwrap(self, now: int) -> A:
-        """The answer as of the commit at `now`; raises the refusal."""
+        """Return the answer for a commit at `now`, or raise the refusal."""
         answer = self.answer
         if isinstance(answer, FabricError):
             raise answer
@@ -32,5 +32,5 @@ class Decision(msgspec.Struct, Generic[A], frozen=True):
 
 
 def refuse(error: FabricError) -> Decision[Any]:
-    """A refusal that leaves everything as it is."""
+    """Return a refusal that changes nothing."""
     return Decision(error)

@@ -1,4 +1,4 @@
-"""Partition counts: written by whoever comes first, and binding from then on, since ids remember their partition."""
+"""Partition counts: stored by the first process of a deployment and fixed from then on, because ids contain them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ DEPLOYMENT_ID = 0
 
 
 def ensure_partitions(row: Deployment | None, counts: PartitionCounts) -> Decision[None]:
-    """Accept the counts that are stored, store them when there are none, and refuse others by their name."""
-    wanted = Deployment(DEPLOYMENT_ID, counts.flow, counts.budget, counts.quota)
+    """Accept the stored counts, store them if there are none, and refuse others by name."""
+    configured = Deployment(DEPLOYMENT_ID, counts.flow, counts.budget, counts.quota)
     if row is None:
-        return Decision(None, Change((absent(Deployment, DEPLOYMENT_ID),), (Insert(wanted),)))
+        return Decision(None, Change((absent(Deployment, DEPLOYMENT_ID),), (Insert(configured),)))
     for name in ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions"):
-        stored, config = getattr(row, name), getattr(wanted, name)
-        if stored != config:
+        stored, value = getattr(row, name), getattr(configured, name)
+        if stored != value:
             return refuse(
                 errors.PartitionMismatch(
-                    "open", f"{name}: stored={stored}, config={config}", stored=stored, config=config
+                    "open", f"{name}: stored={stored}, config={value}", stored=stored, config=value
                 )
             )
     return Decision(None)

@@ -1,4 +1,4 @@
-"""What the subscribable feeds say of an event: one committed row may mean something in several of them."""
+"""Feeds: how subscribers see an event. One committed event row may appear in several feeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossib
 
 
 class FeedEntry(msgspec.Struct, frozen=True):
-    """An entry of a feed: its place, when it happened, and to what."""
+    """An entry of a feed: its position, its time, and the execution."""
 
     position: int
     at: int
@@ -24,7 +24,7 @@ class FeedEntry(msgspec.Struct, frozen=True):
 
     @property
     def cursor(self) -> bytes:
-        """What to subscribe with to go on after this entry."""
+        """The cursor that continues after this entry."""
         return encode_cursor(self.position)
 
 
@@ -38,7 +38,7 @@ class LeaseFeedEntry(FeedEntry, frozen=True):
 
 
 class CompletionFeedEntry(FeedEntry, frozen=True):
-    """An entry of the completion feed: one for each end of a life."""
+    """An entry of the completion feed: one for each completion."""
 
     outcome: str
     flow_id: str | None
@@ -47,7 +47,7 @@ class CompletionFeedEntry(FeedEntry, frozen=True):
 
     @property
     def variant(self) -> str:
-        """Success, Failure, Cancelled, or Other with the word that was stored."""
+        """Success, Failure, Cancelled, or Other with the stored word."""
         return OUTCOMES.get(self.outcome, f"Other({self.outcome})")
 
 
@@ -77,13 +77,13 @@ OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "ca
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which events a subscriber wants, or which executions a sweep; unset parts ask for nothing."""
+    """A filter for the events of a subscriber, or the executions of a sweep; unset parts match everything."""
 
     namespace: str | None = None
     instance_tag: tuple[str, str] | None = None
 
     def accepts(self, event: Event | Execution) -> bool:
-        """Whether namespace and tag, as they were when it happened, both match; tags that cannot be read never do."""
+        """True if namespace and tag match, as they were at the event. Unreadable tags never match."""
         if self.namespace is not None and event.namespace != self.namespace:
             return False
         if self.instance_tag is None:
@@ -95,23 +95,23 @@ class Filter(msgspec.Struct, frozen=True):
             return False
 
 
-def lease_entry(told: FeedEvent) -> LeaseFeedEntry | None:
-    """The lease feed's word for a history entry; some entries are history only."""
-    event = told.event
-    variant, revoked_by = _variant(event)
+def lease_entry(entry: FeedEvent) -> LeaseFeedEntry | None:
+    """Return the entry of the lease feed; None if the event is part of the history only."""
+    event = entry.event
+    variant, revoked_by = _lease_variant(event)
     if variant is None:
         return None
     return LeaseFeedEntry(
-        told.position, told.at, event.execution_id, variant, event.lease_id, event.worker_instance_id, revoked_by
+        entry.position, entry.at, event.execution_id, variant, event.lease_id, event.worker_instance_id, revoked_by
     )
 
 
-def completion_entry(told: FeedEvent) -> CompletionFeedEntry:
-    """The completion feed's entry."""
-    event = told.event
+def completion_entry(entry: FeedEvent) -> CompletionFeedEntry:
+    """Return the entry of the completion feed."""
+    event = entry.event
     return CompletionFeedEntry(
-        told.position,
-        told.at,
+        entry.position,
+        entry.at,
         event.execution_id,
         event.outcome or "",
         event.flow_id,
@@ -120,14 +120,14 @@ def completion_entry(told: FeedEvent) -> CompletionFeedEntry:
     )
 
 
-def signal_entry(told: FeedEvent) -> SignalFeedEntry:
-    """The signal feed's entry."""
-    event = told.event
+def signal_entry(entry: FeedEvent) -> SignalFeedEntry:
+    """Return the entry of the signal feed."""
+    event = entry.event
     details = msgspec.json.decode(event.details or "{}", type=dict[str, str])
     effect = event.signal or ""
     return SignalFeedEntry(
-        told.position,
-        told.at,
+        entry.position,
+        entry.at,
         event.execution_id,
         details.get("signal_id", ""),
         details.get("waitpoint_id"),
@@ -136,16 +136,16 @@ def signal_entry(told: FeedEvent) -> SignalFeedEntry:
     )
 
 
-def operator_entry(told: FeedEvent) -> OperatorFeedEntry:
-    """The operator feed's entry; what only the history tells is left out."""
-    event = told.event
+def operator_entry(entry: FeedEvent) -> OperatorFeedEntry:
+    """Return the entry of the operator feed, without details that only the history shows."""
+    event = entry.event
     details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
     if event.operator == "replayed":
         details = {name: value for name, value in details.items() if name in ("branch", "groups_reset")}
-    return OperatorFeedEntry(told.position, told.at, event.execution_id, event.operator or "", details)
+    return OperatorFeedEntry(entry.position, entry.at, event.execution_id, event.operator or "", details)
 
 
-def _variant(event: Event) -> tuple[str | None, str | None]:
+def _lease_variant(event: Event) -> tuple[str | None, str | None]:
     match event.lease:
         case "acquired":
             return "Acquired", None
@@ -158,12 +158,12 @@ def _variant(event: Event) -> tuple[str | None, str | None]:
         case "revoked":
             return "Revoked", "operator"
         case "released":
-            return _released(event)
+            return _release_variant(event)
         case _:
             return None, None
 
 
-def _released(event: Event) -> tuple[str, str | None]:
+def _release_variant(event: Event) -> tuple[str, str | None]:
     reason = event.reason or ""
     if reason.startswith("expired:"):
         return "Expired", None

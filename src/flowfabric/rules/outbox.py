@@ -1,4 +1,7 @@
-"""Messages between partitions: how they are sent, forgotten and put off."""
+"""Outbox: messages between partitions, committed with their cause, delivered at least once.
+
+The sender tries to deliver at once. A sweep delivers what is left and backs off exponentially.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ import msgspec
 from flowfabric.model.change import Change, Delete, FromNow, Guard, Patch, Upsert, from_now
 from flowfabric.model.outbox import OutboxMessage
 
-HEADSTART_MS = 2000  # the sender delivers at once; the sweep of another process leaves it this much time
-LONGEST_WAIT_MS = 60_000
+HEADSTART_MS = 2000  # time for the sender to deliver before a sweep of another process tries
+MAX_BACKOFF_MS = 60_000
 
 
 def send(origin: str, message_id: str, kind: str, target: str, body: Any) -> Upsert:
-    """The write that sends a message with its commit; sent again, it takes the place of the first."""
+    """Return the write that sends a message with its commit; sending it again replaces it."""
     text = msgspec.json.encode(body).decode()
     return Upsert(OutboxMessage(origin, message_id, kind, target, text, from_now(HEADSTART_MS)))
 
 
 def acknowledge(message: OutboxMessage) -> Change:
-    """The message has done its work."""
+    """Return the change that deletes a delivered message."""
     return Change(guards=(_seen(message),), writes=(Delete(OutboxMessage, _key(message)),))
 
 
 def postpone(message: OutboxMessage) -> Change:
-    """Its receiver could not take it now; the pause doubles with every try."""
-    wait = min(LONGEST_WAIT_MS, HEADSTART_MS * 2 ** min(message.attempts, 16))
-    fields = {"attempts": message.attempts + 1, "due_at": FromNow(wait)}
+    """Return the change that retries a message later; the delay doubles with every try."""
+    backoff_ms = min(MAX_BACKOFF_MS, HEADSTART_MS * 2 ** min(message.attempts, 16))
+    fields = {"attempts": message.attempts + 1, "due_at": FromNow(backoff_ms)}
     return Change(guards=(_seen(message),), writes=(Patch(OutboxMessage, _key(message), fields),))
 
 

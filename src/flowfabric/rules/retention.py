@@ -1,12 +1,13 @@
-"""Retention: a finished execution goes, with everything it owns, when its time is over.
+"""Retention: delete a finished execution, with all rows it owns, after its retention period.
 
-What others still need is kept longer. A durable function runs from the top after every wait and comes to its children
-again: one that was gone would be made, and run, a second time. A node of a flow may read the results of others whenever
-it starts, and these say so in their policy (`kept_for_successors`). Whoever has succeeded needs nothing any more.
+Rows that others still need are kept longer. A durable function runs from the top after every wait and asks for its
+children again: a deleted child would be created, and run, a second time. A node of a flow may read the results of
+others when it starts; those declare so in their policy (`kept_for_successors`). An execution that has succeeded needs
+nothing any more.
 
-A flow goes with its members, edges, joins and summary once its last member is gone, in whatever state it is; what comes
-later finds no such flow. Every member is on the flow's partition, and a new one writes the flow's row, so no member is
-overlooked. A flow that never had a member stays while it is open.
+A flow is deleted with its members, edges, joins and summary once its last member is gone, in any state; later calls
+find no such flow. All members are on the flow's partition, and adding one writes the flow row, so no member is
+overlooked. A flow that never had a member is kept while it is open.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from flowfabric.rules.execution.transitions import DEFAULT_RETENTION_MS, retenti
 from flowfabric.rules.flow import successors
 from flowfabric.rules.flow.build import RETENTION_CHECK_MS, seen_flow
 
-# Children leave word of their ends whether or not anybody waits for them, so no mark tells of that.
+# Children always record their completion with the parent, so no column tells whether there is any.
 OWNED: tuple[type[msgspec.Struct], ...] = (Attempt, Result, Payload, Dependency, ChildCompletion)
 STREAMS: tuple[type[msgspec.Struct], ...] = (Frame, StreamSummary, Stream)
 WAITS: tuple[type[msgspec.Struct], ...] = (Signal, IdempotencyRecord, GateMemo, MailboxMessage, Suspension)
 
 RECHECK_DELAY_MS = 1000
-FLOW_RECHECK_DELAY_MS = 2 * 60 * 1000  # by then the sweep has removed what is due, and mostly the flow as well
+FLOW_RECHECK_DELAY_MS = 2 * 60 * 1000  # by then the sweep has usually removed the last members
 
 
 FLOW_OWNED: tuple[type[msgspec.Struct], ...] = (
@@ -60,13 +61,13 @@ FLOW_OWNED: tuple[type[msgspec.Struct], ...] = (
 
 
 class RemainingMember(msgspec.Struct, frozen=True):
-    """A member that keeps its flow; `purge_at` is unset unless it has ended."""
+    """A member that keeps its flow; `purge_at` is unset unless the member has ended."""
 
     purge_at: int | None = None
 
 
 class NeedsWaitpoints(msgspec.Struct, frozen=True):
-    """The execution is due to go, and its waitpoints have to be named for that."""
+    """The execution is due, but the ids of its waitpoints are needed to delete them."""
 
 
 def purge(
@@ -76,15 +77,15 @@ def purge(
     default_ms: int | None = None,
     others: Sequence[Execution] = (),
 ) -> Decision[bool | NeedsWaitpoints]:
-    """Delete a finished execution that has been kept long enough, with everything that its marks tell of.
+    """Delete a finished execution whose retention period is over, with all rows it owns.
 
-    How long that is was settled when it ended; `default_ms` stands in for the default of that time. While one of the
-    `others` that it is kept for may need it, it is looked at again later.
+    The period was fixed when the execution ended; `default_ms` replaces the default of that time. While one of the
+    `others` may need it, the purge is postponed.
     """
     if row is None or not is_retention_over(row, now, default_ms):
         return Decision(False)
-    if needing := [one for one in others if may_still_need(one, row)]:
-        ends = [one.purge_at for one in needing if one.purge_at is not None]
+    if needing := [other for other in others if may_still_need(other, row)]:
+        ends = [other.purge_at for other in needing if other.purge_at is not None]
         wait_ms = max(ends) - now + RECHECK_DELAY_MS if len(ends) == len(needing) else retention_ms(row)
         later = Patch(Execution, (row.execution_id,), {"purge_at": FromNow(max(wait_ms, RECHECK_DELAY_MS))})
         return Decision(False, Change(guards=(seen(row),), writes=(later,)))
@@ -95,21 +96,23 @@ def purge(
     owned += STREAMS if row.stream_index is not None else ()
     owned += WAITS if row.has_waits else ()
     owned += (StepMemo,) if row.has_steps else ()
-    waitpoints = (Delete(Waitpoint, (one, row.partition)) for one in waitpoint_ids or ())
+    waitpoints = (Delete(Waitpoint, (waitpoint_id, row.partition)) for waitpoint_id in waitpoint_ids or ())
     writes: tuple[Write, ...] = (*(Delete(kind, key) for kind in owned), *waitpoints, Delete(Execution, key))
-    if cancel.may_omit_outcome(row):  # and whoever is to count its end may not have come by yet
+    if cancel.may_omit_outcome(row):  # its outcome may not have been counted yet
         writes = (*successors.outcome_writes(row, row.terminal_outcome), *writes)
     return Decision(True, Change(guards=(seen(row),), writes=writes, not_before=retained_until(row, default_ms)))
 
 
-def purge_flow(flow: Flow | None, left: RemainingMember | None, now: int) -> Decision[bool]:
-    """Delete a flow whose last member retention has removed, with everything it owns; else check again later."""
+def purge_flow(flow: Flow | None, remaining: RemainingMember | None, now: int) -> Decision[bool]:
+    """Delete a flow whose last member is gone, with all rows it owns; otherwise schedule the next check."""
     if flow is None:
         return Decision(False)
     kept_until: int | None = None
-    if left is not None:
+    if remaining is not None:
         kept_until = (
-            now + RETENTION_CHECK_MS if left.purge_at is None else max(left.purge_at, now) + FLOW_RECHECK_DELAY_MS
+            now + RETENTION_CHECK_MS
+            if remaining.purge_at is None
+            else max(remaining.purge_at, now) + FLOW_RECHECK_DELAY_MS
         )
     elif flow.node_count == 0:
         if flow.cancelled_at is None:
@@ -125,46 +128,46 @@ def purge_flow(flow: Flow | None, left: RemainingMember | None, now: int) -> Dec
 
 
 def remaining_member(flow_id: str, row: Execution | None) -> RemainingMember | None:
-    """Whether this execution, found by the name of a member, keeps its flow; an id may have been used again."""
+    """Return whether this execution keeps the flow; the id of a member may have been reused."""
     if row is None or row.flow_id != flow_id:
         return None
     return RemainingMember(row.purge_at if row.lifecycle_phase is LifecyclePhase.TERMINAL else None)
 
 
-def may_still_need(one: Execution, ended: Execution) -> bool:
-    """Whether one of those that an execution is kept for may still look at it.
+def may_still_need(other: Execution, ended: Execution) -> bool:
+    """True if `other` may still read the ended execution.
 
-    One that ended without success has no result to read again: it is there for those of its successors that go on
-    without it, so that they do not take it for one that is gone.
+    An execution that ended without success has no result to read. It is kept for successors that continue without it,
+    so that they do not take it for a deleted one.
     """
-    if one.terminal_outcome is TerminalOutcome.SUCCESS:
+    if other.terminal_outcome is TerminalOutcome.SUCCESS:
         return False
-    if one.execution_id == ended.parent_id or ended.terminal_outcome is TerminalOutcome.SUCCESS:
+    if other.execution_id == ended.parent_id or ended.terminal_outcome is TerminalOutcome.SUCCESS:
         return True
-    return one.lifecycle_phase is not LifecyclePhase.TERMINAL
+    return other.lifecycle_phase is not LifecyclePhase.TERMINAL
 
 
 def retained_for(row: Execution) -> tuple[str, ...]:
-    """The executions that may still need this one, as far as its sheet names them."""
+    """Return the executions that may still need this one, as far as its row names them."""
     parent = () if row.parent_id is None else (row.parent_id,)
     if row.successors is None or not decode_terms(row.terms).kept_for_successors:
         return parent
-    return (*parent, *(one.execution_id for one in successors.named_successors(row)))
+    return (*parent, *(successor.execution_id for successor in successors.named_successors(row)))
 
 
 def is_retained_for_many(row: Execution) -> bool:
-    """Whether there are more that may need this one, too many for its sheet to name them."""
+    """True if too many executions may need this one for its row to name them."""
     return row.successors == successors.MANY and decode_terms(row.terms).kept_for_successors
 
 
 def is_retention_over(row: Execution, now: int, default_ms: int | None = None) -> bool:
-    """Whether a finished execution has been kept long enough."""
+    """True if the retention period of a finished execution is over."""
     over_at = retained_until(row, default_ms) if row.lifecycle_phase is LifecyclePhase.TERMINAL else None
     return over_at is not None and over_at <= now
 
 
 def retained_until(row: Execution, default_ms: int | None) -> int | None:
-    """When a finished execution may go."""
+    """Return when a finished execution may be deleted."""
     if default_ms is None or row.completed_at is None or decode_terms(row.terms).retention_ttl_ms is not None:
         return row.purge_at
     return row.completed_at + default_ms

@@ -1,24 +1,24 @@
-"""Sweeps without a leader: each is held by one process at a time, for a short while."""
+"""Sweep leases: each background sweep is held by one process at a time, for a short while; there is no leader."""
 
 from __future__ import annotations
 
 from flowfabric.model.change import Change, Guard, Upsert, from_now
-from flowfabric.model.sweep import SweepLease
+from flowfabric.model.deployment import SweepLease
 from flowfabric.rules.decision import Decision
 
 
 def hold_sweep(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now: int) -> Decision[int]:
-    """Claim or keep a sweep; the answer is for how many milliseconds another process holds it, 0 if this one does."""
+    """Acquire or renew a sweep; the answer is how many milliseconds another process holds it, 0 if this one does."""
     if row is not None and row.holder != holder and row.lease_until > now:
         return Decision(row.lease_until - now)
     guard = Guard(SweepLease, (sweep,), None if row is None else row.revision)
     not_before = None if row is None or row.holder == holder else row.lease_until
-    put = Upsert(SweepLease(sweep, holder, from_now(ttl_ms)))
-    return Decision(0, Change(guards=(guard,), writes=(put,), not_before=not_before))
+    lease = Upsert(SweepLease(sweep, holder, from_now(ttl_ms)))
+    return Decision(0, Change(guards=(guard,), writes=(lease,), not_before=not_before))
 
 
 def release_sweep(row: SweepLease | None, holder: str) -> Decision[bool]:
-    """Give a sweep back, so that another process need not wait for it to lapse."""
+    """Release a sweep, so that another process need not wait until its lease expires."""
     if row is None or row.holder != holder:
         return Decision(False)
     guard = Guard(SweepLease, (row.sweep,), row.revision)

@@ -1,6 +1,6 @@
-"""What a caller may hand in: sizes and shapes of free text and bytes, checked before anything else looks at them.
+"""Validation of text, bytes and numbers that callers pass in, before any rule sees them.
 
-Every text must be one that every store can keep: valid Unicode without NUL. Every number must fit 63 bits.
+Every text must be valid Unicode without NUL, so that every store can keep it. Every number must fit 63 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_INSTANT_MS = 253_402_300_799_999  # the end of the year 9999
 
 
 def preview(value: object) -> str:
-    """A value as it stands in a message, of a long one the beginning; there are numbers that Python does not print."""
+    """Return a value as shown in a message, truncated if it is long. Python refuses to print some huge numbers."""
     try:
         whole = repr(value)
     except ValueError:
@@ -27,9 +27,9 @@ def preview(value: object) -> str:
 
 
 def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
-    """A text that every store can keep."""
+    """Return a text that every store can keep, or raise `InvalidInput`."""
     if type(value) is str and value.isascii() and value.isprintable() and len(value) <= limit:
-        return value  # nearly always: the rest is for what is unusual or wrong
+        return value  # the common case, checked cheaply
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{name}: not a text")
     if "\x00" in value:
@@ -40,16 +40,16 @@ def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
         raise errors.InvalidInput(f"{name}: not valid Unicode") from None
     if size > limit:
         raise errors.InvalidInput(f"{name}: {size} bytes, the limit is {limit}")
-    return value if type(value) is str else str.__str__(value)  # a member of an enum is kept as the text it is
+    return value if type(value) is str else str.__str__(value)  # a str enum member becomes plain text
 
 
 def optional_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str | None:
-    """A text or nothing."""
+    """Return a valid text or None."""
     return None if value is None else text(name, value, limit=limit)
 
 
 def payload(name: str, value: object) -> bytes:
-    """Bytes to be kept as they are."""
+    """Return bytes within the size limit."""
     if type(value) is bytes:
         data = value
     elif isinstance(value, bytes | bytearray | memoryview):
@@ -62,7 +62,7 @@ def payload(name: str, value: object) -> bytes:
 
 
 def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = MAX_INTEGER) -> int:
-    """A whole number within bounds; booleans are not numbers."""
+    """Return a whole number within bounds; booleans are refused."""
     if type(value) is not int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise errors.InvalidInput(f"{name}: not a whole number")
@@ -73,10 +73,10 @@ def integer(name: str, value: object, *, least: int = -MAX_INTEGER, most: int = 
 
 
 def duration_ms(name: str, value: object, *, least: int = 1) -> int:
-    """A length of time in milliseconds."""
+    """Return a duration in milliseconds."""
     return integer(name, value, least=least, most=MAX_DURATION_MS)
 
 
 def instant_ms(name: str, value: object) -> int:
-    """Milliseconds since the epoch; ones before it are as good as its first."""
+    """Return milliseconds since the epoch; earlier instants become 0."""
     return max(0, integer(name, value, most=MAX_INSTANT_MS))

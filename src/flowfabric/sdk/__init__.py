@@ -1,1 +1,1 @@
-"""What application developers meet: tasks, runs, workers."""
+"""The SDK for applications: tasks, runs, flows, limits and workers on top of the engine's operations."""

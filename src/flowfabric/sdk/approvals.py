@@ -1,4 +1,4 @@
-"""Approvals: a question to people, with links that are safe to hand to anyone."""
+"""Approvals: a question to people, each of whom votes through a signed link."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ V = TypeVar("V")
 
 
 class ApprovalLink(str):
-    """A signed link. Where it leads tells it apart from others; its token does not, and goes when the vote is over."""
+    """A signed link to a waitpoint. Its `path` identifies it; its token may change, and is empty after the vote."""
 
     path: str
 
     @classmethod
     def for_waitpoint(cls, base_url: str, run_id: str, waitpoint_id: str, token: str) -> ApprovalLink:
-        """The link to one waitpoint."""
-        # A kid may be any text, and the braces of an id are no characters of a URL.
+        """Return the link to a waitpoint."""
+        # Both parts are quoted: a key id may be any text, and the braces in an id are not allowed in a URL.
         path = f"/v1/waitpoints/{quote(run_id, safe=':')}/{waitpoint_id}"
         link = cls(f"{base_url}{path}?token={quote(token, safe=':')}")
-        link.path = f"/v1/waitpoints/{run_id}/{waitpoint_id}"  # as remembered steps were told apart by before
+        link.path = f"/v1/waitpoints/{run_id}/{waitpoint_id}"  # part of the digest of recorded steps: do not change
         return link
 
     def __repr__(self) -> str:
-        return f"<Link {self.partition('?')[0]}>"  # a list of links in a log votes for nobody
+        return f"<Link {self.partition('?')[0]}>"  # without the token, which must not appear in logs
 
 
 class Ballot(msgspec.Struct, Generic[V], frozen=True):
-    """One vote."""
+    """One vote: its value, the voter if known, and when it was accepted."""
 
     value: V
     by: str
@@ -45,18 +45,18 @@ class Ballot(msgspec.Struct, Generic[V], frozen=True):
 
 
 class Votes(Sequence[Ballot[V]]):
-    """The votes in the order in which they came; `expired` when there were too few in time."""
+    """The votes in the order in which they arrived. `expired` is True if too few arrived in time."""
 
     def __init__(self, ballots: list[Ballot[V]], *, expired: bool) -> None:
         self._ballots = ballots
         self.expired = expired
 
     @overload
-    def __getitem__(self, place: int) -> Ballot[V]: ...
+    def __getitem__(self, index: int) -> Ballot[V]: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Ballot[V]]: ...
-    def __getitem__(self, place: int | slice) -> Ballot[V] | list[Ballot[V]]:
-        return self._ballots[place]
+    def __getitem__(self, index: slice) -> list[Ballot[V]]: ...
+    def __getitem__(self, index: int | slice) -> Ballot[V] | list[Ballot[V]]:
+        return self._ballots[index]
 
     def __len__(self) -> int:
         return len(self._ballots)
@@ -66,24 +66,26 @@ class Votes(Sequence[Ballot[V]]):
 
 
 class Approval(Generic[V]):
-    """An open question. Await it for the votes; the slot is free while people think."""
+    """An open approval with one link per approver. Await it for the votes; this frees the slot meanwhile."""
 
     def __init__(
         self,
         durable: DurableAttempt,
-        shape: ValueCodec,
+        codec: ValueCodec,
         opened: OpenedGate | GateMemo,
         *,
         base_url: str,
         run_id: str,
-        points: Sequence[str],
+        waitpoint_ids: Sequence[str],
     ) -> None:
         self._durable = durable
-        self._shape = shape
+        self._codec = codec
         self._opened = opened
-        tokens = {} if isinstance(opened, GateMemo) else {one.waitpoint_id: one.token.reveal() for one in opened.links}
+        links = [] if isinstance(opened, GateMemo) else opened.links
+        tokens = {link.waitpoint_id: link.token.reveal() for link in links}
         self.links: list[str] = [
-            ApprovalLink.for_waitpoint(base_url, run_id, point, tokens.get(point, "")) for point in points
+            ApprovalLink.for_waitpoint(base_url, run_id, waitpoint_id, tokens.get(waitpoint_id, ""))
+            for waitpoint_id in waitpoint_ids
         ]
 
     def __await__(self) -> Generator[Any, Any, Votes[V]]:
@@ -96,7 +98,7 @@ class Approval(Generic[V]):
         signals = await self._durable.engine.read_votes(memo)
         ballots = [
             Ballot(
-                self._shape.load(from_json(signal.payload or b"null"), "vote"),
+                self._codec.load(from_json(signal.payload or b"null"), "vote"),
                 signal.source_identity,
                 signal.accepted_at,
             )

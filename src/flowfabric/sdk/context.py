@@ -1,4 +1,8 @@
-"""The context: what a handler knows of its run, and what it can do that survives."""
+"""`Context`: what a handler knows of its run, and the operations whose results are recorded.
+
+`Context` joins the parts in `sdk/durable`: steps here, waits and children in `waits`, output in `output`, spending in
+`budgets`. `ClaimedAttempt` creates it on first use, and `current()` finds it from anywhere below the handler.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _current: contextvars.ContextVar[Context | ClaimedAttempt] = contextvars.ContextVar("flowfabric_context")
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
 class Context(ContextWaits, ContextOutput, ContextBudgets):
-    """One attempt at one run, in the hands of a handler. A plain `def` handler uses what it has through `sync`."""
+    """One attempt of a run, as its handler sees it. A plain `def` handler uses the blocking twin, `ctx.sync`."""
 
     def __init__(
         self,
@@ -46,12 +50,13 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         *,
         lease_until: Callable[[], int],
         budgets: Mapping[str, str] | None = None,
-        root: asyncio.Task[Any] | None = None,
+        handler_task: asyncio.Task[Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`root` is the task that runs the handler; None when a thread does. `lease_until` is by the store's clock.
+        """Create the context of a claimed attempt.
 
-        `budgets` are the ids of the budgets that hold for this run, by name.
+        `handler_task` is the task that runs the handler; None if a thread does. `lease_until` returns the expiry of the
+        lease by the store's clock. `budgets` are the ids of the budgets of this run, by name.
         """
         super().__init__()
         self.app = app
@@ -60,7 +65,7 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         self._lease_until = lease_until
         self._budgets = budgets or {}
         self._durable: DurableAttempt | None = None
-        self.root = root
+        self.handler_task = handler_task
         self._loop = loop or asyncio.get_running_loop()
         self._cancelled = False
         fields = handle.fields
@@ -72,12 +77,12 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
 
     @cached_property
     def random(self) -> random.Random:
-        """A `random.Random` seeded with the run's id: the same numbers in the same order on every attempt."""
+        """A `random.Random` seeded with the run's id, so that every attempt gets the same numbers in the same order."""
         return random.Random(self.run_id)
 
     @property
     def handle(self) -> Handle:
-        """The lease under which this attempt runs."""
+        """The handle of the lease under which this attempt runs."""
         return self._handle
 
     @property
@@ -86,54 +91,54 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
 
     @property
     def sync(self) -> SyncContext:
-        """The same for plain functions: each method waits for what the method of this name here would be awaited."""
+        """The blocking twin of this context, for plain functions: its methods have the same names and block."""
         from flowfabric.sdk.sync import SyncContext
 
-        return SyncContext(self, Portal(self._loop, self.app.thread_turns))
+        return SyncContext(self, Portal(self._loop, self.app.thread_scheduler))
 
     @property
     def durable(self) -> DurableAttempt:
-        """What earlier attempts left behind; read when first needed, so that plain tasks pay nothing for it."""
+        """The replay state of this attempt, created on first use, so that plain tasks do not pay for it."""
         if self._durable is None:
             self._durable = DurableAttempt(
-                self.engine, self.handle, self.root, flush=self.flush, strict=self.on_mismatch == "error"
+                self.engine, self.handle, self.handler_task, flush=self.flush, strict=self.on_mismatch == "error"
             )
         return self._durable
 
     @property
     def may_park(self) -> bool:
-        """Whether the code that asks is the handler itself or a branch of it, where a wait can put the run away."""
-        found = _current.get(None)
-        here = found.context if isinstance(found, ClaimedAttempt) else found
-        return here is self and not self._cancelled and self.durable.is_in_handler()
+        """True if the caller is the handler itself or a branch of it, where a wait can park the run."""
+        holder = _current.get(None)
+        context = holder.context if isinstance(holder, ClaimedAttempt) else holder
+        return context is self and not self._cancelled and self.durable.is_in_handler()
 
     @property
     def is_parked(self) -> bool:
-        """Whether the run was put away: this attempt's handler is over, whatever it still does."""
+        """True if the run was parked: its lease is released, and the handler can record nothing more."""
         return self._durable is not None and self._durable.parked is not None
 
     @property
     def cancelled(self) -> bool:
-        """Whether this attempt is over: timed out, cancelled, or its lease lost. For plain functions to look at."""
+        """True if this attempt has timed out, was cancelled or lost its lease. Long plain functions should poll it."""
         return self._cancelled
 
-    def give_up(self) -> None:
-        """Tell a handler that cannot be interrupted that nobody waits for it any more."""
+    def mark_cancelled(self) -> None:
+        """Set `cancelled`, for a handler in a thread, which cannot be interrupted."""
         self._cancelled = True
 
     @property
     def lease_seconds_left(self) -> float:
-        """How long the lease lasts as things are; it is renewed as long as the worker lives."""
+        """Seconds until the lease expires; the worker renews it as long as the worker is alive."""
         left_ms = self._lease_until() - self.engine.estimate.now()
-        # No longer than it was given for: what a server says of its time is a little late here.
+        # At most the lease's length: the estimate of the store's clock lags by the delay of the server's reply.
         return max(0, min(left_ms, self._handle.fields.lease_ttl_ms)) / 1000
 
     def key(self, name: str) -> str:
-        """An idempotency key for a call to the outside: the same on every attempt of this run."""
+        """Return an idempotency key for a call to another service: the same on every attempt of this run."""
         return hashlib.sha256(f"{self.run_id}|{name}".encode()).hexdigest()
 
-    def end(self) -> None:
-        """The function has ended, one way or another: what it left behind has no say any more."""
+    def close(self) -> None:
+        """Note that the handler has finished: tasks that it left behind can no longer park the run."""
         if self._durable is not None:
             self._durable.close()
 
@@ -162,102 +167,109 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         key: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a function once: its result is remembered, and later attempts return it without running it.
+        """Run a function once and record its result; later attempts return the result without running it again.
 
-        A step is known by its name (by default the function's; give lambdas one, they are all called alike) and how
-        often that occurred in its branch; `key` names one explicitly, wherever it occurs.
+        A process that dies between the effect and the record runs the step again: pass `ctx.key(…)` to services that
+        accept an idempotency key.
+
+        A step is identified by its name and by how many steps of that name came before it in its branch. The name is
+        the function's by default; give lambdas one, since they all have the same name. `key` identifies a step
+        explicitly, wherever it occurs.
         """
-        step = await self.recall(function, args, kwargs, name, key)
+        step = await self.find_step(function, args, kwargs, name, key)
         if not step.is_recorded:
             async with self.durable.without_parking():
-                await self.at(step.fault_point, "before_effect")
+                await self.reach_fault_point(step.fault_point, "before_effect")
                 with in_step(step.name, step.occurrence):
                     value = await run_step(step_function(function, self), args, kwargs)
-                step = await self.keep(step, value)
+                step = await self.record_step_result(step, value)
         return step.result()
 
-    async def recall(
+    async def find_step(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
     ) -> StepCall:
-        """The step that stands here, with what it returned if it ran before."""
+        """Return the step at this point of the function, with its recorded result if it has run before."""
         step = identify_step(self.durable, function, args, kwargs, name, key)
         memo = await self.durable.step_memo(step.name, step.occurrence, step.digest)
         return step if memo is None else step.with_memo(memo)
 
-    async def keep(self, step: StepCall, value: Any) -> StepCall:
-        """Remember what a step returned."""
-        await self.at(step.fault_point, "after_effect")
+    async def record_step_result(self, step: StepCall, value: Any) -> StepCall:
+        """Record the result of a step."""
+        await self.reach_fault_point(step.fault_point, "after_effect")
         result = step.encode(value)
         memo = await self.engine.record_step(
             self.handle, step.name, step.occurrence, result, encoding="json", digest=step.digest
         )
-        await self.at(step.fault_point, "after_commit")
+        await self.reach_fault_point(step.fault_point, "after_commit")
         return step.with_memo(memo)
 
-    async def at(self, point: str, moment: str) -> None:
-        """Come to a place where a test may want something to go wrong."""
-        if self.app.on_point is not None:
-            await self.app.on_point(self, point, moment)
+    async def reach_fault_point(self, point: str, moment: str) -> None:
+        """Mark a point at which a test can inject a crash."""
+        if self.app.on_fault_point is not None:
+            await self.app.on_fault_point(self, point, moment)
 
     async def now(self) -> int:
-        """The time when this was first asked, in milliseconds since the epoch; the same on every attempt."""
+        """Return the time in milliseconds since the epoch, recorded on first use: the same on every attempt."""
         return await self.step(self._now, name="now")
 
     async def _now(self) -> int:
         return self.engine.estimate.now()
 
     def uuid(self) -> uuid.UUID:
-        """A fresh id that is the same on every attempt."""
+        """Return a new unique id that is the same on every attempt."""
         name, occurrence = self.durable.next_occurrence("uuid")
         return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}")
 
-    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Ask something of the engine once, under a key that is the same on every attempt; the answer is plain JSON."""
+    async def run_once(self, label: str, operation: Callable[[str], Awaitable[Any]]) -> Any:
+        """Run an engine operation once and record its answer, which must be plain JSON data.
+
+        The operation gets an idempotency key that is the same on every attempt.
+        """
         name, occurrence = self.durable.next_occurrence(label)
         memo = await self.durable.step_memo(name, occurrence, None)
         if memo is None:
             async with self.durable.without_parking():
-                await self.at(label, "before_effect")
-                answer = await ask(self.key(f"{name}#{occurrence}"))
-                await self.at(label, "after_effect")
+                await self.reach_fault_point(label, "before_effect")
+                answer = await operation(self.key(f"{name}#{occurrence}"))
+                await self.reach_fault_point(label, "after_effect")
                 memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
-                await self.at(label, "after_commit")
+                await self.reach_fault_point(label, "after_commit")
         return from_json(memo.result)
 
 
 class ClaimedAttempt:
-    """An attempt at what was claimed. Its context is made when somebody asks for it: many handlers never do."""
+    """An attempt of a claimed execution. Its context is created on first use: many handlers need none."""
 
-    __slots__ = ("_make", "claimed", "context", "handler_task", "is_process_starting")
+    __slots__ = ("_make_context", "claimed", "context", "handler_task", "is_process_starting")
 
-    def __init__(self, claimed: Claimed, make: Callable[[ClaimedAttempt], Context]) -> None:
+    def __init__(self, claimed: Claimed, make_context: Callable[[ClaimedAttempt], Context]) -> None:
         self.claimed = claimed
-        self._make = make
+        self._make_context = make_context
         self.context: Context | None = None
-        self.handler_task: asyncio.Task[Any] | None = None  # the task that runs the handler, once it has begun
-        self.is_process_starting = False  # a process for it, which is none of the time that the handler has
+        self.handler_task: asyncio.Task[Any] | None = None  # the task that runs the handler; None before it starts
+        self.is_process_starting = False  # while its subprocess starts, which does not count towards the timeout
 
     def get_context(self) -> Context:
-        """The context; a thread of the handler's may be the first to ask."""
+        """Return the context; threads of the handler may call this concurrently."""
         if self.context is None:
-            with _making:
+            with _creation_lock:
                 if self.context is None:
-                    self.context = self._make(self)
+                    self.context = self._make_context(self)
         return self.context
 
     @property
     def is_parked(self) -> bool:
-        """Whether the run was put away."""
+        """True if the run was parked."""
         return self.context is not None and self.context.is_parked
 
 
 def current() -> Context:
-    """The context of the handler that is running, from anywhere below it."""
+    """Return the context of the running handler, from anywhere below it; `RuntimeError` if none is running."""
     try:
-        found = _current.get()
+        holder = _current.get()
     except LookupError:
         raise RuntimeError("no handler of FlowFabric is running here") from None
-    return found.get_context() if isinstance(found, ClaimedAttempt) else found
+    return holder.get_context() if isinstance(holder, ClaimedAttempt) else holder
 
 
 def set_current(context: Context | ClaimedAttempt) -> contextvars.Token[Context | ClaimedAttempt]:
@@ -265,10 +277,10 @@ def set_current(context: Context | ClaimedAttempt) -> contextvars.Token[Context 
     return _current.set(context)
 
 
-async def run_with_context(context: Context, call: Awaitable[T]) -> T:
+async def run_with_context(context: Context, awaitable: Awaitable[T]) -> T:
     """Await something with a context as the current one."""
     token = set_current(context)
     try:
-        return await call
+        return await awaitable
     finally:
         _current.reset(token)

@@ -15,7 +15,7 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)\s*")
 
 
 def to_ms(length: Duration, name: str = "duration", *, minimum_ms: int = 0) -> int:
-    """Whole milliseconds; numbers are seconds, texts are like "1h30m"."""
+    """Convert a length of time to whole milliseconds; numbers are seconds, texts are like "1h30m"."""
     match length:
         case bool():
             raise InvalidInput(f"{name}: {length!r} is no length of time")
@@ -33,20 +33,20 @@ def to_ms(length: Duration, name: str = "duration", *, minimum_ms: int = 0) -> i
 
 
 def _parse(text: str, name: str) -> float:
-    place, total = 0, 0.0
-    while place < len(text):
-        part = _PART.match(text, place)
+    position, total_ms = 0, 0.0
+    while position < len(text):
+        part = _PART.match(text, position)
         if part is None:
             break
-        total += float(part[1]) * _UNITS[part[2]]
-        place = part.end()
-    if not text or place != len(text):
+        total_ms += float(part[1]) * _UNITS[part[2]]
+        position = part.end()
+    if not text or position != len(text):
         raise InvalidInput(f'{name}: {text!r} is no length of time; write it like "30s", "5m", "1h30m" or "7d"')
-    return total
+    return total_ms
 
 
 def to_seconds(length: Duration | None, name: str = "timeout") -> float | None:
-    """How long to wait; what is left of a time that is over may be below zero."""
+    """Convert a timeout to seconds; None stays None, and a negative number is 0, as the rest of an elapsed time."""
     if length is None or (isinstance(length, int | float) and length <= 0):
         return None if length is None else 0.0
     return to_ms(length, name) / 1000

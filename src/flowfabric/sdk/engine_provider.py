@@ -1,9 +1,9 @@
-"""The engine of an app: one per process, on an event loop of its own unless a loop claims it.
+"""Provides the engine of an app: one per process, on a background loop unless a loop claims it.
 
 A connection belongs to the loop that opened it. Programs that start a loop per call (`asyncio.run` in a script, async
-views under WSGI) would open a pool for each. So the engine lives on one loop, and calls of other loops hop there and
-back, which costs about 0.1 ms. Workers, servers and `async with app` claim the loop they run on: there the engine is
-called without a hop, and while such a loop runs, all other loops and threads of the process use its engine, too.
+views under WSGI) would open a pool for each. So the engine lives on one loop, and calls from other loops run there,
+which costs about 0.1 ms per call. Workers, servers and `async with app` claim the loop they run on: there the engine is
+called directly. While a claimed loop runs, all other loops and threads of the process use its engine, too.
 """
 
 from __future__ import annotations
@@ -35,54 +35,54 @@ else:
 T = TypeVar("T")
 EngineTask = asyncio.Task["EngineAPI"]
 
-NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "wake_claims"})  # plain functions that must run on the engine's loop
+NEEDS_ENGINE_LOOP = frozenset({"start_sweeps", "wake_claims"})  # plain methods that must run on the engine's loop
 
 
 class EngineProvider:
-    """Finds the engine for whichever loop or thread asks, and opens it when there is none."""
+    """Finds the engine for the calling loop or thread, and opens it on first use."""
 
     def __init__(self, connect: Callable[[], Coroutine[Any, Any, EngineAPI]], *, is_shared: Callable[[], bool]) -> None:
-        """`connect` opens an engine on the running loop; `is_shared` is False for a store that only one engine sees."""
+        """Open nothing yet. `connect` opens an engine on the running loop; `is_shared` is False for a memory store."""
         self._connect = connect
         self._is_shared = is_shared
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._engines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EngineTask] = weakref.WeakKeyDictionary()
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: threading.Thread | None = None
-        self._elsewhere: CrossLoopEngine | None = None
+        self._cross_loop_engine: CrossLoopEngine | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
     async def engine(self) -> EngineAPI:
-        """The engine: as it is on the loop that has it, or one whose verbs hop there."""
+        """Return the engine on the loop that owns it, and a `CrossLoopEngine` on any other loop."""
         loop = asyncio.get_running_loop()
-        home = self._home()
-        if home is loop:
-            return await self._of_this_loop(loop)
-        connecting = self._engines.get(home)
+        owner = self._owning_loop()
+        if owner is loop:
+            return await self._open_on(loop)
+        connecting = self._engines.get(owner)
         if connecting is None or not connecting.done() or _has_failed(connecting):
-            engine = await event_loop.run_on_loop(home, self._of_this_loop(home))
+            engine = await event_loop.run_on_loop(owner, self._open_on(owner))
         else:
             engine = connecting.result()
-        known = self._elsewhere
-        if known is None or known.engine is not engine:
+        proxy = self._cross_loop_engine
+        if proxy is None or proxy.engine is not engine:
             # `__getattr__` has the operations, which a type checker cannot see; a test compares the signatures.
-            known = self._elsewhere = CrossLoopEngine(engine, home)  # type: ignore[abstract]
-        return known
+            proxy = self._cross_loop_engine = CrossLoopEngine(engine, owner)  # type: ignore[abstract]
+        return proxy
 
     async def open_on_this_loop(self) -> EngineAPI:
-        """Open the engine on this loop, unless the store is one that another loop of this process has already."""
+        """Open the engine on this loop; a memory store that another loop has opened is used from there instead."""
         loop = asyncio.get_running_loop()
-        self._notice_fork()
+        self._check_fork()
         with self._lock:
-            is_elsewhere = loop not in self._engines and self._running() is not None
+            is_elsewhere = loop not in self._engines and self._running_loop() is not None
         if is_elsewhere and not self._is_shared():
             return await self.engine()
-        return await self._of_this_loop(loop)
+        return await self._open_on(loop)
 
-    async def _of_this_loop(self, loop: asyncio.AbstractEventLoop) -> EngineAPI:
+    async def _open_on(self, loop: asyncio.AbstractEventLoop) -> EngineAPI:
         with self._lock:
             connecting = self._engines.get(loop)
             if connecting is None or _has_failed(connecting):
@@ -90,20 +90,20 @@ class EngineProvider:
         return await asyncio.shield(connecting)
 
     def bind(self, engine: EngineAPI) -> EngineTask | None:
-        """Use this engine on this loop from now on; what was used before, for `unbind`."""
+        """Use this engine on this loop from now on; return the previous one, for `unbind`."""
 
-        async def bound() -> EngineAPI:
+        async def opened() -> EngineAPI:
             return engine
 
         loop = asyncio.get_running_loop()
-        self._notice_fork()
+        self._check_fork()
         with self._lock:
             before = self._engines.get(loop)
-            self._engines[loop] = loop.create_task(bound())
+            self._engines[loop] = loop.create_task(opened())
         return before
 
     def unbind(self, before: EngineTask | None) -> None:
-        """Use what was used before `bind`."""
+        """Restore the engine that `bind` replaced."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if before is None:
@@ -112,8 +112,8 @@ class EngineProvider:
                 self._engines[loop] = before
 
     async def close(self) -> None:
-        """Close the engine of this loop; on a loop that has none, the one on the loop of our own."""
-        self._notice_fork()
+        """Close the engine of this loop, or if it has claimed none, the engine on the background loop."""
+        self._check_fork()
         with self._lock:
             connecting = self._engines.pop(asyncio.get_running_loop(), None)
         if connecting is None:
@@ -123,21 +123,21 @@ class EngineProvider:
 
     # -- loops and threads ----------------------------------------------------------------------------------------
 
-    def portal(self, turns: ThreadScheduler | None) -> Portal:
-        """The way from a thread to the loop that has the engine; `turns` is for loops that are not our own."""
-        home = self._home(anywhere=True)
-        return Portal(home) if home is self._own_loop else Portal(home, turns)
+    def portal(self, scheduler: ThreadScheduler | None) -> Portal:
+        """Return a portal to the loop that owns the engine; `scheduler` is used for claimed loops only."""
+        owner = self._owning_loop(from_thread=True)
+        return Portal(owner) if owner is self._own_loop else Portal(owner, scheduler)
 
-    def _home(self, *, anywhere: bool = False) -> asyncio.AbstractEventLoop:
-        """The loop whose engine to use here: this one if it has claimed one, else any that has, else our own."""
-        self._notice_fork()
+    def _owning_loop(self, *, from_thread: bool = False) -> asyncio.AbstractEventLoop:
+        """Return the loop whose engine is used here: this one, or any other that has one, or the background loop."""
+        self._check_fork()
         with self._lock:
-            if not anywhere and ((here := asyncio.get_running_loop()) in self._engines or here is self._own_loop):
+            if not from_thread and ((here := asyncio.get_running_loop()) in self._engines or here is self._own_loop):
                 return here
-            return self._running() or self._start_own_loop()
+            return self._running_loop() or self._start_own_loop()
 
-    def _running(self) -> asyncio.AbstractEventLoop | None:
-        """A loop that has an engine and runs; a claimed one before our own."""
+    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return a running loop that has an engine; a claimed one is preferred to the background loop."""
         claimed = (loop for loop in list(self._engines) if loop is not self._own_loop and loop.is_running())
         own = self._own_loop if self._own_thread is not None and self._own_thread.is_alive() else None
         return next(claimed, own)
@@ -152,8 +152,8 @@ class EngineProvider:
         return loop
 
     def stop_own_loop(self) -> None:
-        """Close the engine on the loop of our own, if there is one, and end that loop. The next call starts another."""
-        self._notice_fork()
+        """Close the background loop and its engine, if there is one. The next call starts another."""
+        self._check_fork()
         with self._lock:
             loop, self._own_loop = self._own_loop, None
             thread, self._own_thread = self._own_thread, None
@@ -161,42 +161,39 @@ class EngineProvider:
             return
         atexit.unregister(self.stop_own_loop)
         try:
-            Portal(loop).call(self._close_of(loop))
+            Portal(loop).call(self._close_on(loop))
         finally:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
-    async def _close_of(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _close_on(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop in self._engines:
             await self.close()
 
-    def _notice_fork(self) -> None:
-        """A forked child has none of its parent's threads: loops that ran there look as if they ran here."""
+    def _check_fork(self) -> None:
+        """Start over in a forked child: its parent's loops look as if they ran, but their threads are missing."""
         if self._pid != os.getpid():
-            # Kept, so that nothing of the parent's is closed here.
-            _inherited.append((self._engines, self._own_loop, self._elsewhere))
-            self._begin()
+            # Kept alive, so that the garbage collector does not close the parent's connections.
+            _inherited.append((self._engines, self._own_loop, self._cross_loop_engine))
+            self._reset()
 
 
 _inherited: list[Any] = []
 
 
 class CrossLoopEngine(_EngineAPI):
-    """Runs the operations of an engine on its own event loop and returns their results to the calling loop.
+    """A proxy for an engine on another loop: operations run there, and their answers return to the caller's loop."""
 
-    Coroutine functions are forwarded by `__getattr__`, with the signature of the engine's own operation.
-    """
-
-    def __init__(self, engine: EngineAPI, home: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: EngineAPI, owner: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
-        self._home = home
+        self._owner = owner
 
     async def create_within(
         self, connection: Any, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate]:
         """Create executions in a caller's transaction, whose connection stays on the caller's loop."""
         outside = event_loop.LoopBoundValue(connection, asyncio.get_running_loop())
-        return await event_loop.run_on_loop(self._home, self.engine.create_within(outside, asks))
+        return await event_loop.run_on_loop(self._owner, self.engine.create_within(outside, asks))
 
     async def complete_many(
         self,
@@ -207,9 +204,9 @@ class CrossLoopEngine(_EngineAPI):
     ) -> list[answers.Completed | errors.FabricError]:
         """Complete many executions; `answered` is called on the caller's loop."""
         here = asyncio.get_running_loop()
-        on_answered = None if answered is None else lambda: _call(here, answered)
+        callback = None if answered is None else lambda: _call(here, answered)
         return await event_loop.run_on_loop(
-            self._home, self.engine.complete_many(results, encoding=encoding, answered=on_answered)
+            self._owner, self.engine.complete_many(results, encoding=encoding, answered=callback)
         )
 
     def pulling(
@@ -222,7 +219,7 @@ class CrossLoopEngine(_EngineAPI):
         lease_ttl_ms: int = 15_000,
         namespaces: Collection[str] | None = None,
     ) -> LanePollerAPI:
-        """Open a poller whose claims run on the engine's loop."""
+        """Return a poller whose claims run on the engine's loop."""
         poller = self.engine.pulling(
             lanes,
             worker_id=worker_id,
@@ -231,57 +228,57 @@ class CrossLoopEngine(_EngineAPI):
             lease_ttl_ms=lease_ttl_ms,
             namespaces=namespaces,
         )
-        return _CrossLoopPoller(poller, self._home)
+        return _CrossLoopPoller(poller, self._owner)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.engine, name)
         if inspect.iscoroutinefunction(value):
 
             @functools.wraps(value)
-            async def forwarded(*args: Any, **kwargs: Any) -> Any:
-                result = await event_loop.run_on_loop(self._home, value(*args, **kwargs))
-                return self._iterated(result) if hasattr(result, "__anext__") else result
+            async def call_on_owner(*args: Any, **kwargs: Any) -> Any:
+                answer = await event_loop.run_on_loop(self._owner, value(*args, **kwargs))
+                return self._iterate(answer) if hasattr(answer, "__anext__") else answer
 
-            self.__dict__[name] = forwarded
-            return forwarded
+            self.__dict__[name] = call_on_owner
+            return call_on_owner
         if name in NEEDS_ENGINE_LOOP:
-            return lambda *given: _call(self._home, value, *given)
+            return lambda *args: _call(self._owner, value, *args)
         return value
 
-    async def _iterated(self, events: Any) -> AsyncIterator[Any]:
-        """What an iterator of the engine's loop yields."""
+    async def _iterate(self, iterator: Any) -> AsyncIterator[Any]:
+        """Yield the items of an iterator that belongs to the engine's loop."""
         try:
             while True:
                 try:
-                    yield await event_loop.run_on_loop(self._home, event_loop.next_item(events))
+                    yield await event_loop.run_on_loop(self._owner, event_loop.next_item(iterator))
                 except event_loop.IteratorExhausted:
                     return
         finally:
-            if hasattr(events, "aclose"):
-                await event_loop.run_on_loop(self._home, events.aclose())
+            if hasattr(iterator, "aclose"):
+                await event_loop.run_on_loop(self._owner, iterator.aclose())
 
 
 class _CrossLoopPoller:
-    """Claims of one worker on an engine of another loop."""
+    """A proxy for a poller of an engine on another loop."""
 
-    def __init__(self, poller: LanePollerAPI, home: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, poller: LanePollerAPI, owner: asyncio.AbstractEventLoop) -> None:
         self._poller = poller
-        self._home = home
+        self._owner = owner
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
     ) -> list[answers.Claimed]:
         claiming = self._poller.claim(limit, max_wait_ms=max_wait_ms, go_on=go_on)
-        return await event_loop.run_on_loop(self._home, claiming)
+        return await event_loop.run_on_loop(self._owner, claiming)
 
     def close(self) -> None:
-        _call(self._home, self._poller.close)
+        _call(self._owner, self._poller.close)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *given: Any) -> None:
-    loop.call_soon_threadsafe(function, *given)
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    loop.call_soon_threadsafe(function, *args)
 
 
 def _has_failed(connecting: EngineTask) -> bool:
-    """True if it has failed, which whoever asked for it was told."""
+    """True if opening the engine has failed; its caller got the error."""
     return connecting.done() and (connecting.cancelled() or connecting.exception() is not None)

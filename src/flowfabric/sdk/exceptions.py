@@ -1,4 +1,4 @@
-"""How a handler says that it failed, and how a caller hears of it."""
+"""Exceptions that a handler raises to control retries, and those that a caller of `Run.result` gets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from flowfabric.sdk.durations import Duration, to_ms
 
 
 class RetryAfter(Exception):
-    """Raised by a handler that should go on later: the attempt is put away until then and costs no retry.
+    """Raised by a handler that should run again later: the attempt is delayed, which does not count as a retry.
 
-    A text of digits is a number of seconds, as servers write it into a Retry-After header.
+    A text of digits is a number of seconds, as in an HTTP Retry-After header.
     """
 
     def __init__(self, after: Duration) -> None:
@@ -18,11 +18,11 @@ class RetryAfter(Exception):
 
 
 class Fatal(Exception):
-    """Raised by a handler whose failure no retry can mend."""
+    """Raised by a handler to fail the run without another attempt."""
 
 
 class BudgetExceeded(Exception):
-    """What a handler wanted to spend or reserve goes beyond a hard limit; nothing was counted."""
+    """Raised when spending or reserving would exceed a hard limit; nothing was counted."""
 
     def __init__(
         self, budget: str, dimension: str, *, used: int | float, limit: int | float, asked: int | float
@@ -44,27 +44,28 @@ class RunEnded(Exception):
         self.run_id = run_id
         self.task = task
         self.reason = reason or ""
-        self.attempt = attempt  # its last one, when that is known
+        self.attempt = attempt  # the last attempt, if known
         where = run_id if attempt is None else f"{run_id} attempt {attempt}"
         super().__init__(f"{task} {where}: {self.reason or self.__doc__}")
-        self.add_note(f"{self.hint}; `ff show {run_id}` tells what became of it")
+        self.add_note(f"{self.hint}; `ff show {run_id}` shows its history")
 
 
+# The docstrings of the subclasses are the message of a run that ended without a reason.
 class RunFailed(RunEnded):
-    """Its last attempt failed."""
+    """The last attempt of the run failed."""
 
-    hint = "run.attempts() tells of every attempt, run.replay() lets it run again"
+    hint = "run.attempts() lists every attempt, run.replay() lets it run again"
 
 
 class RunCancelled(RunEnded):
-    """Somebody cancelled it."""
+    """The run was cancelled."""
 
 
 class RunExpired(RunEnded):
-    """Its time was over."""
+    """The run passed its deadline, or was suspended for too long."""
 
 
 class RunSkipped(RunEnded):
-    """What it depended on did not happen."""
+    """The run was skipped, because its dependencies did not end as required."""
 
     hint = "once what it waits for has been replayed, run.replay() lets it wait again"

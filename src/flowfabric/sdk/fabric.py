@@ -1,4 +1,4 @@
-"""The fabric: an application's tasks and the store that keeps their runs."""
+"""`Fabric`: the tasks of an application, and the store or server that keeps their runs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ DEFAULT_STORE = "sqlite:///flowfabric.db"
 
 
 class Fabric:
-    """Tasks on a store. `Fabric()` reads FLOWFABRIC_URL, else keeps everything in flowfabric.db here.
+    """An application: its tasks, and the store that keeps their runs.
 
-    Apps of several namespaces may share a store: keys, budgets and limits are told apart, and workers take the runs of
-    their own app's namespace only.
+    `Fabric()` connects to FLOWFABRIC_URL, or by default to the SQLite file flowfabric.db in the working directory.
+
+    Applications of several namespaces may share a store. Each namespace has its own keys, budgets and limits, and a
+    worker claims only runs of its application's namespace.
     """
 
     def __init__(
@@ -63,17 +65,21 @@ class Fabric:
         minter: Minter | None = None,
         token: str | None = None,
     ) -> None:
-        """`url` is a store's address, or a server's, which is shown `token` (else FLOWFABRIC_TOKEN or FF_API_TOKEN)."""
+        """Take the URL of a store or of a server; nothing is opened yet.
+
+        A server is sent `token`, or by default FLOWFABRIC_TOKEN or FF_API_TOKEN.
+        """
         if url is not None and not isinstance(url, str):
             raise InvalidInput(f"url: {url!r} is not a text, as in sqlite:///app.db")
         self.url = url or os.environ.get("FLOWFABRIC_URL") or DEFAULT_STORE
         self.namespace = namespace
         self._public_url = public_url
-        self.on_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # for tests: crash points
-        self.thread_turns: ThreadScheduler | None = None  # for tests: when threads that asked the loop go on
-        self.on_ask: Callable[[Context, str, Any], None] | None = None  # for tests: approvals and their shapes
-        self.stubs: dict[Any, Callable[..., Any]] = {}  # for tests: what runs instead of a step's function or a task
-        self.isolates = True  # False in tests: what should run in a process of its own runs in a thread
+        # Hooks for tests, set by `flowfabric.testing.World`.
+        self.on_fault_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # may raise a crash
+        self.thread_scheduler: ThreadScheduler | None = None  # decides when a thread gets the result of its call
+        self.on_approval: Callable[[Context, str, Any], None] | None = None  # sees the name and type of an approval
+        self.stubs: dict[Any, Callable[..., Any]] = {}  # replacement for a step function or a task
+        self.use_subprocesses = True  # if False, handlers with isolation="process" run in a thread
         self.identity = f"{socket.gethostname()}:{os.getpid()}"
         self.tasks: dict[str, Task[..., Any]] = {}
         self._settings = settings
@@ -81,17 +87,17 @@ class Fabric:
         self._clock = clock
         self._minter = minter
         self._token = token
-        self._made: weakref.WeakKeyDictionary[EngineAPI, set[str]] = weakref.WeakKeyDictionary()
-        self._connections = EngineProvider(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
+        self._declared: weakref.WeakKeyDictionary[EngineAPI, set[str]] = weakref.WeakKeyDictionary()
+        self._provider = EngineProvider(self._connect, is_shared=lambda: not self.url.startswith("memory:"))
 
     @property
     def public_url(self) -> str:
-        """Where the links of approvals lead: as told, else FF_PUBLIC_URL, else to the server that this app is on."""
+        """The base URL of approval links: `public_url`, or FF_PUBLIC_URL, or the server that this app connects to."""
         return public_base_url(self.url, self._public_url)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
-    # In this order: what is awaited is also something that is called, and the first that fits is taken.
+    # The order matters: a coroutine function is also a callable, and the first overload that fits is chosen.
     @overload
     def task(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
@@ -136,11 +142,12 @@ class Fabric:
         isolation: Literal["auto", "process"] = "auto",
         on_mismatch: Literal["warn", "error"] = "warn",
     ) -> Any:
-        """Make a function a task. Its name (by default where it stands) is what its runs are kept under.
+        """Make a function a task. Runs refer to it by `name`, which defaults to the function's module and name.
 
-        `fair` says whose work a call is: whoever has much waiting does not keep the others from their turns, of which
-        each gets `weight`. `on_mismatch` is what happens when a durable function takes another way than it is
-        remembered to have taken, because it was changed meanwhile.
+        `fair` names the parameter, or is the function of the arguments, that tells whose work a call is. Work of
+        different owners is claimed in turn, in proportion to `weight`, so that a long backlog of one does not delay
+        the others. `on_mismatch` decides whether a durable function that no longer matches its recorded steps logs a
+        warning or fails.
         """
         if isolation not in ("auto", "process"):
             raise InvalidInput(f'isolation: {isolation!r} is neither "auto" nor "process"')
@@ -158,35 +165,36 @@ class Fabric:
         if name is not None:
             validation.validate_name(name)
 
-        def make(given: Callable[..., Any]) -> Task[..., Any]:
-            function = validation.validate_handler(given)
-            known_as = name or f"{_home(function)}.{function.__qualname__}"
-            if known_as in self.tasks:
-                raise InvalidInput(f"task {known_as!r} exists already; give one of them another name=")
-            kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
-            made: Task[..., Any] = kind(
-                self, function, name=known_as, isolation=isolation, on_mismatch=on_mismatch, options=options
+        def register(candidate: Callable[..., Any]) -> Task[..., Any]:
+            function = validation.validate_handler(candidate)
+            task_name = name or f"{_importable_module(function)}.{function.__qualname__}"
+            if task_name in self.tasks:
+                raise InvalidInput(f"task {task_name!r} exists already; give one of them another name=")
+            task_type = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
+            task: Task[..., Any] = task_type(
+                self, function, name=task_name, isolation=isolation, on_mismatch=on_mismatch, options=options
             )
-            self.tasks[known_as] = made
-            return made
+            self.tasks[task_name] = task
+            return task
 
-        return TaskDecorator(make) if handler is None else make(handler)
+        return TaskDecorator(register) if handler is None else register(handler)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
     async def engine(self) -> EngineAPI:
-        """The engine, opened when first asked for: one per process, on a loop of its own unless a loop claims it.
+        """Return the engine, opened on first use: one per process, on a background loop unless a loop has claimed it.
 
-        On the loop that has it this is the engine itself; elsewhere its verbs hop to that loop.
+        On the loop that owns the engine this is the engine itself. On any other loop it is a proxy whose operations run
+        on the owning loop.
         """
-        return await self._connections.engine()
+        return await self._provider.engine()
 
     async def claim(self) -> EngineAPI:
-        """The engine on this event loop, for whoever stays here: calls need no hop, and other loops come here.
+        """Open the engine on this event loop, which then owns it: calls from here do not change loops.
 
-        `async with app` does this, and closes it in the end; so do workers.
+        `async with app` and workers do this, and close the engine at the end.
         """
-        return await self._connections.open_on_this_loop()
+        return await self._provider.open_on_this_loop()
 
     async def _connect(self) -> EngineAPI:
         engine = await self.connect(migrate=self._migrate)
@@ -194,7 +202,7 @@ class Fabric:
             return engine
         try:
             kids = await engine.list_waitpoint_hmac_kids()
-            if kids.current_kid is None:  # whoever is first; the others find it
+            if kids.current_kid is None:  # the first process creates the key; ensure_signing_key is safe in a race
                 await engine.ensure_signing_key(secrets.token_hex(32))
         except BaseException:
             await engine.close()
@@ -202,9 +210,9 @@ class Fabric:
         return engine
 
     async def connect(self, *, migrate: bool = False, hears: bool = True, command_s: float | None = None) -> EngineAPI:
-        """An engine of the caller's own, to be closed by it; one that waits for nothing need not hear of anything.
+        """Open a separate engine, which the caller closes. `hears=False` saves the subscription to wakeups.
 
-        `command_s` is how long a command may take before its connection is given up, if that is not long already.
+        `command_s` lowers the time after which a store command times out; it never raises it.
         """
         settings = self._settings or Settings()
         if not hears:
@@ -220,67 +228,67 @@ class Fabric:
             token=self._token,
         )
         if command_s is not None:
-            engine.limit_commands(command_s)  # a URL may have set more
+            engine.limit_commands(command_s)  # the URL may have set a longer timeout
         return engine
 
     def bind(self, engine: EngineAPI) -> asyncio.Task[EngineAPI] | None:
-        """Use this engine in this event loop from now on; what was used before, for `unbind`."""
-        return self._connections.bind(engine)
+        """Use this engine on this event loop from now on; return the previous one, for `unbind`."""
+        return self._provider.bind(engine)
 
     def unbind(self, before: asyncio.Task[EngineAPI] | None) -> None:
-        """Use what was used before `bind`."""
-        self._connections.unbind(before)
+        """Restore the engine that `bind` replaced."""
+        self._provider.unbind(before)
 
     async def close(self) -> None:
-        """Let go of the store: what this event loop has claimed, else what the loops without a claim share."""
-        await self._connections.close()
+        """Close the engine of this event loop, or if it has claimed none, the engine shared in the background."""
+        await self._provider.close()
 
     async def declare(self, engine: EngineAPI) -> None:
-        """Let the budgets and limits exist that are the same for every call of a task."""
+        """Create the budgets and limits of all tasks that do not depend on the arguments of a call."""
         for task in self.tasks.values():
-            own = task.own
-            same = msgspec.structs.replace(
-                own,
-                budgets=tuple(one for one in own.budgets if one.per is None),
-                limits=tuple(one for one in own.limits if one.per is None),
+            defaults = task.default_options
+            shared = msgspec.structs.replace(
+                defaults,
+                budgets=tuple(budget for budget in defaults.budgets if budget.per is None),
+                limits=tuple(limit for limit in defaults.limits if limit.per is None),
                 fair=None,
             )
-            await self.declare_bound(engine, task.bound(same, {}))
+            await self.declare_limits(engine, task.resolve_limits(shared, {}))
 
-    async def declare_bound(self, engine: EngineAPI, bound: CallLimits) -> None:
-        """Let these exist; asked for once in the life of an engine."""
-        await bound.declare(engine, self._made.setdefault(engine, set()), self.namespace)
+    async def declare_limits(self, engine: EngineAPI, limits: CallLimits) -> None:
+        """Create the budgets and limits of a call; each is sent once per engine."""
+        await limits.declare(engine, self._declared.setdefault(engine, set()), self.namespace)
 
-    async def declared(self, engine: EngineAPI, budget: Budget) -> str:
-        """The id of a budget that is everybody's."""
+    async def declare_budget(self, engine: EngineAPI, budget: Budget) -> str:
+        """Create a budget that is shared by all callers; return its id."""
         budget_id = budget.id(self.namespace)
-        await self.declare_bound(engine, CallLimits({budget.name: (budget, budget_id, "")}))
+        await self.declare_limits(engine, CallLimits({budget.name: (budget, budget_id, "")}))
         return budget_id
 
     def flow(self, name: str) -> Flow:
-        """A flow whose shape is known beforehand, still without nodes."""
+        """Start a flow, a graph of calls that is submitted as a whole; it has no nodes yet."""
         return Flow(self, name)
 
     def find(self, run_id: str) -> Run[Any]:
-        """A run by its id, of whichever task; its result is what JSON says."""
+        """Return the handle of a run of any task, by its id. Its result is plain JSON data."""
         return Run(run_id, "run", ValueCodec(Any), self)
 
     # -- without await --------------------------------------------------------------------------------------------
 
     @property
     def sync(self) -> SyncFabric:
-        """The same for code that cannot await."""
+        """The blocking twin of this object, for code that cannot await."""
         from flowfabric.sdk.sync import SyncFabric
 
         return SyncFabric(self)
 
     def portal(self) -> Portal:
-        """The way from this thread to the event loop that has the engine."""
-        return self._connections.portal(self.thread_turns)
+        """Return a portal, through which this thread calls the event loop that owns the engine."""
+        return self._provider.portal(self.thread_scheduler)
 
     def stop_own_loop(self) -> None:
-        """Close what threads, and loops without a claim, share; happens by itself when the program ends."""
-        self._connections.stop_own_loop()
+        """Close the engine and the loop shared in the background; happens by itself at the end of the process."""
+        self._provider.stop_own_loop()
 
     async def __aenter__(self) -> Self:
         await self.claim()
@@ -304,13 +312,14 @@ class Fabric:
         stall_limit: Duration = "5m",
         worker_id: str | None = None,
     ) -> None:
-        """Work until told to stop: SIGTERM or Ctrl-C drains, a second one hurries.
+        """Run a worker until SIGTERM or Ctrl-C, which drains it; a second one releases the running work at once.
 
-        `stall_limit` is how long the event loop may be blocked before its work is left to others.
+        A drain waits up to `grace` for running handlers. If the event loop is blocked for longer than `stall_limit`,
+        the worker's leases are no longer renewed.
         """
         from flowfabric.sdk.worker.worker import Worker
 
-        if _in_a_loop():
+        if _is_loop_running():
             raise RuntimeError(
                 "app.run() takes the whole process: start the worker in one of its own, as `ff worker` does"
             )
@@ -330,7 +339,7 @@ class Fabric:
         return f"<Fabric of {len(self.tasks)} tasks, namespace {self.namespace!r}>"
 
 
-def _in_a_loop() -> bool:
+def _is_loop_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -338,11 +347,11 @@ def _in_a_loop() -> bool:
     return True
 
 
-def _home(function: Callable[..., Any]) -> str:
-    """The module of a function by the name under which others import it, also when it is the program that runs."""
+def _importable_module(function: Callable[..., Any]) -> str:
+    """Return the name under which others import a function's module, even if it runs as `__main__`."""
     module: str = function.__module__
     if module not in ("__main__", "__mp_main__"):
         return module
-    known = getattr(function, "__globals__", {})
-    spec, file = known.get("__spec__"), known.get("__file__")
+    module_globals = getattr(function, "__globals__", {})
+    spec, file = module_globals.get("__spec__"), module_globals.get("__file__")
     return str(spec.name) if spec is not None else Path(file).stem if file else module

@@ -1,4 +1,4 @@
-"""Flows whose shape is known: nodes are calls of tasks, and an argument that is a node is an edge.
+"""Flows: graphs of calls that are submitted as a whole. An argument that is a node makes an edge.
 
     flow = app.flow("nightly")
     rows = flow.add(extract, day)
@@ -7,8 +7,8 @@
     flow.add(alert, join=AnyOf(rows.failed, clean.failed))
     run = await flow.submit()
 
-The whole graph is created at once or not at all. A node reads the results it refers to when it starts; one that the
-join did not need may have none, and is None then.
+The graph is created in one transaction. A node reads the results of its upstream nodes when it starts; a result that
+the join did not need may not exist, and is None then.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ ALL = AllOf()
 
 
 class NodeOutcome(msgspec.Struct, frozen=True):
-    """The end of a node that another one waits for."""
+    """An outcome of a node that another node waits for."""
 
     node: Node[Any]
     kind: str = "success_only"
 
 
 class Node(Generic[R]):
-    """A call in a flow. Given as an argument of another call it carries its result there."""
+    """A call in a flow. Passed as an argument to another call, it stands for its result."""
 
     def __init__(self, flow: Flow, name: str, call: Call[R]) -> None:
         self.flow = flow
         self.name = name
         self.call = call
-        self.edges: list[NodeOutcome] = []  # what it waits for
+        self.edges: list[NodeOutcome] = []  # the outcomes it waits for
         self.join: Join = ALL
-        self.results: dict[str, Any] = {}  # parameter -> node, or list of nodes
-        self.arguments: dict[str, Any] = {}  # the others
+        self.results: dict[str, Any] = {}  # parameters that get results: a node or a list of nodes
+        self.arguments: dict[str, Any] = {}  # the other parameters, with their values
 
     @property
     def failed(self) -> NodeOutcome:
-        """Its end without success, for a join."""
+        """The outcome that it ended without success, for a join or `after`."""
         return NodeOutcome(self, "failure_only")
 
     @property
     def done(self) -> NodeOutcome:
-        """Its end, whatever it is, for a join."""
+        """The outcome that it ended in any way, for a join or `after`."""
         return NodeOutcome(self, "any_outcome")
 
     def __repr__(self) -> str:
@@ -74,22 +74,22 @@ class Node(Generic[R]):
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """The shape of a flow: its nodes with their tasks, and who waits for whom for which end."""
+    """The shape of a flow: the task of each node, and edges as (upstream, downstream, kind)."""
 
     nodes: dict[str, str]
     edges: list[tuple[str, str, str]]
 
     def mermaid(self) -> str:
-        """The same as a diagram."""
-        places = {name: f"n{number}" for number, name in enumerate(self.nodes)}
-        lines = ["flowchart LR", *(f'    {place}["{name}"]' for name, place in places.items())]
+        """Return the graph as a Mermaid flowchart."""
+        ids = {name: f"n{number}" for number, name in enumerate(self.nodes)}
+        rows = ["flowchart LR", *(f'    {node_id}["{name}"]' for name, node_id in ids.items())]
         arrows = {"success_only": "-->", "failure_only": "-. failed .->", "any_outcome": "-. done .->"}
-        lines += [f"    {places[above]} {arrows[kind]} {places[below]}" for above, below, kind in self.edges]
-        return "\n".join(lines)
+        rows += [f"    {ids[upstream]} {arrows[kind]} {ids[downstream]}" for upstream, downstream, kind in self.edges]
+        return "\n".join(rows)
 
 
 class Flow:
-    """A flow in the making. It can be submitted any number of times."""
+    """A graph of calls under construction. It can be submitted any number of times."""
 
     def __init__(self, app: Fabric, name: str) -> None:
         validation.validate_name(name)
@@ -118,7 +118,7 @@ class Flow:
         after: Iterable[Node[Any] | NodeOutcome] = (),
         **kwargs: Any,
     ) -> Node[R]:
-        """A call that runs when its upstreams let it: the nodes among its arguments, those of the join, and `after`."""
+        """Add a call, which runs when its join is met. It waits for the nodes in its arguments, `join` and `after`."""
         if isinstance(after, Node | NodeOutcome) or not isinstance(after, Iterable):
             raise InvalidInput("after: not a list; write after=[node]")
         if not isinstance(join, Join):
@@ -134,36 +134,36 @@ class Flow:
                 node.results[parameter] = value
             else:
                 node.arguments[parameter] = value
-        call.task.signature.dump(node.arguments)  # wrong input is refused here
-        upstreams = [one for value in node.results.values() for one in _several(value)]
-        node.edges = list(dict.fromkeys(_edge(one) for one in (*upstreams, *join.of, *after)))
+        call.task.signature.dump(node.arguments)  # refuses arguments of the wrong type
+        upstreams = [upstream for value in node.results.values() for upstream in _as_nodes(value)]
+        node.edges = list(dict.fromkeys(_as_outcome(upstream) for upstream in (*upstreams, *join.of, *after)))
         for edge in node.edges:
             if edge.node.flow is not self:
                 raise InvalidInput(f"flow {self.name}: {edge.node} is of another flow")
         node.join = join
         if node.edges:
-            join.needed(len(node.edges))
+            join.required_successes(len(node.edges))
         self.nodes[name] = node
         return node
 
     @property
     def sync(self) -> SyncFlow:
-        """The same for code that cannot await."""
+        """The blocking twin of this object, for code that cannot await."""
         from flowfabric.sdk.sync import SyncFlow
 
         return SyncFlow(self)
 
     def graph(self) -> Graph:
-        """Its shape."""
+        """Return the nodes and edges of the flow."""
         return Graph(
             {name: node.call.task.name for name, node in self.nodes.items()},
             [(edge.node.name, node.name, edge.kind) for node in self.nodes.values() for edge in node.edges],
         )
 
     async def submit(self, *, key: str | None = None) -> FlowRun:
-        """Hand the whole flow over; it is kept when this returns. `key` makes that idempotent.
+        """Submit the whole graph. It is stored when this returns, all of it or nothing. `key` makes this idempotent.
 
-        A key holds as long as the flow is kept: the same name and key are the same flow.
+        A key is valid as long as the flow is kept: the same name and key are the same flow.
         """
         if not self.nodes:
             raise InvalidInput(f"flow {self.name}: it has no nodes")
@@ -172,17 +172,21 @@ class Flow:
         if key is not None:
             flow_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"flowfabric|{self.app.namespace}|flow|{self.name}|{key}"))
         partition = ids.flow_partition(ids.FlowId(flow_id), engine.partitions)
-        run_ids = {
-            name: f"{{fp:{partition}}}:{uuid.uuid5(uuid.UUID(flow_id), name)}" for name in self.nodes
-        }  # derived, so that a lost answer and a second try mean the same flow
-        read = {one.name for node in self.nodes.values() for value in node.results.values() for one in _several(value)}
-        asks = [
-            await node.call.task.ask(
+        # All ids are derived from the flow's id, so that a retry after a lost reply creates the same graph.
+        run_ids = {name: f"{{fp:{partition}}}:{uuid.uuid5(uuid.UUID(flow_id), name)}" for name in self.nodes}
+        read = {
+            upstream.name
+            for node in self.nodes.values()
+            for value in node.results.values()
+            for upstream in _as_nodes(value)
+        }
+        requests = [
+            await node.call.task.build_create(
                 engine,
                 node.arguments,
                 options=node.call.options,
                 execution_id=run_ids[name],
-                results={parameter: _runs(value, run_ids) for parameter, value in node.results.items()},
+                results={parameter: _ids_of(value, run_ids) for parameter, value in node.results.items()},
                 is_read=name in read,
             )
             for name, node in self.nodes.items()
@@ -203,13 +207,13 @@ class Flow:
             if node.edges and (policy := node.join.policy()) is not None
         }
         await engine.create_flow_graph(
-            flow_id, asks, edges, policies=policies, flow_kind=self.name, namespace=self.app.namespace
+            flow_id, requests, edges, policies=policies, flow_kind=self.name, namespace=self.app.namespace
         )
         return FlowRun(self, flow_id, run_ids)
 
 
 class FlowRun:
-    """A flow that was handed over."""
+    """The handle of a submitted flow. `flow_run[node]` is the run of a node."""
 
     def __init__(self, flow: Flow, flow_id: str, run_ids: dict[str, str]) -> None:
         self.flow = flow
@@ -221,7 +225,7 @@ class FlowRun:
     @overload
     def __getitem__(self, node: str) -> Run[Any]: ...
     def __getitem__(self, node: Node[Any] | str) -> Run[Any]:
-        """The run of one node, or of the one of this name."""
+        """Return the run of a node, given as the node or its name."""
         known = self.flow.nodes.get(node) if isinstance(node, str) else node
         if not isinstance(known, Node) or known.name not in self._run_ids:
             raise InvalidInput(f"flow {self.flow.name}: {node!r} is none of {', '.join(self._run_ids)}")
@@ -229,59 +233,57 @@ class FlowRun:
 
     @property
     def sync(self) -> SyncFlowRun:
-        """The same for code that cannot await."""
+        """The blocking twin of this object, for code that cannot await."""
         from flowfabric.sdk.sync import SyncFlowRun
 
         return SyncFlowRun(self, self.flow.app.portal())
 
     async def result(self, timeout: Duration | None = None) -> dict[str, Any]:
-        """What the last nodes returned, by name, once all have ended; what was skipped is left out.
+        """Wait until all nodes have ended; return the results of the last nodes by name, without skipped ones.
 
-        Raises what the first failed node would raise, unless some node of the flow waited for that failure or ran
-        without it, or without those that it skipped. A node that retention has removed is not missed when one after it
-        succeeded.
+        Raises the error of the first failed node, unless the flow handled it: a node waited for that failure, or a
+        join was met without the failed node or without nodes that were skipped because of it. A node that retention has
+        removed is ignored if a node after it succeeded.
         """
         nodes = list(self.flow.nodes.values())
-        longest_s = to_seconds(timeout)
+        timeout_s = to_seconds(timeout)
         try:
-            async with asyncio.timeout(longest_s):
-                ends = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
+            async with asyncio.timeout(timeout_s):
+                outcomes = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
         except TimeoutError:
-            late = f"{self.flow.name} {self.id} has not ended after {longest_s:g} s; it goes on all the same"
-            told = TimeoutError(late)
-            told.add_note("run.states() tells what each node is doing; is a worker running?")
-            raise told from None
-        awaited = {edge.node.name for node in nodes for edge in node.edges if edge.kind != "success_only"}
-        awaited |= {  # a join that was met without them
+            error = TimeoutError(f"{self.flow.name} {self.id} has not ended after {timeout_s:g} s; it continues to run")
+            error.add_note("run.states() tells what each node is doing; is a worker running?")
+            raise error from None
+        ended = list(zip(nodes, outcomes, strict=True))
+        # The nodes whose failure the flow handled: a node waited for it ...
+        handled = {edge.node.name for node in nodes for edge in node.edges if edge.kind != "success_only"}
+        handled |= {  # ... or a join was met without it ...
             edge.node.name
-            for node, end in zip(nodes, ends, strict=True)
-            if not isinstance(node.join, AllOf) and not isinstance(end, BaseException)
+            for node, outcome in ended
+            if not isinstance(node.join, AllOf) and not isinstance(outcome, BaseException)
             for edge in node.edges
         }
-        for node, end in zip(reversed(nodes), reversed(ends), strict=True):
-            if isinstance(end, RunSkipped) and node.name in awaited:  # nor was what kept such a one from running missed
-                awaited |= {edge.node.name for edge in node.edges}
-        followed = {edge.node.name for node in nodes for edge in node.edges if edge.kind == "success_only"}
-        passed = {
-            edge.node.name
-            for node, end in zip(nodes, ends, strict=True)
-            if not isinstance(end, BaseException)
-            for edge in node.edges
+        for node, outcome in reversed(ended):
+            if isinstance(outcome, RunSkipped) and node.name in handled:  # ... or without nodes skipped because of it.
+                handled |= {edge.node.name for edge in node.edges}
+        inner = {edge.node.name for node in nodes for edge in node.edges if edge.kind == "success_only"}
+        before_success = {
+            edge.node.name for node, outcome in ended if not isinstance(outcome, BaseException) for edge in node.edges
         }
         results: dict[str, Any] = {}
-        for node, end in zip(nodes, ends, strict=True):
-            if isinstance(end, RunSkipped) or (isinstance(end, NotFound) and node.name in passed):
+        for node, outcome in ended:
+            if isinstance(outcome, RunSkipped) or (isinstance(outcome, NotFound) and node.name in before_success):
                 continue
-            if isinstance(end, BaseException):
-                if isinstance(end, RunEnded) and node.name in awaited:
+            if isinstance(outcome, BaseException):
+                if isinstance(outcome, RunEnded) and node.name in handled:
                     continue
-                raise end
-            if node.name not in followed:
-                results[node.name] = end
+                raise outcome
+            if node.name not in inner:
+                results[node.name] = outcome
         return results
 
     async def states(self) -> dict[str, PublicState]:
-        """What each node is doing; those that retention has removed are left out."""
+        """Return the public state of each node, without nodes that retention has removed."""
         nodes = self.flow.nodes
         states = await asyncio.gather(*(self[node].state() for node in nodes.values()), return_exceptions=True)
         known: dict[str, PublicState] = {}
@@ -293,30 +295,30 @@ class FlowRun:
         return known
 
     async def cancel(self, reason: str = "") -> None:
-        """End everything in it that has not ended."""
+        """Cancel every node that has not ended."""
         await (await self.flow.app.engine()).cancel_flow(self.id, reason=reason)
 
     def graph(self) -> Graph:
-        """Its shape."""
+        """Return the nodes and edges of the flow."""
         return self.flow.graph()
 
     def __repr__(self) -> str:
         return f"<FlowRun {self.flow.name} {self.id}>"
 
 
-def _edge(given: Node[Any] | NodeOutcome) -> NodeOutcome:
-    if not isinstance(given, Node | NodeOutcome):
-        raise InvalidInput(f"flow: {given!r} is no node; nodes are what flow.add returns")
-    return given if isinstance(given, NodeOutcome) else NodeOutcome(given)
+def _as_outcome(upstream: Node[Any] | NodeOutcome) -> NodeOutcome:
+    if not isinstance(upstream, Node | NodeOutcome):
+        raise InvalidInput(f"flow: {upstream!r} is no node; nodes are what flow.add returns")
+    return upstream if isinstance(upstream, NodeOutcome) else NodeOutcome(upstream)
 
 
 def _are_nodes(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Node) for one in value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Node) for item in value)
 
 
-def _several(value: Any) -> Iterable[Node[Any]]:
+def _as_nodes(value: Any) -> Iterable[Node[Any]]:
     return [value] if isinstance(value, Node) else value
 
 
-def _runs(value: Any, run_ids: dict[str, str]) -> str | list[str]:
-    return run_ids[value.name] if isinstance(value, Node) else [run_ids[one.name] for one in value]
+def _ids_of(value: Any, run_ids: dict[str, str]) -> str | list[str]:
+    return run_ids[value.name] if isinstance(value, Node) else [run_ids[node.name] for node in value]

@@ -1,4 +1,4 @@
-"""Joins: when several children, or several nodes of a flow, are enough."""
+"""Joins: how many children, or upstream nodes of a flow, have to succeed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ if TYPE_CHECKING:
 
 
 class Join:
-    """A number of successes. In a flow, `of` are the ends that count, beside the nodes among the arguments."""
+    """The base of joins. In a flow, `of` are the outcomes that count, besides the nodes in the arguments.
+
+    With `cancel_rest`, members that have not ended when the join is met are cancelled.
+    """
 
     def __init__(self, *of: NodeOutcome | Node[Any], cancel_rest: bool = False) -> None:
         self.of = of
         self.cancel_rest = cancel_rest
 
-    def needed(self, count: int) -> int:
-        """How many successes it needs of so many."""
+    def required_successes(self, count: int) -> int:
+        """Return how many of `count` members have to succeed."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any] | None:
-        """What the engine is told for a flow; None for its default."""
+        """Return the engine's edge policy for a flow; None for the default."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -37,12 +40,12 @@ class Join:
 
 
 class AllOf(Join):
-    """Every one has to succeed."""
+    """A join that is met when every member has succeeded."""
 
     def __init__(self, *of: NodeOutcome | Node[Any]) -> None:
         super().__init__(*of)
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         return count
 
     def policy(self) -> dict[str, Any] | None:
@@ -50,9 +53,9 @@ class AllOf(Join):
 
 
 class AnyOf(Join):
-    """One success is enough."""
+    """A join that is met by the first success."""
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         return 1
 
     def policy(self) -> dict[str, Any] | None:
@@ -60,13 +63,13 @@ class AnyOf(Join):
 
 
 class Quorum(Join):
-    """`k` successes are enough."""
+    """A join that is met by `k` successes."""
 
     def __init__(self, k: int, *of: NodeOutcome | Node[Any], cancel_rest: bool = False) -> None:
         super().__init__(*of, cancel_rest=cancel_rest)
         self.k = validation.validate_int("quorum", k, minimum=1)
 
-    def needed(self, count: int) -> int:
+    def required_successes(self, count: int) -> int:
         if self.k > count:
             raise InvalidInput(f"quorum: {self.k} cannot come from {count}")
         return self.k

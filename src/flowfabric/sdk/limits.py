@@ -1,4 +1,4 @@
-"""Budgets and limits as an application declares them. They are made in the store when first needed, by name."""
+"""Budgets and limits as an application declares them. They are created in the store on first use, by name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flowfabric.worker")
 
 CURRENCY_DIMENSIONS = frozenset({"usd", "eur", "gbp", "chf"})
-MILLIONTHS_SUFFIX = "_millionths"  # a dimension with fractions is kept as a whole number of millionths
+MILLIONTHS_SUFFIX = "_millionths"  # a dimension with fractions is stored as a whole number of millionths
 
-ScopeSelector = str | Callable[..., Any]  # a parameter, a field of one or a tag; or a function of the task's arguments
+ScopeSelector = str | Callable[..., Any]  # a parameter, a field of one, or a tag; or a function of the arguments
 
 
 class Budget:
-    """How much may be spent: of each dimension, by everybody or per something, until it begins anew.
+    """Limits on what may be spent, by dimension such as `usd` or `tokens`: in total, or per value of `per`.
 
-    `soft` is the part of the limits from which on people are warned. At a hard limit `fail` fails the attempt that
-    wanted more, and `suspend` puts it to sleep until there is room. Money, and what is limited by a number with a
-    fraction, may be spent in fractions.
+    Usage starts over after each `reset`. Usage beyond the share `soft` of the limits counts as a soft breach, of which
+    operators are warned. At a hard limit `on_hard="fail"` raises `BudgetExceeded` in the handler, and `"suspend"`
+    suspends the run until the budget has capacity. Currencies, and dimensions whose limit is a `float`, may be spent in
+    fractions.
     """
 
     def __init__(
@@ -52,36 +53,36 @@ class Budget:
             raise InvalidInput(f'budget {name}: on_hard is "fail" or "suspend", not {on_hard!r}')
         self.name = name
         self.limits = dict(limits)
-        self._told: set[str] = set()  # what was spent although it has no limit: perhaps a slip of the pen
+        self._warned: set[str] = set()  # dimensions that were spent although they have no limit: perhaps a typo
         self.per = per
         self.on_hard = on_hard
         self._soft = soft
         self._reset_ms = 0 if reset is None else to_ms(reset, "reset")
-        self._fractional = CURRENCY_DIMENSIONS | {one for one, limit in limits.items() if isinstance(limit, float)}
-        if not all(self.amounts(limits).values()):  # wrong numbers are refused here
+        self._fractional = CURRENCY_DIMENSIONS | {name for name, limit in limits.items() if isinstance(limit, float)}
+        if not all(self.amounts(limits).values()):  # also refuses wrong numbers
             raise InvalidInput(f"budget {name}: a limit of 0 would be none; leave that dimension out")
 
-    def amounts(self, given: Mapping[str, int | float]) -> dict[str, int]:
-        """What is spent, as it is counted in the store."""
-        if unlimited := [one for one in given if one not in self.limits and one not in self._told]:
-            self._told.update(unlimited)
+    def amounts(self, spent: Mapping[str, int | float]) -> dict[str, int]:
+        """Convert amounts to the dimensions and whole numbers of the store."""
+        if unlimited := [name for name in spent if name not in self.limits and name not in self._warned]:
+            self._warned.update(unlimited)
             known = ", ".join(self.limits)
             logger.warning(
                 "budget %s: %s has no limit and is only counted; %s have one", self.name, ", ".join(unlimited), known
             )
-        return {self.kept_as(one): self._counted(one, amount) for one, amount in given.items()}
+        return {self.stored_dimension(name): self._stored_amount(name, amount) for name, amount in spent.items()}
 
-    def kept_as(self, dimension: str) -> str:
-        """The name of a dimension in the store."""
+    def stored_dimension(self, dimension: str) -> str:
+        """Return the name of a dimension in the store."""
         return f"{dimension}{MILLIONTHS_SUFFIX}" if dimension in self._fractional else dimension
 
-    def shown(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
-        """A dimension of the store and its numbers, as people wrote them."""
+    def display_amounts(self, dimension: str, *amounts: int) -> tuple[str, list[int | float]]:
+        """Convert a dimension of the store and its amounts to those of the declaration."""
         if not dimension.endswith(MILLIONTHS_SUFFIX):
             return dimension, list(amounts)
         return dimension.removesuffix(MILLIONTHS_SUFFIX), [amount / 1_000_000 for amount in amounts]
 
-    def _counted(self, dimension: str, amount: int | float) -> int:
+    def _stored_amount(self, dimension: str, amount: int | float) -> int:
         validation.validate_amount(f"budget {self.name}: {dimension}", amount)
         if dimension in self._fractional:
             return round(amount * 1_000_000)
@@ -91,16 +92,16 @@ class Budget:
         return int(amount)
 
     def id(self, namespace: str, scope: str = "") -> str:
-        """Its id in the store."""
-        return _named(namespace, "budget", self.name, scope)
+        """Return its id in the store, derived from namespace, name and scope."""
+        return _derive_id(namespace, "budget", self.name, scope)
 
     async def declare(self, engine: EngineAPI, budget_id: str, scope: str = "", *, namespace: str) -> None:
-        """Let it exist in a namespace with these limits.
+        """Create it in a namespace, or update its limits if the declaration has changed.
 
-        Numbers that were changed here take effect. Those that an operator set stay until then.
+        Limits that an operator has set stay in force until the declaration changes.
         """
         hard = self.amounts(self.limits)
-        soft = {one: 0 if self._soft is None else round(limit * self._soft) for one, limit in hard.items()}
+        soft = {name: 0 if self._soft is None else round(limit * self._soft) for name, limit in hard.items()}
         numbers: dict[str, Any] = {
             "dimensions": [*hard],
             "hard_limits": [*hard.values()],
@@ -121,9 +122,9 @@ class Budget:
 
 
 class Limit:
-    """How much may run: so many at once, so many starts in a while ("100/1m"), by everybody or per `key`.
+    """A limit on concurrency, or on the rate of starts ("100/1m"): in total, or per value of `key`.
 
-    Without a name it belongs to its task; a named one is shared by all tasks that name it with the same numbers.
+    Without a name it belongs to its task. A named limit is shared by all tasks that declare it with the same numbers.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Limit:
         name: str | None = None,
         spread: Duration = 0,
     ) -> None:
-        """`spread` is by how much the starts that had to wait for the rate are spread."""
+        """Declare a limit. Starts that had to wait for the rate are spread randomly over `spread`."""
         validation.validate_int("concurrency", concurrency, minimum=0)
         if not concurrency and rate is None:
             raise InvalidInput('limit: say how many at once (concurrency=10) or how fast (rate="100/1m")')
@@ -143,16 +144,16 @@ class Limit:
         self.rate = rate
         self.per = key
         self.name = name
-        self._starts, self._window_s = (0, 0) if rate is None else _rate(rate)
+        self._starts, self._window_s = (0, 0) if rate is None else _parse_rate(rate)
         self._spread_ms = to_ms(spread, "spread")
 
     def id(self, namespace: str, task: str, scope: str = "") -> str:
-        """Its id in the store. Other numbers are another limit: those of a deploy do not fight those of the last."""
+        """Return its id in the store. Changed numbers make another limit, so that two deployments do not conflict."""
         numbers = f"{self.concurrency}|{self._starts}/{self._window_s}|{self._spread_ms}"
-        return _named(namespace, "limit", self.name or task, f"{numbers}|{scope}")
+        return _derive_id(namespace, "limit", self.name or task, f"{numbers}|{scope}")
 
     async def declare(self, engine: EngineAPI, limit_id: str, *, namespace: str) -> None:
-        """Let it exist in a namespace."""
+        """Create it in a namespace, if it does not exist."""
         await engine.create_quota_policy(
             limit_id,
             window_seconds=self._window_s,
@@ -164,14 +165,14 @@ class Limit:
 
 
 class CallLimits(msgspec.Struct, frozen=True):
-    """The budgets and limits that hold for one call, by their ids in the store."""
+    """The budgets and limits of one call, with their ids in the store."""
 
-    budgets: dict[str, tuple[Budget, str, str]] = {}  # by name: the budget, its id, whose it is
+    budgets: dict[str, tuple[Budget, str, str]] = {}  # by name: the budget, its id, its scope
     limits: dict[str, Limit] = {}  # by id
     fairness_key: str | None = None
 
     async def declare(self, engine: EngineAPI, known: set[str], namespace: str) -> None:
-        """Let all of them exist in a namespace; `known` are those that do."""
+        """Create all of them in a namespace, except those in `known`, to which they are added."""
         for budget, budget_id, scope in self.budgets.values():
             if budget_id not in known:
                 await budget.declare(engine, budget_id, scope, namespace=namespace)
@@ -184,52 +185,53 @@ class CallLimits(msgspec.Struct, frozen=True):
 
 def resolve_scope(
     per: ScopeSelector | None,
-    what: str,
+    subject: str,
     arguments: Mapping[str, Any],
     tags: Mapping[str, str],
     *,
     all_known: bool = True,
 ) -> str:
-    """Whose budget or limit it is for a call with these arguments; empty when it is everybody's.
+    """Return the scope of a budget or limit for a call with these arguments; empty if it has no selector.
 
-    They are not the `whole` of the arguments when some are the results of other runs.
+    `all_known` is False if some arguments are missing, because they are results of other runs.
     """
     if per is None:
         return ""
-    value = _called(per, what, arguments, whole=all_known) if callable(per) else _found(per, arguments, tags)
+    value = _apply(per, subject, arguments, all_known=all_known) if callable(per) else _find(per, arguments, tags)
     if value is None:
-        raise InvalidInput(f"{what}: the call does not say which {per if isinstance(per, str) else 'one'} it is for")
+        raise InvalidInput(f"{subject}: the call does not say which {per if isinstance(per, str) else 'one'} it is for")
     return str(value)
 
 
-def _called(per: Callable[..., Any], what: str, arguments: Mapping[str, Any], *, whole: bool) -> Any:
-    """What a function makes of a call: of the parameters that it names, else of all in their order."""
-    asked = inspect.signature(per)
-    if all(name in arguments for name in asked.parameters):
-        return per(**{name: arguments[name] for name in asked.parameters})
+def _apply(per: Callable[..., Any], subject: str, arguments: Mapping[str, Any], *, all_known: bool) -> Any:
+    """Call a selector with the arguments that it names, or if it names others, with all in their order."""
+    signature = inspect.signature(per)
+    if all(name in arguments for name in signature.parameters):
+        return per(**{name: arguments[name] for name in signature.parameters})
     try:
-        given = asked.bind(*(arguments.values() if whole else ()))
-    except TypeError as fault:
+        bound = signature.bind(*(arguments.values() if all_known else ()))
+    except TypeError as error:
         known = ", ".join(arguments) or "nothing"
-        raise InvalidInput(f"{what}: its function wants {asked}, the call has {known}") from fault
-    return per(*given.args)
+        raise InvalidInput(f"{subject}: its function wants {signature}, the call has {known}") from error
+    return per(*bound.args)
 
 
-def _found(name: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> Any:
+def _find(name: str, arguments: Mapping[str, Any], tags: Mapping[str, str]) -> Any:
+    """Return the argument of this name, the field of this name of an argument, or the tag of this name."""
     if name in arguments:
         return arguments[name]
-    for value in arguments.values():
-        found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-        if found is not None:
-            return found
+    for argument in arguments.values():
+        value = argument.get(name) if isinstance(argument, Mapping) else getattr(argument, name, None)
+        if value is not None:
+            return value
     return tags.get(name, tags.get(f"app.{name}"))
 
 
-def _rate(text: object) -> tuple[int, int]:
+def _parse_rate(text: object) -> tuple[int, int]:
     if not isinstance(text, str):
         raise InvalidInput(f'rate: {text!r} is no rate; write it like "100/1m"')
-    count, found, window = text.partition("/")
-    if not found or not count.strip().isdecimal() or not int(count):
+    count, separator, window = text.partition("/")
+    if not separator or not count.strip().isdecimal() or not int(count):
         raise InvalidInput(f'rate: {text!r} is no rate; write it like "100/1m"')
     window_ms = to_ms(window if window.strip()[:1].isdigit() else f"1{window.strip()}", "rate")
     if window_ms < 1000 or window_ms % 1000:
@@ -237,5 +239,5 @@ def _rate(text: object) -> tuple[int, int]:
     return int(count), window_ms // 1000
 
 
-def _named(namespace: str, *words: str) -> str:
-    return str(uuid.uuid5(uuid.NAMESPACE_URL, "|".join(("flowfabric", namespace, *words))))
+def _derive_id(namespace: str, *parts: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, "|".join(("flowfabric", namespace, *parts))))

@@ -1,7 +1,7 @@
-"""The context of a plain call: `await send(mail)` in a unit test just runs the function, and no engine is involved.
+"""The context of a plain call: `await send(mail)` in a unit test just runs the function, without an engine.
 
-Steps run, children run in place, sleeps are over at once, spending is counted nowhere. What has to come from somebody
-else, a message or a vote, cannot come here: such a function wants a `World`.
+Steps and children run in place, sleeps return at once, and spending is not counted. Messages and votes cannot arrive
+here: test a function that waits for them in a `World`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from flowfabric.model.gate import StepMemo
 from flowfabric.sdk.context import Context
 from flowfabric.sdk.durable.budgets import Reservation
-from flowfabric.sdk.durable.output import Output, apply_merge_patch
+from flowfabric.sdk.durable.output import Output, apply_merge_patch, progress_patch
 from flowfabric.sdk.durable.steps import StepCall, identify_step
 from flowfabric.sdk.durations import Duration, to_ms
 
@@ -44,115 +44,112 @@ class LocalContext(Context):
         self.task = task.name
         self.run_id = f"plain-call-{uuid.uuid4()}"
         self.attempt = 0
-        self.lane = task.own.lane
+        self.lane = task.default_options.lane
         self.reported_progress: dict[str, Any] = {}
-        self._names: Counter[str] = Counter()
+        self._occurrences: Counter[str] = Counter()
         self._outputs = {}
 
     @property
     def sync(self) -> SyncContext:
-        """The same for plain functions."""
+        """The blocking twin of this context, for plain functions."""
         from flowfabric.sdk.sync import SyncContext
 
-        return SyncContext(self, cast("Portal", _Aside()))
+        return SyncContext(self, cast("Portal", _ThreadPortal()))
 
     @property
     def durable(self) -> DurableAttempt:
-        """Where steps get their numbers; nothing else of it is there."""
+        """This context itself, which has the part of `DurableAttempt` that steps need."""
         return cast("DurableAttempt", self)
 
     def next_occurrence(self, label: str) -> tuple[str, int]:
-        """The number of the next thing of this label."""
-        self._names[label] += 1
-        return label, self._names[label] - 1
+        """Return the label, and how often it occurred before."""
+        self._occurrences[label] += 1
+        return label, self._occurrences[label] - 1
 
     @asynccontextmanager
     async def without_parking(self) -> AsyncIterator[None]:
-        """Nothing is ever put away."""
+        """Do nothing: a plain call never parks."""
         yield
 
     @property
     def cancelled(self) -> bool:
-        """Nobody cancels a plain call."""
+        """False: a plain call is not cancelled."""
         return False
 
     @property
     def lease_seconds_left(self) -> float:
-        """There is no lease that could end."""
+        """Infinity: a plain call has no lease."""
         return float("inf")
 
-    async def recall(
+    async def find_step(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
     ) -> StepCall:
-        """The step, which never ran before."""
+        """Return the step, without a recorded result."""
         return identify_step(self.durable, function, args, kwargs, name, key)
 
-    async def keep(self, step: StepCall, value: Any) -> StepCall:
-        """What it returned, as it would come back from a store."""
+    async def record_step_result(self, step: StepCall, value: Any) -> StepCall:
+        """Return the step with its result encoded as a store would keep it."""
         return step.with_memo(StepMemo(self.run_id, step.name, step.occurrence, 0, 0, step.encode(value)))
 
-    async def at(self, point: str, moment: str) -> None:
-        """Nothing goes wrong here."""
+    async def reach_fault_point(self, point: str, moment: str) -> None:
+        """Do nothing: no faults are injected into a plain call."""
 
     async def _now(self) -> int:
         return time.time_ns() // 1_000_000
 
     async def sleep(self, length: Duration) -> None:
-        """Over at once."""
+        """Return at once."""
         to_ms(length, "sleep")
 
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
-        """None after a timeout; without one nothing could ever come."""
+        """Return None, as after a timeout; without a timeout raise."""
         if timeout is None:
             raise RuntimeError(f"receive {name!r}: {NEEDS_WORLD}")
 
     async def approval(self, name: str, shape: type[Any], **_: Any) -> Any:
-        """Nobody could answer."""
+        """Raise: nobody can vote."""
         raise RuntimeError(f"approval {name!r}: {NEEDS_WORLD}")
 
     async def spawn(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """A child would be a run."""
+        """Raise: there is no engine that could run a child."""
         raise RuntimeError(f"spawn: {NEEDS_WORLD}")
 
-    async def gather(self, *several: Any, join: Any = None) -> list[Any]:
-        """Children run here, all of them."""
+    async def gather(self, *members: Any, join: Any = None) -> list[Any]:
+        """Run all children one after the other, or all branches concurrently."""
         from flowfabric.sdk.task import child_calls
 
-        calls = child_calls(several)
+        calls = child_calls(members)
         if calls is not None:
-            return [await _called(call) for call in calls]
-        return list(await asyncio.gather(*several))
+            return [await _run_call(call) for call in calls]
+        return list(await asyncio.gather(*members))
 
     async def race(self, *calls: Any) -> Any:
-        """The first one wins."""
-        return await _called(calls[0])
+        """Run the first child only, which wins."""
+        return await _run_call(calls[0])
 
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """What was said is in `said`."""
-        given: dict[str, Any] = {"message": patch} if isinstance(patch, str) else dict(patch or {})
-        self.reported_progress = apply_merge_patch(
-            self.reported_progress, given if pct is None else {**given, "pct": pct}
-        )
+        """Keep the report in `reported_progress`."""
+        self.reported_progress = apply_merge_patch(self.reported_progress, progress_patch(patch, pct))
 
     def stream(self, name: str) -> Output:
-        """An output that is only collected."""
-        return self._outputs.setdefault(name, _Collected())
+        """Return an output that only collects its text."""
+        return self._outputs.setdefault(name, _CollectedOutput())
 
     async def spend(self, budget: Budget, **amounts: int | float) -> None:
-        """Looked at, and counted nowhere."""
+        """Check the amounts; they are not counted."""
         budget.amounts(amounts)
 
     @asynccontextmanager
     async def reserve(
         self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float
     ) -> AsyncIterator[Reservation]:
-        """There is always room."""
+        """Check the amounts and grant the reservation."""
         budget.amounts(amounts)
         yield Reservation()
 
 
-class _Collected(Output):
-    """What was written, and nothing more."""
+class _CollectedOutput(Output):
+    """An output that only collects its text."""
 
     def __init__(self) -> None:
         self._written = []
@@ -167,31 +164,31 @@ class _Collected(Output):
                 self._written.append(msgspec.json.encode(piece).decode())
 
     async def flush(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no frame is in flight."""
 
 
-class _Aside:
-    """Runs a coroutine on a loop of its own beside this thread, which may have one that runs."""
+class _ThreadPortal:
+    """Runs a coroutine on a new loop in another thread, since this thread may already run a loop."""
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns."""
-        box: list[Any] = []
+        """Return the coroutine's result."""
+        outcome: list[Any] = []
 
         def run() -> None:
             try:
-                box.extend((asyncio.run(coroutine), None))
+                outcome.extend((asyncio.run(coroutine), None))
             except BaseException as raised:
-                box.extend((None, raised))
+                outcome.extend((None, raised))
 
-        aside = threading.Thread(target=run, daemon=True)
-        aside.start()
-        aside.join()
-        value, error = box
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join()
+        value, error = outcome
         if error is not None:
             raise error
         return cast("T", value)
 
 
-async def _called(call: Any) -> Any:
+async def _run_call(call: Any) -> Any:
     value = call.task(*call.args, **call.kwargs)
     return await value if call.task.is_async else value

@@ -1,4 +1,4 @@
-"""retry: split from flowfabric.sdk.failing."""
+"""`Retry`: how often a failed attempt is retried, and with which backoff."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from flowfabric.sdk.durations import Duration, to_ms
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """How often and how fast a failed attempt is followed by another."""
+    """A retry policy: up to `max` retries with exponential backoff from `base`, by `factor`, up to `cap`.
+
+    `only` names the failures that are retried, by the name of the exception; empty for all.
+    """
 
     max: int = 3
     base: Duration = "1s"
     factor: float = 2.0
     cap: Duration = "60s"
     jitter: bool = True
-    only: tuple[str, ...] = ()  # names of failures that are worth another attempt; empty for all
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         validation.validate_int("max", self.max, minimum=0)
@@ -30,7 +33,7 @@ class Retry(msgspec.Struct, frozen=True):
         to_ms(self.cap, "cap")
 
     def policy(self) -> dict[str, Any]:
-        """The retry policy that the engine keeps."""
+        """Return the retry policy in the form of the engine."""
         return {
             "max_retries": self.max,
             "backoff": {

@@ -1,4 +1,4 @@
-"""A run: the handle that a caller keeps of work it submitted."""
+"""`Run`: a client's handle of an execution, for its result, state, output, messages and approvals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("flowfabric.worker")
 
 MAX_POLL_MS = 30_000
 
-_ENDS = {
+_ERROR_BY_OUTCOME = {
     TerminalOutcome.FAILED: RunFailed,
     TerminalOutcome.CANCELLED: RunCancelled,
     TerminalOutcome.EXPIRED: RunExpired,
@@ -46,7 +46,7 @@ _ENDS = {
 
 
 class OutputFrame(msgspec.Struct, frozen=True):
-    """A piece of output."""
+    """A piece of output. Pass its `cursor` as `after` to continue behind it."""
 
     text: str
     attempt: int
@@ -54,19 +54,19 @@ class OutputFrame(msgspec.Struct, frozen=True):
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The output begins anew: this attempt took the place of the one before."""
+    """Marks in a stream that the output starts over, because a later attempt replaces the previous one."""
 
     attempt: int
 
 
 class Run(Generic[R]):
-    """One submitted piece of work. It can be looked at from any process that knows its id."""
+    """A submitted call of a task. Any process that knows its id can watch and control it."""
 
     def __init__(
         self,
         run_id: str,
         task: str,
-        shape: ValueCodec,
+        codec: ValueCodec,
         app: Fabric,
         *,
         created: bool = True,
@@ -74,102 +74,106 @@ class Run(Generic[R]):
     ) -> None:
         self.id = run_id
         self.task = task
-        self.created = created  # False when an earlier submit with the same key stands for this one
-        self._namespace = namespace  # that it must belong to; None for an id that the caller brought
-        self._shape = shape
+        self.created = created  # False if the submit returned the run of an earlier submit with the same key
+        self._namespace = namespace  # the namespace it must belong to; None if the caller supplied the id
+        self._codec = codec
         self._app = app
         self._engine = app.engine
 
     @property
     def sync(self) -> SyncRun[R]:
-        """The same for code that cannot await."""
+        """The blocking twin of this object, for code that cannot await."""
         from flowfabric.sdk.sync import SyncRun
 
         return SyncRun(self, self._app.portal())
 
     async def result(self, timeout: Duration | None = None) -> R:
-        """What the handler returned; raises RunFailed, RunCancelled, RunExpired, RunSkipped or TimeoutError."""
-        longest_s = to_seconds(timeout)
+        """Wait for the end of the run and return what its handler returned.
+
+        Raises `RunFailed`, `RunCancelled`, `RunExpired` or `RunSkipped` if the run ended without success, and
+        `TimeoutError` if it has not ended within `timeout`; the run itself continues.
+        """
+        timeout_s = to_seconds(timeout)
         engine = await self._engine()
         clock = asyncio.get_running_loop().time
-        until = None if longest_s is None else clock() + longest_s
-        longest_ms = max(MAX_POLL_MS, engine.settings.poll_ms)
-        await asyncio.sleep(0)  # workers hear of what was just submitted before this looks at it
-        is_told = False
+        give_up_at = None if timeout_s is None else clock() + timeout_s
+        max_poll_ms = max(MAX_POLL_MS, engine.settings.poll_ms)
+        await asyncio.sleep(0)  # lets the wakeup of a submit just before reach local workers first
+        has_warned = False
         while True:
-            left_ms = longest_ms if until is None else max(0, int((until - clock()) * 1000))
-            ended = await engine.await_end(self.id, max_wait_ms=min(left_ms, longest_ms))
-            if ended is not None:
-                return await self._value(engine, ended)
-            if until is not None and clock() >= until:
-                raise self.not_ended(longest_s)
-            if not is_told:
-                is_told = True
-                self._tell_whose_slot_is_held()
+            left_ms = max_poll_ms if give_up_at is None else max(0, int((give_up_at - clock()) * 1000))
+            outcome = await engine.await_end(self.id, max_wait_ms=min(left_ms, max_poll_ms))
+            if outcome is not None:
+                return await self._value(engine, outcome)
+            if give_up_at is not None and clock() >= give_up_at:
+                raise self.timeout_error(timeout_s)
+            if not has_warned:
+                has_warned = True
+                self._warn_if_slot_is_held()
 
-    def _tell_whose_slot_is_held(self) -> None:
-        """When handlers hold all slots while they wait for others, none of them ever ends."""
+    def _warn_if_slot_is_held(self) -> None:
+        """Log that a handler waits here: if handlers in all slots wait for other runs, none of them can finish."""
         from flowfabric.sdk.context import current
 
-        with suppress(RuntimeError):  # nobody's
-            who = current()
+        with suppress(RuntimeError):  # no handler is running
+            waiter = current()
             hint = "ctx.spawn gives the slot back meanwhile"
-            logger.warning("%s: %s holds its slot while it waits for %s; %s", who.run_id, who.task, self.id, hint)
+            logger.warning("%s: %s holds its slot while it waits for %s; %s", waiter.run_id, waiter.task, self.id, hint)
 
-    def not_ended(self, after_s: float | None) -> TimeoutError:
-        """What whoever waited so long for its end is told."""
-        told = TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it goes on all the same")
-        told.add_note(f"run.explain() or `ff explain {self.id}` tells what it waits for; is a worker running?")
-        return told
+    def timeout_error(self, after_s: float | None) -> TimeoutError:
+        """Return the error for a caller that has waited `after_s` seconds for the end."""
+        error = TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it continues to run")
+        error.add_note(f"run.explain() or `ff explain {self.id}` tells what it waits for; is a worker running?")
+        return error
 
     async def state(self) -> PublicState:
-        """The one public word for what it is doing."""
+        """Return its public state, such as `waiting`, `active` or `completed`."""
         state = await (await self._engine()).read_execution_state(self.id)
         if state is None:
             raise errors.NotFound("execution", execution_id=self.id)
         return state
 
     async def describe(self) -> ExecutionSnapshot:
-        """Everything people want to know of it."""
+        """Return a snapshot of the run: its state, times, attempts, lease and tags."""
         snapshot = await (await self._engine()).describe_execution(self.id)
         if snapshot is None:
             raise errors.NotFound("execution", execution_id=self.id)
         return snapshot
 
     async def attempts(self) -> list[AttemptView]:
-        """Every attempt so far."""
+        """Return all attempts so far, the first one first."""
         history = await (await self._engine()).attempt_history(self.id)
         if not history:
-            await self.state()  # raises when there is no such run
+            await self.state()  # raises NotFound if there is no such run
         return history
 
     async def cancel(self, reason: str = "") -> None:
-        """End it, whatever it is doing; again is fine."""
-        with self._named():
+        """Cancel the run, whatever its state. Idempotent."""
+        with self._name_missing_run():
             await (await self._engine()).cancel_execution(self.id, reason=reason)
 
     async def replay(self) -> None:
-        """Give a finished run another life."""
-        with self._named():
+        """Run a finished run again, under the same id."""
+        with self._name_missing_run():
             await (await self._engine()).replay_execution(self.id)
 
     async def explain(self) -> Explanation:
-        """Why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
-        with self._named():
+        """Return why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
+        with self._name_missing_run():
             return await (await self._engine()).explain(self.id)
 
     async def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> bool:
-        """Send a message to its function, which gets it with `ctx.receive(name)`, now or later; `key` sends it once.
+        """Send a message to its handler, which receives it with `ctx.receive(name)`, now or later.
 
-        With a `token` (or the link it came in) it answers the approval of that name instead. False when it changes
-        nothing, because it was sent before.
+        A message with the same `key` is delivered once. With a `token` (or the link that contains it) the value answers
+        the approval of that name instead. Returns False if nothing changed, because it was sent before.
         """
         engine = await self._engine()
         if token is not None:
             if "token=" in token:
                 return await self.vote(token, value)
             return await self._vote_at(engine, name, token, value)
-        mail = MessageArgs(
+        message = MessageArgs(
             execution_id=self.id,
             mailbox=name,
             message_id=engine.minter.uuid(),
@@ -177,32 +181,32 @@ class Run(Generic[R]):
             payload_encoding="json",
             idempotency_key=key,
         )
-        with self._named():
-            sent = await engine.send_message(mail)
-        return isinstance(sent, Accepted)
+        with self._name_missing_run():
+            answer = await engine.send_message(message)
+        return isinstance(answer, Accepted)
 
     async def _vote_at(self, engine: EngineAPI, name: str, token: str, value: Any) -> bool:
-        """Answer the open approval that this token is for, found by its fingerprint: no other is tried with it."""
+        """Answer the open approval that the token belongs to, found by its fingerprint."""
         after, wanted = None, WaitpointToken(token)
         while True:
             page = await engine.list_pending_waitpoints(self.id, after=after)
-            for point in page.entries:
-                is_its = (point.token_kid, point.token_fingerprint) == (wanted.kid, wanted.fingerprint)
-                if is_its and point.waitpoint_key.rpartition(".")[0] == name:
+            for entry in page.entries:
+                is_match = (entry.token_kid, entry.token_fingerprint) == (wanted.kid, wanted.fingerprint)
+                if is_match and entry.waitpoint_key.rpartition(".")[0] == name:
                     return await self.vote(
-                        ApprovalLink.for_waitpoint(self._app.public_url, self.id, point.waitpoint_id, token), value
+                        ApprovalLink.for_waitpoint(self._app.public_url, self.id, entry.waitpoint_id, token), value
                     )
             if (after := page.next_cursor) is None:
                 raise errors.InvalidInput(f"token: no open approval {name!r} of this run has it")
 
     async def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
-        """Answer an approval of this run with one of its links; `InvalidInput` when it asks for something else.
+        """Answer an approval of this run with one of its links; a value of the wrong type raises `InvalidInput`.
 
-        False when the vote does not count, because this link has voted before: the first vote stands.
+        Returns False if the vote does not count, because this link has voted before: the first vote stands.
         """
-        waitpoint_id, token = _parts(link)
+        waitpoint_id, token = _parse_link(link)
         engine = await self._engine()
-        sent = await engine.deliver_signal(
+        answer = await engine.deliver_signal(
             SignalArgs(
                 execution_id=self.id,
                 waitpoint_id=waitpoint_id,
@@ -215,39 +219,42 @@ class Run(Generic[R]):
                 payload=json_bytes(to_plain(value)),
             )
         )
-        return isinstance(sent, Accepted) and sent.is_useful
+        return isinstance(answer, Accepted) and answer.is_useful
 
     async def stream(self, name: str, *, after: str | None = None) -> AsyncIterator[OutputFrame | Reset]:
-        """What its handler writes under this name, from the beginning or after a frame's cursor, until the run ends.
+        """Iterate over what its handler writes to this output, until the run ends.
 
-        `Reset` comes before the output of an attempt that takes the place of an earlier one.
+        Starts at the beginning, or behind the frame with the cursor `after`. A `Reset` precedes the output of an
+        attempt that replaces an earlier one.
         """
         engine = await self._engine()
-        attempt, place = (0, START_CURSOR) if after is None else _cursor(after)
+        attempt, position = (0, START_CURSOR) if after is None else _parse_cursor(after)
         await self.state()  # raises when there is no such run
         has_ended = False
         while True:
-            page = await engine.tail_stream(self.id, attempt, place, count_limit=1000)
+            page = await engine.tail_stream(self.id, attempt, position, count_limit=1000)
             for frame in page.frames:
-                place = frame.id
+                position = frame.id
                 if frame.fields.get("frame_type") == name:
-                    yield OutputFrame(_text(frame.fields), attempt, f"{attempt}/{frame.id}")
+                    yield OutputFrame(_decode_text(frame.fields), attempt, f"{attempt}/{frame.id}")
             if page.frames:
                 continue
             latest = await engine.read_current_attempt_index(self.id)
             if latest > attempt:
-                attempt, place = latest, START_CURSOR
+                attempt, position = latest, START_CURSOR
                 yield Reset(attempt)
             elif has_ended:
                 return
             elif page.closed_at is None:
-                has_ended = await self._news(engine, attempt, place)
-            else:  # this attempt is over, and the next one has not begun
-                has_ended = await self._news(engine, attempt + 1, START_CURSOR)
+                has_ended = await self._wait_for_output(engine, attempt, position)
+            else:  # this attempt has finished, and the next one has not started
+                has_ended = await self._wait_for_output(engine, attempt + 1, START_CURSOR)
 
-    async def _news(self, engine: EngineAPI, attempt: int, place: str) -> bool:
-        """Wait for more output of an attempt, or for the end; whether that came."""
-        more = asyncio.ensure_future(engine.tail_stream(self.id, attempt, place, block_ms=TAIL_WAIT_MS, count_limit=1))
+    async def _wait_for_output(self, engine: EngineAPI, attempt: int, position: str) -> bool:
+        """Wait for more output of an attempt or for the end of the run; True if the run has ended."""
+        more = asyncio.ensure_future(
+            engine.tail_stream(self.id, attempt, position, block_ms=TAIL_WAIT_MS, count_limit=1)
+        )
         end = asyncio.ensure_future(engine.await_end(self.id, max_wait_ms=TAIL_WAIT_MS))
         try:
             await asyncio.wait((more, end), return_when=asyncio.FIRST_COMPLETED)
@@ -261,12 +268,12 @@ class Run(Generic[R]):
             await asyncio.gather(more, end, return_exceptions=True)
 
     async def progress(self) -> dict[str, Any]:
-        """What its handler last said, as one document; `pct` is the percentage."""
+        """Return the progress that its handler last reported, as one document; `pct` is the percentage."""
         return progress_document(*await (await self._engine()).read_progress(self.id))
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Let a refusal say which run there is not."""
+    def _name_missing_run(self) -> Iterator[None]:
+        """Add this run's id to a `NotFound` that carries none."""
         try:
             yield
         except errors.NotFound as missing:
@@ -274,31 +281,31 @@ class Run(Generic[R]):
                 raise
             raise errors.NotFound(missing.entity, execution_id=self.id) from None
 
-    async def _value(self, engine: EngineAPI, ended: ExecutionOutcome) -> R:
-        if None not in (self._namespace, ended.namespace) and self._namespace != ended.namespace:
+    async def _value(self, engine: EngineAPI, outcome: ExecutionOutcome) -> R:
+        if None not in (self._namespace, outcome.namespace) and self._namespace != outcome.namespace:
             raise errors.IdInOtherNamespace(execution_id=self.id)
-        if ended.outcome is not TerminalOutcome.SUCCESS:
+        if outcome.outcome is not TerminalOutcome.SUCCESS:
             attempts = 0
             with suppress(errors.FabricError):
                 attempts = await engine.read_total_attempt_count(self.id)
             last = attempts - 1 if attempts else None
-            raise _ENDS.get(ended.outcome, RunFailed)(self.id, self.task, ended.reason, last)
-        value: R = self._shape.from_json(ended.result, "result")
+            raise _ERROR_BY_OUTCOME.get(outcome.outcome, RunFailed)(self.id, self.task, outcome.reason, last)
+        value: R = self._codec.from_json(outcome.result, "result")
         return value
 
     def __repr__(self) -> str:
         return f"<Run {self.task} {self.id}>"
 
 
-def _cursor(text: str) -> tuple[int, str]:
-    attempt, found, place = text.partition("/")
-    if not found or not attempt.isdecimal():
+def _parse_cursor(text: str) -> tuple[int, str]:
+    attempt, separator, position = text.partition("/")
+    if not separator or not attempt.isdecimal():
         raise errors.InvalidInput(f"after: {text!r} is no cursor of a frame")
-    return int(attempt), place
+    return int(attempt), position
 
 
-def _parts(link: str) -> tuple[str, str]:
-    """The waitpoint and the token of an approval's link."""
+def _parse_link(link: str) -> tuple[str, str]:
+    """Return the waitpoint id and the token of an approval link."""
     parts = urlsplit(link)
     tokens = parse_qs(parts.query).get("token")
     if not tokens:
@@ -306,7 +313,7 @@ def _parts(link: str) -> tuple[str, str]:
     return parts.path.rsplit("/", 1)[-1], tokens[0]
 
 
-def _text(fields: Mapping[str, str]) -> str:
+def _decode_text(fields: Mapping[str, str]) -> str:
     payload = fields.get("payload", "")
     if fields.get("encoding") == "base64":
         return base64.b64decode(payload).decode("utf-8", "replace")

@@ -1,15 +1,15 @@
-"""Blocking twins: the same verbs for scripts, views and plain `def` handlers, where nobody can await.
+"""Blocking twins of the public objects, for scripts, views and plain `def` handlers, which cannot await.
 
     receipt = send.sync.submit(mail).result(timeout=10)
 
     @app.task
     def pay(ctx: Context, order: Order) -> str:
-        receipt = ctx.sync.step(charge, order)          # runs in this thread, is remembered like any step
-        ctx.sync.sleep("7d")                            # the thread is free meanwhile: the function runs again later
+        receipt = ctx.sync.step(charge, order)          # runs in this thread, and is recorded like any step
+        ctx.sync.sleep("7d")                            # frees the thread: the function runs again later
         return receipt
 
-Each method does on an event loop what the method of the same name is awaited for, and waits for it. A wait that has
-to park ends the function by an exception of ours that is no `Exception`, so that usual handlers let it pass.
+Each method runs the coroutine of the same name on an event loop and blocks until it returns. A wait that parks the run
+unwinds the function by `HandlerUnwound`, which is not an `Exception`, so that `except Exception` does not catch it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _branches = DaemonThreadPool("flowfabric-branch")
 
 
 class SyncRun(Generic[R]):
-    """A run, for code that cannot await."""
+    """The blocking twin of `Run`."""
 
     def __init__(self, run: Run[R], portal: Portal) -> None:
         self._run = run
@@ -63,7 +63,7 @@ class SyncRun(Generic[R]):
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """The run's id."""
         return self._run.id
 
     @property
@@ -73,51 +73,51 @@ class SyncRun(Generic[R]):
 
     @property
     def created(self) -> bool:
-        """False when an earlier submit with the same key stands for this one."""
+        """False if the submit returned the run of an earlier submit with the same key."""
         return self._run.created
 
     def result(self, timeout: Duration | None = None) -> R:
-        """What the handler returned; raises as `Run.result` does."""
+        """Wait for the end and return what the handler returned; raises as `Run.result` does."""
         return self._portal.call(self._run.result(timeout))
 
     def state(self) -> PublicState:
-        """The one public word for what it is doing."""
+        """Return its public state."""
         return self._portal.call(self._run.state())
 
     def describe(self) -> ExecutionSnapshot:
-        """Everything people want to know of it."""
+        """Return a snapshot of the run."""
         return self._portal.call(self._run.describe())
 
     def attempts(self) -> list[AttemptView]:
-        """Every attempt so far."""
+        """Return all attempts so far, the first one first."""
         return self._portal.call(self._run.attempts())
 
     def explain(self) -> Explanation:
-        """Why it is not running."""
+        """Return why it is not running."""
         return self._portal.call(self._run.explain())
 
     def cancel(self, reason: str = "") -> None:
-        """End it, whatever it is doing."""
+        """Cancel the run, whatever its state. Idempotent."""
         self._portal.call(self._run.cancel(reason))
 
     def replay(self) -> None:
-        """Give a finished run another life."""
+        """Run a finished run again, under the same id."""
         self._portal.call(self._run.replay())
 
     def signal(self, name: str, value: Any = None, *, key: str | None = None, token: str | None = None) -> bool:
-        """Send a message to its function, or answer an approval; False when it was sent before."""
+        """Send a message to its handler, or answer an approval; False if it was sent before."""
         return self._portal.call(self._run.signal(name, value, key=key, token=token))
 
     def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
-        """Answer an approval of this run with one of its links; False when that link has voted before."""
+        """Answer an approval of this run with one of its links; False if that link has voted before."""
         return self._portal.call(self._run.vote(link, value, by=by))
 
     def progress(self) -> dict[str, Any]:
-        """What its handler last said."""
+        """Return the progress that its handler last reported."""
         return self._portal.call(self._run.progress())
 
     def stream(self, name: str, *, after: str | None = None) -> Iterator[OutputFrame | Reset]:
-        """What its handler writes under this name, until the run ends."""
+        """Iterate over what its handler writes to this output, until the run ends."""
         frames = self._run.stream(name, after=after)
         while True:
             try:
@@ -130,7 +130,7 @@ class SyncRun(Generic[R]):
 
 
 class SyncSubmitter(Generic[P, R]):
-    """A task's submits, for code that cannot await."""
+    """The blocking twin of `Submitter`."""
 
     def __init__(self, submitter: Submitter[P, R], portal: Callable[[], Portal]) -> None:
         self._submitter = submitter
@@ -141,38 +141,38 @@ class SyncSubmitter(Generic[P, R]):
     @overload
     def submit(self, *args: Any, using: object, **kwargs: Any) -> SyncRun[R]: ...
     def submit(self, *args: Any, **kwargs: Any) -> SyncRun[R]:
-        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
+        """Submit a call. The run is stored when this returns, or with `using`, when that transaction commits."""
         portal = self._portal()
         return SyncRun(portal.call(self._submitter.submit(*args, **kwargs)), portal)
 
     def submit_many(self, inputs: Iterable[Any]) -> list[SyncRun[R]]:
-        """Hand many calls over in one round trip."""
+        """Submit many calls in one round trip."""
         portal = self._portal()
         return [SyncRun(run, portal) for run in portal.call(self._submitter.submit_many(inputs))]
 
     def run(self, run_id: str) -> SyncRun[R]:
-        """A run of this task that was submitted earlier, by its id."""
+        """Return the handle of a run of this task that was submitted earlier, by its id."""
         return SyncRun(self._submitter.task.run(run_id), self._portal())
 
 
 class SyncOutput:
-    """A stream of output, for plain handlers."""
+    """The blocking twin of `Output`."""
 
     def __init__(self, output: Output, portal: Portal) -> None:
         self._output = output
         self._portal = portal
 
     def write(self, piece: str | bytes | dict[str, Any] | Sequence[Any]) -> None:
-        """Add a piece; refused for a worker that lost its lease."""
+        """Write a piece; refused for a worker that has lost its lease."""
         self._portal.call(self._output.write(piece))
 
     def text(self) -> str:
-        """Everything that was written so far."""
+        """Return everything written so far."""
         return self._output.text()
 
 
 class SyncApproval(Generic[V]):
-    """An open question, for plain handlers."""
+    """The blocking twin of `Approval`."""
 
     def __init__(self, approval: Approval[V], portal: Portal) -> None:
         self._approval = approval
@@ -184,12 +184,12 @@ class SyncApproval(Generic[V]):
         return self._approval.links
 
     def votes(self) -> Votes[V]:
-        """The votes; the thread is free while people think."""
-        return self._portal.call(_awaited(self._approval))
+        """Wait for the votes; this frees the thread meanwhile."""
+        return self._portal.call(_as_coroutine(self._approval))
 
 
 class SyncContext:
-    """A context, for plain handlers; it stands on the same steps, gates and lease."""
+    """The blocking twin of `Context`, with the same steps, gates and lease."""
 
     def __init__(self, context: Context, portal: Portal) -> None:
         self._context = context
@@ -218,20 +218,20 @@ class SyncContext:
         key: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a function once, in this thread when it is a plain one; its result is remembered."""
+        """Run a function once and record its result; a plain function runs in this thread."""
         context = self._context
-        step = self._portal.call(context.recall(function, args, kwargs, name, key))
+        step = self._portal.call(context.find_step(function, args, kwargs, name, key))
         if not step.is_recorded:
-            self._portal.call(context.at(step.fault_point, "before_effect"))
+            self._portal.call(context.reach_fault_point(step.fault_point, "before_effect"))
             with in_step(step.name, step.occurrence):
                 value = step_function(function, context)(*args, **kwargs)
                 if inspect.isawaitable(value):
-                    value = self._portal.call(_awaited(value))
-            step = self._portal.call(context.keep(step, value))
+                    value = self._portal.call(_as_coroutine(value))
+            step = self._portal.call(context.record_step_result(step, value))
         return step.result()
 
     def sleep(self, length: Duration) -> None:
-        """Let time pass; the thread is free meanwhile."""
+        """Wait for a length of time; this frees the thread meanwhile."""
         self._portal.call(self._context.sleep(length))
 
     @overload
@@ -241,7 +241,7 @@ class SyncContext:
     @overload
     def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
-        """The next message sent under this name; None when none came in time."""
+        """Return the next message of this name; None if none arrives in time."""
         return self._portal.call(self._context.receive(name, shape, timeout=timeout))
 
     def approval(
@@ -255,18 +255,18 @@ class SyncContext:
         expires: Duration | None = None,
         show: dict[str, Any] | None = None,
     ) -> SyncApproval[V]:
-        """Ask people; `votes()` waits for them."""
-        asked = self._context.approval(
+        """Ask people for a decision; `votes()` waits for their answers."""
+        opening = self._context.approval(
             name, shape, need=need, approvers=approvers, distinct=distinct, expires=expires, show=show
         )
-        return SyncApproval(self._portal.call(asked), self._portal)
+        return SyncApproval(self._portal.call(opening), self._portal)
 
     @overload
     def spawn(self, call: Call[T]) -> SyncRun[T]: ...
     @overload
     def spawn(self, call: Task[P, T], *args: P.args, **kwargs: P.kwargs) -> SyncRun[T]: ...
     def spawn(self, call: Any, *args: Any, **kwargs: Any) -> SyncRun[Any]:
-        """Submit a child."""
+        """Submit a child run."""
         return SyncRun(self._portal.call(self._context.spawn(call, *args, **kwargs)), self._portal)
 
     @overload
@@ -281,71 +281,71 @@ class SyncContext:
     def gather(self, first: Callable[[], T], /, *others: Callable[[], T]) -> list[T]: ...
     @overload
     def gather(self, first: Callable[[], Any], /, *others: Callable[[], Any]) -> list[Any]: ...
-    def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
-        """Wait for several things at once: children given as calls, or functions of no arguments, each in a thread."""
+    def gather(self, *members: Any, join: Join = ALL) -> list[Any]:
+        """Wait for several things concurrently: children given as calls, or functions of no arguments in threads."""
         from flowfabric.sdk.task import child_calls
 
-        calls = child_calls(several)
+        calls = child_calls(members)
         if calls is not None:
             return self._portal.call(self._context.gather(calls, join=join))
-        return self._portal.call(self._context.gather(*(_in_thread(branch) for branch in several)))
+        return self._portal.call(self._context.gather(*(_run_in_thread(branch) for branch in members)))
 
     def race(self, *calls: Call[T]) -> T:
-        """The first child that succeeds; the others are cancelled."""
+        """Return the result of the first child that succeeds; the others are cancelled."""
         return self._portal.call(self._context.race(*calls))
 
     def now(self) -> int:
-        """The time when this was first asked; the same on every attempt."""
+        """Return the time in milliseconds since the epoch, recorded on first use: the same on every attempt."""
         return self._portal.call(self._context.now())
 
     def uuid(self) -> uuid.UUID:
-        """A fresh id that is the same on every attempt."""
+        """Return a new unique id that is the same on every attempt."""
         return self._context.uuid()
 
     @property
     def random(self) -> random.Random:
-        """The same numbers in the same order on every attempt."""
+        """A `random.Random` that yields the same numbers in the same order on every attempt."""
         return self._context.random
 
     def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """Say how far the work is."""
+        """Report progress: a JSON merge patch on the previous report, a message, or a percentage."""
         self._portal.call(self._context.progress(patch, pct=pct))
 
     def spend(self, budget: Budget, **amounts: int | float) -> None:
-        """Count what was spent: once, however often the attempt is retried."""
+        """Count amounts against a budget, exactly once however often the run is retried."""
         self._portal.call(self._context.spend(budget, **amounts))
 
     @contextmanager
     def reserve(self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float) -> Iterator[Reservation]:
-        """Keep room free while the block runs."""
-        kept = self._context.reserve(budget, lasts=lasts, **amounts)
-        reservation = self._portal.call(kept.__aenter__())
+        """Reserve capacity while the block runs."""
+        manager = self._context.reserve(budget, lasts=lasts, **amounts)
+        reservation = self._portal.call(manager.__aenter__())
         try:
             yield reservation
-        except BaseException as raised:
-            self._portal.call(kept.__aexit__(type(raised), raised, raised.__traceback__))
+        except BaseException as error:
+            self._portal.call(manager.__aexit__(type(error), error, error.__traceback__))
             raise
-        self._portal.call(kept.__aexit__(None, None, None))
+        self._portal.call(manager.__aexit__(None, None, None))
 
     def stream(self, name: str) -> SyncOutput:
-        """The attempt's output of this name."""
+        """Return the attempt's output of this name."""
         return SyncOutput(self._context.stream(name), self._portal)
 
 
 class SyncFlow:
-    """A flow's submit, for code that cannot await."""
+    """The blocking twin of `Flow`."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
 
     def submit(self, *, key: str | None = None) -> SyncFlowRun:
-        """Hand the whole flow over."""
+        """Submit the whole graph, all of it or nothing. `key` makes this idempotent."""
         portal = self._flow.app.portal()
         return SyncFlowRun(portal.call(self._flow.submit(key=key)), portal)
 
 
 class SyncFlowRun:
-    """A flow that was handed over, for code that cannot await."""
+    """The blocking twin of `FlowRun`."""
 
     def __init__(self, run: FlowRun, portal: Portal) -> None:
         self._run = run
@@ -353,7 +353,7 @@ class SyncFlowRun:
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """The flow's id."""
         return self._run.id
 
     @overload
@@ -361,38 +361,38 @@ class SyncFlowRun:
     @overload
     def __getitem__(self, node: str) -> SyncRun[Any]: ...
     def __getitem__(self, node: Node[Any] | str) -> SyncRun[Any]:
-        """The run of one node, or of the one of this name."""
+        """Return the run of a node, given as the node or its name."""
         return SyncRun(self._run[node], self._portal)
 
     def result(self, timeout: Duration | None = None) -> dict[str, Any]:
-        """What the last nodes returned, by name."""
+        """Wait until all nodes have ended; return the results of the last nodes by name."""
         return self._portal.call(self._run.result(timeout))
 
     def states(self) -> dict[str, PublicState]:
-        """What each node is doing."""
+        """Return the public state of each node."""
         return self._portal.call(self._run.states())
 
     def cancel(self, reason: str = "") -> None:
-        """End everything in it that has not ended."""
+        """Cancel every node that has not ended."""
         self._portal.call(self._run.cancel(reason))
 
     def graph(self) -> Graph:
-        """Its shape."""
+        """Return the nodes and edges of the flow."""
         return self._run.graph()
 
 
 class SyncFabric:
-    """An app, for code that cannot await."""
+    """The blocking twin of `Fabric`."""
 
     def __init__(self, app: Fabric) -> None:
         self._app = app
 
     def find(self, run_id: str) -> SyncRun[Any]:
-        """A run by its id."""
+        """Return the handle of a run, by its id."""
         return SyncRun(self._app.find(run_id), self._app.portal())
 
     def close(self) -> None:
-        """Let go of the store; happens by itself when the program ends."""
+        """Close the engine shared in the background; happens by itself at the end of the process."""
         self._app.stop_own_loop()
 
     def __enter__(self) -> SyncFabric:
@@ -402,11 +402,11 @@ class SyncFabric:
         self.close()
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
-async def _in_thread(branch: Callable[[], T]) -> T:
-    """A branch of a plain function; it knows its context and its place by the surroundings it is given."""
-    surroundings = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_branches, lambda: surroundings.run(branch))
+async def _run_in_thread(branch: Callable[[], T]) -> T:
+    """Run a branch of a plain function in a thread, with the context variables of its branch."""
+    variables = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_branches, lambda: variables.run(branch))

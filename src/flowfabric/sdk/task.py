@@ -1,4 +1,8 @@
-"""A task: a function that can be submitted, with everything its runs should know."""
+"""`Task`: a function that can be submitted, together with the options of its runs.
+
+`Submitter` is a task with changed options. `Call` is a task with its arguments, to be submitted later. All of them end
+in `Task.build_create`, which turns a call into the engine's `CreateExecution`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class TaskOptions(msgspec.Struct, frozen=True):
-    """How one submit differs from the task's own ways."""
+    """The options of a submit: those of the task, with the changes made by `Task.options`."""
 
     lane: str = "default"
     priority: int = 0
@@ -57,64 +61,64 @@ class TaskOptions(msgspec.Struct, frozen=True):
 
     @property
     def depends_on_arguments(self) -> bool:
-        """Whether the arguments of a call have a say in its policy."""
+        """True if the policy of a call depends on its arguments."""
         return bool(self.budgets or self.limits or self.fair is not None)
 
-    def policy(self, bound: CallLimits, *, is_read: bool = False) -> str | None:
-        """The execution policy that the engine keeps; None when there is nothing to say."""
+    def policy(self, call_limits: CallLimits, *, is_read: bool = False) -> str | None:
+        """Encode the execution policy; None if it is empty. `is_read` keeps the result for a downstream node."""
         policy: dict[str, Any] = {"kept_for_successors": True} if is_read else {}
         if self.retry is not None:
             policy["retry_policy"] = self.retry.policy()
         if self.needs:
             policy["routing_requirements"] = {"required_capabilities": sorted(self.needs)}
-        if bound.budgets:
-            policy["budget_ids"] = [budget_id for _, budget_id, _ in bound.budgets.values()]
-            policy[BUDGET_IDS_KEY] = {name: budget_id for name, (_, budget_id, _) in bound.budgets.items()}
-        if bound.limits:
-            policy["quota_policy_ids"] = list(bound.limits)
-        if bound.fairness_key is not None:
-            policy |= {"fairness_key": bound.fairness_key, "fairness_weight": self.weight}
+        if call_limits.budgets:
+            policy["budget_ids"] = [budget_id for _, budget_id, _ in call_limits.budgets.values()]
+            policy[BUDGET_IDS_KEY] = {name: budget_id for name, (_, budget_id, _) in call_limits.budgets.items()}
+        if call_limits.limits:
+            policy["quota_policy_ids"] = list(call_limits.limits)
+        if call_limits.fairness_key is not None:
+            policy |= {"fairness_key": call_limits.fairness_key, "fairness_weight": self.weight}
         return msgspec.json.encode(policy).decode() if policy else None
 
 
-def validate_submit_options(**given: Any) -> dict[str, Any]:
-    """Those of the options that a submit may change, checked; what is not named stays as it is."""
+def validate_submit_options(**options: Any) -> dict[str, Any]:
+    """Check options that a submit may change, and return them."""
     checks: dict[str, Callable[[Any], Any]] = {
         "lane": validate.validate_lane_id,
         "priority": lambda value: validation.validate_int("priority", value),
         "weight": lambda value: validation.validate_int("weight", value, minimum=1),
         "tags": validation.validate_tags,
-        "retry": _a_retry,
-        "fair": _a_scope,
-        "deadline": _a_moment,
-        "key": _a_key,
+        "retry": _validate_retry,
+        "fair": _validate_scope,
+        "deadline": _validate_deadline,
+        "key": _validate_key,
     }
-    return {name: checks[name](value) for name, value in given.items()}
+    return {name: checks[name](value) for name, value in options.items()}
 
 
-def _a_retry(value: object) -> Retry | None:
+def _validate_retry(value: object) -> Retry | None:
     if value is not None and not isinstance(value, Retry):
         raise InvalidInput(f"retry: {value!r} is no Retry; write retry=Retry(max=3)")
     return value
 
 
-def _a_scope(value: object) -> ScopeSelector | None:
+def _validate_scope(value: object) -> ScopeSelector | None:
     if value is not None and not isinstance(value, str) and not callable(value):
         raise InvalidInput(f"fair: {value!r} is neither the name of a parameter nor a function of the arguments")
     return value
 
 
-def _a_key(value: object) -> str:
+def _validate_key(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidInput(f'key: {value!r} is no text that tells one piece of work from another, as "order-7" does')
     return value
 
 
-def _a_moment(value: object) -> datetime:
+def _validate_deadline(value: object) -> datetime:
     if not isinstance(value, datetime):
         raise InvalidInput(f"deadline: {value!r} is no datetime; write datetime.now(timezone.utc) + timedelta(hours=1)")
     if value.tzinfo is None:
-        raise InvalidInput("deadline: say in which time zone (datetime.now(timezone.utc) + …)")
+        raise InvalidInput("deadline: it needs a time zone (datetime.now(timezone.utc) + …)")
     return value
 
 
@@ -122,7 +126,7 @@ NO_CALL_LIMITS = CallLimits()
 
 
 class Call(msgspec.Struct, Generic[R_co], frozen=True):
-    """A task with its arguments: something that can be submitted later, together with others."""
+    """A task with its arguments, to be submitted later, alone or together with others."""
 
     task: Task[Any, R_co]
     args: tuple[Any, ...]
@@ -130,26 +134,27 @@ class Call(msgspec.Struct, Generic[R_co], frozen=True):
     options: TaskOptions
 
 
-def as_call(given: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
-    """A call that was made with `s`, or one of a task with these arguments."""
-    if isinstance(given, Task | Submitter):
-        return given.s(*args, **kwargs)
-    if not isinstance(given, Call):
-        raise InvalidInput(f"{given!r} is neither a task nor a call; write task.s(argument)")
+def as_call(target: Any, /, *args: Any, **kwargs: Any) -> Call[Any]:
+    """Return a call as it is, or the call of a task with these arguments."""
+    if isinstance(target, Task | Submitter):
+        return target.s(*args, **kwargs)
+    if not isinstance(target, Call):
+        raise InvalidInput(f"{target!r} is neither a task nor a call; write task.s(argument)")
     if args or kwargs:
-        raise InvalidInput(f"a call of {given.task.name} has its arguments already")
-    return given
+        raise InvalidInput(f"a call of {target.task.name} has its arguments already")
+    return target
 
 
-def child_calls(given: tuple[Any, ...]) -> list[Any] | None:
-    """The children that `gather` was given, as calls side by side or as a list of them; None for things to await."""
-    if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], Awaitable | str | bytes):
-        return list(given[0])
-    return list(given) if any(isinstance(one, Call) for one in given) or not given else None
+def child_calls(members: tuple[Any, ...]) -> list[Any] | None:
+    """Return the children among the arguments of `gather`: calls, or one iterable of calls. None for awaitables."""
+    first = members[0] if len(members) == 1 else None
+    if isinstance(first, Iterable) and not isinstance(first, Awaitable | str | bytes):
+        return list(first)
+    return list(members) if any(isinstance(member, Call) for member in members) or not members else None
 
 
 class Task(Generic[P, R]):
-    """A function whose calls survive: `submit` hands one over, a plain call just runs it."""
+    """A function whose calls are durable: `submit` stores a call for a worker to run; a plain call just runs it."""
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class Task(Generic[P, R]):
         self.module = handler.__module__
         self.isolation = isolation
         self.on_mismatch = on_mismatch
-        self.own = options
+        self.default_options = options
         validation.validate_keyword_parameters(handler)
         self.signature = Signature(handler, Context)
         self.is_async = inspect.iscoroutinefunction(handler)
@@ -179,9 +184,9 @@ class Task(Generic[P, R]):
         self.__wrapped__ = handler
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """A plain call of the function, for unit tests: no engine is involved, and a context is made up."""
+        """Call the function directly, as in a unit test: no engine is involved, and the context is a `LocalContext`."""
         name = self.signature.context_name
-        if name is None or any(isinstance(given, Context) for given in (*args, *kwargs.values())):
+        if name is None or any(isinstance(value, Context) for value in (*args, *kwargs.values())):
             return self.handler(*args, **kwargs)
         from flowfabric.sdk.local_context import LocalContext
 
@@ -194,7 +199,7 @@ class Task(Generic[P, R]):
         return surroundings.run(lambda: self.handler(**arguments))
 
     def with_context(self, arguments: dict[str, Any], context: Callable[[], Context]) -> dict[str, Any]:
-        """The arguments of a handler, its context among them if it asks for one."""
+        """Add the context to the arguments of the handler, if it has a parameter for it."""
         name = self.signature.context_name
         return arguments if name is None else {**arguments, name: context()}
 
@@ -212,50 +217,51 @@ class Task(Generic[P, R]):
         weight: int | None = None,
         using: object | None = None,
     ) -> Submitter[P, R]:
-        """The task with other ways for the next submits; `key` makes a submit idempotent.
+        """Return the task with changed options for the submits made through it. `key` makes a submit idempotent.
 
-        A key holds for 24 hours after the submit that first used it: until then the same key is the same run, ended or
-        not; later it makes a new one. It is the task's own: another task may use the same key, and another lane changes
-        nothing.
-        `using` is a connection to the store's own Postgres database: the run then exists when its transaction commits.
+        A key is valid for 24 hours after the submit that first used it. Until then a submit with the same key returns
+        the same run, whether it has ended or not; afterwards it creates a new run. Keys belong to the task: another
+        task may use the same key, and changing the lane does not change the key's meaning.
+        `using` is a connection to the store's own Postgres database: the run is created by that connection's
+        transaction, and exists when it commits.
         """
-        changed: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay")}
-        given: dict[str, Any] = {"key": key, "tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
-        given |= {"retry": retry, "fair": fair, "weight": weight}
-        changed |= validate_submit_options(**{name: value for name, value in given.items() if value is not None})
-        return Submitter(self, msgspec.structs.replace(self.own, **changed), using)
+        changes: dict[str, Any] = {"delay_ms": None if delay is None else to_ms(delay, "delay")}
+        values: dict[str, Any] = {"key": key, "tags": tags, "priority": priority, "lane": lane, "deadline": deadline}
+        values |= {"retry": retry, "fair": fair, "weight": weight}
+        changes |= validate_submit_options(**{name: value for name, value in values.items() if value is not None})
+        return Submitter(self, msgspec.structs.replace(self.default_options, **changes), using)
 
     @property
     def sync(self) -> SyncSubmitter[P, R]:
-        """The same for code that cannot await."""
-        return Submitter(self, self.own).sync
+        """The blocking twin of this object, for code that cannot await."""
+        return Submitter(self, self.default_options).sync
 
     @overload
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
     @overload
     async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
     async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
-        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
-        return await Submitter(self, self.own).submit(*args, **kwargs)
+        """Submit a call. The run is stored when this returns, or with `using`, when that transaction commits."""
+        return await Submitter(self, self.default_options).submit(*args, **kwargs)
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
-        """Hand many calls over in one round trip: each input is the one argument, or a call made with `s`."""
-        return await Submitter(self, self.own).submit_many(inputs)
+        """Submit many calls in one round trip. Each input is the only argument of a call, or a call made with `s`."""
+        return await Submitter(self, self.default_options).submit_many(inputs)
 
     def s(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        """A call to be submitted later."""
-        return Call(self, args, kwargs, self.own)
+        """Return a call with these arguments, to be submitted later."""
+        return Call(self, args, kwargs, self.default_options)
 
     def run(self, run_id: str) -> Run[R]:
-        """A run of this task that was submitted earlier, by its id."""
+        """Return the handle of a run of this task that was submitted earlier, by its id."""
         return Run(run_id, self.name, self.signature.result_codec, self.app)
 
     def own_run(self, run_id: str, *, created: bool = True) -> Run[R]:
-        """A run of this task that belongs to the app's namespace; the result of any other is refused."""
+        """Return the handle of a run in the app's namespace; `result` refuses a run of another namespace."""
         namespace = self.app.namespace
         return Run(run_id, self.name, self.signature.result_codec, self.app, created=created, namespace=namespace)
 
-    async def ask(
+    async def build_create(
         self,
         engine: EngineAPI,
         arguments: dict[str, Any],
@@ -265,22 +271,24 @@ class Task(Generic[P, R]):
         results: dict[str, str | list[str]] | None = None,
         is_read: bool = False,
     ) -> CreateExecution:
-        """What to ask the engine for, for a call with these arguments; wrong input is refused here.
+        """Return the engine's request for a call with these arguments; arguments of the wrong type are refused here.
 
-        `results` are the runs whose results will be the other arguments; `is_read` tells that its own will be one.
+        `results` maps further parameters to the runs whose results they will get. `is_read` is True if another node
+        will read the result of this call.
         """
         signature = self.signature
         payload = (
             InputWithResults(signature.dump(arguments), results).to_json() if results else signature.to_json(arguments)
         )
-        bound = NO_CALL_LIMITS
+        call_limits = NO_CALL_LIMITS
         if options.depends_on_arguments:
-            bound = self.bound(options, arguments, unknown=(results or {}).keys())
-            await self.app.declare_bound(engine, bound)
-        # Keys are told apart within a partition, and that is the lane's: a key stays where its task is at home.
-        home = options.lane if options.key is None else self.own.lane
+            call_limits = self.resolve_limits(options, arguments, unknown=(results or {}).keys())
+            await self.app.declare_limits(engine, call_limits)
+        # Keys are unique within a partition, and the id's partition is derived from a lane. With a key it is always the
+        # task's default lane, so that changing the lane finds the same key.
+        partition_lane = options.lane if options.key is None else self.default_options.lane
         return CreateExecution(
-            execution_id=execution_id or engine.new_execution_id(home),
+            execution_id=execution_id or engine.new_execution_id(partition_lane),
             partition=0,
             namespace=self.app.namespace,
             lane_id=options.lane,
@@ -291,23 +299,28 @@ class Task(Generic[P, R]):
             creator_identity=self.app.identity,
             idempotency_key=None if options.key is None else f"{self.name}|{options.key}",
             tags=options.tags,
-            policy=options.policy(bound, is_read=is_read),
+            policy=options.policy(call_limits, is_read=is_read),
             delay_until=None if options.delay_ms is None else engine.estimate.now() + options.delay_ms,
             execution_deadline_at=_epoch_ms(options.deadline),
         )
 
-    def bound(self, options: TaskOptions, arguments: Mapping[str, Any], unknown: Collection[str] = ()) -> CallLimits:
-        """The budgets and limits that hold for a call with these arguments, some of which may not be known yet."""
+    def resolve_limits(
+        self, options: TaskOptions, arguments: Mapping[str, Any], unknown: Collection[str] = ()
+    ) -> CallLimits:
+        """Return the budgets and limits of a call with these arguments.
+
+        The `unknown` parameters get results of other runs; a scope that needs one of them is refused.
+        """
         tags, namespace = options.tags, self.app.namespace
         known = {name: value for name, value in self.signature.with_defaults(arguments).items() if name not in unknown}
 
-        def scope(per: ScopeSelector | None, what: str) -> str:
-            return resolve_scope(per, what, known, tags, all_known=not unknown)
+        def scope(per: ScopeSelector | None, subject: str) -> str:
+            return resolve_scope(per, subject, known, tags, all_known=not unknown)
 
         budgets: dict[str, tuple[Budget, str, str]] = {}
         for budget in options.budgets:
-            whose = scope(budget.per, f"budget {budget.name}")
-            budgets[budget.name] = (budget, budget.id(namespace, whose), whose)
+            owner = scope(budget.per, f"budget {budget.name}")
+            budgets[budget.name] = (budget, budget.id(namespace, owner), owner)
         limits = {
             limit.id(namespace, self.name, scope(limit.per, f"limit of {self.name}")): limit for limit in options.limits
         }
@@ -319,15 +332,15 @@ class Task(Generic[P, R]):
 
 
 class AsyncTask(Task[P, R]):
-    """A task whose function is awaited; so is a plain call of it."""
+    """A task whose function is a coroutine function; a plain call is awaited."""
 
-    if TYPE_CHECKING:  # for editors: what is known of the result of a plain call
+    if TYPE_CHECKING:  # tells editors the result of a plain call
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
 
 
 class PlainTask(Task[P, R]):
-    """A task whose function is called."""
+    """A task whose function is a plain function."""
 
     if TYPE_CHECKING:
 
@@ -335,7 +348,7 @@ class PlainTask(Task[P, R]):
 
 
 class Submitter(Generic[P, R]):
-    """A task and the options of the submits made through it."""
+    """A task with the options of the submits made through it."""
 
     def __init__(self, task: Task[P, R], options: TaskOptions, using: object | None = None) -> None:
         self.task = task
@@ -344,13 +357,13 @@ class Submitter(Generic[P, R]):
 
     @property
     def sync(self) -> SyncSubmitter[P, R]:
-        """The same for code that cannot await."""
+        """The blocking twin of this object, for code that cannot await."""
         from flowfabric.sdk.sync import SyncSubmitter
 
         return SyncSubmitter(self, self.task.app.portal)
 
     def s(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        """A call to be submitted later."""
+        """Return a call with these arguments, to be submitted later."""
         return Call(self.task, args, kwargs, self._options)
 
     @overload
@@ -358,7 +371,7 @@ class Submitter(Generic[P, R]):
     @overload
     async def submit(self, *args: Any, using: object, **kwargs: Any) -> Run[R]: ...
     async def submit(self, *args: Any, **kwargs: Any) -> Run[R]:
-        """Hand a call over; it is kept when this returns, or with `using` when that transaction commits."""
+        """Submit a call. The run is stored when this returns, or with `using`, when that transaction commits."""
         using = self._using
         if "using" in kwargs and "using" not in self.task.signature.parameter_codecs:
             using = kwargs.pop("using")
@@ -366,10 +379,10 @@ class Submitter(Generic[P, R]):
         return run
 
     async def submit_many(self, inputs: Iterable[Any]) -> list[Run[R]]:
-        """Hand many calls over in one round trip."""
+        """Submit many calls in one round trip. Each input is the only argument of a call, or a call made with `s`."""
         if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
             raise InvalidInput(f"inputs: {inputs!r} is not a list of inputs")
-        calls = [given if isinstance(given, Call) else Call(self.task, (given,), {}, self._options) for given in inputs]
+        calls = [value if isinstance(value, Call) else Call(self.task, (value,), {}, self._options) for value in inputs]
         for call in calls:
             if call.task is not self.task:
                 raise InvalidInput(f"inputs: a call of {call.task.name} is not one of {self.task.name}")
@@ -381,16 +394,19 @@ class Submitter(Generic[P, R]):
     async def _submit(self, calls: list[Call[Any]], using: object | None) -> list[Run[R]]:
         task = self.task
         engine = await task.app.engine()
-        asks = [
-            await task.ask(engine, task.signature.bind(call.args, call.kwargs), options=call.options) for call in calls
+        requests = [
+            await task.build_create(engine, task.signature.bind(call.args, call.kwargs), options=call.options)
+            for call in calls
         ]
-        made: Sequence[Any]
+        answers: Sequence[Any]
         if using is not None:
-            made = await engine.create_within(using, asks)
+            answers = await engine.create_within(using, requests)
+        elif len(requests) == 1:
+            answers = [await engine.create(requests[0])]
         else:
-            made = [await engine.create(asks[0])] if len(asks) == 1 else await engine.create_executions(asks)
+            answers = await engine.create_executions(requests)
         runs = []
-        for answer in made:
+        for answer in answers:
             if isinstance(answer, FabricError):
                 raise answer
             created = not isinstance(answer, Duplicate)
@@ -398,17 +414,17 @@ class Submitter(Generic[P, R]):
         return runs
 
 
-def _epoch_ms(moment: datetime | None) -> int | None:
-    return None if moment is None else int(moment.timestamp() * 1000)
+def _epoch_ms(instant: datetime | None) -> int | None:
+    return None if instant is None else int(instant.timestamp() * 1000)
 
 
 class TaskDecorator:
-    """What `@app.task(…)` returns: typed so that editors know the result of a run."""
+    """The decorator that `@app.task(…)` returns, typed so that editors know the result of a run."""
 
     def __init__(self, make: Callable[[Callable[..., Any]], Task[..., Any]]) -> None:
         self._make = make
 
-    # In this order: what is awaited is also something that is called, and the first that fits is taken.
+    # The order matters: a coroutine function is also a callable, and the first overload that fits is chosen.
     @overload
     def __call__(self, handler: Callable[Concatenate[Context, P], Awaitable[R]]) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload

@@ -14,7 +14,7 @@ import msgspec
 
 from flowfabric.model.api_token import ApiToken
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
-from flowfabric.model.deployment import Deployment
+from flowfabric.model.deployment import Deployment, SweepLease
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -34,7 +34,6 @@ from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.signing_key import Keystore, SigningKey
 from flowfabric.model.stream import Frame, Stream, StreamSummary
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint
-from flowfabric.model.sweep import SweepLease
 from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 
 

@@ -1,6 +1,6 @@
-"""What tests of this project, and of work built on it, stand on: a world in virtual time, stores that break on request.
+"""Tools for tests of applications and of this project: a `World` in virtual time, and stores that fail on request.
 
-The names are looked up in their pages when first used: the pytest plugin that lives here loads no engine.
+The names are imported on first use, so that the pytest plugin in this package loads no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowfabric.testing.invariants import check_invariants as check_invariants
     from flowfabric.testing.world import World as World
 
-_PAGES = {
+_MODULES = {
     "FlakyStore": "flowfabric.testing.faults",
     "InvariantBroken": "flowfabric.testing.invariants",
     "InvariantChecker": "flowfabric.testing.invariants",
@@ -27,12 +27,12 @@ _PAGES = {
     "check_invariants": "flowfabric.testing.invariants",
 }
 
-__all__ = [*_PAGES]
+__all__ = [*_MODULES]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _PAGES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_PAGES[name]), name)
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
         return value

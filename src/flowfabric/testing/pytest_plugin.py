@@ -1,4 +1,4 @@
-"""The fixture `world`, for every project that has FlowFabric installed.
+"""The pytest fixture `world`, available in every project that has FlowFabric installed.
 
     from shop import app, deploy
 
@@ -7,8 +7,8 @@
         await world.advance("3d")
         assert await run.result() == "rejected"
 
-The app is the one of the test module: a `Fabric`, or that of its tasks. Where there are several,
-`@pytest.mark.world(app, seed=7)` says which; other arguments go to `World`.
+The app is the `Fabric` in the test module, or the one of the tasks in it. If there are several,
+`@pytest.mark.world(app, seed=7)` selects one; other arguments go to `World`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ except ImportError:  # another plugin, such as anyio's, takes care of async fixt
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
-    config.addinivalue_line("markers", "world(app, **ways): the app, and how the `world` around it is made")
+    """Register the marker."""
+    config.addinivalue_line("markers", "world(app, **options): the app of the `world` fixture, and its options")
 
 
 @async_fixture
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    """A world around the app of this test."""
+    """A `World` with the app of this test."""
     from flowfabric.testing.world import World
 
     mark = request.node.get_closest_marker("world")
-    ways: dict[str, Any] = dict(mark.kwargs) if mark else {}
-    app = mark.args[0] if mark and mark.args else _app_of(vars(request.module))
-    async with World(app, **ways) as made:
-        yield made
+    options: dict[str, Any] = dict(mark.kwargs) if mark else {}
+    app = mark.args[0] if mark and mark.args else _find_app(vars(request.module))
+    async with World(app, **options) as entered:
+        yield entered
 
 
-def _app_of(names: dict[str, Any]) -> Fabric:
+def _find_app(names: dict[str, Any]) -> Fabric:
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.task import Task
 

@@ -1,4 +1,4 @@
-"""What a test puts in the place of the outside: stubs for effects, and people who vote."""
+"""Stand-ins for the outside world in tests: stubs for effects, and people who vote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric.sdk.run import Run
 
 
 class Stub:
-    """Runs instead of something else, and keeps count."""
+    """A replacement for a function, which records its calls."""
 
     def __init__(self, instead: Callable[..., Any] | None, returns: Any, raises: BaseException | None) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -26,33 +26,33 @@ class Stub:
 
 
 class Ballots:
-    """An open approval, answered by one person after another. Each has a link of their own, as in a mail."""
+    """An open approval, to be answered by test persons. Each of them gets one link."""
 
     def __init__(self, run: Run[Any], links: list[str], shape: Any) -> None:
         self._run = run
-        self._free = links
+        self._unused = links
         self._links: dict[str, str] = {}
         self._shape = shape
 
     async def approve_as(self, person: str, **fields: Any) -> None:
-        """A yes: true, or every yes-or-no field of the answer true; other fields as given."""
+        """Vote yes: True, or an answer with every bool field True and the other fields as given."""
         await self.answer_as(person, _answer(self._shape, True, fields))
 
     async def reject_as(self, person: str, **fields: Any) -> None:
-        """A no."""
+        """Vote no: False, or an answer with every bool field False and the other fields as given."""
         await self.answer_as(person, _answer(self._shape, False, fields))
 
     async def answer_as(self, person: str, value: Any = True) -> None:
-        """One vote of this value; whoever votes again does so with the same link, which counts once."""
+        """Vote with this value. A person who votes again uses the same link, which counts once."""
         if person not in self._links:
-            if not self._free:
+            if not self._unused:
                 raise AssertionError(f"{person} has no link: all are in other hands; ask for more with approvers=")
-            self._links[person] = self._free.pop(0)
+            self._links[person] = self._unused.pop(0)
         await self._run.vote(self._links[person], value, by=person)
 
 
 class CompletedChecks:
-    """What was checked already; awaiting it is allowed, and does nothing more."""
+    """Checks that have already run; awaiting this does nothing."""
 
     def __init__(self, *checks: Coroutine[Any, Any, None]) -> None:
         for check in checks:
@@ -66,8 +66,8 @@ class CompletedChecks:
         yield from ()
 
 
-def _answer(shape: Any, word: bool, fields: dict[str, Any]) -> Any:
+def _answer(shape: Any, vote: bool, fields: dict[str, Any]) -> Any:
     if shape in (bool, Any):
-        return word
+        return vote
     hints = typing.get_type_hints(shape)
-    return {name: word for name, kind in hints.items() if kind is bool} | fields
+    return {name: vote for name, kind in hints.items() if kind is bool} | fields

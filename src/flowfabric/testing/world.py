@@ -1,12 +1,12 @@
-"""The world: an app, its store and its workers in one process, in virtual time, with nothing to install.
+"""`World`: an app, its store and its workers in one process, in virtual time, with nothing to install.
 
     async with World(app) as world:
         run = await deploy.submit(request)
         await world.advance("3d")
         assert await run.result() == "rejected"
 
-Waiting costs nothing: when nobody has anything to do before the next timer, it is already that time. Within the world
-the app's store is one in memory; afterwards everything is as it was.
+Waiting takes no real time: when nothing can happen before the next timer, the clock jumps to it. Inside the world the
+app uses a store in memory; afterwards it uses its own again.
 """
 
 from __future__ import annotations
@@ -39,58 +39,56 @@ from flowfabric.testing.virtual_time import VirtualTime
 
 EPOCH_MS = 1_700_000_000_000
 RARE_INTERVAL_MS = 100 * 24 * 60 * 60 * 1000
-# No hint gets lost in one process, and sweeps sleep until the next instant: nobody has to look in between.
+# In one process no wakeup is lost, and sweeps sleep until the next due instant: polling is not needed.
 RARE_SWEEPS: dict[str, Any] = {name: RARE_INTERVAL_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
 WORLD_SETTINGS = Settings(poll_ms=RARE_INTERVAL_MS, sweeps=Sweeps(**RARE_SWEEPS))
 
 Moment = Literal["before_effect", "after_effect", "after_commit", "lease_expired", "store_down"]
-SETTLE_YIELDS = 50  # of the loop, in which everything happens that can happen now
-AFTER_EXPIRY_S = 1.0  # how long after its lease a handler finds out that it is a zombie
+SETTLE_YIELDS = 50  # iterations of the loop in which everything happens that can happen now
+AFTER_EXPIRY_S = 1.0  # for which a handler runs on after its lease has expired
 
 
-def _settings_of(app: Fabric) -> Settings:
-    """The app's settings; where they are the defaults, a world's: nobody polls in it."""
-    own, usual = app._settings or Settings(), Settings()
-    sweeps = _chosen(own.sweeps, usual.sweeps)
-    return msgspec.structs.replace(
-        WORLD_SETTINGS, **{**_chosen(own, usual), "sweeps": msgspec.structs.replace(WORLD_SETTINGS.sweeps, **sweeps)}
-    )
+def _world_settings(app: Fabric) -> Settings:
+    """Return the app's settings, with those of a world in place of defaults."""
+    settings, defaults = app._settings or Settings(), Settings()
+    sweeps = msgspec.structs.replace(WORLD_SETTINGS.sweeps, **_changed_fields(settings.sweeps, defaults.sweeps))
+    return msgspec.structs.replace(WORLD_SETTINGS, **{**_changed_fields(settings, defaults), "sweeps": sweeps})
 
 
-def _chosen(own: msgspec.Struct, usual: msgspec.Struct) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
-    return {name: getattr(own, name) for name in own.__struct_fields__ if getattr(own, name) != getattr(usual, name)}
+def _changed_fields(values: msgspec.Struct, defaults: msgspec.Struct) -> dict[str, Any]:
+    pairs = ((name, getattr(values, name), getattr(defaults, name)) for name in values.__struct_fields__)
+    return {name: value for name, value, default in pairs if value != default}
 
 
 class World:
-    """A small, repeatable universe around an app."""
+    """An app with its own store, workers and clock for one test; equal seeds give equal runs."""
 
     def __init__(self, app: Fabric, *, seed: int = 0, workers: int = 1, slots: int = 10) -> None:
         self.app = app
         self._seed = seed
         self._count = workers
         self._slots = slots
-        self._started = 0  # workers
+        self._started_workers = 0
         self._workers: list[tuple[Worker, asyncio.Task[None]]] = []
         self._faults: list[tuple[str, str, float]] = []
         self._shapes: dict[tuple[str, str], Any] = {}
-        self._ballots: dict[tuple[tuple[str, str], ...], Ballots] = {}  # by waitpoints: who has which link
+        self._ballots: dict[tuple[tuple[str, str], ...], Ballots] = {}  # by the waitpoints of the approval
 
     async def __aenter__(self) -> Self:
         self._time = VirtualTime(asyncio.get_running_loop())
         self._time.start()
-        self._began = self._time.now()
+        self._started_at = self._time.now()
         self.store = FlakyStore(MemoryStore(clock=self.now_ms))
         await self.store.open(migrate=True)
-        self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=_settings_of(self.app))
+        self.engine = Engine(self.store, minter=SeededMinter(self._seed), settings=_world_settings(self.app))
         self.engine.runtime.estimate = StoreClockEstimate(monotonic_s=self._time.now)
         self.engine.runtime.random = random.Random(self._seed).random
         await self.engine.ensure_signing_key("00" * 32)
-        self._outside = self.app.bind(await self.engine_for_app())
-        self.app.on_point = self._pass_point
-        self.app.thread_turns = self._time
-        self.app.on_ask = self._note_shape
-        self.app.isolates = False
+        self._previous_engine = self.app.bind(await self.engine_for_app())
+        self.app.on_fault_point = self._inject_fault
+        self.app.thread_scheduler = self._time
+        self.app.on_approval = self._note_shape
+        self.app.use_subprocesses = False
         for _ in range(self._count):
             self.start_worker()
         return self
@@ -102,40 +100,40 @@ class World:
         for _, task in self._workers:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._workers), return_exceptions=True)
-        self.app.unbind(self._outside)
-        self.app.on_point = self.app.thread_turns = self.app.on_ask = None
+        self.app.unbind(self._previous_engine)
+        self.app.on_fault_point = self.app.thread_scheduler = self.app.on_approval = None
         self.app.stubs.clear()
-        self.app.isolates = True
+        self.app.use_subprocesses = True
         await self.engine.close()
         self._time.stop()
         if kind is None and self._faults:
             point, moment, _ = self._faults[0]
-            raise AssertionError(f"nothing came to {point} {moment}: what should have gone wrong there did not")
+            raise AssertionError(f"{point} {moment} was never reached: the fault was not injected")
 
     async def engine_for_app(self) -> Engine:
-        """What the app sees of the engine."""
+        """Return the engine that the app uses; tests replace it by a client."""
         return self.engine
 
     # -- workers --------------------------------------------------------------------------------------------------
 
     def start_worker(self) -> Worker:
-        """One more worker."""
-        self._started += 1
+        """Start another worker."""
+        self._started_workers += 1
         worker = Worker(
             self.app,
             slots=self._slots,
             presence_ttl=RARE_INTERVAL_MS / 1000,
             worker_id="world",
-            instance_id=f"world:{self._started}",
+            instance_id=f"world:{self._started_workers}",
         )
         self._workers.append((worker, asyncio.create_task(worker.work())))
         return worker
 
     async def kill(self, worker: Worker) -> None:
-        """End a worker as SIGKILL would: nothing is finished, nothing is handed back, its leases lapse."""
+        """Kill a worker as SIGKILL would: nothing is finished or released, and its leases expire."""
         for known, task in self._workers:
             if known is worker:
-                worker.abandon()
+                worker.simulate_kill()
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self._workers = [(known, task) for known, task in self._workers if known is not worker]
@@ -143,14 +141,14 @@ class World:
     # -- time -----------------------------------------------------------------------------------------------------
 
     async def advance(self, length: Duration) -> None:
-        """Let time pass, and everything happen that falls due meanwhile."""
+        """Advance the clock, and run everything that falls due meanwhile."""
         await asyncio.sleep(to_ms(length) / 1000)
         await self.settle()
 
     async def settle(self) -> None:
-        """Let everything happen that can happen now, also in threads.
+        """Run everything that can happen now, also in threads.
 
-        Raises TimeoutError when plain code is still running after 30 s of real time.
+        Raises `TimeoutError` if plain code is still running after 30 s of real time.
         """
         for _ in range(SETTLE_YIELDS):
             await asyncio.sleep(0)
@@ -160,41 +158,42 @@ class World:
                 await asyncio.sleep(0)
 
     def now_ms(self) -> int:
-        """The store's time."""
-        return EPOCH_MS + round((self._time.now() - self._began) * 1000)
+        """Return the time of the store's clock."""
+        return EPOCH_MS + round((self._time.now() - self._started_at) * 1000)
 
-    # -- what goes wrong ------------------------------------------------------------------------------------------
+    # -- faults ---------------------------------------------------------------------------------------------------
 
     def crash_at(self, point: str, moment: Moment, *, lasts: Duration = "10s") -> None:
-        """Let something go wrong once, at "step:<name>" or "spend:<budget>".
+        """Inject a fault once, at the point "step:<name>" or "spend:<budget>".
 
-        The process dies `before_effect`, `after_effect` (before it is remembered) or `after_commit`. After the effect,
-        with `lease_expired` the work is taken over by another while this handler goes on, and with `store_down` the
-        store is away for as long as it `lasts`.
+        The process dies `before_effect`, `after_effect` (before the result is recorded) or `after_commit`. The other
+        two happen after the effect: with `lease_expired` another worker claims the run while this handler continues,
+        and with `store_down` the store is unavailable for the time `lasts`. It is an error if the point is not reached.
         """
         if moment not in get_args(Moment):
             raise ValueError(f"{moment!r} is none of {', '.join(get_args(Moment))}")
         self._faults.append((point, moment, to_ms(lasts, "lasts") / 1000))
 
-    async def _pass_point(self, context: Context, point: str, moment: str) -> None:
+    async def _inject_fault(self, context: Context, point: str, moment: str) -> None:
         for fault in self._faults:
-            known, what, lasts_s = fault
-            if known != point or (what if what in ("before_effect", "after_commit") else "after_effect") != moment:
+            fault_point, kind, lasts_s = fault
+            fault_moment = kind if kind in ("before_effect", "after_commit") else "after_effect"
+            if fault_point != point or fault_moment != moment:
                 continue
             self._faults.remove(fault)
-            if what == "lease_expired":
-                await self._let_lapse(context)
-            elif what == "store_down":
+            if kind == "lease_expired":
+                await self._let_lease_expire(context)
+            elif kind == "store_down":
                 self.store.go_down()
                 asyncio.get_running_loop().call_later(lasts_s, self.store.heal)
             else:
                 raise SimulatedCrash(f"{point} {moment}")
             return
 
-    async def _let_lapse(self, context: Context) -> None:
+    async def _let_lease_expire(self, context: Context) -> None:
         left_s = context.lease_seconds_left
         for worker, _ in self._workers:
-            worker.forsake(context.handle.fields.lease_id)
+            worker.stop_renewing(context.handle.fields.lease_id)
         await asyncio.sleep(left_s + AFTER_EXPIRY_S)
 
     def stub(
@@ -205,20 +204,20 @@ class World:
         returns: Any = None,
         raises: BaseException | None = None,
     ) -> Stub:
-        """Let something else run instead of a step's function, or of a task: a function, a value, or an error."""
+        """Replace a step's function or a task by another function, a value, or an error."""
         stub = self.app.stubs[target] = Stub(instead, returns, raises)
         return stub
 
     # -- people ---------------------------------------------------------------------------------------------------
 
     async def approval(self, run: Run[Any], name: str) -> Ballots:
-        """The open approval of this name, once the run has come to it."""
+        """Wait until the run asks for the approval of this name; return it, to be answered."""
         for _ in range(10_000):
             waits = await self.engine.read_waits(run.id)
             for gate in waits.open.values():
                 if any(key.rpartition(".")[0] == name for _, key in gate.waitpoints):
                     if gate.waitpoints not in self._ballots:
-                        links = [await self._link(run.id, one) for one, _ in gate.waitpoints]
+                        links = [await self._link(run.id, waitpoint_id) for waitpoint_id, _ in gate.waitpoints]
                         self._ballots[gate.waitpoints] = Ballots(run, links, self._shapes.get((run.id, name), bool))
                     return self._ballots[gate.waitpoints]
             await asyncio.sleep(0.01)
@@ -232,5 +231,5 @@ class World:
         return ApprovalLink.for_waitpoint(self.app.public_url, run_id, waitpoint_id, token.reveal() if token else "")
 
     def assert_invariants(self) -> Any:
-        """Raise when anything that must always hold does not; may be awaited, but is done when it returns."""
+        """Raise if an invariant of the store is broken. May be awaited, but has finished when it returns."""
         return CompletedChecks(check_invariants(self.engine), check_flow_invariants(self.engine))

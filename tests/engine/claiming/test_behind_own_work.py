@@ -95,7 +95,7 @@ async def test_full_slots_are_filled_anew_with_one_take_at_most(engine: Engine, 
         claimed = await asyncio.wait_for(pull.claim(CHAINS, max_wait_ms=60_000), 20)
 
         assert ids_of(claimed) == {names[place] for names in chains}
-        assert counting.takes == before + TAKES[counting.in_order]
+        assert counting.takes == before + TAKES[counting.executes_in_order]
         assert all(isinstance(answer, Completed) for answer in await telling)
     assert engine.runtime.commit_queue.notified_changes == set()
     pull.close()
@@ -118,7 +118,7 @@ async def test_nobody_looks_for_more_in_a_lane_that_was_seen_to_be_empty(engine:
 
     [claimed] = await asyncio.wait_for(waiting, 20)
     assert claimed.execution_id == new
-    if not counting.in_order:
+    if not counting.executes_in_order:
         assert counting.takes == before + 1
     pull.close()
 
@@ -136,7 +136,7 @@ async def test_free_slots_are_filled_with_one_take_at_most_when_ends_are_told_to
         claimed = await asyncio.wait_for(looking, 20)
 
         assert ids_of(claimed) == {names[place] for names in chains}
-        assert counting.takes == before + TAKES[counting.in_order]
+        assert counting.takes == before + TAKES[counting.executes_in_order]
     assert engine.runtime.commit_queue.notified_changes == set()
     pull.close()
 
@@ -176,7 +176,7 @@ async def test_a_look_for_ordinary_work_goes_first_unless_the_store_keeps_the_or
         assert len(claimed) == CHAINS
         assert ids_of(claimed).isdisjoint(ended)
         assert all(isinstance(answer, Completed) for answer in await telling)
-        assert counting.asked == (["commit", "take"] if counting.in_order else ["take", "commit"])
+        assert counting.asked == (["commit", "take"] if counting.executes_in_order else ["take", "commit"])
     pull.close()
 
 

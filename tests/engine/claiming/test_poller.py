@@ -29,7 +29,7 @@ async def engine(store: Store) -> Engine:
 def trips(store: Store, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the store was asked what."""
     counts: Counter[str] = Counter()
-    for verb in ("take", "due", "scan", "lines", "load"):
+    for verb in ("claim_rows", "due", "scan", "queues", "load"):
         monkeypatch.setattr(store, verb, _counting(counts, verb, getattr(store, verb)))
     return counts
 
@@ -64,7 +64,7 @@ async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
 
     second = await make(engine)
     assert [one.execution_id for one in await waiting] == [second]
-    assert trips["take"] == 1
+    assert trips["claim_rows"] == 1
     pull.close()
 
 
@@ -88,7 +88,7 @@ async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trip
     made = [await make(engine, "mail") for _ in range(2)]
     claimed = await pull.claim(10, max_wait_ms=NEVER_MS)
     assert {one.execution_id for one in claimed} == set(made)
-    assert trips == {"take": 1}
+    assert trips == {"claim_rows": 1}
     pull.close()
 
 

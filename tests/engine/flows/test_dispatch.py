@@ -243,7 +243,7 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 
         return asyncio.create_task(sent())
 
-    monkeypatch.setattr(crew.engine.runtime.commit_queue, "send", after_a_claim)
+    monkeypatch.setattr(crew.engine.runtime.commit_queue, "send_batch", after_a_claim)
     await crew.engine.complete(held.handle)
     await crew.engine.wait_for_dispatch()
 

@@ -107,7 +107,7 @@ VERBS: dict[str, Verb] = {
         {"partition": 1}, {"partition": [*COUNT, "x", "{b:1}", 65_536], "cursor": A_UUID, "limit": COUNT}
     ),
 }
-WITHOUT_ARGUMENTS = {"dispatched", "finish_background"}
+WITHOUT_ARGUMENTS = {"wait_for_dispatch", "finish_background_cancels"}
 ELSEWHERE = {"purge_flow"}  # beside the removal of executions
 PAGES = ("flows", "flow_cancels", "flow_reads")
 
@@ -125,7 +125,7 @@ async def engine(store: Store) -> Engine:
 
 
 def test_every_verb_of_a_flow_is_tried() -> None:
-    homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.{page}" for page in PAGES}]
+    homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.operations.{page}" for page in PAGES}]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 
     assert found - WITHOUT_ARGUMENTS == set(VERBS) - ELSEWHERE

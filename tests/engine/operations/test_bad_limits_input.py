@@ -83,7 +83,7 @@ VERBS: Table = {
         {"budget_id": B, "execution_id": "HELD", "reservation_id": R, "amounts": {"a": 1}},
         {"budget_id": IDS, "execution_id": EXECUTIONS, "reservation_id": IDS, "amounts": MAPPINGS},
     ),
-    "reserved_for": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
+    "reservation_owner": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
     "refund_budget": (
         {"budget_id": B, "reservation_id": R},
         {"budget_id": IDS, "reservation_id": IDS, "execution_id": ["", 5, "not-an-id", B]},
@@ -228,7 +228,8 @@ async def test_the_good_arguments_are_good(held: tuple[Engine, Claimed], verb: s
 
 
 def test_every_verb_of_these_pages_is_tried() -> None:
-    pages = ("budgets", "quotas", "workers", "scheduler", "explain", "retention")
+    pages = ("operations.budgets", "operations.quotas", "operations.workers")
+    pages += ("claiming.admitted_claimer", "operations.explain", "operations.retention")
     homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.{page}" for page in pages}]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 

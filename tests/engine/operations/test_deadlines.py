@@ -81,7 +81,7 @@ async def test_a_client_takes_its_timeout_from_the_environment(tmp_path: Path, m
     with serving(f"sqlite:///{tmp_path / 'app.db'}") as server:
         monkeypatch.setenv("FLOWFABRIC_TIMEOUT", "2.5")
         async with await connect(server.url) as engine:
-            assert engine.wire.deadlines == Deadlines(command_s=2.5)  # type: ignore[attr-defined]
+            assert engine.transport.deadlines == Deadlines(command_s=2.5)  # type: ignore[attr-defined]
         monkeypatch.setenv("FLOWFABRIC_TIMEOUT", "long")
         with pytest.raises(errors.InvalidInput, match="FLOWFABRIC_TIMEOUT"):
             await connect(server.url)
@@ -95,4 +95,4 @@ async def test_a_worker_keeps_commands_below_its_lease(database: str) -> None:
 
     async with app:
         await Worker(app, lease_ttl="9s")._start()
-        assert (await app.engine()).store._links.deadlines.command_s == 6.0  # type: ignore[attr-defined]
+        assert (await app.engine()).store._pool.deadlines.command_s == 6.0  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ async def test_a_claim_in_another_process_is_woken_by_the_commit_itself(
 
     assert isinstance(one.store, PostgresStore)
     monkeypatch.setattr(claimer, "wait_for_wakeup", waited)
-    monkeypatch.setattr(one.store._notifier, "send", lambda topics: None)
+    monkeypatch.setattr(one.store._notifier, "notify", lambda topics: None)
     monkeypatch.setattr(notifier, "MIN_IDLE_S", 0)  # it comes to rest at once
     monkeypatch.setattr(notifier, "MIN_IDLE_COMMITS", 0)
 

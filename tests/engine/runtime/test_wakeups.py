@@ -137,7 +137,7 @@ async def test_a_claim_that_does_not_wait_asks_for_no_hint(
         asked.append(topics)
         return expect(*topics)
 
-    monkeypatch.setattr(engine.runtime.wakeups, "expect", noted)
+    monkeypatch.setattr(engine.runtime.wakeups, "subscribe", noted)
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1") is None
     assert asked == []
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1", max_wait_ms=1) is None

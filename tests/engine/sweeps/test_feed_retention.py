@@ -8,8 +8,8 @@ from typing import Any
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
+from flowfabric.model.deployment import SweepLease
 from flowfabric.model.event import Topic
-from flowfabric.model.sweep import SweepLease
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import FEED_RETENTION_MS, Settings, Sweeps
 from flowfabric.stores.port import Store

@@ -135,7 +135,7 @@ def soak_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what lives for a minute, a day or a week by a constant live for two seconds."""
-    monkeypatch.setattr(budget_rules, "DEDUP_LIFE_MS", LIFE_MS)
+    monkeypatch.setattr(budget_rules, "DEDUP_TTL_MS", LIFE_MS)
     monkeypatch.setattr(aggregates, "COMMIT_MARKER_TTL_MS", LIFE_MS)
     monkeypatch.setattr(workers, "EVENT_LIFE_MS", LIFE_MS)
     monkeypatch.setattr(quota, "DEFAULT_WINDOW_MS", LIFE_MS)

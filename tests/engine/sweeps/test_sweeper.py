@@ -17,8 +17,8 @@ from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
 from flowfabric.engine.sweeps.sweeper import Sweep, Sweeper, SweepResult
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Promotion
+from flowfabric.model.deployment import SweepLease
 from flowfabric.model.states import PublicState
-from flowfabric.model.sweep import SweepLease
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory.store import MemoryStore

@@ -15,6 +15,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.model.answers.execution import NotReclaimable
 from flowfabric.model.change import Change, Guard, LeaseCheck, LeaseRequirement
+from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution, Grant, IdempotencyKey
 from flowfabric.model.states import (
     AttemptState,
@@ -26,7 +27,6 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.model.sweep import SweepLease
 from flowfabric.rules import retention, sweep_lease
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import cancel, claim, create, delay, finish, lease, operator, reclaim, replay

@@ -274,7 +274,7 @@ def test_any_document_gives_terms_that_fit_every_store_or_a_typed_refusal(docume
     numbers = [value for value in json.loads(text or "{}").values() if isinstance(value, int)]
     assert all(0 <= number < 2**63 for number in numbers)
     if terms.retry:
-        assert 0 <= backoff_ms(terms.retry, 10**6, 0.999) <= rules.LONGEST_MS
+        assert 0 <= backoff_ms(terms.retry, 10**6, 0.999) <= rules.MAX_LENGTH_MS
 
 
 # Keeping

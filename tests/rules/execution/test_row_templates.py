@@ -141,9 +141,9 @@ def test_a_change_without_a_form_is_spelled_out_already() -> None:
 
 def test_only_a_patch_and_an_event_make_a_form() -> None:
     change = at_length(running())
-    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+    with pytest.raises(TypeError, match="a template patches its row and emits one event, nothing else"):
         as_template(msgspec.structs.replace(change, writes=change.writes * 2))
-    with pytest.raises(TypeError, match="a form patches its root and tells one event, nothing else"):
+    with pytest.raises(TypeError, match="a template patches its row and emits one event, nothing else"):
         as_template(msgspec.structs.replace(change, events=()))
 
 

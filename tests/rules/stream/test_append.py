@@ -111,7 +111,7 @@ def test_ids_grow_and_exactly_the_newest_frames_are_kept(played: list[tuple[list
         assert shelf.stream is not None
         for mode in asked:
             kept.append(len(kept) + 1 if not kept else kept[-1] + 1)
-            limit = append_rules.KEPT.get(mode, shelf.stream.maxlen_applied_last or 64)
+            limit = append_rules.MAX_KEPT_FRAMES.get(mode, shelf.stream.maxlen_applied_last or 64)
             if mode is not FrameMode.BEST_EFFORT:
                 kept = kept[-limit:]
         if FrameMode.BEST_EFFORT not in asked:

@@ -84,7 +84,7 @@ async def test_what_became_of_a_message_is_told(function: Function, play: Play, 
 async def test_there_is_a_limit_to_what_nobody_reads(
     function: Function, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "MOST_UNREAD", 3)
+    monkeypatch.setattr(mailbox, "MAX_UNREAD", 3)
     for name in ("one", "two", "two"):
         await function.send(b"x", mailbox=name)
 

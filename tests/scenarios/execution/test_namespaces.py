@@ -152,7 +152,7 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
             await asyncio.sleep(0.02)
         return await heads(lines, *given, **named)
 
-    monkeypatch.setattr(play.engine, "heads", slow)
+    monkeypatch.setattr(play.engine, "queue_heads", slow)
     await play.create(namespace="theirs")
     for _ in range(2):
         assert await claims(play, "mine") == []
@@ -173,7 +173,7 @@ async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_nex
             raise errors.StoreUnavailable("gone", source="transport")
         return await heads(*given, **named)
 
-    monkeypatch.setattr(play.engine, "heads", failing)
+    monkeypatch.setattr(play.engine, "queue_heads", failing)
     assert names(await claims(play, "mine")) == [mine]
     assert len(looks) == 2
     with pytest.raises(errors.StoreUnavailable):

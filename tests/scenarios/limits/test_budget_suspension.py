@@ -130,7 +130,7 @@ async def test_the_sweep_wakes_what_a_dead_process_did_not(play: Play, monkeypat
     async def dies(budget_id: str, *, namespace: str) -> bool:
         return True
 
-    monkeypatch.setattr(play.engine, "wake_budget", dies)
+    monkeypatch.setattr(play.engine, "unblock_budget_waiters", dies)
     await raise_the_limit(play)
     assert await play.vector(held.execution_id) == ASLEEP
     assert (await play.engine.sweep_once("unblock")).processed == 1

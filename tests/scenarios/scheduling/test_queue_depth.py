@@ -92,7 +92,7 @@ async def test_levels_are_read_seldom_and_together(play: Play) -> None:
     await asyncio.gather(*(play.engine.refresh_gauges() for _ in range(5)))
     await play.engine.refresh_gauges()
 
-    assert play.store.calls["tally"] == len(CountedIndex)
+    assert play.store.calls["count_grouped"] == len(CountedIndex)
 
 
 async def test_deep_lines_stand_at_their_bound_and_hide_no_other_lane(
@@ -113,7 +113,7 @@ async def test_no_levels_are_shown_while_the_store_is_away(play: Play) -> None:
     async def away(*given: Any) -> Any:
         raise errors.StoreUnavailable("gone", source="transport")
 
-    play.store.tally = away  # type: ignore[attr-defined]
+    play.store.count_grouped = away  # type: ignore[attr-defined]
     with pytest.raises(errors.StoreUnavailable):
         await play.engine.refresh_gauges(max_age_s=0)
     assert play.engine.metrics.gauges == {}

@@ -74,7 +74,7 @@ async def test_a_wait_for_a_child_ends_with_its_timeout_and_can_begin_again() ->
     async with World(app):
         late, value = await (await parent.submit()).result()
 
-    assert "has not ended after 3600 s; it goes on all the same" in late
+    assert "has not ended after 3600 s; it continues to run" in late
     assert value == "after 3h"
 
 
@@ -244,7 +244,7 @@ async def test_a_gather_that_got_other_children_by_a_deploy_waits_for_those(
         await world.advance("90m" if moment == "while it waits for them" else "3h")
         lengths.append("5h")
         assert await runs[0].result() == ["after 1h", "after 2h", "after 5h"]
-        assert "children#0 is remembered with other children" in caplog.text
+        assert "children#0 is recorded with other children" in caplog.text
         with pytest.raises(RunFailed, match="NonDeterministic"):
             await runs[1].result()
         world.assert_invariants()

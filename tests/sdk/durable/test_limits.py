@@ -222,7 +222,7 @@ async def _ended(runs: list[Run[None]], count: int) -> bool:
 async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> None:
     engine = await app.engine()
     before, after = Budget("b", limits={"calls": 3}), Budget("b", limits={"calls": 5})
-    budget_id = await app.declared(engine, before)
+    budget_id = await app.declare_budget(engine, before)
     await after.declare(engine, budget_id, namespace="default")
     assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 5}
 
@@ -230,7 +230,7 @@ async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> 
 async def test_a_limit_that_an_operator_set_stays_until_the_declaration_changes(app: Fabric) -> None:
     engine = await app.engine()
     declared = Budget("b", limits={"calls": 3})
-    budget_id = await app.declared(engine, declared)
+    budget_id = await app.declare_budget(engine, declared)
     await engine.change_budget_limits(budget_id, dimensions=["calls"], hard_limits=[10], soft_limits=[0])
 
     await Budget("b", limits={"calls": 3}).declare(engine, budget_id, namespace="default")  # another process

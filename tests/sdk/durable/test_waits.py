@@ -232,7 +232,7 @@ async def test_a_fault_that_nothing_came_to_is_told() -> None:
     await world.__aenter__()
     world.crash_at("step:never", "before_effect")
     await (await pay.submit()).result()
-    with pytest.raises(AssertionError, match="nothing came to step:never before_effect"):
+    with pytest.raises(AssertionError, match="step:never before_effect was never reached"):
         await world.__aexit__(None, None, None)
 
 
@@ -267,7 +267,7 @@ async def test_stubs_stand_for_steps_and_tasks_and_keep_count() -> None:
     [
         (2, "'other' (number 0) runs for the first time although 'second' ran before", ["paid a", "paid b"]),
         (3, "'zeroth' (number 0) runs for the first time although 'first', 'second' ran before", ["paid z", "paid a"]),
-        (4, "'first' (number 0) is remembered with another input", ["paid a", "paid b"]),
+        (4, "'first' (number 0) is recorded with another input", ["paid a", "paid b"]),
     ],
 )
 async def test_a_function_that_was_changed_meanwhile_is_noticed(

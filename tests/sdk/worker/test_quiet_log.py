@@ -67,7 +67,7 @@ async def test_a_renewal_that_races_a_park_is_no_loss(
         await run.signal("go", "on")
         assert await run.result(20) == "on"
     assert len(await run.attempts()) == 1
-    assert [one for one in log.messages if "taken away" in one or "not known" in one] == []
+    assert [one for one in log.messages if "lost its lease" in one or "not known" in one] == []
 
 
 async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
@@ -95,7 +95,7 @@ async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
         await engine.open_gate(handles[0], GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail"))
         await engine.park(handles[0], ("mail#0",))
         await asyncio.wait_for(cancelled.wait(), 20)
-    assert sum("taken away" in one for one in log.messages) == 1
+    assert sum("lost its lease" in one for one in log.messages) == 1
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -120,7 +120,7 @@ async def test_a_step_that_meets_a_lost_lease_is_no_failed_attempt(
     async with working(app, lease_ttl="30s"):
         run = await loses.submit()
         # The step or the next renewal meets it first; either says so in one line.
-        await until_so(lambda: any("is over:" in one or "was taken away" in one for one in log.messages))
+        await until_so(lambda: any("is over:" in one or "lost its lease" in one for one in log.messages))
     assert await run.state() == "cancelled"
     assert not any("failed" in one for one in log.messages)
     assert not any(one.exc_info for one in log.records)

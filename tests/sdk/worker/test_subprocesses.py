@@ -85,14 +85,14 @@ async def test_a_process_that_nobody_waits_for_any_more_is_killed_once_it_is_the
     asked, may_start = threading.Event(), threading.Event()
     made: list[int] = []
 
-    class Slow(subprocesses._Cell):
+    class Slow(subprocesses._Subprocess):
         def __init__(self) -> None:
             asked.set()
             may_start.wait(30)
             super().__init__()
             made.append(self._process.pid or 0)
 
-    monkeypatch.setattr(subprocesses, "_Cell", Slow)
+    monkeypatch.setattr(subprocesses, "_Subprocess", Slow)
     async with working(local, lease_ttl="300ms") as worker:
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         await until_so(asked.is_set, 30)
@@ -106,12 +106,12 @@ async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_begin = threading.Event()
-    begin = subprocesses._Cell.begin
+    begin = subprocesses._Subprocess.start_call
 
-    def slow(cell: subprocesses._Cell, order: subprocesses.SubprocessCall) -> bool:
+    def slow(cell: subprocesses._Subprocess, order: subprocesses.SubprocessCall) -> bool:
         return may_begin.wait(30) and begin(cell, order)
 
-    monkeypatch.setattr(subprocesses._Cell, "begin", slow)
+    monkeypatch.setattr(subprocesses._Subprocess, "start_call", slow)
     ttl_ms = 3000  # renewed every second; a busy machine must not cost the lease
     async with working(local, lease_ttl=f"{ttl_ms}ms"):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
@@ -133,7 +133,7 @@ async def test_a_process_that_never_begins_is_killed(
 ) -> None:
     over = threading.Event()
     monkeypatch.setattr(subprocesses, "START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(subprocesses._Cell, "begin", lambda *_: over.wait(30) and False)
+    monkeypatch.setattr(subprocesses._Subprocess, "start_call", lambda *_: over.wait(30) and False)
     async with working(local):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         with pytest.raises(RunFailed, match=r"the process of .*stubborn has not begun after 0.2 s; it was killed"):

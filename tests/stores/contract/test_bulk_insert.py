@@ -144,7 +144,7 @@ async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str,
 
 @pytest.mark.parametrize("own", [{}, {"execution_id": ["a", "b"], "priority": [1]}])
 def test_columns_of_unequal_length_are_a_mistake(own: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="copies list as many values"):
+    with pytest.raises(ValueError, match="a bulk insert needs equally many values"):
         BulkInsert(execution("model"), own)
 
 

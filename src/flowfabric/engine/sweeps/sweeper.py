@@ -29,8 +29,8 @@ from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
 from flowfabric.engine.validation import execution as validate
 from flowfabric.ids import scan_jitter
 from flowfabric.model.answers import execution as answers
+from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution
-from flowfabric.model.sweep import SweepLease
 from flowfabric.rules import sweep_lease, validation
 from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.feed import Filter

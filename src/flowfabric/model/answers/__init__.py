@@ -1,1 +1,1 @@
-"""answers"""
+"""Answers: what operations return. Refusals are errors, not answers."""

@@ -1,4 +1,4 @@
-"""What operations answer. Variants of one answer stand together; refusals are errors, not answers."""
+"""Answers of operations on executions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Created(msgspec.Struct, frozen=True, gc=False):
 
 
 class Duplicate(msgspec.Struct, frozen=True, gc=False):
-    """An earlier create stands: the same id, or the same idempotency key and then perhaps another id."""
+    """An earlier create exists: with the same id, or with the same idempotency key and perhaps another id."""
 
     execution_id: str
 
@@ -28,14 +28,14 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
 
 
 class ClaimGrant(msgspec.Struct, frozen=True, gc=False):
-    """An offer to claim (or, for an interrupted attempt, to resume) one execution."""
+    """An offer to claim one execution, or to resume its interrupted attempt."""
 
     execution_id: str
     partition_key: str
     grant_key: str
     expires_at_ms: int
     lane_id: str
-    resumes: bool = False  # to be redeemed by the resumed claim
+    resumes: bool = False  # redeem it with `claim_resumed_execution`
 
 
 class ReclaimGrant(msgspec.Struct, frozen=True, gc=False):
@@ -69,8 +69,8 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
     attempt_type: AttemptType
     lease_expires_at: int
     handle: Handle
-    payload: Payload | None = None  # what to work on, when the claim brought it along
-    namespace: str | None = None  # whose it is, told together with the payload
+    payload: Payload | None = None  # the input, if the claim loaded it
+    namespace: str | None = None  # set together with the payload
 
 
 class OperatorClaim(msgspec.Struct, frozen=True, gc=False):
@@ -119,7 +119,7 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChildrenCancelled(msgspec.Struct, frozen=True, gc=False):
-    """Those that were cancelled now, or had been; and those that had come to another end before."""
+    """Children that are cancelled, now or before, and those that had ended otherwise."""
 
     cancelled: tuple[str, ...]
     ended: tuple[str, ...]
@@ -131,7 +131,7 @@ class Revoked(msgspec.Struct, frozen=True, gc=False):
 
 
 class NothingToDo(msgspec.Struct, frozen=True, gc=False):
-    """Nothing was left to do, and this is why."""
+    """Nothing was left to do, for this reason."""
 
     variant: ClassVar[str] = "AlreadySatisfied"
 
@@ -151,7 +151,7 @@ class AlreadyTerminal(msgspec.Struct, frozen=True, gc=False):
 
 
 class NotDue(msgspec.Struct, frozen=True, gc=False):
-    """The instant that a sweep went by is not there (any more), or has not come."""
+    """The timer that a sweep found is not armed any more, or not due yet."""
 
     execution_id: str
 

@@ -1,4 +1,4 @@
-"""What the operations on flows answer. Variants of one answer stand together; refusals are errors, not answers."""
+"""Answers of operations on flows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FlowCreated(msgspec.Struct, frozen=True):
 
 
 class FlowExists(msgspec.Struct, frozen=True):
-    """The flow exists; nothing of the request was looked at."""
+    """The flow exists; the rest of the request was not checked."""
 
     variant: ClassVar[str] = "AlreadySatisfied"
 
@@ -24,7 +24,7 @@ class FlowExists(msgspec.Struct, frozen=True):
 
 
 class GraphCreated(msgspec.Struct, frozen=True):
-    """A flow with all its members and edges."""
+    """A flow was created with all its members and edges."""
 
     flow_id: str
     graph_revision: int
@@ -62,7 +62,7 @@ class SetJoinPolicyResult(StrEnum):
 
 
 class Resolution(StrEnum):
-    """What the end of one upstream meant to one join."""
+    """The effect of one upstream's completion on one join."""
 
     SATISFIED = "satisfied"
     IMPOSSIBLE = "impossible"
@@ -71,7 +71,7 @@ class Resolution(StrEnum):
 
 
 class CascadeOutcome(msgspec.Struct, frozen=True):
-    """Edges that a cascade advanced, and skipped descendants whose own edges it went on with."""
+    """Edges that a cascade resolved, and skipped descendants whose own edges it continued with."""
 
     resolved: int
     cascaded_children: int
@@ -79,7 +79,7 @@ class CascadeOutcome(msgspec.Struct, frozen=True):
 
 
 class Eligibility(StrEnum):
-    """Whether an execution's dependencies let it run; the first that applies."""
+    """Whether an execution's dependencies let it run; the first case that applies."""
 
     NOT_FOUND = "not_found"
     NOT_RUNNABLE = "not_runnable"
@@ -108,7 +108,7 @@ class CancellationScheduled(msgspec.Struct, frozen=True):
 
 
 class PartiallyCancelled(msgspec.Struct, frozen=True):
-    """The flow is cancelled; the cancel of some members failed and will be tried again."""
+    """The flow is cancelled; cancelling some members failed and will be retried."""
 
     cancellation_policy: CancellationPolicy
     member_execution_ids: list[str]
@@ -116,7 +116,7 @@ class PartiallyCancelled(msgspec.Struct, frozen=True):
 
 
 class HeaderCancelled(msgspec.Struct, frozen=True):
-    """The flow is cancelled now; the selected members stand in its backlog."""
+    """The flow is now cancelled; the selected members are in its backlog."""
 
     cancellation_policy: CancellationPolicy
     member_execution_ids: list[str]
@@ -144,7 +144,7 @@ class SiblingReconcile(StrEnum):
 
 
 class MemberCancelResult(StrEnum):
-    """What became of the cancel of one member."""
+    """The result of cancelling one member."""
 
     CANCELLED = "cancelled"
     ALREADY_TERMINAL = "already_terminal"

@@ -1,4 +1,4 @@
-"""What budgets and quotas answer. A breach and a refused admission are answers, not errors."""
+"""Answers of operations on budgets and quotas. A breach and a refused admission are answers, not errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BudgetCreated(msgspec.Struct, frozen=True):
 
 
 class BudgetExists(msgspec.Struct, frozen=True):
-    """The budget was defined before; nothing was changed."""
+    """The budget was defined before; nothing changed."""
 
     budget_id: str
 
@@ -25,15 +25,15 @@ BudgetDefined = BudgetCreated | BudgetExists | LimitsChanged
 
 
 class Ok(msgspec.Struct, frozen=True):
-    """Applied, within all limits."""
+    """The report was applied within all limits."""
 
 
 class AlreadyApplied(msgspec.Struct, frozen=True):
-    """This report was applied before, under the same key."""
+    """This report was applied before, with the same key."""
 
 
 class SoftBreach(msgspec.Struct, frozen=True):
-    """Applied, and beyond a soft limit now."""
+    """The report was applied and exceeds a soft limit."""
 
     dimension: str
     current_usage: int  # after the report
@@ -41,14 +41,14 @@ class SoftBreach(msgspec.Struct, frozen=True):
 
 
 class HardBreach(msgspec.Struct, frozen=True):
-    """Not applied: a hard limit would have been exceeded."""
+    """The report was not applied, because it would exceed a hard limit."""
 
     dimension: str
     current_usage: int  # before the report
     hard_limit: int
-    reserved: int = 0  # promised to others, which counts too
-    action: str = ""  # what the budget asks for at its hard limit
-    parked: bool = False  # whether the execution was put to sleep until there is room
+    reserved: int = 0  # reserved by others; counts as well
+    action: str = ""  # the budget's action at its hard limit
+    parked: bool = False  # the execution was suspended until there is capacity
     namespace: str | msgspec.UnsetType = msgspec.UNSET  # the owner of the budget, unless that is `default`
 
 
@@ -56,21 +56,21 @@ UsageResult = Ok | AlreadyApplied | SoftBreach | HardBreach
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """Room that is kept free until the reservation is settled, refunded or over."""
+    """Capacity that is reserved until it is settled, refunded or expired."""
 
     reservation_id: str
     expires_at: int
 
 
 class Refunded(msgspec.Struct, frozen=True):
-    """What a reservation gave back; nothing when it was over or never made."""
+    """What a reservation returned; empty if it had expired or never existed."""
 
     reservation_id: str
     amounts: dict[str, int]
 
 
 class BudgetReleased(msgspec.Struct, frozen=True):
-    """What an execution's ledger gave back."""
+    """What an execution's ledger returned."""
 
     budget_id: str
     amounts: dict[str, int]
@@ -81,7 +81,7 @@ class BudgetReset(msgspec.Struct, frozen=True):
 
 
 class BudgetStatus(msgspec.Struct, frozen=True):
-    """A budget for people; instants are decimal texts."""
+    """A budget as shown to readers; instants are decimal texts."""
 
     budget_id: str
     scope_type: str
@@ -102,7 +102,7 @@ class BudgetStatus(msgspec.Struct, frozen=True):
 
 
 class Reconciled(msgspec.Struct, frozen=True):
-    """What a pass of a reconciler did."""
+    """The result of one pass of a reconciler."""
 
     processed: int
     errors: int
@@ -113,7 +113,7 @@ class QuotaPolicyCreated(msgspec.Struct, frozen=True):
 
 
 class QuotaPolicyExists(msgspec.Struct, frozen=True):
-    """The policy was defined before; nothing was changed."""
+    """The policy was defined before; nothing changed."""
 
     quota_policy_id: str
 
@@ -132,11 +132,11 @@ class QuotaLimits(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """The execution has a slot now."""
+    """The execution now has a slot."""
 
 
 class AlreadyAdmitted(msgspec.Struct, frozen=True):
-    """It had one."""
+    """The execution already had a slot."""
 
 
 class RateExceeded(msgspec.Struct, frozen=True):
@@ -144,18 +144,18 @@ class RateExceeded(msgspec.Struct, frozen=True):
 
 
 class ConcurrencyExceeded(msgspec.Struct, frozen=True):
-    """All slots are taken."""
+    """All slots are in use."""
 
 
 AdmissionResult = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceeded
 
 
 class AdmissionReleased(msgspec.Struct, frozen=True):
-    """There is no slot for this execution (any more)."""
+    """The execution has no slot any more."""
 
 
 class QuotaLimitKind(StrEnum):
-    """What a quota refused by: the label of its metric."""
+    """Which limit refused an admission: the label of its metric."""
 
     RATE = "rate"
     CONCURRENCY = "concurrency"

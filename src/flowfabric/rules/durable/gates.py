@@ -1,8 +1,8 @@
 """Gates: what a durable function waits for, and how a gate closes.
 
-A gate is opened once, by name; a later attempt that asks for the same name finds it as it is, with the same waitpoints,
-or finds what came of it. The change that closes a gate writes its memo and, when the function is parked on it, resumes
-the execution: nothing is lost between the vote and the function that waited for it.
+A gate is opened once, by name. A later attempt that opens the same name finds the gate with the same waitpoints, or its
+memo if it has closed. The change that closes a gate writes the memo and, if the function is parked on the gate, resumes
+the execution. So nothing is lost between a vote and the function that waits for it.
 """
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ ClosedGates = Mapping[str, tuple[Gate, GateOutcome, MailboxMessage | None]]
 
 
 def apply_vote(
-    row: Execution, root: Suspension, name: str, arrival: IncomingSignal, seq: int, now: int
+    row: Execution, suspension: Suspension, name: str, signal: IncomingSignal, seq: int, now: int
 ) -> tuple[str, dict[str, Any], tuple[Write, ...]]:
-    """A signal to one of the gate's waitpoints: its effect, what it changes of the root, and what else it writes."""
-    gate = wait_state.open_gates(root)[name]
+    """Apply a signal to a gate: return its effect, the changed columns of the suspension, and further writes."""
+    gate = wait_state.open_gates(suspension)[name]
     condition = conditions.decode_condition(gate.condition or '"OperatorOnly"')
-    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(gate.progress), arrival)
+    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(gate.progress), signal)
     if effect not in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
         return effect, {}, ()
-    votes = (*gate.votes, Vote(arrival.waitpoint_id, seq))
+    votes = (*gate.votes, Vote(signal.waitpoint_id, seq))
     gate = msgspec.structs.replace(gate, progress=wait_encoding.encode_or_none(progress), votes=votes)
     closed: ClosedGates = {name: (gate, GateOutcome.SATISFIED, None)} if effect == SignalEffect.SATISFIED else {}
-    fields, writes = update_gates(row, root, {name: gate}, closed)
+    fields, writes = update_gates(row, suspension, {name: gate}, closed)
     return effect, fields, writes
 
 
 def update_gates(
     row: Execution,
-    root: Suspension,
+    suspension: Suspension,
     changed: Mapping[str, Gate],
     closed: ClosedGates,
     *,
     reason: str = wait_state.RESUMED,
 ) -> tuple[dict[str, Any], tuple[Write, ...]]:
-    """What becomes of the root when gates changed and some closed, and what is written besides.
+    """Return the columns of the suspension after gates changed and some closed, and further writes.
 
-    A function that is parked on one of those that closed is resumed.
+    A function that is parked on a closed gate is resumed.
     """
-    left = wait_state.open_gates(root) | dict(changed)
+    remaining = wait_state.open_gates(suspension) | dict(changed)
     for name in closed:
-        left.pop(name, None)
-    fields: dict[str, Any] = {"gates": wait_encoding.encode_or_none(left)}
+        remaining.pop(name, None)
+    fields: dict[str, Any] = {"gates": wait_encoding.encode_or_none(remaining)}
     writes: tuple[Write, ...] = tuple(
-        Insert(gate_memo(row.execution_id, name, gate, end, mail)) for name, (gate, end, mail) in closed.items()
+        Insert(gate_memo(row.execution_id, name, gate, outcome, mail)) for name, (gate, outcome, mail) in closed.items()
     )
-    if wait_state.is_open(root) and not closed.keys().isdisjoint(parked_on(root)):
+    if wait_state.is_open(suspension) and not closed.keys().isdisjoint(parked_on(suspension)):
         fields |= {"satisfied_at": NOW, "closed_at": NOW, "close_reason": reason, "due_at": None}
         writes += (wait_state.resume_row(row, 0, ""),)
     return fields, writes
 
 
-def gate_memo(execution_id: str, name: str, gate: Gate, end: GateOutcome, mail: MailboxMessage | None) -> GateMemo:
-    """What is remembered of a gate that closes."""
+def gate_memo(execution_id: str, name: str, gate: Gate, outcome: GateOutcome, mail: MailboxMessage | None) -> GateMemo:
+    """Return the memo of a gate that closes."""
     return GateMemo(
         execution_id=execution_id,
         gate=name,
         kind=gate.kind,
-        ended_as=end,
+        ended_as=outcome,
         opened_at=gate.opened_at,
         closed_at=from_now(0),
         votes=wait_encoding.encode_or_none(gate.votes),
@@ -95,14 +95,14 @@ def gate_memo(execution_id: str, name: str, gate: Gate, end: GateOutcome, mail: 
     )
 
 
-def parked_on(root: Suspension | None) -> list[str]:
-    """The gates that the function is parked on."""
-    text = None if root is None else root.waits_on
+def parked_on(suspension: Suspension | None) -> list[str]:
+    """Return the names of the gates that the function is parked on."""
+    text = None if suspension is None else suspension.waits_on
     return [] if text is None else msgspec.json.decode(text, type=list[str])
 
 
 def describe_wait(name: str, gate: Gate) -> str:
-    """What closes this gate, in words."""
+    """Describe what closes this gate."""
     match gate.kind:
         case GateKind.TIMER:
             return TIMER_WAIT
@@ -116,26 +116,30 @@ def describe_wait(name: str, gate: Gate) -> str:
 
 
 def expired_gates(
-    root: Suspension | None, names: Iterable[str], now: int
+    suspension: Suspension | None, names: Iterable[str], now: int
 ) -> dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]]:
-    """Those of the open gates whose own time is over, as what they close as: a timer is satisfied by that."""
-    found = wait_state.open_gates(root)
+    """Return the expired gates among these names with their outcome; expiry satisfies a timer."""
+    gates = wait_state.open_gates(suspension)
     return {
         name: (
-            found[name],
-            GateOutcome.SATISFIED if found[name].kind is GateKind.TIMER else GateOutcome.TIMED_OUT,
+            gates[name],
+            GateOutcome.SATISFIED if gates[name].kind is GateKind.TIMER else GateOutcome.TIMED_OUT,
             None,
         )
         for name in names
-        if name in found and wait_state.is_gate_expired(found[name], now)
+        if name in gates and wait_state.is_gate_expired(gates[name], now)
     }
 
 
-def apply_child_outcomes(gate: Gate, ends: Mapping[str, str]) -> tuple[Gate, GateOutcome | None]:
-    """The gate after these ends of children (the first of each counts), and how it closes, if it does."""
+def apply_child_outcomes(gate: Gate, child_outcomes: Mapping[str, str]) -> tuple[Gate, GateOutcome | None]:
+    """Count the first outcome of each child; return the gate and its own outcome, if it closes."""
     known = {vote.member for vote in gate.votes}
-    news = [Vote(child, 0, ends[child]) for child in gate.children if child in ends and child not in known]
-    gate = msgspec.structs.replace(gate, votes=(*gate.votes, *news)) if news else gate
+    new_votes = [
+        Vote(child, 0, child_outcomes[child])
+        for child in gate.children
+        if child in child_outcomes and child not in known
+    ]
+    gate = msgspec.structs.replace(gate, votes=(*gate.votes, *new_votes)) if new_votes else gate
     outcomes = [vote.outcome for vote in gate.votes]
     return gate, outcome_of_children(outcomes, len(gate.children), gate.need, any_outcome=gate.any_outcome)
 
@@ -143,22 +147,22 @@ def apply_child_outcomes(gate: Gate, ends: Mapping[str, str]) -> tuple[Gate, Gat
 def outcome_of_children(
     outcomes: Collection[str | None], children: int, need: int, *, any_outcome: bool = False
 ) -> GateOutcome | None:
-    """How these ends, of so many children, close a gate that needs some of them; None while they do not."""
-    good = sum(any_outcome or outcome == TerminalOutcome.SUCCESS for outcome in outcomes)
-    if good >= need:
+    """Return the outcome of a gate that needs some of its children; None while it stays open."""
+    counted = sum(any_outcome or outcome == TerminalOutcome.SUCCESS for outcome in outcomes)
+    if counted >= need:
         return GateOutcome.SATISFIED
-    return GateOutcome.IMPOSSIBLE if good + children - len(outcomes) < need else None
+    return GateOutcome.IMPOSSIBLE if counted + children - len(outcomes) < need else None
 
 
-def counted_signals(root: Suspension, waitpoint: Waitpoint) -> set[int]:
-    """The places of the signals that count towards the waitpoint's gate."""
-    gate = wait_state.open_gates(root).get(waitpoint.gate or "")
+def counted_signals(suspension: Suspension, waitpoint: Waitpoint) -> set[int]:
+    """Return the sequence numbers of signals that count towards the waitpoint's gate."""
+    gate = wait_state.open_gates(suspension).get(waitpoint.gate or "")
     votes: Sequence[Vote] = () if gate is None else gate.votes
     return {vote.seq for vote in votes if vote.member == waitpoint.waitpoint_id}
 
 
 class GateArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """A gate to be opened. Waitpoint ids are minted beforehand; a gate that is there keeps its own."""
+    """A gate to open. Waitpoint ids are minted beforehand; an existing gate keeps its own."""
 
     name: str
     kind: GateKind
@@ -173,7 +177,7 @@ class GateArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenGate(msgspec.Struct, frozen=True):
-    """A gate that nothing has closed yet; of one that was just opened, the keys that signed its tokens."""
+    """An open gate; for a gate that was just opened, also the ids of the keys that signed its tokens."""
 
     name: str
     gate: Gate
@@ -181,7 +185,7 @@ class OpenGate(msgspec.Struct, frozen=True):
 
 
 class GateRows(msgspec.Struct, frozen=True):
-    """What opening a gate is decided on."""
+    """The rows that opening a gate is decided on."""
 
     row: Execution | None
     root: Suspension | None
@@ -189,126 +193,134 @@ class GateRows(msgspec.Struct, frozen=True):
     mail: MailboxMessage | None = None
     ends: Sequence[ChildCompletion] = ()
     keys: Sequence[SigningKey] = ()
-    waitpoints: Mapping[str, Waitpoint] = {}  # those of the ids it asks for that were used before
+    waitpoints: Mapping[str, Waitpoint] = {}  # requested ids that already exist
 
 
-def open_gate(scene: GateRows, ask: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | NeedsMessage]:
-    """Open a gate, find it open, or find what came of it."""
-    row, root = scene.row, scene.root
+def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | NeedsMessage]:
+    """Open a gate, or find it open, or find its memo."""
+    row, suspension = rows.row, rows.root
     if row is None:
         return refuse(errors.NotFound("execution"))
     if refused := lease.check_lease(row, fence, now):
         return refused
-    if scene.memo is not None:
-        return Decision(scene.memo)
-    known = wait_state.open_gates(root).get(ask.name)
-    if known is not None:
-        if known.kind is not ask.kind:
-            return refuse(errors.InvalidInput(f"gate {ask.name}: it is a {known.kind.value} gate"))
-        return Decision(OpenGate(ask.name, known))
+    if rows.memo is not None:
+        return Decision(rows.memo)
+    existing = wait_state.open_gates(suspension).get(args.name)
+    if existing is not None:
+        if existing.kind is not args.kind:
+            return refuse(errors.InvalidInput(f"gate {args.name}: it is a {existing.kind.value} gate"))
+        return Decision(OpenGate(args.name, existing))
     signer: SigningKey | None = None
-    if ask.waitpoints:
-        if any(waitpoint_rules.is_id_in_use(scene.waitpoints.get(one), row, root, now) for one, _ in ask.waitpoints):
+    if args.waitpoints:
+        if any(
+            waitpoint_rules.is_id_in_use(rows.waitpoints.get(waitpoint_id), row, suspension, now)
+            for waitpoint_id, _ in args.waitpoints
+        ):
             return refuse(errors.WaitpointAlreadyExists())
-        found = keystore.waitpoint_signer(scene.keys)
-        if isinstance(found, errors.FabricError):
-            return refuse(found)
-        signer = found
-    gate = _new(ask, now)
-    end: GateOutcome | None = None
+        signer_or_error = keystore.waitpoint_signer(rows.keys)
+        if isinstance(signer_or_error, errors.FabricError):
+            return refuse(signer_or_error)
+        signer = signer_or_error
+    gate = _new_gate(args, now)
+    outcome: GateOutcome | None = None
     mail: MailboxMessage | None = None
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
-    if ask.kind is GateKind.MAILBOX and (seq := mailbox.next_unread(root, ask.mailbox or "")) is not None:
-        if scene.mail is None or scene.mail.seq != seq:
+    if args.kind is GateKind.MAILBOX and (seq := mailbox.next_unread(suspension, args.mailbox or "")) is not None:
+        if rows.mail is None or rows.mail.seq != seq:
             return Decision(NeedsMessage(seq))
-        mail, end = scene.mail, GateOutcome.SATISFIED
-        fields["mail"] = mailbox.mark_received(root, mail.mailbox)
+        mail, outcome = rows.mail, GateOutcome.SATISFIED
+        fields["mail"] = mailbox.mark_received(suspension, mail.mailbox)
         writes += (Delete(MailboxMessage, (row.execution_id, mail.mailbox, mail.seq)),)
-    if ask.kind is GateKind.CHILDREN:
-        gate, end = apply_child_outcomes(gate, {one.child_id: one.outcome for one in scene.ends})
+    if args.kind is GateKind.CHILDREN:
+        gate, outcome = apply_child_outcomes(
+            gate, {completion.child_id: completion.outcome for completion in rows.ends}
+        )
     if signer is not None:
         fresh = (
-            waitpoint_rules.new_waitpoint(row, signer, *one, gate=ask.name, activated_at=from_now(0))
-            for one in ask.waitpoints
+            waitpoint_rules.new_waitpoint(row, signer, *id_and_key, gate=args.name, activated_at=from_now(0))
+            for id_and_key in args.waitpoints
         )
-        made = (msgspec.structs.replace(one, expires_at=gate.expires_at) for one in fresh)
-        writes += waitpoint_rules.waitpoint_writes(made, scene.waitpoints)
-    return _opened(scene, row, ask.name, gate, end, mail, fields, writes, signer)
+        waitpoints = (msgspec.structs.replace(waitpoint, expires_at=gate.expires_at) for waitpoint in fresh)
+        writes += waitpoint_rules.waitpoint_writes(waitpoints, rows.waitpoints)
+    return _open_decision(rows, row, args.name, gate, outcome, mail, fields, writes, signer)
 
 
-def _opened(
-    scene: GateRows,
+def _open_decision(
+    rows: GateRows,
     row: Execution,
     name: str,
     gate: Gate,
-    end: GateOutcome | None,
+    outcome: GateOutcome | None,
     mail: MailboxMessage | None,
     fields: dict[str, Any],
     writes: tuple[Write, ...],
     signer: SigningKey | None,
 ) -> Decision[OpenGate | GateMemo | NeedsMessage]:
-    root = wait_state.suspension_or_new(scene.root, row)
-    if end is None:
+    """Return the decision for a new gate: it is stored as open, or its memo is if it closes at once."""
+    suspension = wait_state.suspension_or_new(rows.root, row)
+    if outcome is None:
         answer: Any = OpenGate(name, gate, (signer.kid,) * len(gate.waitpoints) if signer is not None else ())
-        fields["gates"] = wait_encoding.encode_or_none(wait_state.open_gates(root) | {name: gate})
+        fields["gates"] = wait_encoding.encode_or_none(wait_state.open_gates(suspension) | {name: gate})
     else:
-        memo = gate_memo(row.execution_id, name, gate, end, mail)
+        memo = gate_memo(row.execution_id, name, gate, outcome, mail)
         writes += (Insert(memo),)
 
         def answer(now: int) -> GateMemo:
             return msgspec.structs.replace(memo, closed_at=now)
 
     change = Change(
-        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
-        writes=(Upsert(msgspec.structs.replace(root, **fields)), *writes, *wait_state.mark_has_waits(row)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(rows.root, row.execution_id)),
+        writes=(Upsert(msgspec.structs.replace(suspension, **fields)), *writes, *wait_state.mark_has_waits(row)),
     )
     return Decision(answer, change)
 
 
-def _new(ask: GateArgs, now: int) -> Gate:
-    expires_at = ask.expires_at if ask.expires_in_ms is None else now + ask.expires_in_ms
+def _new_gate(args: GateArgs, now: int) -> Gate:
+    expires_at = args.expires_at if args.expires_in_ms is None else now + args.expires_in_ms
     return Gate(
-        kind=ask.kind,
+        kind=args.kind,
         opened_at=now,
         expires_at=expires_at,
-        condition=None if ask.condition is None else conditions.encode_condition(ask.condition),
-        waitpoints=ask.waitpoints,
-        mailbox=ask.mailbox,
-        children=ask.children,
-        need=ask.need,
-        any_outcome=ask.any_outcome,
+        condition=None if args.condition is None else conditions.encode_condition(args.condition),
+        waitpoints=args.waitpoints,
+        mailbox=args.mailbox,
+        children=args.children,
+        need=args.need,
+        any_outcome=args.any_outcome,
     )
 
 
 def deliver_child_completions(
-    row: Execution | None, root: Suspension | None, ends: Sequence[ChildCompletion], now: int
+    row: Execution | None, suspension: Suspension | None, completions: Sequence[ChildCompletion], now: int
 ) -> Decision[int]:
-    """Let the open gates of a parent know of its children's ends; how many ends there were."""
-    if not ends:
+    """Report completions of children to the open gates of their parent; answer how many there were."""
+    if not completions:
         return Decision(0)
     if row is None:
-        parent = ends[0].parent_id
-        gone = tuple(Delete(ChildCompletion, (parent, end.child_id, end.life)) for end in ends)
-        return Decision(len(ends), Change(guards=(wait_state.seen_suspension(root, parent),), writes=gone))
-    outcomes = {end.child_id: end.outcome for end in ends}
+        parent = completions[0].parent_id
+        deletes = tuple(Delete(ChildCompletion, (parent, end.child_id, end.life)) for end in completions)
+        return Decision(
+            len(completions), Change(guards=(wait_state.seen_suspension(suspension, parent),), writes=deletes)
+        )
+    outcomes = {end.child_id: end.outcome for end in completions}
     changed: dict[str, Gate] = {}
     closed: dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]] = {}
-    for name, gate in wait_state.open_gates(root).items():
+    for name, gate in wait_state.open_gates(suspension).items():
         if gate.kind is not GateKind.CHILDREN or wait_state.is_gate_expired(gate, now):
             continue
-        grown, end = apply_child_outcomes(gate, outcomes)
-        if grown is not gate:
-            changed[name] = grown
+        updated, end = apply_child_outcomes(gate, outcomes)
+        if updated is not gate:
+            changed[name] = updated
         if end is not None:
-            closed[name] = (grown, end, None)
-    heard: tuple[Write, ...] = tuple(Upsert(msgspec.structs.replace(end, due_at=None)) for end in ends)
-    guards = (seen(row), wait_state.seen_suspension(root, row.execution_id))
-    if root is None or not changed:
+            closed[name] = (updated, end, None)
+    delivered: tuple[Write, ...] = tuple(Upsert(msgspec.structs.replace(end, due_at=None)) for end in completions)
+    guards = (seen(row), wait_state.seen_suspension(suspension, row.execution_id))
+    if suspension is None or not changed:
         if row.lifecycle_phase is LifecyclePhase.ACTIVE:
-            # A gate for them may be on its way, decided before they ended: it has to be decided again, with them.
-            heard += (Patch(Execution, (row.execution_id,), {"last_mutation_at": NOW}),)
-        return Decision(len(ends), Change(guards=guards, writes=heard))
-    fields, writes = update_gates(row, root, changed, closed)
-    kept = Upsert(msgspec.structs.replace(root, **fields))
-    return Decision(len(ends), Change(guards=guards, writes=(kept, *heard, *writes)))
+            # A gate for these children may be in flight, decided before they ended. Writing the row makes it conflict.
+            delivered += (Patch(Execution, (row.execution_id,), {"last_mutation_at": NOW}),)
+        return Decision(len(completions), Change(guards=guards, writes=delivered))
+    fields, writes = update_gates(row, suspension, changed, closed)
+    suspension_write = Upsert(msgspec.structs.replace(suspension, **fields))
+    return Decision(len(completions), Change(guards=guards, writes=(suspension_write, *delivered, *writes)))

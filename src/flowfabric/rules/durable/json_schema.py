@@ -1,10 +1,10 @@
-"""Whether a value fits a JSON schema, as far as the schemas of approvals go.
+"""JSON schema validation for votes, limited to what approval schemas use.
 
-What a person sends is looked at before it counts: a vote that its run cannot read would be the end of that run. What a
-schema says beyond this page is not looked at, and fits. So does a `pattern`: it came from outside, and a pattern can
-keep Python's engine busy for hours. The run itself checks it.
+A vote is validated before it counts, because a vote that the function cannot decode would fail the run. Keywords beyond
+this page are ignored. So is `pattern`: it comes from outside, and a pattern can keep Python's engine busy for hours.
+The run itself checks it.
 
-The work is counted: neither a schema of another release nor a large value makes it more than `MAX_STEPS`.
+The work is bounded: neither a schema of another release nor a large value costs more than `MAX_STEPS`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _LENGTHS = (
 
 
 class SchemaCheckTooCostly(Exception):
-    """The check was given up; the text says so to the person."""
+    """The check was aborted at its limits; the message is shown to the person."""
 
 
 def find_violation(value: Any, schema: Schema, root: Schema | None = None, name: str = "value") -> str | None:
-    """What is wrong with a value, in words for the person who gave it; None when it fits."""
+    """Return what is wrong with a value, in words for the person who sent it; None if it is valid."""
     try:
         return SchemaChecker(schema if root is None else root).find_violation(value, schema, name)
     except SchemaCheckTooCostly as fault:
@@ -69,12 +69,12 @@ class SchemaChecker:
         self._depth = 0
 
     def find_violation(self, value: Any, schema: Schema, name: str) -> str | None:
-        """The first thing that is wrong; `TooMuchWork` when it cannot be told within the limits."""
+        """Return the first violation. Raises `SchemaCheckTooCostly` at the limits."""
         if self._depth >= MAX_DEPTH:
             raise SchemaCheckTooCostly("nested too deeply")
         self._depth += 1
         try:
-            return next(self._misfits(value, schema, name), None)
+            return next(self._violations(value, schema, name), None)
         finally:
             self._depth -= 1
 
@@ -83,100 +83,102 @@ class SchemaChecker:
         if self.steps > self._max_steps:
             raise SchemaCheckTooCostly("too large to be checked; send less")
 
-    def _each(self, value: Any, schemas: Any, name: str) -> Iterator[str | None]:
-        for one in _list(schemas):
-            if isinstance(one, dict):
-                yield self.find_violation(value, one, name)
+    def _violation_per_schema(self, value: Any, schemas: Any, name: str) -> Iterator[str | None]:
+        for schema in _as_list(schemas):
+            if isinstance(schema, dict):
+                yield self.find_violation(value, schema, name)
 
-    def _misfits(self, value: Any, schema: Schema, name: str) -> Iterator[str]:
+    def _violations(self, value: Any, schema: Schema, name: str) -> Iterator[str]:
         self._count(1)
         schema = resolve_reference(schema, self.root)
-        yield from filter(None, self._each(value, schema.get("allOf"), name))
-        if choices := _list(schema.get("anyOf")) or _list(schema.get("oneOf")):
-            wrong: str | None = None
-            for found in self._each(value, choices, name):
-                if found is None:
+        yield from filter(None, self._violation_per_schema(value, schema.get("allOf"), name))
+        if choices := _as_list(schema.get("anyOf")) or _as_list(schema.get("oneOf")):
+            first: str | None = None
+            for violation in self._violation_per_schema(value, choices, name):
+                if violation is None:
                     return
-                wrong = wrong or found
-            if wrong is not None:
-                yield wrong
+                first = first or violation
+            if first is not None:
+                yield first
             return
-        yield from self._other_option(value, schema, name)
-        given = schema.get("type")
-        kinds = [kind for kind in ([given] if isinstance(given, str) else _list(given)) if isinstance(kind, str)]
+        yield from self._enum_violations(value, schema, name)
+        declared = schema.get("type")
+        kinds = [
+            kind for kind in ([declared] if isinstance(declared, str) else _as_list(declared)) if isinstance(kind, str)
+        ]
         self._count(len(kinds))
-        if kinds and not any(_is(value, kind) for kind in kinds):
+        if kinds and not any(_has_type(value, kind) for kind in kinds):
             yield f"{name}: {' or '.join(_KINDS.get(kind, (object, kind))[1] for kind in kinds)} is needed"
             return
-        yield from _beyond(value, schema, name)
+        yield from _bound_violations(value, schema, name)
         if isinstance(value, str):
             self._count(len(value) // 1000)
-            yield from _unreadable(value, schema, name)
+            yield from _format_violations(value, schema, name)
         if isinstance(value, list):
-            yield from self._entries(value, schema, name)
+            yield from self._item_violations(value, schema, name)
         if isinstance(value, dict):
-            yield from self._fields(value, schema)
+            yield from self._property_violations(value, schema)
 
-    def _other_option(self, value: Any, schema: Schema, name: str) -> Iterator[str]:
+    def _enum_violations(self, value: Any, schema: Schema, name: str) -> Iterator[str]:
         options = [schema["const"]] if "const" in schema and "enum" not in schema else schema.get("enum")
         if isinstance(options, list):
             self._count(len(options))
-            if not any(type(one) is type(value) and one == value for one in options):
+            if not any(type(option) is type(value) and option == value for option in options):
                 yield f"{name}: choose one of the options"
 
-    def _entries(self, value: list[Any], schema: Schema, name: str) -> Iterator[str]:
+    def _item_violations(self, value: list[Any], schema: Schema, name: str) -> Iterator[str]:
         self._count(len(value))
-        firsts, others = _list(schema.get("prefixItems")), schema.get("items")
-        for place, one in enumerate(value):
-            spec = firsts[place] if place < len(firsts) else others
-            if isinstance(spec, dict) and (wrong := self.find_violation(one, spec, f"{name} {place + 1}")):
-                yield wrong
+        prefix, rest = _as_list(schema.get("prefixItems")), schema.get("items")
+        for index, item in enumerate(value):
+            spec = prefix[index] if index < len(prefix) else rest
+            if isinstance(spec, dict) and (violation := self.find_violation(item, spec, f"{name} {index + 1}")):
+                yield violation
 
-    def _fields(self, value: dict[str, Any], schema: Schema) -> Iterator[str]:
-        given, required = schema.get("properties"), _list(schema.get("required"))
-        known: dict[str, Any] = given if isinstance(given, dict) else {}
+    def _property_violations(self, value: dict[str, Any], schema: Schema) -> Iterator[str]:
+        properties, required = schema.get("properties"), _as_list(schema.get("required"))
+        known: dict[str, Any] = properties if isinstance(properties, dict) else {}
         self._count(len(value) + len(required))
         yield from (f"{key} is missing" for key in required if isinstance(key, str) and key not in value)
-        for key, one in value.items():
+        for key, item in value.items():
             spec = known.get(key, schema.get("additionalProperties"))
-            if isinstance(spec, dict) and (wrong := self.find_violation(one, spec, key)):
-                yield wrong
+            if isinstance(spec, dict) and (violation := self.find_violation(item, spec, key)):
+                yield violation
 
 
-def _list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else []
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return kind not in _KINDS or isinstance(value, _KINDS[kind][0])
 
 
-def _number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _beyond(value: Any, schema: Schema, name: str) -> Iterator[str]:
-    if _number(value):
+def _bound_violations(value: Any, schema: Schema, name: str) -> Iterator[str]:
+    if _is_number(value):
         yield from (
             f"{name}: {words} {schema[bound]} is needed"
             for bound, holds, words in _BOUNDS
-            if _number(schema.get(bound)) and not holds(value, schema[bound])
+            if _is_number(schema.get(bound)) and not holds(value, schema[bound])
         )
-    for least, most, kind, what in _LENGTHS:
+    for least, most, kind, unit in _LENGTHS:
         if not isinstance(value, kind):
             continue
-        if _number(schema.get(least)) and len(value) < schema[least]:
-            yield f"{name}: at least {schema[least]} {what} are needed"
-        if _number(schema.get(most)) and len(value) > schema[most]:
-            yield f"{name}: at most {schema[most]} {what} are taken"
+        if _is_number(schema.get(least)) and len(value) < schema[least]:
+            yield f"{name}: at least {schema[least]} {unit} are needed"
+        if _is_number(schema.get(most)) and len(value) > schema[most]:
+            yield f"{name}: at most {schema[most]} {unit} are taken"
 
 
-def _unreadable(text: str, schema: Schema, name: str) -> Iterator[str]:
-    given = schema.get("format")
-    if isinstance(given, str) and (kind := _FORMATS.get(given)) is not None:
+def _format_violations(text: str, schema: Schema, name: str) -> Iterator[str]:
+    format_name = schema.get("format")
+    if isinstance(format_name, str) and (kind := _FORMATS.get(format_name)) is not None:
         try:
             msgspec.convert(text, kind)
         except msgspec.ValidationError:
-            yield f"{name}: a {given} is needed"
+            yield f"{name}: a {format_name} is needed"

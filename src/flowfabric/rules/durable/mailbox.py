@@ -1,4 +1,7 @@
-"""Mailboxes: messages to an execution, kept in order per name until its function receives them."""
+"""Mailboxes: messages to an execution, kept in order per mailbox until its function receives them.
+
+The suspension row stores a pair of counters per mailbox: the next message to read and the next to write.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from flowfabric.rules.suspension.conditions import SignalEffect
 from flowfabric.rules.suspension.signals import DEDUPED, Accepted, DuplicateDelivery, signal_event
 
 MAX_PAYLOAD_BYTES = 65_536
-MOST_UNREAD = 10_000
+MAX_UNREAD = 10_000
 APPENDED = "appended_to_mailbox"
 
 
 class MessageArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """A message, its id minted by whoever sends it."""
+    """A message; the sender mints its id."""
 
     execution_id: str
     mailbox: str
@@ -38,93 +41,98 @@ class MessageArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scope(self) -> str:
-        """Where its key is remembered."""
+        """The scope under which its idempotency key is stored."""
         return f"mail:{self.mailbox}"
 
 
 def send_message(
     row: Execution | None,
-    root: Suspension | None,
+    suspension: Suspension | None,
     remembered: IdempotencyRecord | None,
-    ask: MessageArgs,
+    args: MessageArgs,
     now: int,
     *,
     call: str = "",
 ) -> Decision[Accepted | DuplicateDelivery]:
-    """Hand a message to the function that waits for one of this name, or keep it until one does.
+    """Pass a message to the function that waits for this mailbox, or store it until one does.
 
-    `call` names the sending: a sender may send the very same message twice.
+    `call` identifies the call, because a sender may send the same message twice.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if ask.idempotency_key and remembered is not None and remembered.expires_at > now:
-        told = signal_event(row, remembered.answer, None, ask.sender, DEDUPED, call)
-        return Decision(DuplicateDelivery(remembered.answer), Change(guards=(seen(row),), events=(told,)))
+    if args.idempotency_key and remembered is not None and remembered.expires_at > now:
+        duplicate_event = signal_event(row, remembered.answer, None, args.sender, DEDUPED, call)
+        return Decision(DuplicateDelivery(remembered.answer), Change(guards=(seen(row),), events=(duplicate_event,)))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
-    guard, root = wait_state.seen_suspension(root, row.execution_id), wait_state.suspension_or_new(root, row)
-    mail = MailboxMessage(
-        ask.execution_id,
-        ask.mailbox,
-        _places(root).get(ask.mailbox, [1, 1])[1],
-        ask.message_id,
-        from_now(0),
-        ask.sender,
-        ask.payload or None,
-        ask.payload_encoding,
+    guard, suspension = (
+        wait_state.seen_suspension(suspension, row.execution_id),
+        wait_state.suspension_or_new(suspension, row),
     )
-    fields, writes, effect = _delivered(row, root, mail, now)
+    mail = MailboxMessage(
+        args.execution_id,
+        args.mailbox,
+        _counters(suspension).get(args.mailbox, [1, 1])[1],
+        args.message_id,
+        from_now(0),
+        args.sender,
+        args.payload or None,
+        args.payload_encoding,
+    )
+    fields, writes, effect = _deliver(row, suspension, mail, now)
     if effect is None:
         return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
-    if ask.idempotency_key:
-        key = wait_encoding.key_digest(ask.idempotency_key)
-        kept = IdempotencyRecord(row.execution_id, ask.scope, key, from_now(ask.dedup_ttl_ms), ask.message_id)
-        writes += (Upsert(kept),)
+    if args.idempotency_key:
+        key = wait_encoding.key_digest(args.idempotency_key)
+        record = IdempotencyRecord(row.execution_id, args.scope, key, from_now(args.dedup_ttl_ms), args.message_id)
+        writes += (Upsert(record),)
     change = Change(
         guards=(seen(row), guard),
-        writes=(Upsert(msgspec.structs.replace(root, **fields)), *writes, *wait_state.mark_has_waits(row)),
-        events=(signal_event(row, ask.message_id, None, ask.sender, effect, call),),
-        # A key whose time was over at the look must be over.
-        not_before=remembered.expires_at if ask.idempotency_key and remembered is not None else None,
+        writes=(Upsert(msgspec.structs.replace(suspension, **fields)), *writes, *wait_state.mark_has_waits(row)),
+        events=(signal_event(row, args.message_id, None, args.sender, effect, call),),
+        # A record that had expired when it was loaded must have expired at the commit.
+        not_before=remembered.expires_at if args.idempotency_key and remembered is not None else None,
     )
-    return Decision(Accepted(ask.message_id, effect), change)
+    return Decision(Accepted(args.message_id, effect), change)
 
 
-def _delivered(
-    row: Execution, root: Suspension, mail: MailboxMessage, now: int
+def _deliver(
+    row: Execution, suspension: Suspension, mail: MailboxMessage, now: int
 ) -> tuple[dict[str, Any], tuple[Write, ...], str | None]:
-    for name, gate in wait_state.open_gates(root).items():
+    """Return the changed columns of the suspension, further writes and the effect; the effect is None if the mailbox is
+    full."""
+    for name, gate in wait_state.open_gates(suspension).items():
         if gate.kind is GateKind.MAILBOX and gate.mailbox == mail.mailbox and not wait_state.is_gate_expired(gate, now):
-            fields, writes = gate_rules.update_gates(row, root, {}, {name: (gate, GateOutcome.SATISFIED, mail)})
+            fields, writes = gate_rules.update_gates(row, suspension, {}, {name: (gate, GateOutcome.SATISFIED, mail)})
             return fields, writes, SignalEffect.SATISFIED
-    places = _places(root)
-    if sum(written - read for read, written in places.values()) >= MOST_UNREAD:
+    counters = _counters(suspension)
+    if sum(written - read for read, written in counters.values()) >= MAX_UNREAD:
         return {}, (), None
-    read, written = places.get(mail.mailbox, [1, 1])
+    read, written = counters.get(mail.mailbox, [1, 1])
     return (
-        {"mail": wait_encoding.encode_or_none(places | {mail.mailbox: [read, written + 1]})},
+        {"mail": wait_encoding.encode_or_none(counters | {mail.mailbox: [read, written + 1]})},
         (Insert(mail),),
         APPENDED,
     )
 
 
-def next_unread(root: Suspension | None, mailbox: str) -> int | None:
-    """The place of the first message that nobody has received; None when there is none."""
-    read, written = _places(root).get(mailbox, [1, 1])
+def next_unread(suspension: Suspension | None, mailbox: str) -> int | None:
+    """Return the sequence number of the first unread message; None if there is none."""
+    read, written = _counters(suspension).get(mailbox, [1, 1])
     return read if read < written else None
 
 
-def mark_received(root: Suspension | None, mailbox: str) -> str | None:
-    """The counters after the first message was received."""
-    places = _places(root)
-    read, written = places[mailbox]
+def mark_received(suspension: Suspension | None, mailbox: str) -> str | None:
+    """Return the counters after the first message was received."""
+    counters = _counters(suspension)
+    read, written = counters[mailbox]
     if read + 1 == written:
-        del places[mailbox]
+        del counters[mailbox]
     else:
-        places[mailbox] = [read + 1, written]
-    return wait_encoding.encode_or_none(places)
+        counters[mailbox] = [read + 1, written]
+    return wait_encoding.encode_or_none(counters)
 
 
-def _places(root: Suspension | None) -> dict[str, list[int]]:
-    text = None if root is None else root.mail
+def _counters(suspension: Suspension | None) -> dict[str, list[int]]:
+    text = None if suspension is None else suspension.mail
     return {} if text is None else msgspec.json.decode(text, type=dict[str, list[int]])

@@ -1,4 +1,4 @@
-"""park: split from flowfabric.rules.parking."""
+"""Park: suspend a durable function until one of its gates closes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 
 
 class NeedsMessage(msgspec.Struct, frozen=True):
-    """The rule has to see the message at this place before it can decide."""
+    """The rule has to see the message with this sequence number before it can decide."""
 
     seq: int
 
 
 class ParkedExecution(msgspec.Struct, frozen=True):
-    """The execution waits; the lease is gone."""
+    """The execution waits and its lease is released."""
 
     suspension_id: str
     holder: HandleFields
 
 
 class GatesReady(msgspec.Struct, frozen=True):
-    """Something that was to be waited for is there already; nothing was parked."""
+    """Gates that have closed already; nothing was parked."""
 
     gates: tuple[str, ...]
 
 
 def park(
     row: Execution | None,
-    root: Suspension | None,
+    suspension: Suspension | None,
     memos: Mapping[str, GateMemo],
     names: tuple[str, ...],
     *,
@@ -53,57 +53,57 @@ def park(
     holder: HandleFields,
     now: int,
 ) -> Decision[ParkedExecution | GatesReady]:
-    """Put the work away until one of these gates closes; if one has closed, or its time is over, go on at once."""
+    """Release the lease until one of these gates closes; if one has closed or expired, continue at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if refused := lease.check_lease(row, fence, now):
         return refused
-    found = wait_state.open_gates(root)
-    unknown = [name for name in names if name not in found and name not in memos]
-    if unknown or root is None or not names:
+    gates = wait_state.open_gates(suspension)
+    unknown = [name for name in names if name not in gates and name not in memos]
+    if unknown or suspension is None or not names:
         return refuse(errors.InvalidInput(f"gates: {', '.join(unknown) or 'none'} to wait for"))
     if memos:
         return Decision(GatesReady(tuple(name for name in names if name in memos)))
-    guards = (seen(row, live(row)), wait_state.seen_suspension(root, row.execution_id))
-    if past := gate_rules.expired_gates(root, names, now):
-        fields, writes = gate_rules.update_gates(row, root, {}, past)
-        kept = Upsert(msgspec.structs.replace(root, **fields))
-        return Decision(GatesReady(tuple(past)), Change(guards=guards, writes=(kept, *writes)))
-    waitpoint_id = next((gate.waitpoints[0][0] for name in names if (gate := found[name]).waitpoints), None)
-    shelf = suspend_rules.suspend_row(
+    guards = (seen(row, live(row)), wait_state.seen_suspension(suspension, row.execution_id))
+    if expired := gate_rules.expired_gates(suspension, names, now):
+        fields, writes = gate_rules.update_gates(row, suspension, {}, expired)
+        suspension_write = Upsert(msgspec.structs.replace(suspension, **fields))
+        return Decision(GatesReady(tuple(expired)), Change(guards=guards, writes=(suspension_write, *writes)))
+    waitpoint_id = next((gate.waitpoints[0][0] for name in names if (gate := gates[name]).waitpoints), None)
+    row_patch = suspend_rules.suspend_row(
         row,
         suspension_id=suspension_id,
         waitpoint_id=waitpoint_id,
         reason_code=reason_code,
         now=now,
-        waits_for=" or ".join(gate_rules.describe_wait(name, found[name]) for name in names),
-        keys=[found[name].mailbox for name in names],
+        waits_for=" or ".join(gate_rules.describe_wait(name, gates[name]) for name in names),
+        keys=[gates[name].mailbox for name in names],
     )
     change = Change(
         guards=guards,
         writes=(
-            shelf,
-            Upsert(_waiting(root, row, names, suspension_id, reason_code)),
-            *waitpoint_rules.close_replaced_waitpoints(root, ()),
+            row_patch,
+            Upsert(_parked_suspension(suspension, row, names, suspension_id, reason_code)),
+            *waitpoint_rules.close_replaced_waitpoints(suspension, ()),
         ),
         events=(lease_event(row, "released", reason="suspend"),),
     )
     return Decision(ParkedExecution(suspension_id, holder), change)
 
 
-def _waiting(
-    root: Suspension, row: Execution, names: tuple[str, ...], suspension_id: str, reason_code: str
+def _parked_suspension(
+    suspension: Suspension, row: Execution, names: tuple[str, ...], suspension_id: str, reason_code: str
 ) -> Suspension:
-    """The root with a suspension on gates in place of the one before; its timeout is the first of theirs."""
-    found = wait_state.open_gates(root)
-    ends = [end for name in names if (end := found[name].expires_at) is not None]
+    """Return the suspension row that waits on gates; it times out when the first of them expires."""
+    gates = wait_state.open_gates(suspension)
+    ends = [end for name in names if (end := gates[name].expires_at) is not None]
     timeout_at = min(ends, default=None)
     return Suspension(
-        execution_id=root.execution_id,
-        partition=root.partition,
-        signal_count=root.signal_count,
-        gates=root.gates,
-        mail=root.mail,
+        execution_id=suspension.execution_id,
+        partition=suspension.partition,
+        signal_count=suspension.signal_count,
+        gates=suspension.gates,
+        mail=suspension.mail,
         suspension_id=suspension_id,
         attempt_index=row.attempt_index,
         reason_code=reason_code,

@@ -1,7 +1,8 @@
-"""Bounds of an approval's schema, checked wherever one enters: its bytes, nodes, depth and expanded references.
+"""Limits of an approval schema: bytes, nodes, depth and expanded references.
 
-A schema is written by whoever may set tags and read by the server, so its reader must not do more work than these
-bounds allow. What an older release stored beyond them is still read, by readers that count their own steps.
+Anyone who may set tags can write a schema, and the server reads it. So every schema is checked against these limits
+when it is stored. A schema that an older release stored beyond them is still read, by readers that count their own
+steps.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from flowfabric import json_limits
 from flowfabric.errors import InvalidInput
 
 SCHEMA_TAG_PREFIX: Final = "ff.ask."
-"""The beginning of the tags that keep schemas."""
+"""The prefix of tags that store schemas."""
 
 MAX_BYTES: Final = 32 * 1024
 MAX_NODES: Final = 2000
 MAX_DEPTH: Final = 32
 MAX_EXPANDED: Final = 20_000
-"""Entries of all nodes with every reference replaced by what it names; one to a node around it is not followed."""
+"""Entries of all nodes with every reference expanded; a reference to an enclosing node is not followed."""
 
 Schema = Mapping[str, Any]
 
 
 def check_schema(text: str) -> InvalidInput | None:
-    """What is out of bounds in the schema that a tag shall keep; a text that is no schema asks for nothing."""
+    """Return which limit the schema of a tag exceeds; a text that is not a schema is accepted and ignored."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         return InvalidInput(f"schema: {size} bytes, the limit is {MAX_BYTES}")
@@ -47,7 +48,7 @@ def check_schema(text: str) -> InvalidInput | None:
         if nodes > MAX_NODES:
             return InvalidInput(f"schema: more than {MAX_NODES} nodes")
     expanded = 0
-    for entries in _expanded(schema):
+    for entries in _expanded_sizes(schema):
         expanded += entries
         if expanded > MAX_EXPANDED:
             return InvalidInput(f"schema: more than {MAX_EXPANDED} entries once its references are expanded")
@@ -55,40 +56,40 @@ def check_schema(text: str) -> InvalidInput | None:
 
 
 def resolve_reference(schema: Schema, root: Schema) -> Schema:
-    """The schema that a chain of references ends at; an empty one when it names nothing, or only itself."""
+    """Follow a chain of references to its schema; empty if it is undefined or cyclic."""
     definitions = root.get("$defs")
     known = definitions if isinstance(definitions, dict) else {}
     seen: set[str] = set()
     while "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
-        found = known.get(name)
-        if name in seen or not isinstance(found, dict):
+        definition = known.get(name)
+        if name in seen or not isinstance(definition, dict):
             return {}
         seen.add(name)
-        schema = found
+        schema = definition
     return schema
 
 
 def _depths(schema: Any) -> Iterator[int]:
-    """The depth of every object and list."""
-    waiting = [(schema, 1)]
-    while waiting:
-        node, depth = waiting.pop()
+    """Yield the depth of every object and list."""
+    stack = [(schema, 1)]
+    while stack:
+        node, depth = stack.pop()
         yield depth
-        below = node.values() if isinstance(node, dict) else node
-        waiting += [(one, depth + 1) for one in below if isinstance(one, dict | list)]
+        children = node.values() if isinstance(node, dict) else node
+        stack += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
 
 
-def _expanded(schema: Schema) -> Iterator[int]:
-    """How many entries each node has that is met when references are followed; a circle is followed once."""
-    waiting: list[tuple[Any, frozenset[int]]] = [(schema, frozenset())]
-    while waiting:
-        node, around = waiting.pop()
+def _expanded_sizes(schema: Schema) -> Iterator[int]:
+    """Yield the number of entries of each node met when references are followed; a cycle is followed once."""
+    stack: list[tuple[Any, frozenset[int]]] = [(schema, frozenset())]
+    while stack:
+        node, enclosing = stack.pop()
         yield 1 + len(node)
         if isinstance(node, dict) and "$ref" in node:
-            found = resolve_reference(node, schema)
-            if id(found) not in around:
-                waiting.append((found, around | {id(found)}))
+            target = resolve_reference(node, schema)
+            if id(target) not in enclosing:
+                stack.append((target, enclosing | {id(target)}))
             continue
-        below = (one for key, one in node.items() if key != "$defs") if isinstance(node, dict) else node
-        waiting += [(one, around) for one in below if isinstance(one, dict | list)]
+        children = (child for key, child in node.items() if key != "$defs") if isinstance(node, dict) else node
+        stack += [(child, enclosing) for child in children if isinstance(child, dict | list)]

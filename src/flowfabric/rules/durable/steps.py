@@ -1,4 +1,4 @@
-"""Durable steps: what a step returned is remembered once, by whoever held the lease then."""
+"""Durable steps: the result of a step is recorded once, by the holder of the lease."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flowfabric.rules.execution.lease import Fence
 def record_step(
     row: Execution | None, known: StepMemo | None, memo: StepMemo, fence: Fence, now: int
 ) -> Decision[StepMemo]:
-    """Remember a step's result; one that is remembered already stands, and is the answer."""
+    """Record a step's result. If a result was recorded before, it stays and is the answer."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if refused := lease.check_lease(row, fence, now):
         return refused
     if known is not None:
         return Decision(known)
-    kept = Insert(msgspec.structs.replace(memo, recorded_at=from_now(0)))
-    mark = () if row.has_steps else (Patch(Execution, (row.execution_id,), {"has_steps": True}),)
-    change = Change(guards=(seen(row, live(row)),), writes=(kept, *mark))
+    insert = Insert(msgspec.structs.replace(memo, recorded_at=from_now(0)))
+    marks = () if row.has_steps else (Patch(Execution, (row.execution_id,), {"has_steps": True}),)
+    change = Change(guards=(seen(row, live(row)),), writes=(insert, *marks))
     return Decision(lambda now: msgspec.structs.replace(memo, recorded_at=now), change)

@@ -1,7 +1,7 @@
-"""What an approval asks for: told by its execution in a tag, and looked at before a vote counts.
+"""Vote schemas: an execution stores in a tag what its approval expects, and every vote is checked against it.
 
-A vote that its run cannot read would be the end of that run, so one of another kind than was asked for is refused,
-whichever way it came. Waitpoints of suspensions ask for nothing: any signal is good enough for them.
+A vote that the function cannot decode would fail the run, so a vote of another type is refused, no matter how it was
+sent. Waitpoints of suspensions have no schema and accept any signal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flowfabric.rules.execution import tags as tag_rules
 
 
 def schema_tag(name: str) -> str:
-    """The tag under which an execution keeps what its approval of this name wants to hear, as a JSON schema."""
+    """Return the tag under which an execution stores the JSON schema of an approval."""
     return f"{schema_limits.SCHEMA_TAG_PREFIX}{ids.digest8(name)}"
 
 
 def approval_name(waitpoint_key: str) -> str:
-    """The name of the approval that a waitpoint belongs to."""
+    """Return the name of the approval that a waitpoint belongs to."""
     return waitpoint_key.rpartition(".")[0] or waitpoint_key
 
 
 def vote_schema(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] | None:
-    """What an execution wants to hear at a waitpoint, when it said so."""
+    """Return the schema that an execution stored for a waitpoint; None if there is none."""
     text = tags.get(schema_tag(approval_name(waitpoint_key)))
     try:
         schema = None if text is None else json_limits.decode(text)
@@ -41,7 +41,7 @@ def vote_schema(tags: Mapping[str, str], waitpoint_key: str) -> dict[str, Any] |
 
 
 def check_vote(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> FabricError | None:
-    """Why a vote of this value would be of no use to the function that asked; None when it can be read."""
+    """Return why this value is not acceptable to the function that asked; None if it is."""
     if waitpoint.gate is None:
         return None
     try:
@@ -51,11 +51,11 @@ def check_vote(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> F
     if schema is None:
         return None
     try:
-        wrong = find_violation(json_limits.decode(payload or b"null"), schema)
+        violation = find_violation(json_limits.decode(payload or b"null"), schema)
     except json_limits.NumberTooLong as fault:
-        wrong = f"value: {fault}"
+        violation = f"value: {fault}"
     except msgspec.DecodeError:
-        wrong = "value: not JSON"
+        violation = "value: not JSON"
     except RecursionError:
-        wrong = "value: nested too deeply"
-    return None if wrong is None else InvalidInput(wrong)
+        violation = "value: nested too deeply"
+    return None if violation is None else InvalidInput(violation)

@@ -1,1 +1,1 @@
-"""execution"""
+"""The life of one execution: create, claim, lease, finish, retry, cancel, expire, replay."""

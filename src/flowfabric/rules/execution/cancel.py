@@ -1,4 +1,4 @@
-"""Cancel: end an execution from outside, or as its holder."""
+"""Cancel: end an execution as its lease holder, its parent, an operator or the system."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ SIBLING_REASONS = (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE)
 
 
 def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Decision[Cancelled]:
-    """End the execution as cancelled, whatever it was doing.
+    """End the execution as cancelled.
 
-    Active work is fenced unless a system source asks; an expired lease that nobody took over still counts as its
-    last holder's. Cancelling again succeeds and changes nothing; any other end is `execution_not_active`.
+    Active work needs the current fence unless a system source asks. After a lease has expired its last holder may still
+    cancel, as long as no other worker took over. Cancelling a cancelled execution succeeds and changes nothing; any
+    other terminal outcome is refused with `execution_not_active`.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -49,17 +50,17 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
             return refuse(lease.stale_lease_error(row))
         if fence.attempt_id is not None and fence.attempt_id != row.attempt_id:
             return refuse(lease.stale_lease_error(row))
-    if form := sibling_cancel_template(row, source, reason):
-        also = successors.outcome_writes(row, TerminalOutcome.CANCELLED)
-        return Decision(Cancelled(row.execution_id), Change((seen(row),), also, template=form))
+    if template := sibling_cancel_template(row, source, reason):
+        outcome_writes = successors.outcome_writes(row, TerminalOutcome.CANCELLED)
+        return Decision(Cancelled(row.execution_id), Change((seen(row),), outcome_writes, template=template))
     return Decision(Cancelled(row.execution_id), cancelled_change(row, source, reason))
 
 
 def may_omit_outcome(row: Execution) -> bool:
-    """Whether the cancel of this execution may have said nothing on the edges that lead away from it.
+    """True if cancelling this execution may have skipped the outcome on its outgoing edges.
 
-    Those that its flow's cascade ended are counted by a reconciler, unneeded siblings by whoever cancelled them; but
-    siblings that many wait for are never cancelled unseen.
+    The dependency reconciler records the outcome of members that a flow cascade cancelled; the canceller of an unneeded
+    sibling records it for that sibling. Siblings with many successors always record it themselves.
     """
     unseen = row.cancellation_reason in SIBLING_REASONS and row.successors != successors.MANY
     return unseen or row.cancelled_by == FLOW_CASCADE
@@ -72,17 +73,14 @@ def cancel_children(
     reason: str,
     now: int,
 ) -> Decision[ChildrenCancelled]:
-    """End executions as their parent, which has to hold its lease while it does.
+    """Cancel executions on behalf of their parent, which must hold its lease.
 
-    One that is no child of it is refused as if it did not exist, and then nothing changes. One that has ended is left
-    as it is.
+    An id that is not a child of the parent is refused as not found, and then nothing changes. Children that have ended
+    are left as they are; `ended` lists those with another outcome than cancelled.
     """
     if parent is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(parent, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(parent, held, now):
+    if refused := lease.check_fence(parent, fence, None, now):
         return refused
     ended: list[str] = []
     changes: list[Change] = []
@@ -94,32 +92,35 @@ def cancel_children(
         elif child.terminal_outcome is not TerminalOutcome.CANCELLED:
             ended.append(name)
     cancelled = tuple(name for name in children if name not in ended)
-    holds = Change((seen(parent, live(parent)),))
-    return Decision(ChildrenCancelled(cancelled, tuple(ended)), merge_changes(holds, *changes) if changes else None)
+    parent_guard = Change((seen(parent, live(parent)),))
+    return Decision(
+        ChildrenCancelled(cancelled, tuple(ended)), merge_changes(parent_guard, *changes) if changes else None
+    )
 
 
 def cancelled_change(row: Execution, source: str, reason: str) -> Change:
+    """Return the change that ends a row as cancelled. A flow cascade leaves the successors to the reconciler."""
     return transitions.terminate(
         row,
         TerminalOutcome.CANCELLED,
         attempt=AttemptRecordState.ENDED_CANCELLED,
         attempt_reason=f"cancelled: {reason}",
         release_reason="cancelled",
-        details=_revoked_by(source),
+        details=_revocation_details(source),
         records_outcome=source != FLOW_CASCADE,
         cancellation_reason=reason,
         cancelled_by=source or row.execution_id,
     )
 
 
-def _revoked_by(source: str) -> str | None:
-    """Who ended a lease that a cancel ended, for the lease feed: somebody else, a sweep, or the holder itself."""
+def _revocation_details(source: str) -> str | None:
+    """Return the event details that say who revoked the lease; None if the holder itself cancelled."""
     if source == SYSTEM_TIMEOUT:
         return '{"revoked_by":"reconciler"}'
     return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None
 
 
-# Work that was never started, and to which nothing is attached.
+# Columns of a row that was never started and has no stream, parent, suspension or grant.
 UNSTARTED_FIELDS: dict[str, Any] = {
     "lifecycle_phase": LifecyclePhase.RUNNABLE,
     "ownership_state": OwnershipState.UNOWNED,
@@ -130,23 +131,26 @@ UNSTARTED_FIELDS: dict[str, Any] = {
     "parent_id": None,
     **{name: None for name in transitions.LIFE_FIELDS.names if name != "blocking_text"},
 }
-_known = attrgetter(*UNSTARTED_FIELDS)
+_unstarted_values = attrgetter(*UNSTARTED_FIELDS)
 _UNSTARTED_VALUES = tuple(UNSTARTED_FIELDS.values())
 
 
 def sibling_cancel_template(row: Execution, source: str, reason: str) -> RowTemplate | None:
-    """The cancel of a sibling that was never started: the same for all of them; None for any other cancel."""
+    """Return the shared template for cancelling a sibling that never started; None for any other cancel."""
     if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
         return None
-    if _known(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
+    if _unstarted_values(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
     return sibling_template(transitions.retention_ms(row), reason, row.flow_id is not None)
 
 
 @lru_cache(maxsize=256)
-def sibling_template(kept_ms: int, reason: str, is_member: bool) -> RowTemplate:
+def sibling_template(retention_ms: int, reason: str, is_member: bool) -> RowTemplate:
+    """Build the template of such a cancel. It is the same for all rows with these three properties."""
     return as_template(
         cancelled_change(
-            transitions.template_row(UNSTARTED_FIELDS, kept_ms, is_member=is_member), lease.OPERATOR_OVERRIDE, reason
+            transitions.template_row(UNSTARTED_FIELDS, retention_ms, is_member=is_member),
+            lease.OPERATOR_OVERRIDE,
+            reason,
         )
     )

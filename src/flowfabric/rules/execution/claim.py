@@ -1,7 +1,9 @@
-"""Grants and claims: how a worker comes to hold an execution.
+"""Claim: give a worker a lease on an execution.
 
-A grant offers one execution to one worker for a while; it reserves nothing, and the state checks of the claim come
-before it. Only `worker_id` binds a grant: another instance of the same worker may redeem it.
+There are three ways. The ordinary claim (`claim_ready`) needs no grant. A scheduler may issue a grant first, which the
+worker then redeems with `claim_execution` or, for an interrupted attempt, `claim_resumed_execution`. An operator grants
+and claims in one step. A claim checks the state of the row before it checks the grant. Grants themselves are on the
+page `grant`.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ def claim_execution(
     execution_deadline_at: int | None = None,
     proof: GrantProof | None = None,
 ) -> Decision[AcquiredLease]:
-    """Redeem a grant by beginning a new attempt; with `proof`, only if it covers the grant."""
+    """Redeem a grant and begin a new attempt. With `proof`, the proof must cover the grant."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := _leaseable(row):
+    if refused := _not_leaseable_error(row):
         return refuse(refused)
     if row.attempt_state is AttemptState.RUNNING_ATTEMPT:
         return refuse(errors.ActiveAttemptExists(execution_id=row.execution_id))
@@ -62,14 +64,14 @@ def claim_resumed_execution(
     remaining_attempt_timeout_ms: int | None = None,
     proof: GrantProof | None = None,
 ) -> Decision[AcquiredLease]:
-    """Redeem a grant by going on with the interrupted attempt; its id and index stay."""
+    """Redeem a grant and continue the interrupted attempt; its id and index stay. An expired grant is removed."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
         return refuse(errors.ExecutionNotLeaseable(execution_id=row.execution_id))
     if row.attempt_state is not AttemptState.ATTEMPT_INTERRUPTED:
         return refuse(errors.NotAResumedExecution(execution_id=row.execution_id))
-    if refused := _leaseable(row):
+    if refused := _not_leaseable_error(row):
         return refuse(refused)
     grant = grant_for(row, holder, now, proof)
     if isinstance(grant, errors.ClaimGrantExpired):
@@ -84,9 +86,10 @@ def claim_resumed_execution(
 def claim_ready(
     row: Execution, holder: LeaseHolder, offered: frozenset[str], now: int
 ) -> Decision[AcquiredLease | None]:
-    """The ordinary claim's form: no grant is needed, but one in force for somebody is respected.
+    """Claim a ready row without a grant; None if the row is not claimable by this worker.
 
-    What waits for a capable worker only is claimed as well: here is one.
+    A live grant for any worker keeps the row from being claimed. Rows blocked by route are claimed as well, because
+    this worker has the capabilities.
     """
     waits = operator.is_eligible(row) or is_route_blocked(row)
     if not waits or row.ownership_state is not OwnershipState.UNOWNED or has_live_grant(row, now):
@@ -99,7 +102,7 @@ def claim_ready(
 
 
 def issue_grant_and_claim(row: Execution | None, holder: LeaseHolder, now: int) -> Decision[AcquiredLease]:
-    """The operator's one-step claim: no capability, budget or quota is asked for, and no grant remains."""
+    """Claim a row for an operator in one step. Capabilities, budgets and quotas are not checked."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
@@ -129,7 +132,7 @@ def begin_attempt(
     attempt_timeout_ms: int | None = None,
     deadline_at: int | None = None,
 ) -> Decision[AcquiredLease]:
-    """A new attempt under a new lease; of the type that the row has been waiting for."""
+    """Begin a new attempt under a new lease. Its type (initial, retry, replay) follows from the row's attempt state."""
     attempt_type = queue.NEXT_ATTEMPT_TYPE.get(row.attempt_state, AttemptType.INITIAL)
     policy_timeout = decode_terms(row.terms).attempt_timeout_ms
     timeout = policy_timeout if attempt_timeout_ms is None else attempt_timeout_ms
@@ -142,7 +145,7 @@ def begin_attempt(
 def continue_attempt(
     row: Execution, holder: LeaseHolder, reason: str, timeout_ms: int | None
 ) -> Decision[AcquiredLease]:
-    """The interrupted attempt under a new lease, with the time it had left unless the claim names another."""
+    """Continue the interrupted attempt under a new lease, with its remaining time unless `timeout_ms` is given."""
     timeout = row.next_timeout_ms if timeout_ms is None else timeout_ms
     fields = lease.acquire(row, holder, None, None, timeout)
     return acquire_decision(row, holder, fields, "acquired", reason=reason, attempt_type=row.attempt_type)
@@ -159,11 +162,11 @@ def acquire_decision(
     details: str | None = None,
     extra_writes: tuple[Any, ...] = (),
 ) -> Decision[AcquiredLease]:
-    """The decision that gives the row these fields and tells of the new lease."""
+    """Return the decision that writes `fields`, emits the lease event and answers with the new lease."""
     epoch = row.lease_epoch + 1
     index = fields.get("attempt_index", row.attempt_index) or 0
     attempt_id = fields.get("attempt_id", row.attempt_id) or ""
-    told = Event(
+    emitted = Event(
         execution_id=row.execution_id,
         namespace=row.namespace,
         tags=row.tags,
@@ -179,9 +182,9 @@ def acquire_decision(
         details=details,
     )
     change = Change(
-        guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *extra_writes), events=(told,)
+        guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *extra_writes), events=(emitted,)
     )
-    kind = attempt_type or AttemptType.INITIAL
+    answered_type = attempt_type or AttemptType.INITIAL
 
     def answer(now: int) -> AcquiredLease:
         return AcquiredLease(
@@ -190,7 +193,7 @@ def acquire_decision(
             epoch,
             index,
             attempt_id,
-            kind,
+            answered_type,
             now + holder.lease_ttl_ms,
             holder.lease_ttl_ms,
             row.lane_id,
@@ -202,7 +205,8 @@ def acquire_decision(
     return Decision(answer, change)
 
 
-def _leaseable(row: Execution) -> errors.FabricError | None:
+def _not_leaseable_error(row: Execution) -> errors.FabricError | None:
+    """Return why the row cannot be leased, None if it can."""
     if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
         return errors.ExecutionNotLeaseable(execution_id=row.execution_id)
     if row.ownership_state is not OwnershipState.UNOWNED:

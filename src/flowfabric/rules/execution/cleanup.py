@@ -1,7 +1,8 @@
-"""What closes together with an attempt or a life: the output stream, the open suspension, a parent's wait.
+"""Cleanup: close what ends together with an attempt or an execution.
 
-Each is one row found through a mark on the sheet, so work that has none of them pays nothing. The first close wins:
-a row that is closed already keeps its time and reason.
+These are the output stream, the open suspension and the parent's wait. A column of the execution tells whether each
+exists, so executions without them pay nothing. The first close wins: a row that is already closed keeps its time and
+reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STREAM_REASON = {
 
 
 def close_stream(row: Execution, reason: str) -> tuple[Write, ...]:
-    """Close the stream of the row's attempt, if it ever wrote one."""
+    """Close the stream of the current attempt, if the attempt wrote one."""
     if row.stream_index is None or row.stream_index != row.attempt_index:
         return ()
     fields = {"closed_at": NOW, "closed_reason": reason}
@@ -36,7 +37,7 @@ def close_stream(row: Execution, reason: str) -> tuple[Write, ...]:
 
 
 def close_suspension(row: Execution, reason: str) -> tuple[Write, ...]:
-    """Close the row's open suspension, and with it every waitpoint it waits on."""
+    """Close the open suspension and with it all its waitpoints."""
     if row.current_suspension_id is None:
         return ()
     fields = {"closed_at": NOW, "close_reason": reason, "due_at": None}
@@ -44,7 +45,7 @@ def close_suspension(row: Execution, reason: str) -> tuple[Write, ...]:
 
 
 def report_to_parent(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
-    """Leave word of a child's end with its parent: a row that nobody else writes, taken in by the parent's gates."""
+    """Record a child's completion for its parent, whose gates read it. Nobody else writes this row."""
     if row.parent_id is None:
         return ()
     return (Upsert(ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, from_now(0))),)

@@ -1,4 +1,8 @@
-"""Create: how an execution comes into being, once."""
+"""Create: insert an execution exactly once.
+
+A create with an id or an idempotency key that is already known answers `Duplicate` and changes nothing. Creates that
+differ only in id and input share a template (`CreateTemplate`), so that a bulk create decides once and writes columns.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from flowfabric.rules.scheduling import queue
 
 
 class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What a caller asks for. The partition is the one in the id."""
+    """The request to create an execution. The partition is the one encoded in the id."""
 
     execution_id: str
     partition: int
@@ -50,19 +54,19 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """What the idempotency key is remembered by; namespaces never share one."""
+        """The hash under which the idempotency key is stored; keys of different namespaces never collide."""
         scope = f"{len(self.namespace)}:{self.namespace}:{self.idempotency_key}"
         return hashlib.sha256(scope.encode()).hexdigest()
 
 
 class PolicyDefaults(msgspec.Struct, frozen=True, gc=False):
-    """What holds for executions whose policies do not say: how long they are kept, and how those of a lane age."""
+    """Defaults for policies that leave retention or the ageing of a lane unset."""
 
     retention_ms: int | None = None
     ageing_ms: dict[str, int] = {}
 
     def fill(self, terms: Terms, lane_id: str) -> Terms | None:
-        """The terms with what they leave open; None when that is nothing."""
+        """Return the terms with the defaults filled in; None if nothing was unset."""
         fields: dict[str, int] = {}
         if self.retention_ms is not None and terms.retention_ttl_ms is None:
             fields["retention_ttl_ms"] = self.retention_ms
@@ -77,40 +81,42 @@ NO_DEFAULTS = PolicyDefaults()
 def create(
     existing: Execution | None,
     remembered: IdempotencyKey | None,
-    ask: CreateExecution,
+    request: CreateExecution,
     now: int,
     *,
     defaults: PolicyDefaults = NO_DEFAULTS,
 ) -> Decision[Created | Duplicate]:
-    """A new execution, claimable at once or after its delay; an id or key that is known changes nothing.
+    """Create an execution that is claimable at once or after its delay; a known id or key changes nothing.
 
-    An id that exists in another namespace is refused. Nothing of that execution is revealed.
+    An id that exists in another namespace is refused, and nothing about that execution is revealed.
     """
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
     if existing is not None:
-        if existing.namespace != ask.namespace:
-            return refuse(errors.IdInOtherNamespace(execution_id=ask.execution_id))
+        if existing.namespace != request.namespace:
+            return refuse(errors.IdInOtherNamespace(execution_id=request.execution_id))
         return Decision(Duplicate(existing.execution_id))
-    terms, terms_text = parse_policy(ask.policy)
+    terms, terms_text = parse_policy(request.policy)
     if isinstance(terms, errors.FabricError):
         return refuse(terms)
-    if bad_tag := check_created_tags(ask.tags):
+    if bad_tag := check_created_tags(request.tags):
         return refuse(bad_tag)
-    if filled := defaults.fill(terms, ask.lane_id):
+    if filled := defaults.fill(terms, request.lane_id):
         terms, terms_text = filled, encode_terms(filled)
 
-    delay_until = terms.delay_until if ask.delay_until is None else ask.delay_until
+    delay_until = terms.delay_until if request.delay_until is None else request.delay_until
     delayed = delay_until is not None and delay_until > now
-    row = _born(ask, terms, terms_text, delay_until if delayed else None)
-    guards: tuple[Guard, ...] = (absent(Execution, ask.execution_id),)
-    writes: tuple[Write, ...] = (Insert(row), Insert(_payload(ask)))
-    if ask.idempotency_key:
-        # Guarded even when it will not be remembered: somebody may have used the key since nobody was looking.
+    row = _new_row(request, terms, terms_text, delay_until if delayed else None)
+    guards: tuple[Guard, ...] = (absent(Execution, request.execution_id),)
+    writes: tuple[Write, ...] = (Insert(row), Insert(_payload(request)))
+    if request.idempotency_key:
+        # Guarded even if the key is not stored: another create may have used it since the load.
         revision = None if remembered is None else remembered.revision
-        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)
+        guards += (Guard(IdempotencyKey, (request.partition, request.digest), revision),)
         if terms.dedup_window_ms > 0:
-            key = IdempotencyKey(ask.partition, ask.digest, ask.execution_id, from_now(terms.dedup_window_ms))
+            key = IdempotencyKey(
+                request.partition, request.digest, request.execution_id, from_now(terms.dedup_window_ms)
+            )
             writes += (Insert(key) if remembered is None else Upsert(key),)
     earliest = [remembered.expires_at] if remembered is not None else []
     if delay_until is not None and not delayed:
@@ -118,41 +124,41 @@ def create(
     change = Change(
         guards=guards,
         writes=writes,
-        queues=() if row.line else (queue.queue_of(row),),  # lists its lane
+        queues=() if row.line else (queue.queue_of(row),),  # registers the lane, so that it is listed
         not_before=max(earliest, default=None),
         not_after=delay_until - 1 if delay_until is not None and delayed else None,
     )
-    return Decision(Created(ask.execution_id, row.public_state), change)
+    return Decision(Created(request.execution_id, row.public_state), change)
 
 
 class CreateTemplate(msgspec.Struct, frozen=True):
-    """What was decided about a create that meets nothing, for others that differ only in their id and their input."""
+    """A decided create that other creates with the same settings on the same partition can reuse."""
 
     row: Execution
     payload: Payload
 
     def create(self, execution_id: str, input_payload: bytes) -> Decision[Created | Duplicate]:
-        """What `create` says of another id on the same partition."""
+        """Return what `create` decides for this id if neither the id nor a key exists yet."""
         row = replace(self.row, execution_id=execution_id)
         payload = replace(self.payload, execution_id=execution_id, input_payload=input_payload or None)
         change = Change(guards=(absent(Execution, execution_id),), writes=(Insert(row), Insert(payload)))
         return Decision(Created(execution_id, row.public_state), change)
 
     def create_many(self, execution_ids: Sequence[str], inputs: Sequence[bytes]) -> Change:
-        """What `create` writes for all of these, as one change: all of them are new, or none is written."""
-        kept = [one or None for one in inputs]
+        """Return one change that creates all ids, or none if any of them exists."""
+        payload_bytes = [data or None for data in inputs]
         rows = BulkInsert(self.row, {"execution_id": execution_ids})
-        payloads = BulkInsert(self.payload, {"execution_id": execution_ids, "input_payload": kept})
+        payloads = BulkInsert(self.payload, {"execution_id": execution_ids, "input_payload": payload_bytes})
         return Change(guards=(), writes=(rows, payloads))
 
     def answers(self, execution_ids: Iterable[str]) -> list[Created]:
-        """The answers once that is written."""
+        """Return the answers for ids that were created."""
         state = self.row.public_state
         return [Created(execution_id, state) for execution_id in execution_ids]
 
 
 def template_of(decision: Decision[Created | Duplicate]) -> CreateTemplate | None:
-    """What others can share of this decision; nothing when its key or its time had a part in it."""
+    """Return the reusable part of a decision; None if an idempotency key or a delay took part in it."""
     match decision.change:
         case Change(
             guards=(_,),
@@ -166,52 +172,58 @@ def template_of(decision: Decision[Created | Duplicate]) -> CreateTemplate | Non
 
 
 def create_each(
-    asks: Iterable[CreateExecution], now: int, *, defaults: PolicyDefaults = NO_DEFAULTS
+    requests: Iterable[CreateExecution], now: int, *, defaults: PolicyDefaults = NO_DEFAULTS
 ) -> Iterator[Decision[Created | Duplicate]]:
-    """One after the other what `create` says of each when it meets nothing; most are like the one before."""
-    model: CreateExecution | None = None
-    shared: CreateTemplate | None = None
-    for ask in asks:
-        if model is not None and shared is not None and share_template(ask, model) and ask.partition == model.partition:
-            yield shared.create(ask.execution_id, ask.input_payload)
+    """Yield for each request what `create` decides if nothing exists yet, reusing the previous template if it fits."""
+    previous: CreateExecution | None = None
+    template: CreateTemplate | None = None
+    for request in requests:
+        if (
+            previous is not None
+            and template is not None
+            and share_template(request, previous)
+            and request.partition == previous.partition
+        ):
+            yield template.create(request.execution_id, request.input_payload)
             continue
-        decision = create(None, None, ask, now, defaults=defaults)
-        model, shared = ask, template_of(decision)
+        decision = create(None, None, request, now, defaults=defaults)
+        previous, template = request, template_of(decision)
         yield decision
 
 
-def share_template(ask: CreateExecution, other: CreateExecution) -> bool:
-    """Whether two asks differ in nothing but their ids and their inputs; True equals 1, and is no number."""
-    return type(ask.priority) is int and other == replace(
-        ask, execution_id=other.execution_id, partition=other.partition, input_payload=other.input_payload
+def share_template(request: CreateExecution, other: CreateExecution) -> bool:
+    """True if two requests differ only in id and input. The type check is needed because `True == 1`."""
+    return type(request.priority) is int and other == replace(
+        request, execution_id=other.execution_id, partition=other.partition, input_payload=other.input_payload
     )
 
 
-def _born(ask: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:
-    waits = delay_until is not None
-    priority = queue.clamp_priority(ask.priority)
+def _new_row(request: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:
+    """Return the row of a new execution; `delay_until` is None if it is claimable at once."""
+    is_delayed = delay_until is not None
+    priority = queue.clamp_priority(request.priority)
     required = terms.required_capabilities or None
-    line: QueueKey | None = None if waits else queue.queue_for(ask.lane_id, required, terms)
-    deadline: Any = ask.execution_deadline_at
+    line: QueueKey | None = None if is_delayed else queue.queue_for(request.lane_id, required, terms)
+    deadline: Any = request.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
         deadline = from_now(terms.execution_deadline_ms)
     return replace(
-        DELAYED if waits else CLAIMABLE,
-        execution_id=ask.execution_id,
-        partition=ask.partition,
-        namespace=ask.namespace,
-        lane_id=ask.lane_id,
+        DELAYED if is_delayed else CLAIMABLE,
+        execution_id=request.execution_id,
+        partition=request.partition,
+        namespace=request.namespace,
+        lane_id=request.lane_id,
         priority=priority,
-        tags=encode_tags(ask.tags),
+        tags=encode_tags(request.tags),
         required_capabilities=required,
         terms=terms_text,
-        current_lane=ask.lane_id,
+        current_lane=request.lane_id,
         delay_until=delay_until,
         deadline_at=deadline or None,
         line=line,
         rank=from_now(queue.position_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
-        parent_id=ask.parent_id,
+        parent_id=request.parent_id,
     )
 
 
@@ -241,12 +253,13 @@ DELAYED = replace(
 )
 
 
-def _payload(ask: CreateExecution) -> Payload:
+def _payload(request: CreateExecution) -> Payload:
+    """Return the payload row of a new execution."""
     return Payload(
-        execution_id=ask.execution_id,
-        execution_kind=ask.execution_kind,
-        creator_identity=ask.creator_identity,
-        input_payload=ask.input_payload or None,
-        payload_encoding=ask.payload_encoding,
-        policy=ask.policy,
+        execution_id=request.execution_id,
+        execution_kind=request.execution_kind,
+        creator_identity=request.creator_identity,
+        input_payload=request.input_payload or None,
+        payload_encoding=request.payload_encoding,
+        policy=request.policy,
     )

@@ -1,4 +1,8 @@
-"""Delay and wait for children: the holder puts its work back on the shelf; and promotion, when the time has come."""
+"""Delay: the lease holder defers its execution until an instant or until its children are done.
+
+Deferring releases the lease and keeps the attempt. Promotion makes a delayed execution claimable when its time has
+passed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,13 @@ from flowfabric.rules.scheduling import queue
 def delay(
     row: Execution | None, fence: Fence, source: str | None, until: int | FromNow, now: int, *, detail: str = ""
 ) -> Decision[Delayed]:
-    """Put active work away until an instant, past ones included; the same attempt goes on afterwards.
+    """Release active work until an instant, which may be in the past; the same attempt continues afterwards.
 
-    Who puts it away may say why, for people who ask why it does not run.
+    `detail` is shown to people who ask why the execution does not run.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, source, now):
         return refused
     change = transitions.defer(
         row,
@@ -43,13 +44,10 @@ def delay(
 def defer_for_children(
     row: Execution | None, fence: Fence, source: str | None, *, unresolved: bool, now: int
 ) -> Decision[Moved]:
-    """Put active work away until its dependencies are resolved; with none unresolved it is claimable at once."""
+    """Release active work until its dependencies are resolved; with none unresolved it is claimable at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, source, now):
         return refused
     if unresolved:
         eligibility, reason = EligibilityState.BLOCKED_BY_DEPENDENCIES, BlockingReason.WAITING_FOR_CHILDREN
@@ -72,7 +70,7 @@ def defer_for_children(
 
 
 def promote_delayed(row: Execution | None, now: int) -> Decision[Promotion]:
-    """Make a delayed execution claimable once its time has come; otherwise change nothing."""
+    """Make a delayed execution claimable once `delay_until` has passed; otherwise change nothing."""
     if row is None:
         return Decision(Promotion.NOT_FOUND)
     if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:

@@ -1,4 +1,4 @@
-"""What time does: leases lapse, attempts time out, deadlines pass."""
+"""Expire: mark expired leases, and end executions whose attempt timed out or whose deadline passed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXECUTION_DEADLINE = "execution_deadline"
 
 
 def mark_lease_expired_if_due(row: Execution | None, now: int) -> Decision[MarkedExpired | NothingToDo]:
-    """Mark a lapsed lease; says why there was nothing to mark."""
+    """Mark an expired lease; otherwise answer why there was nothing to mark."""
     if row is None:
         return Decision(NothingToDo("execution_not_found"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
@@ -31,7 +31,7 @@ def mark_lease_expired_if_due(row: Execution | None, now: int) -> Decision[Marke
 
 
 def expire(row: Execution | None, execution_id: str, reason: str) -> Decision[Expired | AlreadyTerminal]:
-    """End the execution as expired, without asking whether it was due and without a retry."""
+    """End the execution as expired. Neither the timer is checked nor a retry scheduled."""
     if row is None or row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return Decision(AlreadyTerminal(execution_id))
     return Decision(Expired(execution_id), _expired_change(row, reason))
@@ -40,14 +40,14 @@ def expire(row: Execution | None, execution_id: str, reason: str) -> Decision[Ex
 def expire_if_due(
     row: Execution | None, execution_id: str, reason: str, now: int
 ) -> Decision[Expired | AlreadyTerminal | NotDue]:
-    """The sweep's form: the same, when the timer is still armed and its time has come."""
+    """Expire the execution if the timer is still armed and due. The sweeps use this form."""
     if row is None or row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return Decision(AlreadyTerminal(execution_id))
-    instant = row.attempt_timeout_at if reason == ATTEMPT_TIMEOUT else row.deadline_at
-    if instant is None or instant > now:
+    due_at = row.attempt_timeout_at if reason == ATTEMPT_TIMEOUT else row.deadline_at
+    if due_at is None or due_at > now:
         return Decision(NotDue(execution_id))
     change = _expired_change(row, reason)
-    return Decision(Expired(execution_id), Change(change.guards, change.writes, change.events, not_before=instant))
+    return Decision(Expired(execution_id), Change(change.guards, change.writes, change.events, not_before=due_at))
 
 
 def _expired_change(row: Execution, reason: str) -> Change:

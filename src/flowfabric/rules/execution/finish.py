@@ -1,4 +1,7 @@
-"""Complete and fail: how the holder of a lease ends its attempt."""
+"""Complete and fail: the lease holder ends its attempt.
+
+Both are idempotent for the holder that made the first call: if the reply was lost, the same call gets the same answer.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from flowfabric.rules.flow import successors
 def complete(
     row: Execution | None, fence: Fence, source: str | None, payload: bytes | None, encoding: str | None, now: int
 ) -> Decision[Completed]:
-    """End the execution successfully; its result, if there is one, is kept byte for byte.
+    """End the execution successfully and store its result, if any, byte for byte.
 
-    The same holder completing again hears the same answer, and the first result stands.
+    If the same holder completes again it gets the same answer, and the first result stays.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -36,22 +39,23 @@ def complete(
     if isinstance(held, errors.FabricError):
         return refuse(held)
     if refused := lease.check_lease(row, held, now):
-        if _was_mine(row, fence, TerminalOutcome.SUCCESS):
+        if _ended_by(row, fence, TerminalOutcome.SUCCESS):
             return Decision(Completed(row.execution_id))
         return refused
-    kept: tuple[Write, ...]
-    kept = () if payload is None else (Insert(Result(row.execution_id, payload, encoding)),)  # a replay drops the last
-    if form := transitions.success_template(row):
+    result_writes: tuple[Write, ...] = ()
+    if payload is not None:
+        result_writes = (Insert(Result(row.execution_id, payload, encoding)),)  # a replay deletes the old one
+    if template := transitions.success_template(row):
         if row.successors is not None:
-            kept += successors.outcome_writes(row, TerminalOutcome.SUCCESS)
-        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), kept, template=form))
+            result_writes += successors.outcome_writes(row, TerminalOutcome.SUCCESS)
+        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), result_writes, template=template))
     change = transitions.terminate(
         row,
         TerminalOutcome.SUCCESS,
         attempt=AttemptRecordState.ENDED_SUCCESS,
         release_reason="completed",
         guard=seen(row, live(row)),
-        extra_writes=kept,
+        extra_writes=result_writes,
     )
     return Decision(Completed(row.execution_id), change)
 
@@ -67,11 +71,11 @@ def fail(
     chance: float,
     now: int,
 ) -> Decision[RetryScheduled | TerminalFailed]:
-    """End the attempt with a failure: schedule a retry while the policy allows one, else end the execution.
+    """End the attempt with a failure: schedule a retry if the policy allows one, else end the execution as failed.
 
-    `category` names the failure (free text; the known classes permanent and cancelled are never retried),
-    `retry_policy` stands in for the stored one, `chance` spreads a jittered backoff. The same holder failing again
-    hears the first answer.
+    `category` is free text that names the failure; `permanent` and `cancelled` are never retried. `retry_policy`
+    replaces the stored policy. `chance` spreads a backoff with jitter. If the same holder fails again it gets the first
+    answer.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -79,14 +83,14 @@ def fail(
     if isinstance(held, errors.FabricError):
         return refuse(held)
     if refused := lease.check_lease(row, held, now):
-        if _was_mine(row, fence, TerminalOutcome.FAILED):
+        if _ended_by(row, fence, TerminalOutcome.FAILED):
             return Decision(TerminalFailed(row.execution_id))
-        if _retry_was_mine(row, fence):
+        if _retry_scheduled_by(row, fence):
             return Decision(RetryScheduled(row.execution_id, row.delay_until or 0, row.total_attempt_count))
         return refused
     retry = decode_terms(row.terms).retry if retry_policy is None else parse_retry(retry_policy)
     if may_retry(retry, row.retry_count, category):
-        return _retry_later(row, backoff_ms(retry, row.retry_count, chance), reason, category)
+        return _schedule_retry(row, backoff_ms(retry, row.retry_count, chance), reason, category)
     change = transitions.terminate(
         row,
         TerminalOutcome.FAILED,
@@ -100,7 +104,10 @@ def fail(
     return Decision(TerminalFailed(row.execution_id), change)
 
 
-def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> Decision[RetryScheduled | TerminalFailed]:
+def _schedule_retry(
+    row: Execution, delay_ms: int, reason: str, category: str
+) -> Decision[RetryScheduled | TerminalFailed]:
+    """Return the decision that ends the attempt and makes the execution claimable after the backoff."""
     fields = {
         "lifecycle_phase": LifecyclePhase.RUNNABLE,
         "eligibility_state": EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
@@ -109,7 +116,7 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
         "lineage": lease.encode_lineage(Lineage(previous_attempt_index=row.attempt_index, retry_reason=reason)),
         "retry_count": row.retry_count + 1,
         "attempt_id": None,
-        "delay_until": FromNow(backoff),
+        "delay_until": FromNow(delay_ms),
         "failure_reason": reason,
         "next_type": AttemptType.RETRY,
         **lease.release(row),
@@ -123,11 +130,11 @@ def _retry_later(row: Execution, backoff: int, reason: str, category: str) -> De
         ),
         events=(lease_event(row, "released", reason="failed_retry_scheduled"),),
     )
-    return Decision(lambda now: RetryScheduled(row.execution_id, now + backoff, row.total_attempt_count), change)
+    return Decision(lambda now: RetryScheduled(row.execution_id, now + delay_ms, row.total_attempt_count), change)
 
 
-def _was_mine(row: Execution, fence: Fence, outcome: TerminalOutcome) -> bool:
-    """Whether this very holder already ended it with this outcome: the answer to its first call got lost."""
+def _ended_by(row: Execution, fence: Fence, outcome: TerminalOutcome) -> bool:
+    """True if this holder already ended the execution with this outcome and the reply was lost."""
     return (
         row.lifecycle_phase is LifecyclePhase.TERMINAL
         and row.terminal_outcome is outcome
@@ -135,8 +142,8 @@ def _was_mine(row: Execution, fence: Fence, outcome: TerminalOutcome) -> bool:
     )
 
 
-def _retry_was_mine(row: Execution, fence: Fence) -> bool:
-    """Whether this very holder already scheduled the retry; the epoch suffices, since the next claim raises it."""
+def _retry_scheduled_by(row: Execution, fence: Fence) -> bool:
+    """True if this holder already scheduled the retry. The epoch suffices, because the next claim increments it."""
     return (
         row.lifecycle_phase is LifecyclePhase.RUNNABLE
         and row.attempt_state is AttemptState.PENDING_RETRY_ATTEMPT

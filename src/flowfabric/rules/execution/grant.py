@@ -1,4 +1,9 @@
-"""grant: split from flowfabric.rules.claim."""
+"""Grants: offer one execution to one worker for a limited time.
+
+A grant sits in the execution's single grant slot. While it is live, ordinary claims skip the row. It reserves no
+capacity and does not move the row in its queue. It is bound to `worker_id` only: another instance of the same worker
+may redeem it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,7 @@ from flowfabric import errors
 from flowfabric.model.answers.execution import Granted
 from flowfabric.model.change import NOW, Change, Patch, seen
 from flowfabric.model.execution import Execution, Grant
-from flowfabric.model.states import (
-    EligibilityState,
-)
+from flowfabric.model.states import EligibilityState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions
 from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
@@ -23,7 +26,7 @@ from flowfabric.rules.security.grant_key import GrantProof
 
 
 class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for a grant, with what to show for it."""
+    """The worker that requests a grant and what it presents."""
 
     worker_id: str
     worker_instance_id: str
@@ -33,12 +36,11 @@ class GrantRequest(msgspec.Struct, frozen=True, kw_only=True):
     capability_hash: str | None = None
     route_snapshot_json: str | None = None
     admission_summary: str | None = None
-    admitted: bool = False  # budgets and quotas have let the execution run
+    admitted: bool = False  # budgets and quotas admitted the execution
 
 
-GrantSigner = Callable[
-    [Execution, GrantRequest, int], str
-]  # signs a grant key for an expiry; returns the stored key id
+# Signs a grant key for an expiry and returns the stored key id.
+GrantSigner = Callable[[Execution, GrantRequest, int], str]
 
 
 def issue_claim_grant(
@@ -49,9 +51,10 @@ def issue_claim_grant(
     *,
     include_route_blocked: bool = False,
 ) -> Decision[Granted]:
-    """Offer a claimable execution to a worker; it stays claimable and in its place until the grant is used.
+    """Offer a claimable execution to a worker. The row stays claimable and keeps its queue position.
 
-    `unblocking` also offers what is blocked by route, and unblocks it in the same step: here is a capable worker.
+    `include_route_blocked` also offers rows blocked by route, and unblocks them in the same change, because this worker
+    has the capabilities.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -69,13 +72,13 @@ def issue_claim_grant(
 
 
 def refuse_incapable(row: Execution, answer: Any) -> Decision[Any]:
-    """Say no to a worker that lacks a capability, and note when that happened."""
+    """Refuse a worker that lacks a capability and record when that happened."""
     patch = Patch(Execution, (row.execution_id,), {"last_capability_mismatch_at": NOW, "last_mutation_at": NOW})
     return Decision(answer, Change(guards=(seen(row),), writes=(patch,)))
 
 
 def grant_change(row: Execution, order: GrantRequest, kind: str, now: int, sign: GrantSigner | None) -> Change:
-    """The change that puts a grant into the execution's one slot."""
+    """Return the change that stores a grant in the row's slot; a row blocked by route is unblocked."""
     expires_at = now + order.grant_ttl_ms
     grant = Grant(
         kind=kind,
@@ -102,20 +105,20 @@ def grant_change(row: Execution, order: GrantRequest, kind: str, now: int, sign:
 
 
 def limit_to_grant(decision: Decision[AcquiredLease], grant: Grant) -> Decision[AcquiredLease]:
-    """The same decision, to be written only while the grant that it redeems is good."""
+    """Return the decision, restricted to be written only before the redeemed grant expires."""
     assert decision.change is not None
     return Decision(decision.answer, msgspec.structs.replace(decision.change, not_after=grant.expires_at - 1))
 
 
 def has_live_grant(row: Execution, now: int) -> bool:
-    """Whether the execution's grant slot is taken; a grant dies at its last millisecond."""
+    """True if the grant slot is in use. A grant is expired at its last millisecond."""
     return row.granted_until is not None and row.granted_until > now
 
 
 def holds_admitted_grant(row: Execution | None) -> bool:
-    """True if an execution with quotas was granted after these had admitted it.
+    """True if the row has quotas and was granted after they had admitted it.
 
-    A slot may lapse before the grant does. So the slot is asked for again when the grant is redeemed.
+    A quota slot may expire before the grant does, so redeeming the grant requests the slot again.
     """
     if row is None or not decode_terms(row.terms).quota_policy_ids:
         return False
@@ -124,7 +127,7 @@ def holds_admitted_grant(row: Execution | None) -> bool:
 
 
 def stored_grant(row: Execution) -> Grant | None:
-    """The grant in the slot, in force or lapsed; `Corruption` when what is kept is none."""
+    """Return the grant in the slot, live or expired. Raises `Corruption` if the stored text is not a grant."""
     try:
         return None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
     except msgspec.DecodeError as fault:
@@ -132,15 +135,17 @@ def stored_grant(row: Execution) -> Grant | None:
 
 
 def is_route_blocked(row: Execution) -> bool:
+    """True if the row waits for a worker with its capabilities."""
     return row.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
 
 
 def grant_for(row: Execution, holder: LeaseHolder, now: int, proof: GrantProof | None) -> Grant | errors.FabricError:
+    """Return the grant that this holder may redeem, or why it may not."""
     grant = stored_grant(row)
     if grant is None or grant.worker_id != holder.worker_id:
         return errors.InvalidClaimGrant(execution_id=row.execution_id)
     if grant.expires_at <= now:
         return errors.ClaimGrantExpired(execution_id=row.execution_id)
     if proof is not None and not proof.covers(grant, now):
-        return errors.InvalidClaimGrant("not its key", execution_id=row.execution_id)
+        return errors.InvalidClaimGrant("key does not match the grant", execution_id=row.execution_id)
     return grant

@@ -1,8 +1,8 @@
-"""What a handle from outside may do: less than the engine's own verbs, which trust their caller.
+"""Operations on behalf of a handle from outside.
 
-A handle proves its lease only if the execution still has that lease. Cancelling is also open to the last holder while
-its attempt is open (execution.md 4.15): its lease may have expired without a takeover, or the attempt may be suspended
-or delayed.
+The engine's own operations trust their caller; these check the handle first. A handle proves its lease only if the
+execution still has that lease. Cancel is also open to the last holder while its attempt is open (execution.md 4.15):
+its lease may have expired without a takeover, or the attempt may be suspended or delayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowfabric.rules.execution.lease import Fence
 def cancel_as_holder(row: Execution | None, fence: Fence, reason: str) -> Decision[Cancelled]:
     """Cancel for the holder of the current lease, or of the last one while its attempt is open.
 
-    Repeating it succeeds for the holder whose attempt was cancelled, whoever cancelled it.
+    Repeating it succeeds for the holder whose attempt was cancelled, no matter who cancelled it.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -41,11 +41,11 @@ def cancel_as_holder(row: Execution | None, fence: Fence, reason: str) -> Decisi
 
 
 def set_tags_as_holder(row: Execution | None, fence: Fence, pairs: Mapping[str, str], now: int) -> Decision[int]:
-    """Upsert tags for the holder of the current lease, reserved ones included."""
+    """Upsert tags, reserved ones included, for the holder of the current lease."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if refused := lease.check_lease(row, fence, now):
         return refused
-    if bad := tag_rules.check_tags(pairs, allow_reserved=True):
-        return refuse(bad)
+    if invalid := tag_rules.check_tags(pairs, allow_reserved=True):
+        return refuse(invalid)
     return tag_rules.set_tags(row, pairs, live(row))

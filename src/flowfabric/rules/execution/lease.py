@@ -1,8 +1,8 @@
-"""Leases: who may write, how a lease is acquired, released, and found to have lapsed.
+"""Leases: who may write, and how a lease is acquired, released and expires.
 
-Every lease-bound verb asks the same questions in the same order (execution.md 4.0): is it active, was the lease
-revoked, has it lapsed, is it mine. Expiry outranks staleness: a stale caller hears `lease_expired` when the current
-lease has lapsed as well, and the lapse is marked on the way.
+Every lease-bound operation checks in the same order (execution.md 4.0): is the execution active, was the lease revoked,
+has it expired, does the caller hold it. Expiry comes before staleness: a stale caller gets `lease_expired` if the
+current lease has expired as well, and the same decision marks the expiry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowfabric.rules.scheduling import queue
 
 OPERATOR_OVERRIDE = "operator_override"
 
-# Asked of every lease. To find a member in its class takes ten times as long as to find a name here.
+# Hot path: a module constant is found faster than an enum member.
 _ACTIVE, _REVOKED = LifecyclePhase.ACTIVE, OwnershipState.LEASE_REVOKED
 _EXPIRED = OwnershipState.LEASE_EXPIRED_RECLAIMABLE
 
@@ -40,7 +40,7 @@ INTERRUPTED_LEASE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, Ownersh
 
 
 class Fence(msgspec.Struct, frozen=True, gc=False):
-    """What a caller shows to prove that it holds the lease; parts may be missing."""
+    """The lease identity that a caller presents; parts may be missing."""
 
     lease_id: str | None = None
     lease_epoch: int | None = None
@@ -48,7 +48,7 @@ class Fence(msgspec.Struct, frozen=True, gc=False):
 
 
 def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | errors.FabricError:
-    """The full triple to compare: the caller's own, or the current one for an operator's override."""
+    """Return the full triple to compare: the caller's, or the current one for an operator override."""
     missing = (fence.lease_id, fence.lease_epoch, fence.attempt_id).count(None)
     if not missing:
         return fence
@@ -60,7 +60,7 @@ def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | e
 
 
 def not_active_error(row: Execution) -> errors.FabricError:
-    """The refusal for work that is not active, with the four facts that let a caller recognise its own doing."""
+    """Return the refusal for a row that is not active. Its facts let a caller recognise its own lost reply."""
     return errors.ExecutionNotActive(
         terminal_outcome=row.terminal_outcome,
         lease_epoch=row.lease_epoch,
@@ -71,12 +71,13 @@ def not_active_error(row: Execution) -> errors.FabricError:
 
 
 def stale_lease_error(row: Execution) -> errors.FabricError:
-    """Somebody else holds the lease."""
+    """Return the refusal for a caller whose lease was replaced by a newer one."""
     return errors.StaleLease(execution_id=row.execution_id, lease_epoch=row.lease_epoch)
 
 
 def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
-    """The refusal for a fence that does not hold the live lease; None when it does. A lapse found here is marked."""
+    """Return the refusal for a fence that does not hold the live lease, None if it does. An expiry found here is
+    marked."""
     if row.lifecycle_phase is not _ACTIVE:
         return refuse(not_active_error(row))
     if row.ownership_state is _REVOKED:
@@ -88,15 +89,21 @@ def check_lease(row: Execution, fence: Fence, now: int) -> Decision[Any] | None:
     return None
 
 
+def check_fence(row: Execution, fence: Fence, source: str | None, now: int) -> Decision[Any] | None:
+    """Resolve the fence, then check it against the live lease; None if it holds."""
+    resolved = resolve_fence(row, fence, source)
+    return refuse(resolved) if isinstance(resolved, errors.FabricError) else check_lease(row, resolved, now)
+
+
 def has_expired(row: Execution, now: int) -> bool:
-    """A lease is dead at its very last millisecond; one that was marked stays dead."""
+    """True if the lease was marked as expired or its time is up. A lease is dead at its last millisecond."""
     if row.ownership_state is _EXPIRED:
         return True
     return row.lease_expires_at is not None and row.lease_expires_at <= now
 
 
 def mark_expired(row: Execution) -> Change | None:
-    """Note that a lease lapsed and let the execution be taken over; None when that is noted already."""
+    """Return the change that marks the lease as expired and makes the row reclaimable; None if it is marked already."""
     if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:
         return None
     fields = {
@@ -138,7 +145,7 @@ CLAIMED_FIELDS: dict[str, Any] = {
 
 
 class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
-    """Who acquires a lease, under which ids and for how long."""
+    """The worker that acquires a lease, with the new ids and the lease duration."""
 
     worker_id: str
     worker_instance_id: str
@@ -155,9 +162,9 @@ def acquire(
     lineage: Lineage | None,
     timeout_ms: int | None,
 ) -> dict[str, Any]:
-    """The fields of a row whose lease was acquired; `attempt_type` begins an attempt, None continues the current one.
+    """Return the columns of a newly leased row; `attempt_type` begins an attempt, None continues the current one.
 
-    `stores.base.Take` is the batched form of this; a test holds the two together.
+    `stores.claims.ClaimRequest` is the batched form of this; a test compares the two.
     """
     fields = dict(CLAIMED_FIELDS)
     fields.update(
@@ -191,12 +198,12 @@ def acquire(
 
 
 def release(row: Execution) -> dict[str, Any]:
-    """The fields of a row whose lease ended. Ids, epoch and index stay as the record of the last lease."""
+    """Return the columns of a row whose lease ended. Ids, epoch and index stay as the record of the last lease."""
     return {**RELEASED_FIELDS, **LEASE_FIELDS.clear(row)}
 
 
 class ClearableFields:
-    """Fields that something leaves behind."""
+    """A group of nullable columns that are reset together."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -204,7 +211,7 @@ class ClearableFields:
         self._none = (None,) * len(names)
 
     def clear(self, row: Execution) -> dict[str, None]:
-        """Those that are set, to be unset; so that a change stays as narrow as what it changes."""
+        """Return `None` for the columns that are set, so that a change writes no column needlessly."""
         values = self._values(row)
         if values == self._none:
             return {}
@@ -218,12 +225,12 @@ LEASE_FIELDS = ClearableFields(
 
 
 def has_open_attempt(row: Execution) -> bool:
-    """Whether the attempt in the sheet has not ended yet."""
+    """True if the current attempt has not ended."""
     return row.attempt_state in (AttemptState.RUNNING_ATTEMPT, AttemptState.ATTEMPT_INTERRUPTED)
 
 
 def holds_successful_attempt(row: Execution) -> bool:
-    """Whether the attempt in the sheet is the one that ended this life successfully; it has no row of its own."""
+    """True if the current attempt ended this execution successfully. Such an attempt has no row of its own."""
     return row.terminal_outcome is TerminalOutcome.SUCCESS and row.attempt_index is not None
 
 
@@ -235,7 +242,7 @@ def attempt_record(
     category: str | None = None,
     ended_at: int | None = None,
 ) -> Insert:
-    """The attempt in the sheet as the record it becomes when it ends, or when it makes room for another one."""
+    """Return the insert that turns the current attempt into a row, when it ends or a new attempt replaces it."""
     return Insert(
         Attempt(
             execution_id=row.execution_id,
@@ -260,12 +267,12 @@ def attempt_record(
 
 
 def encode_lineage(lineage: Lineage | None) -> str | None:
-    """Lineage as the text that the sheet and the attempt row keep; no lineage is no text."""
+    """Encode lineage as stored text; an empty lineage is None."""
     return None if lineage in (None, Lineage()) else msgspec.json.encode(lineage).decode()
 
 
 def decode_lineage(text: str | None) -> Lineage:
-    """The reverse; no text is no lineage. `Corruption` when what is kept is none."""
+    """Decode stored lineage. Raises `Corruption` if the text is not a lineage."""
     try:
         return Lineage() if text is None else msgspec.json.decode(text, type=Lineage)
     except msgspec.DecodeError as fault:
@@ -273,22 +280,19 @@ def decode_lineage(text: str | None) -> Lineage:
 
 
 def check_renewal(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
-    """Why a lease cannot be renewed; answers when it can. The store renews by itself when everything matches.
+    """Refuse a renewal with the reason, or accept it. The store renews by itself if every condition holds.
 
-    An operator's override does not count here: whoever renews has to hold the lease.
+    An operator override does not count: only the lease holder may renew.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = resolve_fence(row, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := check_lease(row, held, now):
+    if refused := check_fence(row, fence, None, now):
         return refused
     return Decision(None) if attempt_index == row.attempt_index else refuse(stale_lease_error(row))
 
 
 class AcquiredLease(msgspec.Struct, frozen=True):
-    """A lease that was just taken; the engine makes a handle of it."""
+    """A lease that was just acquired; the engine makes a handle of it."""
 
     execution_id: str
     lease_id: str
@@ -299,6 +303,6 @@ class AcquiredLease(msgspec.Struct, frozen=True):
     lease_expires_at: int
     lease_ttl_ms: int
     lane_id: str
-    current_lane: str  # as the claim called it, which may be another one
+    current_lane: str  # the lane named by the claim, which may differ from `lane_id`
     worker_instance_id: str
-    reclaim_count: int = 0  # how often the execution has been reclaimed with this one; 0 when it was not now
+    reclaim_count: int = 0  # reclaims including this one; 0 if this claim was no reclaim

@@ -1,4 +1,4 @@
-"""What operators and schedulers do to work they do not hold: revoke, re-prioritise, block, unblock."""
+"""Operator actions, which need no lease: revoke, change priority, block, unblock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EXPECTABLE = frozenset(
 def revoke_lease(
     row: Execution | None, expected_lease_id: str, worker_instance_id: str, reason: str
 ) -> Decision[Revoked | NothingToDo]:
-    """Take a lease away at once. The execution stays active until somebody reclaims, cancels or expires it."""
+    """Revoke a lease at once. The execution stays active until it is reclaimed, cancelled or expired."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
@@ -89,7 +89,7 @@ def revoke_lease(
 
 
 def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
-    """Re-order a claimable execution; its age stays."""
+    """Change the priority of a claimable execution; its age is kept."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if not is_eligible(row):
@@ -110,9 +110,10 @@ def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
 
 
 def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Decision[Blocked]:
-    """Take a claimable execution out of reach for a named reason; `on` is the budget or quota policy in the way.
+    """Make a claimable execution unclaimable for a named reason; `on` is the budget or quota policy that blocks it.
 
-    What waits for a capable worker keeps its line: a worker that has the capabilities may take it at once.
+    An execution that waits for a capable worker stays in its ready queue: a worker with the capabilities may claim it
+    at once.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -120,10 +121,10 @@ def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Deci
         return refuse(lease.not_active_error(row))
     if not is_eligible(row):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    blocks = {key.value: key for key in ELIGIBILITY_OF_REASON}
-    if reason not in blocks:
+    reasons = {key.value: key for key in ELIGIBILITY_OF_REASON}
+    if reason not in reasons:
         return refuse(errors.InvalidBlockingReason(reason))
-    blocking = blocks[reason]
+    blocking = reasons[reason]
     fields: dict[str, object] = {
         "eligibility_state": ELIGIBILITY_OF_REASON[blocking],
         "blocking_reason": blocking,
@@ -140,7 +141,7 @@ def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Deci
 
 
 def unblock(row: Execution | None, expected_reason: str | None) -> Decision[Unblocked]:
-    """Make a blocked execution claimable again, at its original place."""
+    """Make a blocked execution claimable again at its original position."""
     if expected_reason and expected_reason not in {reason.value for reason in EXPECTABLE}:
         return refuse(errors.InvalidBlockingReason(expected_reason))
     if row is None:
@@ -154,17 +155,17 @@ def unblock(row: Execution | None, expected_reason: str | None) -> Decision[Unbl
 
 
 def unblock_fields(row: Execution) -> dict[str, Any]:
-    """The fields of a blocked row that becomes claimable again, with the time that its attempt had left."""
+    """Return the columns that make a blocked row claimable again, with the remaining time of its attempt."""
     return queue.enqueue_fields(row, row.attempt_state) | {"next_timeout_ms": row.next_timeout_ms}
 
 
 def is_eligible(row: Execution) -> bool:
-    """Whether the execution waits for nothing but a worker."""
+    """True if the execution waits only for a worker."""
     return row.lifecycle_phase is LifecyclePhase.RUNNABLE and row.eligibility_state is EligibilityState.ELIGIBLE_NOW
 
 
 def operator_event(row: Execution, name: str, details: str, *, lease_name: str | None = None) -> Event:
-    """An entry of the operator feed, which may be told in the lease history too."""
+    """Return an event of the operator feed; with `lease_name` it also appears in the lease history."""
     return Event(
         execution_id=row.execution_id,
         namespace=row.namespace,

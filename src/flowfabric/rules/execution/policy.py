@@ -1,12 +1,12 @@
 """Policy: the terms under which an execution runs.
 
-A policy arrives as a JSON document with many optional parts. What rules need of it is read once, at create, into
-`Terms`; most executions share a handful of policies, so both directions are remembered. Parts that belong to other
-areas and names nobody knows are passed over; a part that is known but makes no sense is `InvalidPolicyJson`, with the
-field named, such as `retry_policy.max_retries:negative`.
+A policy is a JSON document with many optional parts. Create parses the parts that rules need into `Terms` once. Most
+executions share a few policies, so parsing and encoding are cached. Unknown fields and parts of other domains are
+ignored. A known part with a bad value is refused with `InvalidPolicyJson`, which names the field, such as
+`retry_policy.max_retries:negative`.
 
-Every number fits a signed 64-bit column. Lengths and instants end at 2^53 - 1 milliseconds, some 285,000 years: what is
-longer behaves the same, and no later sum with "now" can overflow, in any store.
+Every number fits a signed 64-bit column. Durations and instants are capped at 2^53 - 1 milliseconds (285,000 years), so
+that no sum with the current time overflows in any store.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flowfabric.rules.scheduling.capabilities import required_capabilities
 T = TypeVar("T")
 
 DAY_MS: Final = 86_400_000
-LONGEST_MS: Final = 2**53 - 1
-LARGEST: Final = 2**63 - 1
-WEAKEST_AGEING_MS: Final = 10**12  # a step of priority outweighs any age without ageing, too
+MAX_LENGTH_MS: Final = 2**53 - 1
+MAX_NUMBER: Final = 2**63 - 1
+MAX_AGEING_MS: Final = 10**12  # at most: one priority step then outweighs any age
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an execution's policy says to the rules. Lengths are milliseconds; None is unset."""
+    """The parsed policy of an execution. Durations are milliseconds; None is unset."""
 
     retry: RetryPolicy | None = None
     attempt_timeout_ms: int | None = None
@@ -80,18 +80,18 @@ PARTS: Final = frozenset(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Keeping the terms
+# Stored form
 
 
 @lru_cache(maxsize=4096)
 def encode_terms(terms: Terms) -> str | None:
-    """The terms as short JSON text; None when every one of them is the default."""
+    """Encode terms as short JSON; None if all of them are defaults."""
     return None if terms == DEFAULT_TERMS else _to_json(terms).decode()
 
 
 @lru_cache(maxsize=4096)
 def decode_terms(text: str | None) -> Terms:
-    """The terms that `encode_terms` wrote; `Corruption` when what is kept are none."""
+    """Decode stored terms. Raises `Corruption` if the text is not valid."""
     try:
         return DEFAULT_TERMS if text is None else _from_json(text)
     except msgspec.DecodeError as fault:
@@ -103,15 +103,15 @@ _from_json = msgspec.json.Decoder(Terms).decode
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Reading a policy
+# Parsing
 
 Document: TypeAlias = Mapping[str, object]
 
-_REMEMBERED_LENGTH: Final = 4096
+_CACHED_LENGTH: Final = 4096
 
 
 def parse_policy(policy: str | bytes | Document | None) -> tuple[Terms | FabricError, str | None]:
-    """The terms of a policy and the text to keep of them, or why it is refused; no policy means the defaults."""
+    """Return the terms of a policy with their stored text, or the refusal; without a policy the defaults apply."""
     try:
         terms = read_policy(policy)
     except FabricError as refused:
@@ -120,33 +120,33 @@ def parse_policy(policy: str | bytes | Document | None) -> tuple[Terms | FabricE
 
 
 def read_policy(policy: str | bytes | Document | None) -> Terms:
-    """The terms of a policy, given as JSON text or as a document; no policy means the defaults.
+    """Return the terms of a policy given as JSON text or as a mapping; without a policy the defaults apply.
 
-    Raises `InvalidPolicyJson` or `InvalidCapabilities` for the first thing that is wrong.
+    Raises `InvalidPolicyJson` or `InvalidCapabilities` for the first error.
     """
     if policy is None or policy == "" or policy == b"":
         return DEFAULT_TERMS
     if isinstance(policy, Mapping):
-        return _read(policy)
-    return _read_shared(policy) if len(policy) <= _REMEMBERED_LENGTH else _read_text(policy)
+        return _parse_document(policy)
+    return _parse_cached(policy) if len(policy) <= _CACHED_LENGTH else _parse_text(policy)
 
 
 def parse_retry(text: str | bytes | None) -> RetryPolicy | None:
-    """The retry policy given with a failure; one that cannot be read means that nothing is retried."""
+    """Return the retry policy that came with a failure; if it cannot be parsed nothing is retried."""
     try:
-        return _retry(_document(text)) if text else None
+        return _retry(_decode_object(text)) if text else None
     except InvalidPolicyJson:
         return None
 
 
-def _read_text(text: str | bytes) -> Terms:
-    return _read(_document(text))
+def _parse_text(text: str | bytes) -> Terms:
+    return _parse_document(_decode_object(text))
 
 
-_read_shared = lru_cache(maxsize=1024)(_read_text)
+_parse_cached = lru_cache(maxsize=1024)(_parse_text)
 
 
-def _document(text: str | bytes) -> Document:
+def _decode_object(text: str | bytes) -> Document:
     try:
         document = json_limits.decode(text)
     except (ValueError, RecursionError) as error:
@@ -156,8 +156,8 @@ def _document(text: str | bytes) -> Document:
     return document
 
 
-def _read(policy: Document) -> Terms:
-    required = required_capabilities(policy)  # first, since its checks have their own order and words
+def _parse_document(policy: Document) -> Terms:
+    required = required_capabilities(policy)  # first, because its checks have an order and errors of their own
     retry = _part(policy, "retry_policy")
     timeout = _part(policy, "timeout_policy") or {}
     stream = _part(policy, "stream_policy") or {}
@@ -175,7 +175,7 @@ def _read(policy: Document) -> Terms:
         quota_policy_ids=_quota_policy_ids(policy),
         fairness_key=_text(policy, "fairness_key") or None,
         fairness_weight=_or(weight, DEFAULT_TERMS.fairness_weight),
-        ageing=min(ageing, WEAKEST_AGEING_MS) if ageing else None,
+        ageing=min(ageing, MAX_AGEING_MS) if ageing else None,
         required_capabilities=required,
         dedup_window_ms=_or(_length(policy, "dedup_window_ms"), DEFAULT_TERMS.dedup_window_ms),
         retention_ttl_ms=_retention(stream),
@@ -217,7 +217,7 @@ def _quota_policy_ids(policy: Document) -> tuple[str, ...]:
 
 
 def _retention(stream: Document) -> int | None:
-    """Retention is forgiving by its own rule: what is not a valid length leaves the default in force."""
+    """Return the retention; an invalid value is ignored and leaves the default in force."""
     try:
         return _length(stream, "retention_ttl_ms", "stream_policy.")
     except InvalidPolicyJson:
@@ -225,7 +225,7 @@ def _retention(stream: Document) -> int | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fields. Absent and null are the same; anything else has to be what the field asks for.
+# Fields. Absent and null mean the same; any other value must have the type of the field.
 
 
 def _or(value: T | None, default: T) -> T:
@@ -240,7 +240,7 @@ def _part(document: Document, field: str, path: str = "") -> Document | None:
 
 
 def _number(document: Document, field: str, path: str = "") -> int | None:
-    """A whole number from 0 to 2^63 - 1."""
+    """Return a whole number from 0 to 2^63 - 1; None if absent."""
     value = document.get(field)
     if value is None:
         return None
@@ -248,15 +248,15 @@ def _number(document: Document, field: str, path: str = "") -> int | None:
         raise InvalidPolicyJson(f"{path}{field}:not_an_integer")
     if value < 0:
         raise InvalidPolicyJson(f"{path}{field}:negative")
-    if value > LARGEST:
+    if value > MAX_NUMBER:
         raise InvalidPolicyJson(f"{path}{field}:too_large")
     return value
 
 
 def _length(document: Document, field: str, path: str = "") -> int | None:
-    """A number of milliseconds; the unimaginably long ones are all the same length."""
+    """Return a duration in milliseconds, capped at `MAX_LENGTH_MS`."""
     value = _number(document, field, path)
-    return None if value is None else min(value, LONGEST_MS)
+    return None if value is None else min(value, MAX_LENGTH_MS)
 
 
 def _factor(document: Document, field: str, path: str) -> float | None:
@@ -309,7 +309,7 @@ def _as_text(value: object, field: str) -> str:
     if not isinstance(value, str):
         raise InvalidPolicyJson(f"{field}:not_a_string")
     if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
-        raise InvalidPolicyJson(f"{field}:not_text")  # no database keeps a NUL or half a character in a text
+        raise InvalidPolicyJson(f"{field}:not_text")  # databases reject NUL and lone surrogates
     return value
 
 

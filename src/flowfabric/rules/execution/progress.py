@@ -1,4 +1,4 @@
-"""Notes on an execution that change no state: progress and tags."""
+"""Progress: what the lease holder reports about running work; it changes no state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowfabric.rules.execution.lease import Fence
 def update_progress(
     row: Execution | None, fence: Fence, pct: int | None, message: str | None, now: int
 ) -> Decision[ProgressNoted]:
-    """Overwrite what is given and keep the rest; a lapsed lease is refused without being marked."""
+    """Overwrite the given parts and keep the others. An expired lease is refused but not marked as expired."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:

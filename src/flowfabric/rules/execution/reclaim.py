@@ -1,4 +1,7 @@
-"""Reclaim: work whose lease expired or was revoked goes to another worker, a bounded number of times."""
+"""Reclaim: hand work whose lease expired or was revoked to another worker, up to a limit.
+
+An execution that has been reclaimed as often as its cap allows ends as failed instead.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ from flowfabric.rules.security.grant_key import GrantProof
 
 DEFAULT_RECLAIM_CAP = 1000
 CAP_REASON = "max_reclaims_exceeded"
-WARNED_EVERY = 100  # reclaims of one execution that are worth a word in the log
+WARNED_EVERY = 100  # every so many reclaims of one execution are logged as a warning
 
 
 def issue_reclaim_grant(
     row: Execution | None, order: GrantRequest, now: int, sign: GrantSigner | None = None
 ) -> Decision[Granted | NotReclaimable | ReclaimCapExceeded]:
-    """Offer interrupted work to a worker. A lapsed lease must have been marked before (the engine does so)."""
+    """Offer interrupted work to a worker. An expired lease must have been marked before; the engine does so."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if not is_reclaimable(row):
@@ -63,9 +66,9 @@ def reclaim_execution(
     now: int,
     proof: GrantProof | None = None,
 ) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded | GrantNotFound]:
-    """Redeem a reclaim grant; at the cap the execution ends as failed, with or without one.
+    """Redeem a reclaim grant. At the cap the execution ends as failed, with or without a grant.
 
-    With `proof`, a grant that it does not cover counts as not found.
+    With `proof`, a grant that the proof does not cover counts as not found.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -85,7 +88,7 @@ def reclaim_execution(
 def take_over(
     row: Execution | None, holder: LeaseHolder, offered: frozenset[str], now: int
 ) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded]:
-    """The ordinary claim's form: no grant is needed, but one in force for somebody is respected."""
+    """Reclaim without a grant, as part of an ordinary claim. A live grant for any worker is respected."""
     if row is None or not is_reclaimable(row) or has_live_grant(row, now):
         return Decision(NotReclaimable())
     if missing := capabilities.missing(row.required_capabilities, offered):
@@ -99,14 +102,14 @@ def take_over(
 def claim_guarded(
     row: Execution | None, holder: LeaseHolder, offered: frozenset[str], now: int
 ) -> Decision[AcquiredLease | NotReclaimable | ReclaimCapExceeded | None]:
-    """The ordinary claim of a row in a decided line: take over what lost its lease, or claim what waits."""
+    """Claim a row on the guarded path: take over an interrupted row, or claim a ready one."""
     if row is None or is_reclaimable(row):
         return take_over(row, holder, offered, now)
     return claim_ready(row, holder, offered, now)
 
 
 def fail_if_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]:
-    """End interrupted work that has been reclaimed as often as it may; otherwise change nothing."""
+    """Fail interrupted work that has reached its reclaim cap; otherwise change nothing."""
     if row is None or not is_reclaimable(row):
         return Decision(None)
     cap = reclaim_cap(row, None)
@@ -114,23 +117,23 @@ def fail_if_at_cap(row: Execution | None) -> Decision[ReclaimCapExceeded | None]
 
 
 def is_reclaimable(row: Execution) -> bool:
-    """Active, and the lease is gone."""
+    """True if the execution is active and its lease expired or was revoked."""
     return row.lifecycle_phase is LifecyclePhase.ACTIVE and row.ownership_state in lease.INTERRUPTED_LEASE
 
 
-def reclaim_cap(row: Execution, asked: int | None) -> int:
-    """How many reclaims this execution may have in its life: its policy's word, else the caller's, else the default."""
-    own = decode_terms(row.terms).max_reclaim_count
-    if own is not None:
-        return own
-    return DEFAULT_RECLAIM_CAP if asked is None else asked
+def reclaim_cap(row: Execution, requested: int | None) -> int:
+    """Return how often the execution may be reclaimed: by its policy, else by the caller, else by default."""
+    policy_cap = decode_terms(row.terms).max_reclaim_count
+    if policy_cap is not None:
+        return policy_cap
+    return DEFAULT_RECLAIM_CAP if requested is None else requested
 
 
 def begin_reclaimed_attempt(row: Execution, holder: LeaseHolder) -> Decision[AcquiredLease]:
     """End the interrupted attempt and begin the next one under a new lease."""
-    why = _why_gone(row)
-    lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=why)
-    fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, whole_timeout_ms(row))
+    reason = _loss_reason(row)
+    lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=reason)
+    fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, _full_timeout_ms(row))
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
     details = {"old_lease_epoch": row.lease_epoch}
     return acquire_decision(
@@ -141,32 +144,32 @@ def begin_reclaimed_attempt(row: Execution, holder: LeaseHolder) -> Decision[Acq
         attempt_type=AttemptType.RECLAIM,
         details=msgspec.json.encode(details).decode(),
         extra_writes=(
-            lease.attempt_record(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=why),
+            lease.attempt_record(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=reason),
             *cleanup.close_stream(row, cleanup.RECLAIMED),
         ),
     )
 
 
-def whole_timeout_ms(row: Execution) -> int | None:
-    """The time that the interrupted attempt began with, be it the policy's or the claim's; None for no timer.
+def _full_timeout_ms(row: Execution) -> int | None:
+    """Return the timeout that the interrupted attempt began with; None for no timer.
 
-    Of an attempt that was resumed in between, only the policy knows what it began with; without one, what it had left
-    when it was resumed is the best there is.
+    If the attempt was resumed in between, only the policy knows its full timeout. Without a policy timeout, the time
+    left at the last resume is used.
     """
-    own, armed_at = decode_terms(row.terms).attempt_timeout_ms, row.lease_acquired_at
+    policy_timeout_ms, armed_at = decode_terms(row.terms).attempt_timeout_ms, row.lease_acquired_at
     resumed = row.attempt_resumed_at is not None
-    if row.attempt_timeout_at is None or armed_at is None or (resumed and own is not None):
-        return own
+    if row.attempt_timeout_at is None or armed_at is None or (resumed and policy_timeout_ms is not None):
+        return policy_timeout_ms
     return row.attempt_timeout_at - armed_at
 
 
 def fail_at_cap(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
-    """End work that was interrupted too often."""
+    """End the execution as failed because it was interrupted too often."""
     change = transitions.terminate(
         row,
         TerminalOutcome.FAILED,
         attempt=AttemptRecordState.INTERRUPTED_RECLAIMED,
-        attempt_reason=_why_gone(row),
+        attempt_reason=_loss_reason(row),
         release_reason=CAP_REASON,
         stream_reason=cleanup.RECLAIMED,
         failure_reason=CAP_REASON,
@@ -174,6 +177,6 @@ def fail_at_cap(row: Execution, cap: int) -> Decision[ReclaimCapExceeded]:
     return Decision(ReclaimCapExceeded(cap), change)
 
 
-def _why_gone(row: Execution) -> str:
-    """What became of the lease, as attempts and lineages tell it."""
+def _loss_reason(row: Execution) -> str:
+    """Return how the lease was lost, as stored in attempts and lineages."""
     return "lease_revoked" if row.ownership_state is OwnershipState.LEASE_REVOKED else "lease_expired"

@@ -1,4 +1,4 @@
-"""Replay: give a finished execution another life."""
+"""Replay: run a finished execution again under the same id."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ FORMER_LIFE_FIELDS = lease.ClearableFields(
 
 
 def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int | None = None) -> Decision[Replayed]:
-    """Make a terminal execution claimable again; its history, payload, tags, retries and epoch stay.
+    """Make a terminal execution claimable again. History, payload, tags, retry count and lease epoch stay.
 
-    The deadline of the first life is not armed again. `branch` tells what kind of replay this is part of.
+    The deadline of the first run is not armed again. `branch` is the kind of replay, for the operator event.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -61,22 +61,22 @@ def replay(row: Execution | None, *, branch: str = "normal", groups_reset: int |
     if groups_reset is not None:
         details["groups_reset"] = groups_reset
     writes: tuple[Write, ...] = (transitions.transition(row, fields), Delete(Result, (row.execution_id,)))
-    if lease.holds_successful_attempt(row):  # the sheet needs the room
+    if lease.holds_successful_attempt(row):  # the next attempt overwrites its columns
         writes += (lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at),)
     if row.flow_id is not None:
-        # The summary of its flow may have been closed. Written even if it is open: a projector that has just seen all
-        # members ended would close it.
+        # Reopens the flow's summary. Written even if it is open, since a projector that has just seen all members
+        # ended would close it.
         writes += (Patch(Flow, (row.flow_id,), {"project_at": NOW}),)
     change = Change(
         guards=(seen(row),),
-        writes=writes + _forgotten(row) + successors.retraction_writes(row),
+        writes=writes + _memo_deletes(row) + successors.retraction_writes(row),
         events=(operator_event(row, "replayed", msgspec.json.encode(details).decode(), lease_name="replay_initiated"),),
     )
     return Decision(Replayed(PublicState.WAITING), change)
 
 
-def _forgotten(row: Execution) -> tuple[Write, ...]:
-    """What a function did in a life that succeeded is done anew; after a failure it goes on from what it had done."""
+def _memo_deletes(row: Execution) -> tuple[Write, ...]:
+    """Return the deletes of step and gate memos after a success; after a failure the replay continues from them."""
     writes: tuple[Write, ...] = ()
     if row.terminal_outcome is not TerminalOutcome.SUCCESS:
         return writes

@@ -1,4 +1,4 @@
-"""retry: split from flowfabric.rules.policy."""
+"""Retry: whether a failed attempt is followed by another, and after which backoff."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from typing import Final, TypeAlias, TypeGuard, assert_never
 
 import msgspec
 
-"""retry: split from flowfabric.rules.policy."""
-"""retry: split from flowfabric.rules.policy."""
-
 NEVER_RETRIED: Final = frozenset({"permanent", "cancelled"})
 
 
 class FixedBackoff(msgspec.Struct, frozen=True, tag="fixed", omit_defaults=True):
-    """The same pause before every retry."""
+    """The same delay before every retry."""
 
     delay_ms: int = 1000
 
 
 class ExponentialBackoff(msgspec.Struct, frozen=True, tag="exponential", omit_defaults=True):
-    """A pause that grows with every retry, up to a longest one."""
+    """A delay that grows with every retry, up to `max_delay_ms`."""
 
     initial_delay_ms: int = 1000
     max_delay_ms: int = 60_000
@@ -31,23 +28,19 @@ BackoffPolicy: TypeAlias = FixedBackoff | ExponentialBackoff
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How often and how soon a failed attempt is followed by another."""
+    """How often and how soon a failed attempt is retried. Empty `retryable_categories` means all categories."""
 
     max_retries: int = 3
     backoff: BackoffPolicy = FixedBackoff()
     retryable_categories: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Deciding by the terms
-
-
 def may_retry(
     retry: RetryPolicy | None, retry_count: int, category: str, klass: str | None = None
 ) -> TypeGuard[RetryPolicy]:
-    """Whether a failure is followed by another attempt; `retry_count` is the count before this failure.
+    """True if another attempt follows; `retry_count` is the count before this failure.
 
-    On the wire the category is all that tells the class, so without `klass` it stands for both.
+    On the wire only the category carries the failure class, so without `klass` the category stands for both.
     """
     if retry is None or retry_count >= retry.max_retries or (klass or category) in NEVER_RETRIED:
         return False
@@ -55,16 +48,16 @@ def may_retry(
 
 
 def backoff_ms(retry: RetryPolicy, retry_count: int, chance: float) -> int:
-    """The pause before the next attempt; `retry_count` is the count before this failure.
+    """Return the delay before the next attempt; `retry_count` is the count before this failure.
 
-    With jitter, `chance` (from 0 up to but not including 1) picks evenly between half the pause and the whole.
+    With jitter, `chance` (0 <= chance < 1) picks evenly between half the delay and all of it.
     """
     match retry.backoff:
         case FixedBackoff(delay_ms=delay):
             return delay
-        case ExponentialBackoff() as growing:
-            delay = _grown(growing, retry_count)
-            if not growing.jitter:
+        case ExponentialBackoff() as backoff:
+            delay = _exponential_delay_ms(backoff, retry_count)
+            if not backoff.jitter:
                 return delay
             half = (delay + 1) // 2
             return min(half + int(chance * (delay - half + 1)), delay)
@@ -72,10 +65,10 @@ def backoff_ms(retry: RetryPolicy, retry_count: int, chance: float) -> int:
             assert_never(retry.backoff)
 
 
-def _grown(growing: ExponentialBackoff, retry_count: int) -> int:
-    if not growing.initial_delay_ms:
+def _exponential_delay_ms(backoff: ExponentialBackoff, retry_count: int) -> int:
+    if not backoff.initial_delay_ms:
         return 0
     try:
-        return int(min(growing.initial_delay_ms * growing.multiplier**retry_count, growing.max_delay_ms))
+        return int(min(backoff.initial_delay_ms * backoff.multiplier**retry_count, backoff.max_delay_ms))
     except OverflowError:
-        return growing.max_delay_ms
+        return backoff.max_delay_ms

@@ -1,8 +1,8 @@
 """Tags: labels on an execution. A key is a lowercase namespace, a dot and a field; a value is any text.
 
-Keys of the namespace `ff` are reserved: approvers see and trust what stands there. The engine, the server and the
-holder of the lease set them, nobody else. All tags of an execution travel with its events, so their bytes are bounded;
-reserved tags have a bound of their own, so that whoever labels an execution cannot keep it from asking its question.
+Keys of the namespace `ff` are reserved, because approvers see and trust their values. Only the engine, the server and
+the lease holder set them. Every event of an execution carries its tags, so their size is limited. Reserved tags have a
+limit of their own, so that nobody can fill up the tags of an execution and keep it from asking its question.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import schema_limits
 
 INSTANCE_TAG: Final = "cairn.instance_id"
-"""The tag that travels with an execution's events, for filters."""
+"""A tag by which subscribers filter events."""
 
 TRACE_TAG: Final = "ff.traceparent"
-"""Where an execution was submitted; the one reserved tag that a create may carry, for the server."""
+"""The trace context of the submit; the only reserved tag that a create may carry, set by the server."""
 
 MAX_TAG_BYTES: Final = 128 * 1024
 
@@ -33,12 +33,12 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 
 
 def is_tag_key(key: str) -> bool:
-    """Whether a key has the form `namespace.field`; the field may hold more dots."""
+    """True if a key has the form `namespace.field`; the field may contain dots."""
     return _KEY(key) is not None
 
 
 def check_tag_key(key: str) -> InvalidInput | None:
-    """What is wrong with the key of a single set or get; looked at before the store is."""
+    """Return what is wrong with the key of a single set or get."""
     if not is_tag_key(key):
         return InvalidInput(f"invalid tag key: {key}")
     return None
@@ -46,44 +46,44 @@ def check_tag_key(key: str) -> InvalidInput | None:
 
 def check_not_reserved(key: str) -> InvalidTagKey | None:
     """Refuse a key that only the engine, the server and the lease holder may set."""
-    return _reserved(key) if is_reserved(key) else None
+    return _reserved_key_error(key) if is_reserved(key) else None
 
 
 def is_reserved(key: str) -> bool:
-    """Whether a key is of the namespace `ff`."""
+    """True if a key belongs to the namespace `ff`."""
     return key.startswith(_RESERVED)
 
 
 def check_not_empty(tags: Mapping[str, str]) -> InvalidInput | None:
-    """A batch without tags is refused before the store is asked."""
+    """Refuse a batch without tags."""
     return None if tags else InvalidInput("tags: empty")
 
 
 def check_tags(tags: Mapping[str, str], *, allow_reserved: bool = False) -> InvalidTagKey | InvalidInput | None:
-    """What is wrong with the tags of a batch: a bad key, a value that is no text, too large a schema.
+    """Return the first problem of a batch: a bad key, a value that is not valid Unicode, a schema that is too large.
 
-    `reserved` lets reserved keys pass, for the holder of the lease.
+    `allow_reserved` accepts reserved keys, for the lease holder.
     """
     for key, value in tags.items():
         if not is_tag_key(key):
             return InvalidTagKey(key)
         if not allow_reserved and is_reserved(key):
-            return _reserved(key)
+            return _reserved_key_error(key)
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             return InvalidInput(f"tags: value of {key} is not valid Unicode")
-        if key.startswith(schema_limits.SCHEMA_TAG_PREFIX) and (odd := schema_limits.check_schema(value)):
-            return InvalidInput(f"tags: {key}: {odd.detail}")
+        if key.startswith(schema_limits.SCHEMA_TAG_PREFIX) and (invalid := schema_limits.check_schema(value)):
+            return InvalidInput(f"tags: {key}: {invalid.detail}")
     return None
 
 
 def check_created_tags(tags: Mapping[str, str]) -> InvalidTagKey | InvalidInput | None:
-    """What is wrong with the tags of a create; the trace is the server's, which lets no caller set it."""
-    given = {key: value for key, value in tags.items() if key != TRACE_TAG} if TRACE_TAG in tags else tags
-    return check_tags(given) or check_tags_size(tags)
+    """Return what is wrong with the tags of a create. The server sets the trace tag; callers cannot."""
+    checked = {key: value for key, value in tags.items() if key != TRACE_TAG} if TRACE_TAG in tags else tags
+    return check_tags(checked) or check_tags_size(tags)
 
 
 def check_tags_size(tags: Mapping[str, str]) -> InvalidInput | None:
-    """Refuse the tags of an execution or a flow when they are too large, counted in bytes of keys and values."""
+    """Refuse the tags of an execution or flow if keys and values have too many bytes together."""
     sizes = {False: 0, True: 0}
     for key, value in tags.items():
         sizes[is_reserved(key)] += len(key) + (len(value) if value.isascii() else len(value.encode()))
@@ -91,12 +91,12 @@ def check_tags_size(tags: Mapping[str, str]) -> InvalidInput | None:
     return None if largest <= MAX_TAG_BYTES else InvalidInput(f"tags: {largest} bytes, the limit is {MAX_TAG_BYTES}")
 
 
-def _reserved(key: str) -> InvalidTagKey:
+def _reserved_key_error(key: str) -> InvalidTagKey:
     return InvalidTagKey(f"{key}: keys that begin with {_RESERVED} are reserved")
 
 
 def set_tags(row: Execution | None, tags: Mapping[str, str], held: LeaseCheck | None = None) -> Decision[int]:
-    """Upsert tags; events from now on carry them. `held` is a lease that has to run when they are written."""
+    """Upsert tags, which later events carry. With `held`, that lease must be live when the tags are written."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     merged = decode_tags(row.tags) | dict(tags)
@@ -108,7 +108,7 @@ def set_tags(row: Execution | None, tags: Mapping[str, str], held: LeaseCheck | 
 
 
 def decode_tags(text: str | None) -> dict[str, str]:
-    """Tags as a mapping, in key order; `Corruption` when what is kept are none."""
+    """Decode stored tags, in key order. Raises `Corruption` if the text is not valid."""
     try:
         return {} if text is None else msgspec.json.decode(text, type=dict[str, str])
     except msgspec.DecodeError as fault:
@@ -116,5 +116,5 @@ def decode_tags(text: str | None) -> dict[str, str]:
 
 
 def encode_tags(tags: Mapping[str, str]) -> str | None:
-    """Tags as the text that the sheet and its events keep; no tags are no text."""
+    """Encode tags as stored text, in key order; None for no tags."""
     return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None

@@ -1,4 +1,9 @@
-"""Steps of the state vector: the moves that several verbs share, each deriving the public state in one place."""
+"""Transitions of the state vector that several operations share.
+
+The public state is derived in one place, `transition`. `terminate` ends an execution and everything attached to it.
+Most executions complete in exactly the same way, so the change of an ordinary success is built once as a template that
+stores apply to any such row.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,7 @@ DEFAULT_RETENTION_MS = 24 * 60 * 60 * 1000
 
 
 def transition(row: Execution, fields: dict[str, Any]) -> Patch:
-    """The row with these fields of its vector, its public state derived, its times moved."""
+    """Return the patch of these columns, with the public state derived and the timestamps set."""
     fields["public_state"] = public_state(
         fields.get("lifecycle_phase", row.lifecycle_phase),
         fields.get("eligibility_state", row.eligibility_state),
@@ -68,13 +73,13 @@ def terminate(
     records_outcome: bool = True,
     **fields: Any,
 ) -> Change:
-    """The end of a life: vector, open attempt, lease, indexes, grant and the one completion event, together.
+    """Return the change that ends an execution: state, open attempt, lease, queue, grant and one completion event.
 
-    An attempt that succeeded stays in the sheet, which says all there is to say of it; others become rows.
+    A successful attempt stays in the columns of the execution; other attempts become rows.
 
-    `released` is the reason in the lease history, used only when a lease ends here; `stream` and `suspension` are the
-    reasons with which these close, if they are open and the outcome does not say it all. `settles=False`
-    leaves those who wait for this end to the dependency reconciler.
+    `release_reason` appears in the lease history if a lease ends here. `stream_reason` and `suspension_reason` close an
+    open stream or suspension; without them the outcome is the reason. `records_outcome=False` leaves the outgoing edges
+    to the dependency reconciler.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields |= TERMINAL_FIELDS
@@ -124,7 +129,7 @@ LIFE_FIELDS = lease.ClearableFields(
 )
 
 
-# A running attempt to which nothing is attached that would have to end with it.
+# Columns of a running attempt with nothing attached that would have to be closed with it.
 ORDINARY: dict[str, Any] = {
     "lifecycle_phase": LifecyclePhase.ACTIVE,
     "ownership_state": OwnershipState.LEASED,
@@ -137,52 +142,52 @@ ORDINARY: dict[str, Any] = {
     **dict.fromkeys(lease.LEASE_FIELDS.names),
 }
 _TIMED = "attempt_timeout_at"
-_ordinary = attrgetter(*(name for name in ORDINARY if name != _TIMED))
+_ordinary_values = attrgetter(*(name for name in ORDINARY if name != _TIMED))
 _ORDINARY_VALUES = tuple(value for name, value in ORDINARY.items() if name != _TIMED)
 
 
 def success_template(row: Execution) -> RowTemplate | None:
-    """The success of an ordinary row: what `ended` makes of it, for every such row alike; None for others.
+    """Return the shared template for the success of an ordinary row; None for any other row.
 
-    Those who wait for the end of a row are no part of it: what it leaves for them is written beside the form.
+    It equals what `terminate` returns. Writes for the successors of the row are not part of it and go beside it.
     """
-    if _ordinary(row) != _ORDINARY_VALUES:
+    if _ordinary_values(row) != _ORDINARY_VALUES:
         return None
     terms = decode_terms(row.terms)
     if terms.quota_policy_ids:
         return None
-    return _success_template(_kept_ms(terms), row.attempt_timeout_at is not None, row.flow_id is not None)
+    return _success_template(_retention_ms(terms), row.attempt_timeout_at is not None, row.flow_id is not None)
 
 
 def affects_others(row: Execution) -> bool:
-    """Whether others may go on because this one ends: its successors, its parent, those who wait for its limits."""
+    """True if ending this row may unblock others: its successors, its parent, or waiters for its quotas."""
     if row.successors is not None or row.parent_id is not None:
         return True
     return row.terms is not None and bool(decode_terms(row.terms).quota_policy_ids)
 
 
 @lru_cache(maxsize=256)
-def _success_template(kept_ms: int, timed: bool, is_member: bool) -> RowTemplate:
-    known = ORDINARY | ({_TIMED: ColumnRef(_TIMED)} if timed else {})
-    row = template_row(known, kept_ms, is_member=is_member)
+def _success_template(retention: int, has_timeout: bool, is_member: bool) -> RowTemplate:
+    columns = ORDINARY | ({_TIMED: ColumnRef(_TIMED)} if has_timeout else {})
+    row = template_row(columns, retention, is_member=is_member)
     return as_template(
         terminate(row, TerminalOutcome.SUCCESS, attempt=AttemptRecordState.ENDED_SUCCESS, release_reason="completed")
     )
 
 
-def template_row(known: dict[str, Any], kept_ms: int, *, is_member: bool) -> Execution:
-    """A row of which only this is known, to make a form of its end."""
+def template_row(known: dict[str, Any], retention: int, *, is_member: bool) -> Execution:
+    """Return a row with these known columns and references for all others, to build a template from."""
     columns = {name: ColumnRef(name) for name in Execution.__struct_fields__} | known
-    columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=kept_ms))}
+    columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=retention))}
     return Execution(**columns if is_member else columns | {"flow_id": None})
 
 
 def completion_event(
     row: Execution, outcome: TerminalOutcome, *, release_reason: str | None, details: str | None = None
 ) -> Event:
-    """The completion event; the same row tells the lease history of the lease that ended with it, if one did.
+    """Return the completion event; if a lease ended with it, the same event is part of the lease history.
 
-    A revoked lease had already left the history's books, yet its end is told too: the last holder's attempt ends here.
+    This includes a lease that was revoked before, because the attempt of its holder ends here.
     """
     if release_reason is None:
         return Event(
@@ -206,7 +211,7 @@ def defer(
     now: int,
     **fields: Any,
 ) -> Change:
-    """Active work put back on the shelf: the lease ends; the attempt waits to go on with the time it had left."""
+    """Release active work; the interrupted attempt continues later with its remaining time."""
     fields.update(
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         eligibility_state=eligibility,
@@ -226,14 +231,14 @@ def defer(
 
 
 def remaining_timeout_ms(row: Execution, now: int) -> int | None:
-    """What is left of the attempt's time; at least a millisecond, so that a timer which was armed stays armed."""
+    """Return the remaining time of the attempt; at least 1 ms, so that an armed timer stays armed."""
     return None if row.attempt_timeout_at is None else max(1, row.attempt_timeout_at - now)
 
 
 def retention_ms(row: Execution) -> int:
-    """How long a finished execution is kept."""
-    return _kept_ms(decode_terms(row.terms))
+    """Return how long a finished execution is kept."""
+    return _retention_ms(decode_terms(row.terms))
 
 
-def _kept_ms(terms: Terms) -> int:
+def _retention_ms(terms: Terms) -> int:
     return DEFAULT_RETENTION_MS if terms.retention_ttl_ms is None else terms.retention_ttl_ms

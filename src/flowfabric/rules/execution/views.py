@@ -1,4 +1,4 @@
-"""What became of an attempt, in one word."""
+"""Views: an execution and its attempts as readers and the API see them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.expire import ATTEMPT_TIMEOUT
 from flowfabric.rules.execution.policy import decode_terms
 
-TIMEOUT = "timeout"  # the failure category of a handler that was stopped by its worker
+TIMEOUT = "timeout"  # failure category of a handler that its worker stopped
 
 
 class AttemptOutcome(StrEnum):
-    """The words for it."""
+    """How an attempt ended, as reported in metrics."""
 
     OK = "ok"
     ERROR = "error"
@@ -39,10 +39,10 @@ class AttemptOutcome(StrEnum):
 
 
 def attempt_outcome(outcome: str | None, ended: Attempt | None) -> AttemptOutcome | None:
-    """What became of the attempt that ended with, or without, the life that it belongs to; None when none ended.
+    """Return how an attempt ended; None if it has not ended on its own.
 
-    `outcome` is that of the life, if it is over; `ended` the record that the attempt left. One that succeeded leaves
-    none, and one that was taken over has not come to an end of its own.
+    `outcome` is the terminal outcome of the execution, None while it lives. `ended` is the record of the attempt. A
+    successful attempt leaves no record, and a reclaimed attempt has no outcome.
     """
     if outcome == TerminalOutcome.SUCCESS:
         return AttemptOutcome.OK
@@ -61,11 +61,15 @@ REPLAY_INITIATED = "replay_initiated"
 
 
 class CurrentAttempt(msgspec.Struct, frozen=True):
+    """The attempt that is running or interrupted."""
+
     attempt_id: str
     attempt_index: int
 
 
 class CurrentLease(msgspec.Struct, frozen=True):
+    """The lease that is held."""
+
     lease_epoch: int
     worker_instance_id: str
     expires_at: int
@@ -75,7 +79,7 @@ class CurrentLease(msgspec.Struct, frozen=True):
 
 
 class ExecutionSnapshot(msgspec.Struct, frozen=True):
-    """An execution as people see it."""
+    """An execution as shown to people."""
 
     execution_id: str
     flow_id: str | None
@@ -94,6 +98,8 @@ class ExecutionSnapshot(msgspec.Struct, frozen=True):
 
 
 class StateVector(msgspec.Struct, frozen=True):
+    """The seven state dimensions by name."""
+
     lifecycle_phase: str
     ownership_state: str
     eligibility_state: str
@@ -104,7 +110,7 @@ class StateVector(msgspec.Struct, frozen=True):
 
 
 class ExecutionInfo(msgspec.Struct, frozen=True):
-    """An execution as the API tells it; unset optional fields are left out there."""
+    """An execution as the API returns it; the API omits unset optional fields."""
 
     execution_id: str
     namespace: str
@@ -122,7 +128,7 @@ class ExecutionInfo(msgspec.Struct, frozen=True):
 
 
 class ExecutionContext(msgspec.Struct, frozen=True):
-    """What a handler needs to begin."""
+    """The data a handler needs to start."""
 
     input_payload: bytes
     execution_kind: str
@@ -130,7 +136,7 @@ class ExecutionContext(msgspec.Struct, frozen=True):
 
 
 def blocking_detail(row: Execution) -> str:
-    """Why it waits, in words. Details that name an instant are made from it, so they never disagree."""
+    """Return why the execution waits, as text. A detail that names an instant is built from the column."""
     match row.blocking_reason:
         case BlockingReason.WAITING_FOR_RETRY_BACKOFF:
             return f"retry backoff until {row.delay_until} (attempt {row.attempt_index} failed: {row.failure_reason})"
@@ -141,19 +147,19 @@ def blocking_detail(row: Execution) -> str:
 
 
 def last_mutation_at(row: Execution) -> int:
-    """The last write of any kind; a renewal moves only the pulse."""
+    """Return the time of the last write; a renewal only writes `lease_renewed_at`."""
     return max(row.last_mutation_at, row.lease_renewed_at or 0)
 
 
 def renewal_deadline(row: Execution) -> int | None:
-    """When the holder should have renewed: after two thirds of the lease."""
+    """Return when the holder should have renewed: after two thirds of the lease."""
     if row.lease_expires_at is None or row.lease_renewed_at is None:
         return None
     return row.lease_renewed_at + (row.lease_expires_at - row.lease_renewed_at) * 2 // 3
 
 
 def make_state_vector(row: Execution) -> StateVector:
-    """The seven dimensions by name."""
+    """Return the state vector of a row."""
     return StateVector(
         row.lifecycle_phase.value,
         row.ownership_state.value,
@@ -166,13 +172,13 @@ def make_state_vector(row: Execution) -> StateVector:
 
 
 def execution_snapshot(row: Execution) -> ExecutionSnapshot:
-    """The execution for a reader."""
+    """Return the execution as shown to people."""
     attempt = None
     if row.attempt_id is not None and row.attempt_index is not None:
         attempt = CurrentAttempt(row.attempt_id, row.attempt_index)
-    held = None
+    current_lease = None
     if row.ownership_state is not OwnershipState.UNOWNED and row.lease_expires_at is not None:
-        held = CurrentLease(
+        current_lease = CurrentLease(
             row.lease_epoch,
             row.worker_instance_id or "",
             row.lease_expires_at,
@@ -189,7 +195,7 @@ def execution_snapshot(row: Execution) -> ExecutionSnapshot:
         blocking_reason=None if row.blocking_reason is BlockingReason.NONE else row.blocking_reason,
         blocking_detail=blocking_detail(row) or None,
         current_attempt=attempt,
-        current_lease=held,
+        current_lease=current_lease,
         current_waitpoint=row.current_waitpoint_id,
         created_at=row.created_at,
         last_mutation_at=last_mutation_at(row),
@@ -199,7 +205,7 @@ def execution_snapshot(row: Execution) -> ExecutionSnapshot:
 
 
 def execution_info(row: Execution, payload: Payload) -> ExecutionInfo:
-    """The execution for the API."""
+    """Return the execution as the API returns it."""
     return ExecutionInfo(
         execution_id=row.execution_id,
         namespace=row.namespace,
@@ -218,23 +224,23 @@ def execution_info(row: Execution, payload: Payload) -> ExecutionInfo:
 
 
 def attempt_views(row: Execution | None, ended: Iterable[Attempt]) -> list[AttemptView]:
-    """Every attempt by index: the ended ones, and the one in the sheet."""
+    """Return all attempts by index: the recorded ones, then the one in the execution's columns."""
     views = [_attempt_view(attempt) for attempt in ended]
     if row is None:
         return views
     if lease.holds_successful_attempt(row):
-        kept = lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
-        return [*views, _attempt_view(kept.row)]
+        record = lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
+        return [*views, _attempt_view(record.row)]
     if not lease.has_open_attempt(row):
         return views
-    waits = row.attempt_suspended_at is not None
+    is_suspended = row.attempt_suspended_at is not None
     views.append(
         AttemptView(
             execution_id=row.execution_id,
             attempt_index=row.attempt_index or 0,
             attempt_id=row.attempt_id or "",
             attempt_type=row.attempt_type or AttemptType.INITIAL,
-            attempt_state=AttemptRecordState.SUSPENDED if waits else AttemptRecordState.STARTED,
+            attempt_state=AttemptRecordState.SUSPENDED if is_suspended else AttemptRecordState.STARTED,
             created_at=row.attempt_started_at or 0,
             started_at=row.attempt_started_at or 0,
             lease_id=row.lease_id or "",
@@ -250,20 +256,20 @@ def attempt_views(row: Execution | None, ended: Iterable[Attempt]) -> list[Attem
     return views
 
 
-def current_history(row: Execution, told: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
-    """What the lease feed tells of this execution, without what it tells of an earlier one of the same name.
+def current_history(row: Execution, history: Sequence[FeedEvent]) -> Sequence[FeedEvent]:
+    """Return the lease events of this execution, without those of an earlier execution with the same id.
 
-    Events outlive a purge, and clocks are set back, so instants do not say whose they are. But every execution begins
+    Events outlive a purge, and clocks can be set back, so timestamps do not tell the two apart. But an execution begins
     with its first lease, and before that it can only have been replayed.
     """
-    begins = len(told)
+    start = len(history)
     if row.lease_epoch:
-        first = (place for place in reversed(range(len(told))) if _is_first_lease(told[place].event))
-        begins = next(first, 0)  # of a long life the beginning may be kept no more; nothing older is then, either
-    own = told[begins:]
-    replays = row.replay_count - sum(one.event.lease == REPLAY_INITIATED for one in own)
-    before = [one for one in told[:begins] if one.event.lease == REPLAY_INITIATED]
-    return [*before[-replays:], *own] if replays > 0 else own
+        first_leases = (index for index in reversed(range(len(history))) if _is_first_lease(history[index].event))
+        start = next(first_leases, 0)  # 0: events of the first lease were trimmed, and so was everything older
+    current = history[start:]
+    replays = row.replay_count - sum(entry.event.lease == REPLAY_INITIATED for entry in current)
+    before = [entry for entry in history[:start] if entry.event.lease == REPLAY_INITIATED]
+    return [*before[-replays:], *current] if replays > 0 else current
 
 
 def _is_first_lease(event: Event) -> bool:
@@ -271,7 +277,7 @@ def _is_first_lease(event: Event) -> bool:
 
 
 def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
-    """The core record by its wire names, without what is unset."""
+    """Return the core record by wire names, without unset fields."""
     owned = row.ownership_state is not OwnershipState.UNOWNED
     pending = row.attempt_state in (AttemptState.PENDING_RETRY_ATTEMPT, AttemptState.PENDING_REPLAY_ATTEMPT)
     lineage = lease.decode_lineage(row.lineage if pending else None)
@@ -315,7 +321,7 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
         "pending_retry_reason": lineage.retry_reason,
         "pending_replay_reason": lineage.replay_reason,
         "pending_replay_requested_by": lineage.replay_requested_by,
-        "pending_previous_attempt_index": _previous(row, pending),
+        "pending_previous_attempt_index": row.attempt_index if pending else None,
         "progress_pct": row.progress_pct,
         "progress_message": row.progress_message,
         "progress_updated_at": row.progress_updated_at,
@@ -332,10 +338,6 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
         "quota_policy_id": ",".join(terms.quota_policy_ids) or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _previous(row: Execution, pending: bool) -> int | None:
-    return row.attempt_index if pending else None
 
 
 def _attempt_view(attempt: msgspec.Struct) -> AttemptView:

@@ -1,7 +1,7 @@
-"""Flows under construction: the flow, its members, staged edges, the policy of a join, tags.
+"""Build a flow step by step: the flow, its members, staged edges, join policies, tags.
 
-Every change of membership or graph writes the flow's own row, so two of them never pass each other: that is what
-keeps revisions exact and the graph free of cycles.
+Every change of membership or graph writes the flow row. Two such changes therefore conflict, which keeps revisions
+exact and the graph free of cycles.
 """
 
 from __future__ import annotations
@@ -30,81 +30,81 @@ from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.tags import check_tags_size, decode_tags, encode_tags
 
 MAX_QUORUM = 2**31 - 1
-RETENTION_CHECK_MS = 60 * 60 * 1000  # after which retention checks whether a flow has a member left
+RETENTION_CHECK_MS = 60 * 60 * 1000  # delay until retention checks whether any member is left
 TERMINAL_FLOW_STATES = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED})
 
 
 class JoinPolicy(msgspec.Struct, frozen=True):
-    """When a join fires, and what becomes of the upstreams that it no longer needs."""
+    """When a join fires, and what happens to the upstreams that it no longer needs."""
 
     variant: JoinPolicyKind = JoinPolicyKind.ALL_OF
     on_satisfied: OnSatisfied | None = None
     k: int = 0
 
     def to_wire(self) -> dict[str, Any]:
-        """The form in which a policy is given and shown."""
-        shown: dict[str, Any] = {"kind": self.variant.value}
+        """Return the policy in its wire form."""
+        wire: dict[str, Any] = {"kind": self.variant.value}
         if self.variant is JoinPolicyKind.QUORUM:
-            shown["k"] = self.k
+            wire["k"] = self.k
         if self.on_satisfied is not None:
-            shown["on_satisfied"] = self.on_satisfied.value
-        return shown
+            wire["on_satisfied"] = self.on_satisfied.value
+        return wire
 
 
-def parse_join_policy(given: object) -> JoinPolicy | errors.FabricError:
-    """A policy from its wire form: `{"kind": "quorum", "k": 2, "on_satisfied": "let_run"}` and its like."""
-    if not isinstance(given, dict):
+def parse_join_policy(wire: object) -> JoinPolicy | errors.FabricError:
+    """Parse a policy from its wire form, such as `{"kind": "quorum", "k": 2, "on_satisfied": "let_run"}`."""
+    if not isinstance(wire, dict):
         return errors.InvalidInput("policy: not an object")
-    kind = given.get("kind")
+    kind = wire.get("kind")
     if kind == JoinPolicyKind.QUORUM:
-        k = given.get("k")
+        k = wire.get("k")
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_QUORUM:
             return errors.InvalidInput(f"policy: k must be a whole number from 1 to {MAX_QUORUM}")
     if kind in (JoinPolicyKind.ANY_OF, JoinPolicyKind.QUORUM):
-        then = given.get("on_satisfied")
-        if not isinstance(then, str) or then not in set(OnSatisfied):
+        on_satisfied = wire.get("on_satisfied")
+        if not isinstance(on_satisfied, str) or on_satisfied not in set(OnSatisfied):
             return errors.InvalidInput("policy: on_satisfied must be cancel_remaining or let_run")
-        size = given["k"] if kind == JoinPolicyKind.QUORUM else 1
-        return JoinPolicy(JoinPolicyKind(kind), OnSatisfied(then), size)
+        size = wire["k"] if kind == JoinPolicyKind.QUORUM else 1
+        return JoinPolicy(JoinPolicyKind(kind), OnSatisfied(on_satisfied), size)
     if kind == JoinPolicyKind.ALL_OF:
         return JoinPolicy()
     return errors.InvalidInput(f"policy: {validation.preview(kind)} is none of all_of, any_of, quorum")
 
 
 def join_policy_of(group: EdgeGroup) -> JoinPolicy:
-    """The policy that a group has."""
+    """Return the policy of a group."""
     return JoinPolicy(group.policy_variant, group.on_satisfied, group.k)
 
 
 def new_group(flow_id: str, downstream: str, policy: JoinPolicy, **fields: Any) -> EdgeGroup:
-    """A group without any end counted yet."""
+    """Return a group that has counted no outcome yet."""
     return EdgeGroup(flow_id, downstream, policy.variant, policy.on_satisfied, policy.k, **fields)
 
 
 def seen_flow(flow: Flow) -> Guard:
-    """The flow as the rule saw it."""
+    """Return a guard on the flow as it was loaded."""
     return Guard(Flow, (flow.flow_id,), flow.revision)
 
 
 def seen_group(group: EdgeGroup | None, flow_id: str, downstream: str) -> Guard:
-    """The group as the rule saw it, or its absence."""
+    """Return a guard on the group as it was loaded, or on its absence."""
     return Guard(EdgeGroup, (flow_id, downstream), None if group is None else group.revision)
 
 
-def parse_dependency_kind(given: object) -> DependencyKind | errors.FabricError:
-    """Which ends satisfy an edge."""
+def parse_dependency_kind(name: object) -> DependencyKind | errors.FabricError:
+    """Parse which upstream outcomes satisfy an edge."""
     try:
-        return DependencyKind(given)  # type: ignore[arg-type]
+        return DependencyKind(name)  # type: ignore[arg-type]
     except ValueError:
         return errors.InvalidInput(
-            f"dependency_kind: {validation.preview(given)} is none of {', '.join(DependencyKind)}"
+            f"dependency_kind: {validation.preview(name)} is none of {', '.join(DependencyKind)}"
         )
 
 
 def create_flow(
     existing: Flow | None, flow_id: str, partition: int, flow_kind: str, namespace: str
 ) -> Decision[FlowCreated | FlowExists]:
-    """A new flow; one that exists in this namespace is left as it is, whatever the kind says."""
+    """Create a flow. A flow that exists in this namespace is left as it is, even if its kind differs."""
     if existing is not None:
         if existing.namespace != namespace:
             return refuse(errors.IdInOtherNamespace(flow_id=flow_id))
@@ -116,7 +116,7 @@ def create_flow(
 def add_member(
     flow: Flow | None, row: Execution | None, member: FlowMember | None, execution_id: str
 ) -> Decision[Added | AlreadyMember]:
-    """Make an execution of the flow's namespace a member; again changes no number."""
+    """Make an execution of the flow's namespace a member. Adding it again changes no counter."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
     if flow.public_flow_state in TERMINAL_FLOW_STATES:
@@ -134,8 +134,8 @@ def add_member(
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
     if row.flow_id is None:
-        # The flow is written as well, for a member of before whose id was used again, too: retention, which has just
-        # found no member left, is refused.
+        # Write the flow as well, also for a former member whose id was reused: a concurrent retention that found no
+        # member left must conflict.
         fields = {"purge_check_at": from_now(RETENTION_CHECK_MS)}
         writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
     if member is None:
@@ -160,7 +160,7 @@ def add_member(
 
 
 class StageEdge(msgspec.Struct, frozen=True, gc=False):
-    """An edge that a caller asks for; `expected_graph_revision=None` does not ask for any."""
+    """A requested edge; `expected_graph_revision=None` skips the revision check."""
 
     flow_id: str
     edge_id: str
@@ -176,44 +176,44 @@ def stage_edge(
     existing: Edge | None,
     members: tuple[FlowMember | None, FlowMember | None],
     group: EdgeGroup | None,
-    ask: StageEdge,
+    request: StageEdge,
     *,
     closes_cycle: bool,
 ) -> Decision[Staged]:
-    """Add an edge to the graph. The downstream does not wait for it before it is applied."""
-    if ask.upstream == ask.downstream:
-        return refuse(errors.SelfReferencingEdge(execution_id=ask.upstream))
+    """Add an edge to the graph. The downstream does not wait for it until the edge is applied."""
+    if request.upstream == request.downstream:
+        return refuse(errors.SelfReferencingEdge(execution_id=request.upstream))
     if flow is None:
         return refuse(errors.NotFound("flow"))
     if flow.public_flow_state in TERMINAL_FLOW_STATES:
         return refuse(errors.FlowAlreadyTerminal(flow_id=flow.flow_id))
-    expected = ask.expected_graph_revision
+    expected = request.expected_graph_revision
     if expected is not None and expected != flow.graph_revision:
         return refuse(errors.StaleGraphRevision(expected=expected, actual=flow.graph_revision))
-    for member, execution_id in zip(members, (ask.upstream, ask.downstream), strict=True):
+    for member, execution_id in zip(members, (request.upstream, request.downstream), strict=True):
         if member is None:
             return refuse(errors.ExecutionNotInFlow(execution_id=execution_id))
     if closes_cycle:
-        return refuse(errors.CycleDetected(f"{ask.upstream} already comes after {ask.downstream}"))
+        return refuse(errors.CycleDetected(f"{request.upstream} already comes after {request.downstream}"))
     if existing is not None:
         return refuse(errors.DependencyAlreadyExists(existing=edge_snapshot(existing)))
     revision = flow.graph_revision + 1
     fields = {"graph_revision": revision, "edge_count": flow.edge_count + 1, "last_mutation_at": NOW}
-    key = (ask.flow_id, ask.downstream)
-    joined: Write = (
+    key = (request.flow_id, request.downstream)
+    group_write: Write = (
         Insert(new_group(*key, JoinPolicy(), staged=1))
         if group is None
         else Patch(EdgeGroup, key, {"staged": group.staged + 1})
     )
     change = Change(
         guards=(seen_flow(flow), seen_group(group, *key)),
-        writes=(Patch(Flow, (flow.flow_id,), fields), joined, Insert(new_edge(ask))),
+        writes=(Patch(Flow, (flow.flow_id,), fields), group_write, Insert(new_edge(request))),
     )
-    return Decision(Staged(ask.edge_id, revision), change)
+    return Decision(Staged(request.edge_id, revision), change)
 
 
 class EdgeSnapshot(msgspec.Struct, frozen=True):
-    """An edge as people see it. Its state never changes: how it was resolved stands with the downstream."""
+    """An edge as shown to readers. Its state never changes; the dependency row holds the resolution."""
 
     edge_id: str
     flow_id: str
@@ -228,7 +228,7 @@ class EdgeSnapshot(msgspec.Struct, frozen=True):
 
 
 def edge_snapshot(edge: Edge) -> EdgeSnapshot:
-    """The edge for a reader."""
+    """Return the edge as shown to readers."""
     return EdgeSnapshot(
         edge.edge_id,
         edge.flow_id,
@@ -240,16 +240,16 @@ def edge_snapshot(edge: Edge) -> EdgeSnapshot:
     )
 
 
-def new_edge(ask: StageEdge) -> Edge:
-    """The row of a staged edge."""
-    ref = ask.data_passing_ref or None
-    return Edge(ask.flow_id, ask.edge_id, ask.upstream, ask.downstream, ask.kind, from_now(0), ref)
+def new_edge(request: StageEdge) -> Edge:
+    """Return the row of a staged edge."""
+    ref = request.data_passing_ref or None
+    return Edge(request.flow_id, request.edge_id, request.upstream, request.downstream, request.kind, from_now(0), ref)
 
 
 def set_join_policy(
     flow: Flow | None, group: EdgeGroup | None, flow_id: str, downstream: str, policy: JoinPolicy
 ) -> Decision[SetJoinPolicyResult]:
-    """Fix how a downstream joins its upstreams, as long as no edge into it is staged; it need not be a member yet."""
+    """Set the join policy of a downstream while no edge into it is staged; it need not be a member yet."""
     if flow is None:
         return refuse(errors.NotFound("flow"))
     if partition_of(ExecutionId(downstream)) != flow.partition:
@@ -260,10 +260,10 @@ def set_join_policy(
         )
     if group is not None and join_policy_of(group) == policy:
         return Decision(SetJoinPolicyResult.ALREADY_SET)
-    put = Upsert(new_group(flow_id, downstream, policy))
-    # Decided on the flow as well: a join must not outlive a flow that retention removes meanwhile.
+    group_write = Upsert(new_group(flow_id, downstream, policy))
+    # Guard the flow as well: a join must not outlive a flow that retention removes concurrently.
     guards = (seen_flow(flow), seen_group(group, flow_id, downstream))
-    return Decision(SetJoinPolicyResult.SET, Change(guards=guards, writes=(put,)))
+    return Decision(SetJoinPolicyResult.SET, Change(guards=guards, writes=(group_write,)))
 
 
 def set_flow_tag(flow: Flow | None, key: str, value: str) -> Decision[None]:

@@ -1,4 +1,4 @@
-"""Dependents: executions that wait for others. Applying an edge, parking, promoting, replaying a skipped one."""
+"""Dependencies: let a downstream wait for an upstream, promote it when its join is satisfied, replay a skipped one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SKIPPED_MEMBER = "skipped_flow_member"
 
 
 class ApplyDependency(msgspec.Struct, frozen=True):
-    """A staged edge that its downstream shall wait for; what is unset is taken from the edge."""
+    """A staged edge that its downstream shall wait for; unset parts are taken from the edge."""
 
     flow_id: str
     edge_id: str
@@ -71,14 +71,14 @@ def apply_dependency(
     edge: Edge | None,
     existing: Dependency | None,
     group: EdgeGroup | None,
-    ask: ApplyDependency,
+    request: ApplyDependency,
 ) -> Decision[DependencyApplied | DependencyAlreadyApplied]:
-    """Let the downstream wait for the upstream. Nothing is resolved here, even when the upstream has ended."""
+    """Make the downstream wait for the upstream. Nothing is resolved here, even if the upstream has ended."""
     if child is None:
         return refuse(errors.NotFound("execution"))
     if child.flow_id is None:
         return refuse(errors.ExecutionNotInFlow(execution_id=child.execution_id))
-    if child.flow_id != ask.flow_id:
+    if child.flow_id != request.flow_id:
         return refuse(
             errors.ExecutionAlreadyInFlow(
                 f"already_member_of_different_flow:{child.flow_id}", execution_id=child.execution_id
@@ -87,45 +87,45 @@ def apply_dependency(
     if existing is not None:
         return Decision(DependencyAlreadyApplied())
     if edge is None:
-        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is not staged"))
-    if (edge.upstream_execution_id, edge.downstream_execution_id) != (ask.upstream, ask.downstream):
-        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is staged between other executions"))
-    if ask.kind is not None and ask.kind is not edge.dependency_kind:
-        return refuse(errors.InvalidDependency(f"edge {ask.edge_id} is staged as {edge.dependency_kind.value}"))
+        return refuse(errors.InvalidDependency(f"edge {request.edge_id} is not staged"))
+    if (edge.upstream_execution_id, edge.downstream_execution_id) != (request.upstream, request.downstream):
+        return refuse(errors.InvalidDependency(f"edge {request.edge_id} is staged between other executions"))
+    if request.kind is not None and request.kind is not edge.dependency_kind:
+        return refuse(errors.InvalidDependency(f"edge {request.edge_id} is staged as {edge.dependency_kind.value}"))
     if upstream is None:
-        return refuse(errors.InvalidDependency(f"the upstream of edge {ask.edge_id} has been removed"))
+        return refuse(errors.InvalidDependency(f"the upstream of edge {request.edge_id} has been removed"))
 
-    after = with_applied_edge(group, ask)
+    updated_group = with_applied_edge(group, request)
     dependency = Dependency(
-        ask.downstream,
-        ask.edge_id,
-        ask.flow_id,
-        ask.upstream,
+        request.downstream,
+        request.edge_id,
+        request.flow_id,
+        request.upstream,
         edge.dependency_kind,
-        data_passing_ref=ask.data_passing_ref or edge.data_passing_ref,
-        # An end that has come already is noted for the reconciler, as it would have been when it came.
+        data_passing_ref=request.data_passing_ref or edge.data_passing_ref,
+        # If the upstream has ended, record its outcome for the reconciler, as its completion would have.
         outcome=upstream.terminal_outcome if _has_ended(upstream) else None,
         unfolded_at=from_now(0) if _has_ended(upstream) else None,
     )
-    follows = successor(
-        ask.edge_id,
-        ask.downstream,
+    named_successor = successor(
+        request.edge_id,
+        request.downstream,
         edge.dependency_kind,
-        inbound=after.n,
+        inbound=updated_group.n,
         ref=dependency.data_passing_ref,
-        queue=queue.queue_of(child) if after.policy_variant is JoinPolicyKind.ALL_OF else None,
+        queue=queue.queue_of(child) if updated_group.policy_variant is JoinPolicyKind.ALL_OF else None,
     )
-    fields = {"successors": with_successors(upstream, [follows]), "last_mutation_at": NOW}
-    unresolved = after.n - after.succeeded - after.failed - after.skipped
+    fields = {"successors": with_successors(upstream, [named_successor]), "last_mutation_at": NOW}
+    unresolved = updated_group.n - updated_group.succeeded - updated_group.failed - updated_group.skipped
     writes: tuple[Write, ...] = (
-        Upsert(after),
+        Upsert(updated_group),
         Insert(dependency),
         Patch(Execution, (upstream.execution_id,), fields),
     )
-    if must_wait(child, after):
-        text = f"{unresolved} dep(s) unresolved, the last one applied is edge {ask.edge_id}"
+    if must_wait(child, updated_group):
+        text = f"{unresolved} dep(s) unresolved, the last one applied is edge {request.edge_id}"
         writes += (transitions.transition(child, joins.waiting_fields(text)),)
-    guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))
+    guards = (seen_group(group, request.flow_id, request.downstream), seen(child), seen(upstream))
     return Decision(DependencyApplied(unresolved), Change(guards=guards, writes=writes))
 
 
@@ -133,13 +133,13 @@ def _has_ended(row: Execution) -> bool:
     return row.lifecycle_phase is LifecyclePhase.TERMINAL
 
 
-def with_applied_edge(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGroup:
-    """The group with one more edge applied: all_of that was satisfied waits again, whatever else fired stays fired."""
+def with_applied_edge(group: EdgeGroup | None, request: ApplyDependency) -> EdgeGroup:
+    """Return the group with one more applied edge. A satisfied all_of waits again; other fired groups stay fired."""
     if group is None:
-        group = new_group(ask.flow_id, ask.downstream, JoinPolicy(), staged=1)
+        group = new_group(request.flow_id, request.downstream, JoinPolicy(), staged=1)
     fields: dict[str, Any] = {"n": group.n + 1}
-    if ask.graph_revision is not None:
-        fields["last_flow_graph_revision"] = ask.graph_revision
+    if request.graph_revision is not None:
+        fields["last_flow_graph_revision"] = request.graph_revision
     reopens = group.policy_variant is JoinPolicyKind.ALL_OF and group.group_state is GroupState.SATISFIED
     if reopens:
         fields.update(group_state=GroupState.PENDING, satisfied_at=None)
@@ -149,9 +149,9 @@ def with_applied_edge(group: EdgeGroup | None, ask: ApplyDependency) -> EdgeGrou
 
 
 def must_wait(child: Execution, group: EdgeGroup) -> bool:
-    """Whether a child has to wait for the edge that was applied last.
+    """True if the child must wait for the edge that was applied last.
 
-    Not when the group has fired: its policy is met, or nothing could ever set the child free again.
+    Not if the group has fired: either its policy is met, or nothing could ever release the child.
     """
     return (
         child.lifecycle_phase is LifecyclePhase.RUNNABLE
@@ -163,10 +163,10 @@ def must_wait(child: Execution, group: EdgeGroup) -> bool:
 def wait_children(
     row: Execution | None, group: EdgeGroup | None, fence: Fence, source: str | None, now: int
 ) -> Decision[Moved]:
-    """Put active work away until its dependencies are met; with none unresolved it is claimable at once.
+    """Release active work until its dependencies are met; with none unresolved it is claimable at once.
 
-    A group that has become impossible will never set it free, so it does not wait for that one either: it runs because
-    somebody replayed it. Decided on the group too: one that fires meanwhile must not leave the execution parked.
+    An impossible group would never release it, so the execution does not wait for one; it runs because it was replayed.
+    The group is guarded, because a group that fires concurrently would leave the execution waiting forever.
     """
     unresolved = group is not None and group.n > 0 and group.group_state is GroupState.PENDING
     decision = delay.defer_for_children(row, fence, source, unresolved=unresolved, now=now)
@@ -199,7 +199,7 @@ def promote_blocked(row: Execution | None, group: EdgeGroup | None) -> Decision[
 
 
 def dependency_eligibility(row: Execution | None, group: EdgeGroup | None) -> Eligibility:
-    """Whether dependencies let an execution run; the first that applies."""
+    """Return whether dependencies let an execution run; the first case that applies."""
     if row is None:
         return Eligibility.NOT_FOUND
     if row.lifecycle_phase is not LifecyclePhase.RUNNABLE:
@@ -216,7 +216,7 @@ def dependency_eligibility(row: Execution | None, group: EdgeGroup | None) -> El
 
 
 def is_skipped_member(row: Execution | None) -> bool:
-    """Whether a replay has to reset the join that ended the last life."""
+    """True if a replay has to reset the join that skipped the execution."""
     return row is not None and row.flow_id is not None and row.terminal_outcome is TerminalOutcome.SKIPPED
 
 
@@ -226,20 +226,20 @@ def replay_skipped_member(
     dependencies: Sequence[Dependency],
     upstreams: Mapping[str, Execution],
 ) -> Decision[Replayed]:
-    """Let a skipped member wait again: what was impossible is unsatisfied, what was satisfied stays so.
+    """Replay a skipped member: impossible edges become unsatisfied again, satisfied edges stay satisfied.
 
-    An upstream that has ended is noted for the reconciler, which skips the member again if nothing else happens. If
-    what is satisfied meets the policy already, the group fires and the member is claimable. If the policy asks for more
-    edges than there are, the member is skipped again in the same change.
+    The outcome of an upstream that has ended is recorded for the reconciler, which skips the member again unless
+    something changes. If the satisfied edges meet the policy, the group fires and the member is claimable. If the
+    policy needs more edges than exist, the member is skipped again in the same change.
     """
     normal = replay.replay(row, branch=SKIPPED_MEMBER, groups_reset=0 if group is None else 1)
     if group is None or normal.change is None:
         return normal
-    reset = [one for one in dependencies if one.state is not DependencyState.SATISFIED]
+    reset = [edge for edge in dependencies if edge.state is not DependencyState.SATISFIED]
     satisfied = len(dependencies) - len(reset)
     state = joins.evaluate(group, satisfied, 0)
     if state is GroupState.IMPOSSIBLE:
-        return _skipped_again(row, group)
+        return _skip_again(row, group)
     fires = state is GroupState.SATISFIED
     fields: dict[str, Any] = {
         "succeeded": satisfied,
@@ -253,67 +253,68 @@ def replay_skipped_member(
     }
     key = (group.flow_id, group.downstream_execution_id)
     writes: tuple[Write, ...] = (Patch(EdgeGroup, key, fields),)
-    writes += tuple(_reset(one, upstreams.get(one.upstream_execution_id)) for one in reset)
-    # Decided on the upstreams too: one that ends meanwhile must not find its old end still noted, and be lost. Those
-    # that live are written, as when an edge is applied: an end already on its way is refused, and looks again.
-    waited_for = [upstreams[name] for name in sorted({one.upstream_execution_id for one in reset} & upstreams.keys())]
+    writes += tuple(_reset_dependency(edge, upstreams.get(edge.upstream_execution_id)) for edge in reset)
+    # Guard the upstreams too: one that ends concurrently would find its old outcome still recorded, and its new one
+    # would be lost. Living upstreams are written, as when an edge is applied, so that a completion in flight conflicts
+    # and is decided again.
+    waited_for = [upstreams[name] for name in sorted({edge.upstream_execution_id for edge in reset} & upstreams.keys())]
     guards = (seen_group(group, *key), *map(seen, waited_for))
     writes += tuple(
-        Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW})
-        for above in waited_for
-        if not _has_ended(above)
+        Patch(Execution, (upstream.execution_id,), {"last_mutation_at": NOW})
+        for upstream in waited_for
+        if not _has_ended(upstream)
     )
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
-        going = [name for name, above in upstreams.items() if not _has_ended(above)]
-        writes = (Patch(EdgeGroup, key, fields | joins.sibling_cancel_fields(going, satisfied=True)), *writes[1:])
+        running = [name for name, upstream in upstreams.items() if not _has_ended(upstream)]
+        writes = (Patch(EdgeGroup, key, fields | joins.sibling_cancel_fields(running, satisfied=True)), *writes[1:])
         writes += (Upsert(PendingSiblingCancel(*key, from_now(0))),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingSiblingCancel, key),)
     change = merge_changes(normal.change, Change(guards=guards, writes=writes))
     if fires:
         return Decision(Replayed(PublicState.WAITING), change)
-    back = normal.change.writes[0]
-    assert isinstance(back, Patch)
+    enqueue = normal.change.writes[0]
+    assert isinstance(enqueue, Patch)
     waiting = transitions.transition(
-        row, back.fields | joins.waiting_fields(f"{group.n - satisfied} dep(s) unsatisfied after replay")
+        row, enqueue.fields | joins.waiting_fields(f"{group.n - satisfied} dep(s) unsatisfied after replay")
     )
     change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
     return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
 
 
-def _skipped_again(row: Execution, group: EdgeGroup) -> Decision[Replayed]:
-    """The replay of a member whose join stays impossible: a life that ends as it begins.
+def _skip_again(row: Execution, group: EdgeGroup) -> Decision[Replayed]:
+    """Return the replay of a member whose join stays impossible: it ends in the same change.
 
-    Group and edges stay as they are: reset and counted again, they would say the same. The one event is both the replay
-    and the end. Decided on the group as well, since another edge may make the join possible.
+    Group and edges stay as they are, since counting them again would give the same result. One event is both the replay
+    and the completion. The group is guarded, because another edge may make the join possible.
     """
     replayed = replay.replay(row, branch=SKIPPED_MEMBER, groups_reset=0).change
     assert replayed is not None
-    life = msgspec.structs.replace(
+    replayed_row = msgspec.structs.replace(
         row,
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         terminal_outcome=TerminalOutcome.NONE,
         replay_count=row.replay_count + 1,
     )
-    ended = joins.skip_child(life)
+    ended = joins.skip_child(replayed_row)
     patch = ended.writes[0]
     assert isinstance(patch, Patch)
-    fields = {"replay_count": life.replay_count, **replay.FORMER_LIFE_FIELDS.clear(row), **patch.fields}
+    fields = {"replay_count": replayed_row.replay_count, **replay.FORMER_LIFE_FIELDS.clear(row), **patch.fields}
     event = msgspec.structs.replace(replayed.events[0], outcome=TerminalOutcome.SKIPPED.value)
     change = Change(
         guards=(seen(row), seen_group(group, group.flow_id, group.downstream_execution_id)),
-        writes=(transitions.transition(life, fields), *ended.writes[1:]),
+        writes=(transitions.transition(replayed_row, fields), *ended.writes[1:]),
         events=(event,),
     )
     return Decision(Replayed(PublicState.SKIPPED), change)
 
 
-def _reset(one: Dependency, upstream: Execution | None) -> Patch:
-    outcome = joins.current_outcome(one, upstream)
+def _reset_dependency(dependency: Dependency, upstream: Execution | None) -> Patch:
+    outcome = joins.current_outcome(dependency, upstream)
     fields = {
         "state": DependencyState.UNSATISFIED,
         "outcome": outcome,
         "last_resolved_at": None,
         "unfolded_at": None if outcome is None else NOW,
     }
-    return Patch(Dependency, (one.downstream_execution_id, one.edge_id), fields)
+    return Patch(Dependency, (dependency.downstream_execution_id, dependency.edge_id), fields)

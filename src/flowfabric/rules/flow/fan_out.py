@@ -1,6 +1,7 @@
-"""Delivery: an end for which many wait is told to them in bounded steps, along a dispatch row.
+"""Fan-out: report a completion to many successors in bounded steps.
 
-The row remembers how far that has come and goes with the last step, so that whoever finds it can go on.
+A dispatch row stores how far the fan-out has come. The last step deletes it. Any process that finds the row can
+continue.
 """
 
 from __future__ import annotations
@@ -19,65 +20,65 @@ from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 
 
 class FanOutEdge(msgspec.Struct, frozen=True):
-    """The next edge of an end, and what is there of the child behind it."""
+    """An outgoing edge with what was loaded of its downstream."""
 
     edge: Edge
     group: EdgeGroup | None
     child: Execution | None
-    dependency: Dependency | None  # None for an edge that is staged only: nobody waits for it
+    dependency: Dependency | None  # None if the edge is only staged, so nobody waits for it
 
 
 class FanOutStep(msgspec.Struct, frozen=True):
-    """What one step did."""
+    """The result of one step."""
 
     edge_count: int = 0
-    unresolved: tuple[Dependency, ...] = ()  # those whose fold was not part of it
+    unresolved: tuple[Dependency, ...] = ()  # recorded, but their joins are not resolved yet
     is_last: bool = True
 
 
 def fan_out(
-    owed: CompletionDispatch | None,
-    ahead: Sequence[FanOutEdge],
+    dispatch: CompletionDispatch | None,
+    edges: Sequence[FanOutEdge],
     *,
     is_last: bool,
     inline: bool,
     after_edge: str | None = None,
 ) -> Decision[FanOutStep]:
-    """Note the end on the next edges of a dispatch row; the row goes with the last of them.
+    """Record the outcome on the next edges of a dispatch row; the last step deletes the row.
 
-    `after_edge` is the edge that the next step begins after, if that is not the last of these.
-
-    Children that wait for one of these edges alone are advanced in the same change (`carry`), where that needs no
-    closer look.
+    `after_edge` is where the next step starts, if that is not the last of these edges. With `inline`, children that
+    wait for one of these edges only are released in the same change, where no further load is needed.
     """
-    if owed is None:
+    if dispatch is None:
         return Decision(FanOutStep())
-    key = (owed.execution_id,)
-    guards = [Guard(CompletionDispatch, key, owed.revision)]
+    key = (dispatch.execution_id,)
+    guards = [Guard(CompletionDispatch, key, dispatch.revision)]
     writes: list[Write] = [
         Delete(CompletionDispatch, key)
         if is_last
-        else Patch(CompletionDispatch, key, {"after_edge": after_edge or ahead[-1].edge.edge_id})
+        else Patch(CompletionDispatch, key, {"after_edge": after_edge or edges[-1].edge.edge_id})
     ]
-    unfolded: list[Dependency] = []
-    for one in ahead:
-        if one.dependency is None:
+    unresolved: list[Dependency] = []
+    for target in edges:
+        if target.dependency is None:
             continue
-        advanced = _advanced(one, UpstreamOutcome(one.dependency, owed.outcome)) if inline else None
-        if advanced is not None:
-            guards += advanced.guards
-            writes += advanced.writes
+        release = _inline_release(target, UpstreamOutcome(target.dependency, dispatch.outcome)) if inline else None
+        if release is not None:
+            guards += release.guards
+            writes += release.writes
         else:
-            writes.append(successors.record_outcome(one.edge.downstream_execution_id, one.edge.edge_id, owed.outcome))
-            unfolded.append(one.dependency)
+            writes.append(
+                successors.record_outcome(target.edge.downstream_execution_id, target.edge.edge_id, dispatch.outcome)
+            )
+            unresolved.append(target.dependency)
     change = Change(guards=tuple(guards), writes=tuple(writes))
-    return Decision(FanOutStep(len(ahead), tuple(unfolded), is_last), change)
+    return Decision(FanOutStep(len(edges), tuple(unresolved), is_last), change)
 
 
-def _advanced(one: FanOutEdge, settlement: UpstreamOutcome) -> Change | None:
-    if one.group is None or one.child is None or settlement.dependency.data_passing_ref:
+def _inline_release(target: FanOutEdge, outcome: UpstreamOutcome) -> Change | None:
+    if target.group is None or target.child is None or outcome.dependency.data_passing_ref:
         return None
     try:
-        return joins.inline_release(one.group, one.child, settlement, JoinContext())
+        return joins.inline_release(target.group, target.child, outcome, JoinContext())
     except errors.Corruption:
-        return None  # told of when it is folded
+        return None  # reported when the join is resolved

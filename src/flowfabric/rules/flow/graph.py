@@ -1,4 +1,4 @@
-"""A whole graph at once: flow, members, edges and joins in one change, with the cycle check done exactly."""
+"""Create a whole graph: flow, members, edges and joins in one change, with an exact cycle check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_EDGES = 100_000
 
 
 class CreateGraph(msgspec.Struct, frozen=True):
-    """A flow as a caller wants it; `policies` are the joins that are not `all_of`, by downstream."""
+    """The requested flow; `policies` are the joins that are not `all_of`, by downstream."""
 
     flow_id: str
     partition: int
@@ -36,17 +36,17 @@ class CreateGraph(msgspec.Struct, frozen=True):
     policies: Mapping[str, JoinPolicy] = {}
 
 
-def check_graph(ask: CreateGraph) -> errors.FabricError | None:
-    """What is wrong with a graph in itself."""
-    if len(ask.nodes) > MAX_NODES:
-        return errors.InvalidInput(f"nodes: {len(ask.nodes)} of them, the limit is {MAX_NODES}")
-    if len(ask.edges) > MAX_EDGES:
-        return errors.InvalidInput(f"edges: {len(ask.edges)} of them, the limit is {MAX_EDGES}")
-    names = {node.execution_id for node in ask.nodes}
-    if len(names) < len(ask.nodes):
+def check_graph(request: CreateGraph) -> errors.FabricError | None:
+    """Return what is wrong with the graph itself."""
+    if len(request.nodes) > MAX_NODES:
+        return errors.InvalidInput(f"nodes: {len(request.nodes)} of them, the limit is {MAX_NODES}")
+    if len(request.edges) > MAX_EDGES:
+        return errors.InvalidInput(f"edges: {len(request.edges)} of them, the limit is {MAX_EDGES}")
+    names = {node.execution_id for node in request.nodes}
+    if len(names) < len(request.nodes):
         return errors.InvalidInput("nodes: an execution is listed twice")
     edge_ids = set()
-    for edge in ask.edges:
+    for edge in request.edges:
         if edge.upstream == edge.downstream:
             return errors.SelfReferencingEdge(execution_id=edge.upstream)
         for end in (edge.upstream, edge.downstream):
@@ -55,66 +55,66 @@ def check_graph(ask: CreateGraph) -> errors.FabricError | None:
         if edge.edge_id in edge_ids:
             return errors.DependencyAlreadyExists(f"edge {edge.edge_id} is listed twice")
         edge_ids.add(edge.edge_id)
-    for node in ask.nodes:
+    for node in request.nodes:
         if node.idempotency_key:
             return errors.InvalidInput(f"{node.execution_id}: a member of a graph has no idempotency key of its own")
-    for downstream in ask.policies:
+    for downstream in request.policies:
         if downstream not in names:
             return errors.ExecutionNotInFlow(execution_id=downstream)
-    return find_cycle(ask.edges)
+    return find_cycle(request.edges)
 
 
 def find_cycle(edges: Sequence[StageEdge]) -> errors.CycleDetected | None:
-    """Take away what waits for nothing until nothing is left; what remains goes round in circles."""
-    waiting: dict[str, int] = defaultdict(int)
-    after: dict[str, list[str]] = defaultdict(list)
+    """Remove nodes without open dependencies until none is left (Kahn's algorithm); the rest form cycles."""
+    open_edges: dict[str, int] = defaultdict(int)
+    downstreams: dict[str, list[str]] = defaultdict(list)
     for edge in edges:
-        waiting[edge.downstream] += 1
-        after[edge.upstream].append(edge.downstream)
-    free = [name for name in after if name not in waiting]
-    while free:
-        for name in after.get(free.pop(), ()):
-            waiting[name] -= 1
-            if not waiting[name]:
-                free.append(name)
-    circle = sorted(name for name, left in waiting.items() if left)
-    if not circle:
+        open_edges[edge.downstream] += 1
+        downstreams[edge.upstream].append(edge.downstream)
+    ready = [name for name in downstreams if name not in open_edges]
+    while ready:
+        for name in downstreams.get(ready.pop(), ()):
+            open_edges[name] -= 1
+            if not open_edges[name]:
+                ready.append(name)
+    cycle = sorted(name for name, left in open_edges.items() if left)
+    if not cycle:
         return None
-    return errors.CycleDetected(f"{circle[0]} comes before itself", execution_id=circle[0])
+    return errors.CycleDetected(f"{cycle[0]} comes before itself", execution_id=cycle[0])
 
 
 def create_graph(
     flow: Flow | None,
     existing: Mapping[str, Execution],
-    ask: CreateGraph,
+    request: CreateGraph,
     now: int,
     *,
     defaults: PolicyDefaults = NO_DEFAULTS,
 ) -> Decision[GraphCreated | FlowExists]:
-    """All of it or nothing; a flow that exists in this namespace is left as it is, so that the call can be repeated."""
+    """Create all of it or nothing. A flow that exists in this namespace is left as it is, so the call is idempotent."""
     if flow is not None:
-        if flow.namespace != ask.namespace:
-            return refuse(errors.IdInOtherNamespace(flow_id=ask.flow_id))
-        return Decision(FlowExists(ask.flow_id))
-    namespaces = {node.execution_id: node.namespace for node in ask.nodes} if existing else {}
-    for known in existing.values():
-        if known.namespace != namespaces.get(known.execution_id, ask.namespace):
-            return refuse(errors.IdInOtherNamespace(execution_id=known.execution_id))
-        if known.flow_id is not None:
-            detail = f"already_member_of_different_flow:{known.flow_id}"
-            return refuse(errors.ExecutionAlreadyInFlow(detail, execution_id=known.execution_id))
-        return refuse(errors.InvalidInput(f"nodes: {known.execution_id} exists already"))
+        if flow.namespace != request.namespace:
+            return refuse(errors.IdInOtherNamespace(flow_id=request.flow_id))
+        return Decision(FlowExists(request.flow_id))
+    namespaces = {node.execution_id: node.namespace for node in request.nodes} if existing else {}
+    for other in existing.values():
+        if other.namespace != namespaces.get(other.execution_id, request.namespace):
+            return refuse(errors.IdInOtherNamespace(execution_id=other.execution_id))
+        if other.flow_id is not None:
+            detail = f"already_member_of_different_flow:{other.flow_id}"
+            return refuse(errors.ExecutionAlreadyInFlow(detail, execution_id=other.execution_id))
+        return refuse(errors.InvalidInput(f"nodes: {other.execution_id} exists already"))
     inbound: dict[str, list[StageEdge]] = defaultdict(list)
     outbound: dict[str, list[StageEdge]] = defaultdict(list)
-    for edge in ask.edges:
+    for edge in request.edges:
         inbound[edge.downstream].append(edge)
         outbound[edge.upstream].append(edge)
 
-    writes: list[Write] = [Insert(_flow(ask))]
+    writes: list[Write] = [Insert(_flow_row(request))]
     not_after: list[int] = []
     not_before: list[int] = []
-    born: dict[str, Execution] = {}
-    for node, decision in zip(ask.nodes, create_each(ask.nodes, now, defaults=defaults), strict=True):
+    rows: dict[str, Execution] = {}
+    for node, decision in zip(request.nodes, create_each(request.nodes, now, defaults=defaults), strict=True):
         if isinstance(decision.answer, errors.FabricError):
             return Decision(decision.answer)
         assert decision.change is not None
@@ -128,63 +128,65 @@ def create_graph(
         name = node.execution_id
         if insert.row.delay_until is not None and inbound[name]:
             return refuse(errors.InvalidInput(f"{name}: a node that waits for others cannot be delayed as well"))
-        born[name] = insert.row
+        rows[name] = insert.row
         writes.append(payload)
-        writes.append(Insert(FlowMember(ask.flow_id, name)))
-        if inbound[name] or name in ask.policies:
+        writes.append(Insert(FlowMember(request.flow_id, name)))
+        if inbound[name] or name in request.policies:
             applied = len(inbound[name])
             group = new_group(
-                ask.flow_id,
+                request.flow_id,
                 name,
-                ask.policies.get(name, JoinPolicy()),
+                request.policies.get(name, JoinPolicy()),
                 staged=applied,
                 n=applied,
                 waiting_since=from_now(0) if applied else None,
             )
             writes.append(Insert(group))
-    # Of those that wait nothing stands in line yet; where no other node does, the lane would not be listed.
-    claimable = {row.line for name, row in born.items() if not inbound[name]}
-    waiting = {row.line or queue.queue_of(row) for name, row in born.items() if inbound[name] or row.line is None}
-    lines = {name: None if name in ask.policies else row.line for name, row in born.items()}
-    for name, row in born.items():
-        follow = [
+    # Waiting nodes are in no ready queue yet. Register their queues, so that their lanes are listed.
+    claimable = {row.line for name, row in rows.items() if not inbound[name]}
+    unclaimed = {row.line or queue.queue_of(row) for name, row in rows.items() if inbound[name] or row.line is None}
+    release_queues = {name: None if name in request.policies else row.line for name, row in rows.items()}
+    for name, row in rows.items():
+        named_successors = [
             successor(
                 edge.edge_id,
                 edge.downstream,
                 edge.kind,
                 inbound=len(inbound[edge.downstream]),
                 ref=edge.data_passing_ref,
-                queue=lines[edge.downstream],
+                queue=release_queues[edge.downstream],
             )
             for edge in outbound[name]
         ]
-        writes.append(Insert(_member(row, ask.flow_id, len(inbound[name]), follow)))
-    for edge in ask.edges:
+        writes.append(Insert(_member_row(row, request.flow_id, len(inbound[name]), named_successors)))
+    for edge in request.edges:
         writes.append(Insert(new_edge(edge)))
         ref = edge.data_passing_ref or None
         writes.append(
             Insert(
-                Dependency(edge.downstream, edge.edge_id, ask.flow_id, edge.upstream, edge.kind, data_passing_ref=ref)
+                Dependency(
+                    edge.downstream, edge.edge_id, request.flow_id, edge.upstream, edge.kind, data_passing_ref=ref
+                )
             )
         )
-    nodes, count = len(ask.nodes), len(ask.edges)
+    nodes, count = len(request.nodes), len(request.edges)
     change = Change(
-        guards=(absent(Flow, ask.flow_id),),  # an insert of a member that exists is refused by itself
+        guards=(absent(Flow, request.flow_id),),  # inserting an existing member fails by itself
         writes=tuple(writes),
-        queues=tuple(sorted(waiting - claimable)),
+        queues=tuple(sorted(unclaimed - claimable)),
         not_before=max(not_before, default=None),
         not_after=min(not_after, default=None),
     )
-    return Decision(GraphCreated(ask.flow_id, nodes + count, nodes, count), change)
+    return Decision(GraphCreated(request.flow_id, nodes + count, nodes, count), change)
 
 
-def _flow(ask: CreateGraph) -> Flow:
-    nodes, edges = len(ask.nodes), len(ask.edges)
+def _flow_row(request: CreateGraph) -> Flow:
+    nodes, edges = len(request.nodes), len(request.edges)
     return Flow(
-        ask.flow_id,
-        ask.partition,
-        ask.flow_kind,
-        ask.namespace,
+        request.flow_id,
+        request.partition,
+        request.flow_kind,
+        request.namespace,
         FlowState.OPEN,
         from_now(0),
         from_now(0),
@@ -196,12 +198,12 @@ def _flow(ask: CreateGraph) -> Flow:
     )
 
 
-def _member(born: Execution, flow_id: str, waits_for: int, follow: list[Successor]) -> Execution:
-    """The execution as a member: named by those it waits for, naming those who wait for it."""
+def _member_row(row: Execution, flow_id: str, inbound_count: int, named_successors: list[Successor]) -> Execution:
+    """Return the execution as a member, with its successors and its dependencies."""
     fields: dict[str, object] = {"flow_id": flow_id}
-    if follow:
-        fields["successors"] = encode_successors(follow)
-    if waits_for:
-        fields |= joins.waiting_fields(f"{waits_for} dep(s) unresolved")
+    if named_successors:
+        fields["successors"] = encode_successors(named_successors)
+    if inbound_count:
+        fields |= joins.waiting_fields(f"{inbound_count} dep(s) unresolved")
         fields["public_state"] = PublicState.WAITING_CHILDREN
-    return msgspec.structs.replace(born, **fields)
+    return msgspec.structs.replace(row, **fields)

@@ -1,16 +1,16 @@
-"""Joins: how the ends of upstream executions let a downstream run, or make it impossible.
+"""Joins: how the outcomes of upstream executions let a downstream run, or make it impossible.
 
-A group counts the ends of its inbound edges in three buckets and fires once: satisfied or impossible. Ends arrive
-many at a time; they are counted one after another, so that the result is the same as if each had come alone:
+A group counts the outcomes of its inbound edges in three buckets and fires once: satisfied or impossible. Outcomes
+arrive in batches; they are counted one after another, so the result is the same as if each had arrived alone:
 
     policy      satisfied when      impossible when
     all_of      succeeded == n      failed + skipped >= 1
     any_of      succeeded >= 1      failed + skipped > n - 1
     quorum(k)   succeeded >= k      failed + skipped > n - k
 
-Satisfied is asked first. An end that satisfies its edge counts as succeeded, whatever the end was (`DependencyKind`);
-any other counts as skipped when the upstream was skipped, else as failed. What a fold needs to know beyond group,
-child and dependencies depends on what it finds: `Tally` tells, so that nothing is loaded in vain.
+Satisfied is checked first. An outcome that satisfies its edge counts as succeeded, even if it is a failure
+(`DependencyKind`). Any other counts as skipped if the upstream was skipped, else as failed. `JoinCounts` tells which
+further rows a resolution needs, so that nothing is loaded in vain.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ IMPOSSIBLE_REASON = "dependency_impossible"
 
 
 class Verdict(StrEnum):
-    """What one end meant to the group."""
+    """The effect of one outcome on the group."""
 
     SATISFIED = "satisfied"
     IMPOSSIBLE = "impossible"
@@ -81,8 +81,9 @@ class Verdict(StrEnum):
 class UpstreamOutcome(msgspec.Struct, frozen=True, gc=False):
     """An edge and how its upstream ended.
 
-    An end that is not noted on the edge counts only while the edge is as it was seen: another life of the upstream
-    writes it. That of an `upstream` with many edges is written after them: it counts only while that is as it was seen.
+    An outcome that is not recorded on the edge counts only while the edge is unchanged, because a replay of the
+    upstream writes the edge. If the upstream has many edges, its replay writes them before itself; then `upstream` is
+    guarded too.
     """
 
     dependency: Dependency
@@ -92,34 +93,34 @@ class UpstreamOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class JoinCounts(msgspec.Struct, frozen=True):
-    """A group after some ends were counted: what is to be written, and what that means."""
+    """A group after outcomes were counted."""
 
     succeeded: int
     failed: int
     skipped: int
     state: GroupState
     counted: tuple[UpstreamOutcome, ...]
-    verdicts: tuple[Verdict, ...]  # one for each settlement, counted or not
+    verdicts: tuple[Verdict, ...]  # one per outcome, counted or not
     fired_by: Dependency | None = None
 
     def cancels_siblings(self, group: EdgeGroup) -> bool:
-        """Whether the other upstreams have to be cancelled now."""
+        """True if the other upstreams have to be cancelled now."""
         return self.fired_by is not None and group.on_satisfied is OnSatisfied.CANCEL_REMAINING
 
     def skips(self, child: Execution | None) -> bool:
-        """Whether the child can no longer run."""
+        """True if the child can no longer run."""
         return self.fired_by is not None and self.state is GroupState.IMPOSSIBLE and _is_open(child)
 
     def result_edges(self, group: EdgeGroup, child: Execution | None) -> list[Dependency]:
-        """The edges whose upstream's result becomes the child's input: the first of them that has a result does."""
+        """Return the edges whose result may become the child's input; the first with a result wins."""
         if not _is_open(child) or group.group_state is not GroupState.PENDING:
             return []
         if group.policy_variant is JoinPolicyKind.ALL_OF:
-            # Up to the end that made it impossible: a replay of the child goes on from what had come until then.
-            found = [one.dependency for one in takewhile(is_satisfying, self.counted)]
+            # Up to the outcome that made it impossible: a replay of the child continues from what arrived before.
+            edges = [outcome.dependency for outcome in takewhile(is_satisfying, self.counted)]
         else:
-            found = [] if self.fired_by is None or self.state is GroupState.IMPOSSIBLE else [self.fired_by]
-        return [one for one in reversed(found) if one.data_passing_ref]
+            edges = [] if self.fired_by is None or self.state is GroupState.IMPOSSIBLE else [self.fired_by]
+        return [edge for edge in reversed(edges) if edge.data_passing_ref]
 
 
 def _is_open(child: Execution | None) -> bool:
@@ -127,29 +128,29 @@ def _is_open(child: Execution | None) -> bool:
 
 
 def satisfies(kind: DependencyKind, outcome: TerminalOutcome) -> bool:
-    """Whether this end of the upstream is one that the edge asks for."""
+    """True if this outcome of the upstream satisfies an edge of this kind."""
     if kind is DependencyKind.ANY_OUTCOME:
         return True
     return (outcome is TerminalOutcome.SUCCESS) == (kind is DependencyKind.SUCCESS_ONLY)
 
 
-def is_satisfying(one: UpstreamOutcome) -> bool:
-    """Whether the upstream ended as its edge asks."""
-    return satisfies(one.dependency.dependency_kind, one.outcome)
+def is_satisfying(upstream_outcome: UpstreamOutcome) -> bool:
+    """True if the upstream ended as its edge requires."""
+    return satisfies(upstream_outcome.dependency.dependency_kind, upstream_outcome.outcome)
 
 
-def current_outcome(one: Dependency, upstream: Execution | None) -> TerminalOutcome | None:
-    """How the upstream of an edge has ended as things are now; None for one that lives, even if it had ended before.
+def current_outcome(dependency: Dependency, upstream: Execution | None) -> TerminalOutcome | None:
+    """Return how the upstream of an edge has ended; None while it lives, also after a replay.
 
-    Of an upstream that retention has removed, what it left on the edge is the last word.
+    If retention has removed the upstream, the outcome recorded on the edge is final.
     """
     if upstream is None:
-        return one.outcome
+        return dependency.outcome
     return upstream.terminal_outcome if upstream.lifecycle_phase is LifecyclePhase.TERMINAL else None
 
 
 def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
-    """What these counts make of a pending group."""
+    """Return the state of a pending group with these counts."""
     if group.policy_variant is JoinPolicyKind.ALL_OF:
         if succeeded == group.n:
             return GroupState.SATISFIED
@@ -159,19 +160,19 @@ def evaluate(group: EdgeGroup, succeeded: int, unsuccessful: int) -> GroupState:
     return GroupState.IMPOSSIBLE if unsuccessful > group.n - group.k else GroupState.PENDING
 
 
-def count_outcomes(group: EdgeGroup, settlements: Sequence[UpstreamOutcome]) -> JoinCounts:
-    """Count the ends in the order in which they came; an edge that was counted before is passed over."""
+def count_outcomes(group: EdgeGroup, outcomes: Sequence[UpstreamOutcome]) -> JoinCounts:
+    """Count outcomes in the order of their arrival; an edge that was counted before is ignored."""
     succeeded, failed, skipped = group.succeeded, group.failed, group.skipped
     state, fired_by = group.group_state, None
     counted, verdicts = [], []
-    for one in sorted(settlements, key=arrival_order) if len(settlements) > 1 else settlements:
-        if one.dependency.state is not DependencyState.UNSATISFIED:
+    for outcome in sorted(outcomes, key=arrival_order) if len(outcomes) > 1 else outcomes:
+        if outcome.dependency.state is not DependencyState.UNSATISFIED:
             verdicts.append(Verdict.ALREADY_RESOLVED)
             continue
-        counted.append(one)
-        if is_satisfying(one):
+        counted.append(outcome)
+        if is_satisfying(outcome):
             succeeded += 1
-        elif one.outcome is TerminalOutcome.SKIPPED:
+        elif outcome.outcome is TerminalOutcome.SKIPPED:
             skipped += 1
         else:
             failed += 1
@@ -180,35 +181,35 @@ def count_outcomes(group: EdgeGroup, settlements: Sequence[UpstreamOutcome]) -> 
             continue
         state = evaluate(group, succeeded, failed + skipped)
         if state is not GroupState.PENDING:
-            fired_by = one.dependency
+            fired_by = outcome.dependency
         verdicts.append(Verdict(state.value))
     return JoinCounts(succeeded, failed, skipped, state, tuple(counted), tuple(verdicts), fired_by)
 
 
-def arrival_order(one: UpstreamOutcome) -> tuple[int, str]:
-    """The order in which ends are counted: when they came, then by edge."""
-    return one.dependency.unfolded_at or 0, one.dependency.edge_id
+def arrival_order(outcome: UpstreamOutcome) -> tuple[int, str]:
+    """The order in which outcomes are counted: by arrival, then by edge."""
+    return outcome.dependency.unfolded_at or 0, outcome.dependency.edge_id
 
 
 class JoinContext(msgspec.Struct, frozen=True):
-    """What a fold has to know besides group, child and dependencies, as far as its tally asks for it."""
+    """Further rows that a resolution needs, as far as its counts ask for them."""
 
-    siblings: Sequence[str] = ()  # the upstreams that have not ended, when they are flagged
-    passed_result: tuple[Payload, Result] | None = None  # the child's input, and the result that replaces it if it may
-    flow: Flow | None = None  # when the child is skipped
-    cancel_pending: bool = False  # the child is about to be cancelled with its flow
+    siblings: Sequence[str] = ()  # upstreams that have not ended, if they are to be cancelled
+    passed_result: tuple[Payload, Result] | None = None  # the child's input and the result that replaces it
+    flow: Flow | None = None  # if the child is skipped
+    cancel_pending: bool = False  # the child is in the cancel backlog of its flow
 
 
-def running_siblings(inbound: Sequence[Dependency], counts: JoinCounts, again: Mapping[str, Execution]) -> list[str]:
-    """The upstreams that have not ended: no end came to their edges, or they live all the same (`again`)."""
-    over = {one.dependency.upstream_execution_id for one in counts.counted}
-    going = {one.upstream_execution_id for one in inbound if one.outcome is None} - over
-    going |= {name for name, row in again.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
-    return sorted(going & {one.upstream_execution_id for one in inbound})
+def running_siblings(inbound: Sequence[Dependency], counts: JoinCounts, replayed: Mapping[str, Execution]) -> list[str]:
+    """Return the upstreams that have not ended: no outcome on their edges, or replayed since."""
+    ended = {outcome.dependency.upstream_execution_id for outcome in counts.counted}
+    running = {edge.upstream_execution_id for edge in inbound if edge.outcome is None} - ended
+    running |= {name for name, row in replayed.items() if row.lifecycle_phase is not LifecyclePhase.TERMINAL}
+    return sorted(running & {edge.upstream_execution_id for edge in inbound})
 
 
 class JoinResolution(msgspec.Struct, frozen=True):
-    """What a fold did: a verdict for each settlement in order of arrival, and whether the child ended by it."""
+    """The result of resolving a join: a verdict per outcome in order of arrival, and whether the child was skipped."""
 
     verdicts: tuple[Verdict, ...]
     resolved: int = 0
@@ -216,84 +217,86 @@ class JoinResolution(msgspec.Struct, frozen=True):
 
 
 def resolve_join(
-    group: EdgeGroup, child: Execution | None, counts: JoinCounts, around: JoinContext
+    group: EdgeGroup, child: Execution | None, counts: JoinCounts, context: JoinContext
 ) -> Decision[JoinResolution]:
-    """Count settled edges and do what follows: let the child run, skip it, flag its other upstreams.
+    """Count outcomes and apply the consequences: release the child, skip it, flag its other upstreams.
 
-    The change is decided on the group; and on the child and its flow where those are touched.
+    The change guards the group, and the child and its flow where they are affected.
     """
     if not counts.counted:
         return Decision(JoinResolution(counts.verdicts))
     total = counts.succeeded + counts.failed + counts.skipped
     if total > group.n:
-        return Decision(errors.BugError(f"invariant_violation: {total} ends of {group.n} edges"))
+        return Decision(errors.BugError(f"invariant_violation: {total} outcomes of {group.n} edges"))
     key = (group.flow_id, group.downstream_execution_id)
     guards: list[Guard] = [seen_group(group, *key)]
     fields: dict[str, Any] = {
         "succeeded": counts.succeeded,
         "failed": counts.failed,
         "skipped": counts.skipped,
-        **_fired(group, counts, around),
+        **_fired_fields(group, counts, context),
     }
-    writes: list[Write] = [Patch(EdgeGroup, key, fields), *map(_resolved, counts.counted)]
+    writes: list[Write] = [Patch(EdgeGroup, key, fields), *map(_resolve_dependency, counts.counted)]
     events: tuple[Event, ...] = ()
     if counts.cancels_siblings(group):
         writes.append(Upsert(PendingSiblingCancel(*key, from_now(0))))
-    carriers = counts.result_edges(group, child)
-    carried = around.passed_result if carriers else None
-    if child is not None and (counts.fired_by is not None or carried is not None):
-        # Also when the child is left as it is: its worker may be about to park it until this group fires.
+    result_edges = counts.result_edges(group, child)
+    passed_result = context.passed_result if result_edges else None
+    if child is not None and (counts.fired_by is not None or passed_result is not None):
+        # Also if the child does not change: its worker may be about to make it wait for this group.
         guards.append(seen(child))
-    relied_on = [
-        *_without_result(carriers, carried),
-        *(one.dependency for one in counts.counted if not one.is_recorded),
+    unproven_edges = [
+        *_edges_without_result(result_edges, passed_result),
+        *(outcome.dependency for outcome in counts.counted if not outcome.is_recorded),
     ]
-    guards += {one.edge_id: seen_dependency(one) for one in relied_on}.values()
-    lived = {one.upstream.execution_id: one.upstream for one in counts.counted if one.upstream is not None}
-    guards += map(seen, lived.values())
-    if carried is not None:
-        writes.append(_pass_result(*carried))
-    skips = counts.skips(child) and not around.cancel_pending
+    guards += {edge.edge_id: seen_dependency(edge) for edge in unproven_edges}.values()
+    upstreams = {
+        outcome.upstream.execution_id: outcome.upstream for outcome in counts.counted if outcome.upstream is not None
+    }
+    guards += map(seen, upstreams.values())
+    if passed_result is not None:
+        writes.append(_pass_result(*passed_result))
+    skips = counts.skips(child) and not context.cancel_pending
     if skips and child is not None:
-        ended = skip_child(child)
-        writes += ended.writes
-        events = ended.events
-        if around.flow is not None:
-            # Decided on the flow as well: its cancel, when it comes first, wants the child for itself.
-            guards.append(seen_flow(around.flow))
+        skip = skip_child(child)
+        writes += skip.writes
+        events = skip.events
+        if context.flow is not None:
+            # A flow cancel that commits first lists the child in its backlog, so it must win.
+            guards.append(seen_flow(context.flow))
     elif counts.fired_by is not None and counts.state is GroupState.SATISFIED and waits_for_dependencies(child):
         writes.append(release_child(child))
     change = Change(guards=tuple(guards), writes=tuple(writes), events=events)
     return Decision(JoinResolution(counts.verdicts, len(counts.counted), skips), change)
 
 
-def seen_dependency(one: Dependency) -> Guard:
-    """The edge as the rule saw it."""
-    return Guard(Dependency, (one.downstream_execution_id, one.edge_id), one.revision)
+def seen_dependency(dependency: Dependency) -> Guard:
+    """Return a guard on the edge as it was loaded."""
+    return Guard(Dependency, (dependency.downstream_execution_id, dependency.edge_id), dependency.revision)
 
 
-def _without_result(carriers: Sequence[Dependency], carried: tuple[Payload, Result] | None) -> Iterable[Dependency]:
-    """The edges that handed nothing on. A replay takes a result away, and the note on the edge with it."""
-    found = None if carried is None else carried[1].execution_id
-    return takewhile(lambda one: one.upstream_execution_id != found, carriers)
+def _edges_without_result(
+    edges: Sequence[Dependency], passed_result: tuple[Payload, Result] | None
+) -> Iterable[Dependency]:
+    """Return the edges that passed no result. They are guarded: a replay removes a result and writes the edge."""
+    provider = None if passed_result is None else passed_result[1].execution_id
+    return takewhile(lambda edge: edge.upstream_execution_id != provider, edges)
 
 
-def inline_release(
-    group: EdgeGroup, child: Execution, settlement: UpstreamOutcome, around: JoinContext
-) -> Change | None:
-    """The fold of a child that waits for this edge alone, to be written with whatever settles the edge.
+def inline_release(group: EdgeGroup, child: Execution, outcome: UpstreamOutcome, context: JoinContext) -> Change | None:
+    """Return the resolution of a child that waits for this edge only, to commit with the upstream's completion.
 
-    None when it waits for others by now, has counted an end already, or needs a closer look than this.
+    None if the group has other edges, has counted an outcome, or needs further loads.
     """
     if group.n != 1 or group.succeeded or group.failed or group.skipped:
         return None
-    counts = count_outcomes(group, [settlement])
+    counts = count_outcomes(group, [outcome])
     if counts.cancels_siblings(group) or counts.skips(child):
         return None
-    return resolve_join(group, child, counts, around).change
+    return resolve_join(group, child, counts, context).change
 
 
-# A group that waits for one edge and has counted nothing, and a child that has never run and waits for that alone.
+# A group with one edge and no counted outcome, and a child that never ran and waits only for that group.
 EXPECTED_GROUP = Expected(
     {
         "policy_variant": JoinPolicyKind.ALL_OF,
@@ -317,28 +320,28 @@ EXPECTED_CHILD = Expected(
 
 
 def inline_release_without_load(
-    flow_id: str, edge_id: str, child: str, line: QueueKey, carried: tuple[Payload, Result] | None = None
+    flow_id: str, edge_id: str, child: str, line: QueueKey, passed_result: tuple[Payload, Result] | None = None
 ) -> Change:
-    """What `advance` says of a success when group and child are as applying the edge left them; the store proves it.
+    """Return what `inline_release` decides on success if group and child are as the applied edge left them.
 
-    `line` is where the child belongs by what never changes of it.
+    The store verifies that. `line` is the child's ready queue, which follows from columns that never change.
     """
-    counted, resolved, stands = _advanced(line)
+    counted, resolved, enqueued = _release_fields(line)
     key = (flow_id, child)
     writes: tuple[Write, ...] = (
         Patch(EdgeGroup, key, counted),
         Patch(Dependency, (child, edge_id), resolved),
-        Patch(Execution, (child,), stands),
+        Patch(Execution, (child,), enqueued),
     )
-    if carried is not None:
-        writes += (_pass_result(*carried),)
+    if passed_result is not None:
+        writes += (_pass_result(*passed_result),)
     guards = (expect(EdgeGroup, EXPECTED_GROUP, *key), expect(Execution, EXPECTED_CHILD, child))
     return Change(guards=guards, writes=writes)
 
 
 @lru_cache(maxsize=1024)
-def _advanced(line: QueueKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The fields that group, dependency and child get, taken from what the rule makes of rows that look like that."""
+def _release_fields(line: QueueKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the columns that group, dependency and child get, derived by running the rule on template rows."""
     group = EdgeGroup(
         **(
             {name: ColumnRef(name) for name in EdgeGroup.__struct_fields__}
@@ -352,16 +355,16 @@ def _advanced(line: QueueKey) -> tuple[dict[str, Any], dict[str, Any], dict[str,
         "terms": None,
     }
     child = Execution(**(columns | EXPECTED_CHILD.fields))
-    settlement = UpstreamOutcome(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
-    change = inline_release(group, child, settlement, JoinContext())
+    outcome = UpstreamOutcome(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
+    change = inline_release(group, child, outcome, JoinContext())
     assert change is not None
-    counted, resolved, stands = (write.fields for write in change.writes if isinstance(write, Patch))
-    # A first attempt has had its kind and its time since the create.
-    stands = {name: value for name, value in stands.items() if name not in ("next_type", "next_timeout_ms")}
-    return counted, resolved, stands | {"line": line}
+    counted, resolved, enqueued = (write.fields for write in change.writes if isinstance(write, Patch))
+    # The create already set type and timeout of the first attempt.
+    enqueued = {name: value for name, value in enqueued.items() if name not in ("next_type", "next_timeout_ms")}
+    return counted, resolved, enqueued | {"line": line}
 
 
-def _fired(group: EdgeGroup, counts: JoinCounts, around: JoinContext) -> dict[str, Any]:
+def _fired_fields(group: EdgeGroup, counts: JoinCounts, context: JoinContext) -> dict[str, Any]:
     if counts.fired_by is None:
         return {}
     satisfied = counts.state is GroupState.SATISFIED
@@ -371,12 +374,12 @@ def _fired(group: EdgeGroup, counts: JoinCounts, around: JoinContext) -> dict[st
         "satisfied_at": NOW if satisfied else None,
     }
     if counts.cancels_siblings(group):
-        fields.update(sibling_cancel_fields(around.siblings, satisfied=satisfied))
+        fields.update(sibling_cancel_fields(context.siblings, satisfied=satisfied))
     return fields
 
 
 def sibling_cancel_fields(siblings: Sequence[str], *, satisfied: bool) -> dict[str, Any]:
-    """The fields of a fired group whose other upstreams are to be cancelled; the list may be empty."""
+    """Return the columns of a fired group whose other upstreams are to be cancelled; the list may be empty."""
     return {
         "cancel_siblings_pending_flag": True,
         "cancel_siblings_pending_members": "|".join(sorted(siblings)) or None,
@@ -384,24 +387,24 @@ def sibling_cancel_fields(siblings: Sequence[str], *, satisfied: bool) -> dict[s
     }
 
 
-def _resolved(one: UpstreamOutcome) -> Patch:
+def _resolve_dependency(outcome: UpstreamOutcome) -> Patch:
     fields = {
-        "state": DependencyState.SATISFIED if is_satisfying(one) else DependencyState.IMPOSSIBLE,
-        "outcome": one.outcome,
+        "state": DependencyState.SATISFIED if is_satisfying(outcome) else DependencyState.IMPOSSIBLE,
+        "outcome": outcome.outcome,
         "last_resolved_at": NOW,
         "unfolded_at": None,
     }
-    return Patch(Dependency, (one.dependency.downstream_execution_id, one.dependency.edge_id), fields)
+    return Patch(Dependency, (outcome.dependency.downstream_execution_id, outcome.dependency.edge_id), fields)
 
 
 def _pass_result(payload: Payload, result: Result) -> Upsert:
-    """The upstream's result in place of the child's input, bytes and encoding."""
+    """Return the write that replaces the child's input and encoding by the upstream's result."""
     encoding = result.encoding or payload.payload_encoding
     return Upsert(msgspec.structs.replace(payload, input_payload=result.payload or None, payload_encoding=encoding))
 
 
 def waits_for_dependencies(child: Execution | None) -> bool:
-    """Whether the child waits for its dependencies and for nothing else."""
+    """True if the child waits for its dependencies and for nothing else."""
     return (
         child is not None
         and child.lifecycle_phase is LifecyclePhase.RUNNABLE
@@ -412,7 +415,7 @@ def waits_for_dependencies(child: Execution | None) -> bool:
 
 
 def release_child(child: Execution | None) -> Patch:
-    """A child whose dependencies are met stands in line for a worker."""
+    """Return the patch that enqueues a child whose dependencies are met."""
     assert child is not None
     fields: dict[str, Any] = {}
     state = child.attempt_state
@@ -423,7 +426,7 @@ def release_child(child: Execution | None) -> Patch:
 
 
 def waiting_fields(text: str) -> dict[str, Any]:
-    """The fields of an execution that waits for others and can be claimed by nobody."""
+    """Return the columns of an execution that waits for others and is not claimable."""
     return {
         "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
         "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
@@ -436,7 +439,7 @@ def waiting_fields(text: str) -> dict[str, Any]:
 
 
 def skip_child(child: Execution) -> Change:
-    """The end of an execution that can never run: nothing it waits for can come any more."""
+    """Return the change that ends an execution whose dependencies can never be met."""
     fields: dict[str, Any] = {} if lease.has_open_attempt(child) else {"attempt_state": AttemptState.NONE}
     return transitions.terminate(
         child,

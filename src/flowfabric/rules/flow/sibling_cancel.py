@@ -1,4 +1,9 @@
-"""sibling_cancel: split from flowfabric.rules.cancel."""
+"""Cancel siblings without loading them.
+
+A fired join often cancels many siblings that never started. They were created together with a sibling whose row is
+known, so their rows can be predicted. The change carries the prediction as a guard, and the store refuses it if the row
+differs.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +21,39 @@ from flowfabric.rules.execution.cancel import SIBLING_REASONS, UNSTARTED_FIELDS,
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
 
-# Born with another one: what is known of both by the birth of one. Who waits for it is known from its edge.
+# Columns that siblings created together share. The successors of each follow from its edge.
 CREATION_COLUMNS = ("lane_id", "flow_id", "created_at", "terms")
 EXPECTED_AS_CREATED = Expected(UNSTARTED_FIELDS, per_row=(*CREATION_COLUMNS, "successors"))
-_born = attrgetter(*CREATION_COLUMNS)
+_creation_values = attrgetter(*CREATION_COLUMNS)
 
 
 def cancel_without_load(
     edges: Iterable[Dependency], inbound: int, other: Execution, reason: str
 ) -> list[tuple[Change, Execution]]:
-    """What `cancel` says of the upstreams of these edges if they are as they were born, with `other`; stores prove it.
+    """Return what `cancel` decides for the upstreams of these edges if they are as they were created with `other`.
 
-    Each comes with the row of which that is said, where `Own` stands for what is not known. None come when they would
-    need a look. `inbound` counts the edges that lead to the downstream.
+    Each change comes with the predicted row, in which `ColumnRef` stands for unknown columns. The list is empty if the
+    siblings have to be loaded. `inbound` is the number of edges into the downstream.
 
-    One thing is left out: the ends are not noted on the edges. The downstream's group has fired and is in no hurry to
-    know of them; whoever cancels them counts them together, and their purge notes what nobody has counted.
+    Outcomes are not recorded on the edges. The group has fired already; the canceller counts all siblings together, and
+    their purge records what nobody has counted.
     """
     if reason not in SIBLING_REASONS or decode_terms(other.terms).quota_policy_ids:
         return []
-    kept_ms, born = transitions.retention_ms(other), _born(other)
-    form = sibling_template(kept_ms, reason, other.flow_id is not None)
-    model = msgspec.structs.replace(_unseen_sibling(kept_ms), **dict(zip(CREATION_COLUMNS, born, strict=True)))
-    found = []
+    retention_ms, creation_values = transitions.retention_ms(other), _creation_values(other)
+    template = sibling_template(retention_ms, reason, other.flow_id is not None)
+    predicted = msgspec.structs.replace(
+        _predicted_row(retention_ms), **dict(zip(CREATION_COLUMNS, creation_values, strict=True))
+    )
+    cancels = []
     for edge in edges:
-        name, waits = edge.upstream_execution_id, successors.encode_only_successor(edge, inbound)
-        row = msgspec.structs.replace(model, execution_id=name, successors=waits)
-        guard = expect(Execution, EXPECTED_AS_CREATED, name, expected_values=(*born, waits))
-        found.append((Change((guard,), template=form), row))
-    return found
+        name, successor_text = edge.upstream_execution_id, successors.encode_only_successor(edge, inbound)
+        row = msgspec.structs.replace(predicted, execution_id=name, successors=successor_text)
+        guard = expect(Execution, EXPECTED_AS_CREATED, name, expected_values=(*creation_values, successor_text))
+        cancels.append((Change((guard,), template=template), row))
+    return cancels
 
 
 @lru_cache(maxsize=256)
-def _unseen_sibling(kept_ms: int) -> Execution:
-    return transitions.template_row(UNSTARTED_FIELDS, kept_ms, is_member=True)
+def _predicted_row(retention_ms: int) -> Execution:
+    return transitions.template_row(UNSTARTED_FIELDS, retention_ms, is_member=True)

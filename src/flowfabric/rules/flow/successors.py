@@ -1,9 +1,9 @@
-"""Successors: who waits for the end of an execution, and what that end leaves behind for them.
+"""Successors: the executions that wait for an execution, and what its completion writes for them.
 
-The sheet of an execution names its applied outgoing edges when there are few, and otherwise says that there are many.
-So an end knows its edges without asking: applying one writes the sheet, and an end decided on an older sheet is
-refused. Few edges are settled in the change that ends the execution. Many are left to a dispatch row, which is worked
-off in bounded steps.
+The execution row names its applied outgoing edges if there are few; otherwise it says that there are many. So a
+completion knows its edges without a load: applying an edge writes the row, and a completion decided on an older row
+conflicts. With few edges, the completing change records the outcome on each. With many, it inserts a dispatch row,
+which is worked off in bounded steps (`fan_out`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules.decision import Decision
 
-MAX_NAMED_SUCCESSORS = 128  # edges that are named on the sheet, with about a hundred bytes each
+MAX_NAMED_SUCCESSORS = 128  # about a hundred bytes each
 MANY = "many"
 
 
@@ -30,14 +30,14 @@ class Successor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     edge_id: str
     execution_id: str
-    is_sole: bool = False  # when the edge was applied it waited for this success only
-    passes_result: bool = False  # the result becomes its input
-    # Where it will stand when it waits for nothing else; () when that is not known.
+    is_sole: bool = False  # the downstream had no other dependency when the edge was applied
+    passes_result: bool = False  # the result becomes the downstream's input
+    # The downstream's ready queue once released; () if unknown.
     queue: tuple[str | int | bool, ...] = ()
 
 
-_read = msgspec.json.Decoder(list[Successor]).decode
-_write = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[Successor]).decode
+_encode = msgspec.json.Encoder().encode
 
 
 def successor(
@@ -49,99 +49,99 @@ def successor(
     ref: str | None,
     queue: QueueKey | None,
 ) -> Successor:
-    """An applied edge as its upstream names it; `inbound` counts the edges that lead to the downstream."""
-    alone = inbound == 1 and kind is not DependencyKind.FAILURE_ONLY
-    return Successor(edge_id, execution_id, alone, bool(ref), _encode_queue(queue) if alone and queue else ())
+    """Return an applied edge as its upstream stores it; `inbound` is the number of edges into the downstream."""
+    is_sole = inbound == 1 and kind is not DependencyKind.FAILURE_ONLY
+    return Successor(edge_id, execution_id, is_sole, bool(ref), _encode_queue(queue) if is_sole and queue else ())
 
 
 def encode_only_successor(edge: Dependency, inbound: int) -> str:
-    """The field of a sheet with this applied edge and no other; `inbound` counts the edges to its downstream."""
+    """Encode a row's successors if this edge is the only one; `inbound` is the number of edges into its downstream."""
     kind, ref = edge.dependency_kind, edge.data_passing_ref
     return encode_successors(
         [successor(edge.edge_id, edge.downstream_execution_id, kind, inbound=inbound, ref=ref, queue=None)]
     )
 
 
-def _encode_queue(line: QueueKey) -> tuple[str | int | bool, ...]:
-    """A line as its values, without those at the end that most lines have."""
-    values = msgspec.structs.astuple(line)
-    while values[-1] == _USUAL[len(values) - 1]:
+def _encode_queue(key: QueueKey) -> tuple[str | int | bool, ...]:
+    """Return the values of a queue key without trailing defaults."""
+    values = msgspec.structs.astuple(key)
+    while values[-1] == _DEFAULT_QUEUE[len(values) - 1]:
         values = values[:-1]
     return values
 
 
-_USUAL = msgspec.structs.astuple(QueueKey(""))
+_DEFAULT_QUEUE = msgspec.structs.astuple(QueueKey(""))
 
 
 def named_successors(row: Execution) -> list[Successor]:
-    """The successors that the sheet names; none when there are none, or too many. `Corruption` for no successors."""
+    """Return the successors that the row names; none if there are none or too many. Raises `Corruption`."""
     try:
-        return [] if row.successors is None or row.successors == MANY else _read(row.successors)
+        return [] if row.successors is None or row.successors == MANY else _decode(row.successors)
     except msgspec.DecodeError as fault:
         raise errors.Corruption(f"exec_core: successors: {fault}") from fault
 
 
 def has_many(row: Execution | None) -> bool:
-    """Whether there are too many successors for the sheet to name them."""
+    """True if there are too many successors for the row to name them."""
     return row is not None and row.successors == MANY
 
 
 def with_successors(row: Execution, more: list[Successor]) -> str:
-    """The field of the sheet when these edges have been applied as well."""
+    """Encode the row's successors after these edges were applied as well."""
     return MANY if row.successors == MANY else encode_successors(named_successors(row) + more)
 
 
 def encode_successors(successors: list[Successor]) -> str:
-    """The field of a sheet with exactly these successors."""
-    return MANY if len(successors) > MAX_NAMED_SUCCESSORS else _write(successors).decode()
+    """Encode exactly these successors."""
+    return MANY if len(successors) > MAX_NAMED_SUCCESSORS else _encode(successors).decode()
 
 
 def outcome_writes(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
-    """What the end of this execution writes for those who wait for it."""
+    """Return what the completion of this execution writes for its successors."""
     if row.successors is None:
         return ()
     if row.successors == MANY:
         return (Upsert(CompletionDispatch(row.execution_id, row.flow_id or "", outcome, from_now(0))),)
-    return tuple(record_outcome(one.execution_id, one.edge_id, outcome) for one in named_successors(row))
+    return tuple(record_outcome(edge.execution_id, edge.edge_id, outcome) for edge in named_successors(row))
 
 
 @lru_cache(maxsize=1024)
 def decode_queue(values: tuple[Any, ...]) -> QueueKey:
-    """The line that a successor names."""
+    """Return the queue that a successor names."""
     return QueueKey(*values)
 
 
 def record_outcome(downstream: str, edge_id: str, outcome: TerminalOutcome) -> Patch:
-    """Note on a dependency how its upstream ended; the first end that is counted counts.
+    """Return the patch that records an upstream's outcome on a dependency, unless an outcome was counted.
 
-    One that nobody had counted when the upstream was given another life is no end any more, and is written over.
+    An outcome that was not counted before the upstream was replayed is overwritten.
     """
     fields = {"outcome": outcome, "unfolded_at": NOW}
     return Patch(Dependency, (downstream, edge_id), fields, unless_set="last_resolved_at")
 
 
 def retraction_writes(row: Execution) -> tuple[Write, ...]:
-    """What another life of this execution takes back of what its end left: notes that nobody has counted yet.
+    """Return what a replay of this execution retracts: recorded outcomes that were not counted yet.
 
-    Of many edges the notes were taken back before (`take_back`), in changes of their own.
+    With many edges, `retract_outcomes` has retracted them before, in changes of its own.
     """
     if row.successors == MANY:
         return (Delete(CompletionDispatch, (row.execution_id,)),)
-    return tuple(clear_outcome(one.execution_id, one.edge_id) for one in named_successors(row))
+    return tuple(clear_outcome(edge.execution_id, edge.edge_id) for edge in named_successors(row))
 
 
 def clear_outcome(downstream: str, edge_id: str) -> Patch:
-    """Take back the note of an end that nobody has counted; whoever is about to count it is refused."""
+    """Return the patch that retracts an outcome that was not counted; a concurrent count then conflicts."""
     fields = {"outcome": None, "unfolded_at": None}
     return Patch(Dependency, (downstream, edge_id), fields, unless_set="last_resolved_at")
 
 
 def retract_outcomes(row: Execution | None, edges: Sequence[Edge], revision: int | None) -> Decision[int | None]:
-    """Take back what the end of an execution with many edges left on some of them, before it is given another life.
+    """Retract the outcome from some of many edges before the execution is replayed.
 
-    The answer is the revision of the execution that this was decided on; None if there is nothing to do, or if the
-    execution is no longer of the `revision` that earlier steps saw. It stays as it is, and ended: if nothing follows,
-    the reconciler finds its end again. The dispatch row goes with the first step, so that nobody notes the end anew.
+    Answers the revision that this was decided on; None if there is nothing to do or the execution no longer has the
+    `revision` of earlier steps. The execution stays terminal: if no replay follows, the reconciler finds its outcome
+    again. The first step deletes the dispatch row, so that nobody records the outcome again.
     """
     if row is None or row.successors != MANY or row.lifecycle_phase is not LifecyclePhase.TERMINAL:
         return Decision(None)

@@ -1,4 +1,4 @@
-"""How flows read: snapshots for callers, and the summary that is projected from the members."""
+"""Views of flows: snapshots for readers, and the summary that is projected from the members."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTED = tuple(state for state in PublicState if f"members_{state.value}" in Fl
 
 
 class EdgeGroupSnapshot(msgspec.Struct, frozen=True):
-    """A join as people see it."""
+    """A join as shown to readers."""
 
     downstream_execution_id: str
     policy: dict[str, Any]
@@ -36,7 +36,7 @@ class EdgeGroupSnapshot(msgspec.Struct, frozen=True):
 
 
 class FlowSnapshot(msgspec.Struct, frozen=True):
-    """A flow as people see it."""
+    """A flow as shown to readers."""
 
     flow_id: str
     flow_kind: str
@@ -55,7 +55,7 @@ class FlowSnapshot(msgspec.Struct, frozen=True):
 
 
 class FlowStatus(msgspec.Struct, frozen=True):
-    """A flow as a line of a list."""
+    """A flow as an entry of a list."""
 
     flow_id: str
     created_at: int
@@ -63,7 +63,7 @@ class FlowStatus(msgspec.Struct, frozen=True):
 
 
 def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
-    """The join for a reader."""
+    """Return the join as shown to readers."""
     counted = group.succeeded + group.failed + group.skipped
     return EdgeGroupSnapshot(
         group.downstream_execution_id,
@@ -78,7 +78,7 @@ def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
 
 
 def flow_snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
-    """The flow for a reader, with the joins that edges lead to."""
+    """Return the flow as shown to readers, with the joins that have edges."""
     policy = flow.cancellation_policy
     return FlowSnapshot(
         flow.flow_id,
@@ -99,7 +99,7 @@ def flow_snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
 
 
 def tags_of(flow: Flow) -> dict[str, str]:
-    """The flow's tags; a text that is no tags is corruption."""
+    """Return the flow's tags. Raises `Corruption` if the stored text is not valid."""
     try:
         return decode_tags(flow.tags)
     except errors.Corruption as fault:
@@ -107,17 +107,17 @@ def tags_of(flow: Flow) -> dict[str, str]:
 
 
 def flow_status(flow: Flow) -> FlowStatus:
-    """The flow for a list."""
+    """Return the flow as an entry of a list."""
     match flow.public_flow_state:
         case FlowState.OPEN | FlowState.RUNNING | FlowState.BLOCKED:
-            word = "active"
+            status = "active"
         case other:
-            word = other.value
-    return FlowStatus(flow.flow_id, flow.created_at, word)
+            status = other.value
+    return FlowStatus(flow.flow_id, flow.created_at, status)
 
 
 def derived_state(counts: Counter[PublicState]) -> FlowState:
-    """The state of a flow that follows from its members; the first that applies."""
+    """Return the flow state that follows from its members; the first case that applies."""
     if all(state in _FINAL for state in counts):
         return FlowState.FAILED if any(state in counts for state in FAILURE_STATES) else FlowState.COMPLETED
     if PublicState.ACTIVE in counts:
@@ -131,29 +131,29 @@ _FINAL = frozenset({*FAILURE_STATES, PublicState.COMPLETED, PublicState.SKIPPED}
 
 
 def project_summary(flow: Flow | None, total: int, rows: Iterable[Execution]) -> Decision[bool]:
-    """Write the summary of a flow; False when the flow is gone or none of its members has a record.
+    """Write the summary of a flow; False if the flow is gone or none of its members exists.
 
-    A flow all of whose members have ended needs no further looks, until it gets a new member.
+    A flow whose members have all ended is not projected again until it gets a new member or one is replayed.
     """
     if flow is None:
         return Decision(False)
-    found = list(rows)
-    counts = Counter(row.public_state for row in found)
-    over = all(row.lifecycle_phase is LifecyclePhase.TERMINAL for row in found)
-    look = Patch(Flow, (flow.flow_id,), {"project_at": None if over else NOW})
-    if not found:
+    members = list(rows)
+    counts = Counter(row.public_state for row in members)
+    has_ended = all(row.lifecycle_phase is LifecyclePhase.TERMINAL for row in members)
+    next_projection = Patch(Flow, (flow.flow_id,), {"project_at": None if has_ended else NOW})
+    if not members:
         if flow.project_at is None:
             return Decision(False)
-        return Decision(False, Change(guards=(seen_flow(flow),), writes=(look,)))
+        return Decision(False, Change(guards=(seen_flow(flow),), writes=(next_projection,)))
     summary = FlowSummary(
         flow.flow_id,
         derived_state(counts),
         from_now(0),
         total,
-        len(found),
+        len(members),
         **{f"members_{state.value}": counts[state] for state in COUNTED},
     )
     writes: tuple[Any, ...] = (Upsert(summary),)
     if flow.project_at is not None:
-        writes = (look, *writes)
+        writes = (next_projection, *writes)
     return Decision(True, Change(guards=(seen_flow(flow),), writes=writes))

@@ -1,7 +1,8 @@
-"""Sleeping: how a hard limit whose action is `suspend` puts an execution to sleep, and how room in the budget wakes it.
+"""Budget suspension: a hard limit with the action `suspend` suspends an execution until the budget has capacity.
 
-The sleeper waits on a waitpoint whose key says what it needs or, as a durable function, on a mailbox of that name. It
-is woken for that need only: by the time the word arrives it may be awake, over, or waiting for something else.
+The execution waits on a waitpoint whose key encodes its need or, as a durable function, on a mailbox of that name. It
+is resumed for that need only: by the time the message arrives it may be running, finished, or waiting for something
+else.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BUDGET_REASON_CODE = "paused_by_budget"
 
 
 class BudgetSuspensionIds(msgspec.Struct, frozen=True):
-    """What is minted for a sleep beforehand."""
+    """The ids minted beforehand for such a suspension."""
 
     suspension_id: str
     waitpoint_id: str
@@ -43,28 +44,28 @@ class BudgetSuspensionIds(msgspec.Struct, frozen=True):
 
 def suspend_for_budget(
     row: Execution | None,
-    root: Suspension | None,
+    suspension: Suspension | None,
     keys: Sequence[SigningKey],
     need: BudgetNeed,
-    bed: BudgetSuspensionIds,
+    minted: BudgetSuspensionIds,
     holder: HandleFields,
     now: int,
 ) -> Decision[bool]:
-    """Put the holder's work away until there is room for its need. True when it sleeps, by this call or an earlier one.
+    """Suspend the holder's work until its need fits. True if it is suspended, by this call or an earlier one.
 
-    Whoever does not hold the lease puts nobody to sleep. Where no key is there to sign with, nobody can signal the
-    waitpoint; room in the budget, or an operator, wakes the sleeper all the same.
+    Nothing is suspended for a caller that does not hold the lease. Without a signing key nobody can signal the
+    waitpoint, but capacity in the budget or an operator still resumes the execution.
     """
     if row is None:
         return Decision(False)
-    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in suspend_rules.budget_needs(row, root):
+    if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in suspend_rules.budget_needs(row, suspension):
         return Decision((row.attempt_id, row.lease_epoch) == (holder.attempt_id, holder.lease_epoch))
     refused = lease.check_lease(row, Fence(holder.lease_id, holder.lease_epoch, holder.attempt_id), now)
     if refused is not None:
         return Decision(False, refused.change)
     args = SuspendArgs(
-        suspension_id=bed.suspension_id,
-        waitpoints=(FreshWaitpoint(bed.waitpoint_id, need.key),),
+        suspension_id=minted.suspension_id,
+        waitpoints=(FreshWaitpoint(minted.waitpoint_id, need.key),),
         resume_condition=Single(need.key),
         reason_code=BUDGET_REASON_CODE,
         now=now,
@@ -73,35 +74,35 @@ def suspend_for_budget(
     waitpoint = waitpoint_rules.new_waitpoint(
         row,
         None if isinstance(signer, errors.FabricError) else signer,
-        bed.waitpoint_id,
+        minted.waitpoint_id,
         need.key,
-        suspension_id=bed.suspension_id,
+        suspension_id=minted.suspension_id,
         activated_at=from_now(0),
     )
-    scene = suspend_rules.SuspendRows(row, root, remembered=None, waitpoints={}, buffered=(), keys=keys)
-    return Decision(True, suspend_rules.suspend_on(scene, row, args, holder, [waitpoint], {}, [], now).change)
+    rows = suspend_rules.SuspendRows(row, suspension, remembered=None, waitpoints={}, buffered=(), keys=keys)
+    return Decision(True, suspend_rules.suspend_on(rows, row, args, holder, [waitpoint], {}, [], now).change)
 
 
 def resume_from_budget(
-    row: Execution | None, root: Suspension | None, need: BudgetNeed, message_id: str, now: int
+    row: Execution | None, suspension: Suspension | None, need: BudgetNeed, message_id: str, now: int
 ) -> Decision[bool]:
-    """Let an execution that sleeps on this need go on; nothing when it does not, or not any more."""
+    """Resume an execution that is suspended on this need; otherwise change nothing."""
     if (
         row is None
         or row.lifecycle_phase is not LifecyclePhase.SUSPENDED
-        or need not in suspend_rules.budget_needs(row, root)
+        or need not in suspend_rules.budget_needs(row, suspension)
     ):
         return Decision(False)
-    if root is not None and root.waits_on is not None:
-        waiting = (gate for gate in wait_state.open_gates(root).values() if gate.mailbox == need.key)
-        if all(wait_state.is_gate_expired(gate, now) for gate in waiting):  # its timeout wakes it
+    if suspension is not None and suspension.waits_on is not None:
+        gates = (gate for gate in wait_state.open_gates(suspension).values() if gate.mailbox == need.key)
+        if all(wait_state.is_gate_expired(gate, now) for gate in gates):  # the timeout resumes it
             return Decision(False)
-        room = MessageArgs(
+        message = MessageArgs(
             execution_id=row.execution_id,
             mailbox=need.key,
             message_id=message_id,
             payload=b"null",
             sender=need.budget_id,
         )
-        return Decision(True, mailbox.send_message(row, root, None, room, now).change)
-    return Decision(True, resume.resume_execution(row, root, 0).change)
+        return Decision(True, mailbox.send_message(row, suspension, None, message, now).change)
+    return Decision(True, resume.resume_execution(row, suspension, 0).change)

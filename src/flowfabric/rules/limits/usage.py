@@ -1,7 +1,7 @@
-"""Spending: how a budget is defined, charged, given back and begun anew.
+"""Usage: define a budget, report usage, release what an execution spent, reset the period.
 
-A report that would exceed a hard limit applies nothing in any dimension and does not use up its idempotency key; one
-that arrives exactly at the limit is within it, though admission finds the budget exhausted then.
+A report that would exceed a hard limit applies nothing in any dimension and does not use up its idempotency key. Usage
+exactly at the limit is within it, although admission then finds the budget exhausted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Limits = tuple[tuple[str, int, int], ...]  # dimension, hard limit, soft limit
 
 
 class BudgetDefinition(msgspec.Struct, frozen=True):
-    """What a budget is created with."""
+    """The arguments with which a budget is created."""
 
     scope_type: str
     scope_id: str
@@ -40,11 +40,11 @@ class BudgetDefinition(msgspec.Struct, frozen=True):
     on_soft_limit: str
     reset_interval_ms: int
     limits: Limits
-    declaration: str | None = None  # a digest of what an application declares in its code
+    declaration: str | None = None  # digest of the declaration in application code
 
 
 class UsageReport(msgspec.Struct, frozen=True):
-    """Usage to apply: in this order, once per digest, and for an execution's ledger if one is named."""
+    """Usage to apply in this order, once per digest, and in an execution's ledger if given."""
 
     amounts: Amounts
     digest: str | None = None
@@ -52,7 +52,7 @@ class UsageReport(msgspec.Struct, frozen=True):
 
 
 def sum_by_dimension(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amounts:
-    """Each dimension once, its amounts added up; in order of name or of first appearance."""
+    """Add up the amounts per dimension; ordered by name or by first appearance."""
     sums: dict[str, int] = {}
     for dimension, amount in pairs:
         sums[dimension] = sums.get(dimension, 0) + amount
@@ -60,91 +60,93 @@ def sum_by_dimension(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amou
 
 
 def usage_key_digest(key: str) -> str:
-    """What an idempotency key is remembered by, whatever its length."""
+    """Return the hash under which an idempotency key is stored."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def define_budget(sheet: BudgetState, ask: BudgetDefinition, now: int) -> BudgetDecision[limit_answers.BudgetDefined]:
-    """Define a budget once; what was used before that counts.
+def define_budget(
+    state: BudgetState, definition: BudgetDefinition, now: int
+) -> BudgetDecision[limit_answers.BudgetDefined]:
+    """Define a budget once; usage before the definition counts.
 
-    A declaration in code counts again when it has changed. Until then the limits that an operator set since stay,
-    however many processes declare the same.
+    A declaration in code is applied again only when it has changed. Until then limits that an operator has set stay, no
+    matter how many processes repeat the declaration.
     """
-    if sheet.root is not None and sheet.root.defined:
-        if ask.declaration in (None, sheet.root.declaration):
-            return limit_answers.BudgetExists(sheet.budget_id), sheet
-        answer, after = change_limits(sheet, ask.limits, now)
-        return answer, replace(after, root=replace(after.root_or_new(), declaration=ask.declaration))
+    if state.root is not None and state.root.defined:
+        if definition.declaration in (None, state.root.declaration):
+            return limit_answers.BudgetExists(state.budget_id), state
+        answer, after = change_limits(state, definition.limits, now)
+        return answer, replace(after, root=replace(after.root_or_new(), declaration=definition.declaration))
     root = replace(
-        sheet.root_or_new(),
+        state.root_or_new(),
         defined=True,
-        scope_type=ask.scope_type,
-        scope_id=ask.scope_id,
-        enforcement_mode=ask.enforcement_mode,
-        on_hard_limit=ask.on_hard_limit,
-        on_soft_limit=ask.on_soft_limit,
-        reset_interval_ms=ask.reset_interval_ms,
-        declaration=ask.declaration,
+        scope_type=definition.scope_type,
+        scope_id=definition.scope_id,
+        enforcement_mode=definition.enforcement_mode,
+        on_hard_limit=definition.on_hard_limit,
+        on_soft_limit=definition.on_soft_limit,
+        reset_interval_ms=definition.reset_interval_ms,
+        declaration=definition.declaration,
         created_at=now,
         last_updated_at=now,
-        next_reset_at=now + ask.reset_interval_ms if ask.reset_interval_ms else None,
+        next_reset_at=now + definition.reset_interval_ms if definition.reset_interval_ms else None,
     )
-    return limit_answers.BudgetCreated(sheet.budget_id), replace(_limited(sheet, ask.limits), root=root)
+    return limit_answers.BudgetCreated(state.budget_id), replace(_with_limits(state, definition.limits), root=root)
 
 
-def change_limits(sheet: BudgetState, limits: Limits, now: int) -> BudgetDecision[limit_answers.LimitsChanged]:
-    """Give dimensions of a defined budget other limits, or new dimensions their first ones; the rest stays."""
-    if sheet.root is None or not sheet.root.defined:
-        return errors.NotFound("budget"), sheet
-    after = replace(_limited(sheet, limits), root=replace(sheet.root, last_updated_at=now))
+def change_limits(state: BudgetState, limits: Limits, now: int) -> BudgetDecision[limit_answers.LimitsChanged]:
+    """Set limits of existing or new dimensions of a defined budget; the other dimensions stay."""
+    if state.root is None or not state.root.defined:
+        return errors.NotFound("budget"), state
+    after = replace(_with_limits(state, limits), root=replace(state.root, last_updated_at=now))
     if len(after.dimensions) > MOST_DIMENSIONS:
-        return errors.InvalidInput(f"too_many_dimensions: limit={MOST_DIMENSIONS}, got={len(after.dimensions)}"), sheet
-    return limit_answers.LimitsChanged(sheet.budget_id), after
+        return errors.InvalidInput(f"too_many_dimensions: limit={MOST_DIMENSIONS}, got={len(after.dimensions)}"), state
+    return limit_answers.LimitsChanged(state.budget_id), after
 
 
-def _limited(sheet: BudgetState, limits: Limits) -> BudgetState:
-    dimensions = dict(sheet.dimensions)
-    following = max((row.position + 1 for row in dimensions.values() if row.position is not None), default=0)
+def _with_limits(state: BudgetState, limits: Limits) -> BudgetState:
+    dimensions = dict(state.dimensions)
+    next_position = max((row.position + 1 for row in dimensions.values() if row.position is not None), default=0)
     for name, hard, soft in limits:
-        known = sheet.dimension(name)
+        known = state.dimension(name)
         position = known.position
         if position is None:
-            position, following = following, following + 1
+            position, next_position = next_position, next_position + 1
         dimensions[name] = replace(known, hard_limit=hard, soft_limit=soft, position=position)
-    return replace(sheet, dimensions=dimensions)
+    return replace(state, dimensions=dimensions)
 
 
-def report_usage(sheet: BudgetState, ask: UsageReport, now: int) -> BudgetDecision[limit_answers.UsageResult]:
-    """Apply usage in all its dimensions, or in none when a hard limit would be exceeded."""
-    if ask.digest is not None and was_applied(sheet, ask.digest, now):
-        return limit_answers.AlreadyApplied(), sheet
-    sheet = without_expired(sheet, now)
-    if breach := find_hard_breach(sheet, ask.amounts):
-        return record_breach(sheet, breach, now)
-    return apply_usage(sheet, ask.amounts, ask.digest, ask.execution_id, now)
+def report_usage(state: BudgetState, report: UsageReport, now: int) -> BudgetDecision[limit_answers.UsageResult]:
+    """Apply usage in all dimensions, or in none if a hard limit would be exceeded."""
+    if report.digest is not None and was_applied(state, report.digest, now):
+        return limit_answers.AlreadyApplied(), state
+    state = without_expired(state, now)
+    if breach := find_hard_breach(state, report.amounts):
+        return record_breach(state, breach, now)
+    return apply_usage(state, report.amounts, report.digest, report.execution_id, now)
 
 
-def release_spends(sheet: BudgetState, execution_id: str, now: int) -> BudgetDecision[limit_answers.BudgetReleased]:
-    """Give back what an execution has spent since the last reset, and forget its ledger."""
-    mine = {key: row for key, row in sheet.spends.items() if key[0] == execution_id}
-    if not mine:
-        return limit_answers.BudgetReleased(sheet.budget_id, {}), sheet
-    dimensions = dict(sheet.dimensions)
-    for row in mine.values():
-        known = sheet.dimension(row.dimension)
+def release_spends(state: BudgetState, execution_id: str, now: int) -> BudgetDecision[limit_answers.BudgetReleased]:
+    """Return what an execution has spent since the last reset, and delete its ledger."""
+    ledger = {key: row for key, row in state.spends.items() if key[0] == execution_id}
+    if not ledger:
+        return limit_answers.BudgetReleased(state.budget_id, {}), state
+    dimensions = dict(state.dimensions)
+    for row in ledger.values():
+        known = state.dimension(row.dimension)
         dimensions[row.dimension] = replace(known, usage=max(0, (known.usage or 0) - row.amount))
-    spends = {key: row for key, row in sheet.spends.items() if key not in mine}
-    given = {row.dimension: row.amount for row in mine.values()}
-    root = replace(sheet.root_or_new(), last_updated_at=now)
-    after = replace(sheet, root=root, dimensions=dimensions, spends=spends)
-    return limit_answers.BudgetReleased(sheet.budget_id, given), after
+    spends = {key: row for key, row in state.spends.items() if key not in ledger}
+    amounts = {row.dimension: row.amount for row in ledger.values()}
+    root = replace(state.root_or_new(), last_updated_at=now)
+    after = replace(state, root=root, dimensions=dimensions, spends=spends)
+    return limit_answers.BudgetReleased(state.budget_id, amounts), after
 
 
-def reset_budget(sheet: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset]:
-    """Begin a new period: nothing is used, no ledger is kept. What is reserved stays reserved, keys are remembered."""
-    root = sheet.root
+def reset_budget(state: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset]:
+    """Begin a new period with zero usage and empty ledgers. Reservations and idempotency keys stay."""
+    root = state.root
     if root is None or not root.defined:
-        return errors.NotFound("budget"), sheet
+        return errors.NotFound("budget"), state
     next_at = now + root.reset_interval_ms if root.reset_interval_ms else None
     root = replace(
         root,
@@ -155,25 +157,25 @@ def reset_budget(sheet: BudgetState, now: int) -> BudgetDecision[limit_answers.B
         last_breach_dim=None,
         next_reset_at=next_at,
     )
-    dimensions = {name: row if row.usage is None else replace(row, usage=0) for name, row in sheet.dimensions.items()}
-    after = replace(sheet, root=root, dimensions=dimensions, spends={}, spends_cleared=True)
+    dimensions = {name: row if row.usage is None else replace(row, usage=0) for name, row in state.dimensions.items()}
+    after = replace(state, root=root, dimensions=dimensions, spends={}, spends_cleared=True)
     return limit_answers.BudgetReset(next_at or 0), after
 
 
-def reset_if_due(sheet: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset | None]:
-    """The sweep's form: None when somebody reset it meanwhile, or it has no next reset."""
-    root = sheet.root
+def reset_if_due(state: BudgetState, now: int) -> BudgetDecision[limit_answers.BudgetReset | None]:
+    """Reset a budget whose reset is due, for the sweep; None if it is not due."""
+    root = state.root
     if root is None or not root.defined or root.next_reset_at is None or root.next_reset_at > now:
-        return None, sheet
-    return reset_budget(sheet, now)
+        return None, state
+    return reset_budget(state, now)
 
 
-def mark_breach(sheet: BudgetState, now: int) -> BudgetDecision[bool]:
-    """The reconciler's note on a budget that never resets: set while usage exceeds a hard limit; True if it moved."""
-    root = sheet.root
+def mark_breach(state: BudgetState, now: int) -> BudgetDecision[bool]:
+    """Mark or unmark a budget without resets as breached, for the reconciler; True if that changed."""
+    root = state.root
     if root is None or not root.defined or root.reset_interval_ms:
-        return False, sheet
-    over = any(row.hard_limit and (row.usage or 0) > row.hard_limit for row in sheet.dimensions.values())
-    if over == (root.breached_at is not None):
-        return False, sheet
-    return True, replace(sheet, root=replace(root, breached_at=now if over else None))
+        return False, state
+    is_over = any(row.hard_limit and (row.usage or 0) > row.hard_limit for row in state.dimensions.values())
+    if is_over == (root.breached_at is not None):
+        return False, state
+    return True, replace(state, root=replace(root, breached_at=now if is_over else None))

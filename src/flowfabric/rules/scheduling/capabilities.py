@@ -1,7 +1,7 @@
 """Capabilities: what an execution requires of the worker that runs it.
 
-A capability is an opaque, case-sensitive token. Matching is set inclusion, so an execution that requires nothing fits
-every worker. Requirements are kept as text: sorted, joined by commas, each token once.
+A capability is an opaque, case-sensitive token. Matching is set inclusion, so an execution without requirements fits
+every worker. Requirements are stored as text: sorted, joined by commas, without duplicates.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_BYTES: Final = 4096
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What an execution requires
+# Requirements of executions
 
 
 def required_capabilities(policy: Mapping[str, object]) -> str:
-    """The requirement named by a policy document, ready to be stored; empty when it names none.
+    """Return the requirement of a policy document in its stored form; empty if it has none.
 
-    Raises `InvalidPolicyJson` or `InvalidCapabilities` for the first thing that is wrong with it.
+    Raises `InvalidPolicyJson` or `InvalidCapabilities` for the first error.
     """
     routing = policy.get("routing_requirements")
     if routing is None:
@@ -37,16 +37,16 @@ def required_capabilities(policy: Mapping[str, object]) -> str:
     if not isinstance(required, list | tuple):
         raise InvalidCapabilities("required:not_array")
     for token in required:
-        if wrong := _fault(token):
-            raise InvalidCapabilities(f"required:{wrong}")
+        if fault := _token_fault(token):
+            raise InvalidCapabilities(f"required:{fault}")
     if len(required) > MAX_TOKENS:
         raise InvalidCapabilities("required:too_many_tokens")
     if _joined_bytes(required) > MAX_BYTES:
         raise InvalidCapabilities("required:too_many_bytes")
-    return ",".join(sorted(set(required)))  # by code point, which is the order of the UTF-8 bytes too
+    return ",".join(sorted(set(required)))  # by code point, which is also the order of the UTF-8 bytes
 
 
-def _fault(token: object) -> str | None:
+def _token_fault(token: object) -> str | None:
     if not isinstance(token, str):
         return "non_string_token"
     if not token:
@@ -61,11 +61,11 @@ def _fault(token: object) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What a worker offers
+# Capabilities of workers
 
 
 def check_offer(tokens: Collection[str]) -> InvalidInput | None:
-    """What is wrong with the capabilities a worker connects or asks for work with; None when nothing is."""
+    """Return what is wrong with the capabilities that a worker registers or claims with; None if nothing is."""
     for token in tokens:
         if not token:
             return InvalidInput("capabilities: empty token")
@@ -81,9 +81,9 @@ def check_offer(tokens: Collection[str]) -> InvalidInput | None:
 
 
 def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities | None:
-    """What is wrong with the size of a worker's list when a grant is asked for, joined by commas or still apart.
+    """Return whether a worker's list is too large for a grant request, given joined or as tokens.
 
-    The blanks that stray commas leave behind are not counted.
+    Empty tokens from stray commas are not counted.
     """
     joined = capabilities if isinstance(capabilities, str) else ",".join(capabilities)
     if len(joined.encode("utf-8", "surrogatepass")) > MAX_BYTES:
@@ -95,13 +95,13 @@ def check_presented(capabilities: str | Collection[str]) -> InvalidCapabilities 
 
 @lru_cache(maxsize=1024)
 def tokens_of(capabilities: str) -> frozenset[str]:
-    """The tokens of a comma-joined list; the blanks that stray commas leave behind are no tokens."""
+    """Return the tokens of a comma-joined list, without empty ones from stray commas."""
     return frozenset(split_tokens(capabilities))
 
 
 def split_tokens(capabilities: str) -> list[str]:
-    """The tokens of a comma-joined list as they stand there, without the blanks."""
-    # Only ordinary spaces are blank here: a rarer one is a character like any other in what an execution requires.
+    """Split a comma-joined list into tokens as written, without empty ones."""
+    # Only ordinary spaces count as blank: requirements may contain other Unicode spaces.
     return [token for token in capabilities.split(",") if token.strip(" ")]
 
 
@@ -114,10 +114,10 @@ def _joined_bytes(tokens: Collection[str]) -> int:
 
 
 def covers(required: str | None, offered: Set[str]) -> bool:
-    """Whether a worker with these capabilities can run an execution with this requirement."""
+    """True if a worker with these capabilities can run an execution with this requirement."""
     return not required or tokens_of(required) <= offered
 
 
 def missing(required: str | None, offered: Set[str]) -> str:
-    """What a worker lacks, sorted and comma-joined; empty when it lacks nothing."""
+    """Return what a worker lacks, sorted and comma-joined; empty if it lacks nothing."""
     return ",".join(sorted(tokens_of(required) - offered)) if required else ""

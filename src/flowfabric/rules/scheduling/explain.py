@@ -1,4 +1,4 @@
-"""Explaining: which of the things that could keep an execution from running does."""
+"""Explain: find the obstacle that keeps an execution from running."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flowfabric.rules.suspension import state as wait_state
 
 
 def explain_row(row: Execution, now: int) -> obstacles.Obstacle | None:
-    """What the execution's own row tells; None when it waits for something that other rows tell of."""
+    """Return the obstacle that the execution's own row shows; None if other rows have to be inspected."""
     match row.lifecycle_phase:
         case LifecyclePhase.TERMINAL:
             reason = row.failure_reason or row.cancellation_reason
             return obstacles.EndedObstacle(row.terminal_outcome, row.completed_at or 0, reason)
         case LifecyclePhase.ACTIVE:
-            return _held(row, now)
+            return _explain_lease(row, now)
         case _:
             pass
     match row.eligibility_state:
@@ -51,7 +51,7 @@ def explain_row(row: Execution, now: int) -> obstacles.Obstacle | None:
     return None
 
 
-def _held(row: Execution, now: int) -> obstacles.Obstacle:
+def _explain_lease(row: Execution, now: int) -> obstacles.Obstacle:
     instance = row.worker_instance_id or ""
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
         return obstacles.LeaseLost(instance, "revoked", row.lease_revoked_at or 0, row.lease_revoke_reason)
@@ -60,80 +60,80 @@ def _held(row: Execution, now: int) -> obstacles.Obstacle:
     return obstacles.Running(row.worker_id or "", instance, row.lease_acquired_at or 0, row.lease_expires_at or 0)
 
 
-def explain_suspension(row: Execution, root: Suspension | None) -> obstacles.SuspendedObstacle:
-    """What a suspended execution waits for."""
-    if root is None:
+def explain_suspension(row: Execution, suspension: Suspension | None) -> obstacles.SuspendedObstacle:
+    """Return what a suspended execution waits for."""
+    if suspension is None:
         return obstacles.SuspendedObstacle(row.blocking_reason.value)
     reason, keys = (
-        root.reason_code or row.blocking_reason.value,
-        tuple(one.waitpoint_key for one in wait_encoding.bound_waitpoints(root)),
+        suspension.reason_code or row.blocking_reason.value,
+        tuple(waitpoint.waitpoint_key for waitpoint in wait_encoding.bound_waitpoints(suspension)),
     )
     if keys:
-        return obstacles.SuspendedObstacle(reason, keys, root.timeout_at)
-    names, found = tuple(gate_rules.parked_on(root)), wait_state.open_gates(root)
-    told = tuple(gate_rules.describe_wait(name, found[name]) for name in names if name in found)
-    return obstacles.SuspendedObstacle(reason, names, root.timeout_at, told)
+        return obstacles.SuspendedObstacle(reason, keys, suspension.timeout_at)
+    names, gates = tuple(gate_rules.parked_on(suspension)), wait_state.open_gates(suspension)
+    descriptions = tuple(gate_rules.describe_wait(name, gates[name]) for name in names if name in gates)
+    return obstacles.SuspendedObstacle(reason, names, suspension.timeout_at, descriptions)
 
 
 def may_show_budget(row: Execution, need: budget_rules.BudgetNeed) -> bool:
-    """Whether an execution that sleeps on a budget may show its figures.
+    """True if the execution may show the numbers of the budget that it waits for.
 
-    Whoever holds a lease chooses the key that it sleeps on. It must not be a way to read any budget of `default`.
+    The lease holder chooses the key that it waits on. That must not be a way to read any budget of `default`.
     """
     return need.namespace == row.namespace or need.budget_id in decode_terms(row.terms).budget_ids
 
 
-def explain_budget_need(sheet: BudgetState, need: budget_rules.BudgetNeed) -> obstacles.BudgetExhausted:
-    """The budget that an execution sleeps on."""
-    row = sheet.dimension(need.dimension)
+def explain_budget_need(state: BudgetState, need: budget_rules.BudgetNeed) -> obstacles.BudgetExhausted:
+    """Return the budget that an execution is suspended on as an obstacle."""
+    row = state.dimension(need.dimension)
     return obstacles.BudgetExhausted(
         need.budget_id,
         need.dimension,
         row.usage or 0,
         row.reserved,
         row.hard_limit,
-        sheet.root_or_new().next_reset_at,
+        state.root_or_new().next_reset_at,
         need.amount,
     )
 
 
-def explain_budgets(sheets: Sequence[BudgetState]) -> obstacles.BudgetExhausted | None:
-    """The first of these budgets that has no room."""
-    for sheet in sheets:
-        full = budget_rules.first_exhausted(sheet.dimensions.values())
+def explain_budgets(states: Sequence[BudgetState]) -> obstacles.BudgetExhausted | None:
+    """Return the first of these budgets without capacity."""
+    for state in states:
+        full = budget_rules.first_exhausted(state.dimensions.values())
         if full is not None:
-            resets_at = sheet.root_or_new().next_reset_at
+            resets_at = state.root_or_new().next_reset_at
             return obstacles.BudgetExhausted(
-                sheet.budget_id, full.dimension, full.usage or 0, full.reserved, full.hard_limit, resets_at
+                state.budget_id, full.dimension, full.usage or 0, full.reserved, full.hard_limit, resets_at
             )
     return None
 
 
-def explain_quotas(row: Execution, sheets: Sequence[QuotaState], now: int) -> obstacles.QuotaFull | None:
-    """The first of these policies that would not admit the execution now."""
-    for sheet in sheets:
-        limits = quota.limits_of(sheet.root)
+def explain_quotas(row: Execution, states: Sequence[QuotaState], now: int) -> obstacles.QuotaFull | None:
+    """Return the first of these policies that would not admit the execution now."""
+    for state in states:
+        limits = quota.limits_of(state.root)
         if not isinstance(limits, limit_answers.QuotaLimits) or limits.unlimited:
             continue
-        ask = quota.AdmissionRequest(
+        request = quota.AdmissionRequest(
             execution_id=row.execution_id,
             window_ms=quota.window_ms(limits),
             rate_limit=limits.max_requests_per_window,
             concurrency_cap=limits.active_concurrency_cap,
             call_id=0,
         )
-        answer, _ = quota.admit(sheet, ask, now)
+        answer, _ = quota.admit(state, request, now)
         if isinstance(answer, limit_answers.RateExceeded):
             limit = limits.max_requests_per_window
-            return obstacles.QuotaFull(sheet.quota_policy_id, "rate", limit, limit, now + answer.retry_after_ms)
+            return obstacles.QuotaFull(state.quota_policy_id, "rate", limit, limit, now + answer.retry_after_ms)
         if isinstance(answer, limit_answers.ConcurrencyExceeded):
-            used, cap = sheet.root_or_new().active, limits.active_concurrency_cap
-            return obstacles.QuotaFull(sheet.quota_policy_id, "concurrency", used, cap)
+            used, cap = state.root_or_new().active, limits.active_concurrency_cap
+            return obstacles.QuotaFull(state.quota_policy_id, "concurrency", used, cap)
     return None
 
 
 def explain_workers(row: Execution, live: Sequence[RegisteredWorker]) -> obstacles.Obstacle | None:
-    """Whether somebody is there to run it."""
+    """Return the obstacle if no live worker can run the execution."""
     of_lane = [worker for worker in live if row.lane_id in workers.lanes_of(worker)]
     if not of_lane:
         return obstacles.NoWorker(row.lane_id, row.namespace)

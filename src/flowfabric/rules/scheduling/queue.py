@@ -1,6 +1,7 @@
-"""Where an execution stands when it becomes claimable: its line and its rank, written at the entrance.
+"""Ready queues: the queue and position of an execution that becomes claimable.
 
-Claiming is then "the first k of these lines": nothing about order or capabilities is worked out at the exit.
+Both are computed and stored when the execution is enqueued. A claim then reads the first rows of the queues it may
+serve, and neither sorts nor matches capabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.policy import Terms, decode_terms
 
 PRIORITY_MAX = 9000
-PRIORITY_STEP = 10**12  # one step of priority outweighs any difference of age
+PRIORITY_STEP = 10**12  # one priority step outweighs any difference in age
 
 NEXT_ATTEMPT_TYPE = {
     AttemptState.PENDING_FIRST_ATTEMPT: AttemptType.INITIAL,
@@ -31,18 +32,18 @@ BLOCKED_ON_PREFIX = {
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
 }
 LIMITS = (BlockingReason.WAITING_FOR_BUDGET, BlockingReason.WAITING_FOR_QUOTA)
-ASLEEP_ON_PREFIX = "asleep:"  # started work, which waits for room of its own size; what a budget blocks waits for any
+ASLEEP_ON_PREFIX = "asleep:"  # suspended work that needs a given amount; blocked work needs any capacity
 
 
 def blocked_on_key(reason: BlockingReason, name: str) -> str | None:
-    """What an execution waits for, as one name by which it can be found and set free; None for what nobody seeks."""
+    """Return the key under which a blocked execution can be found and unblocked; None if nobody looks for it."""
     return BLOCKED_ON_PREFIX[reason] + name if reason in BLOCKED_ON_PREFIX else None
 
 
 def blocked_list_key(row: Execution, reason: BlockingReason, name: str) -> str | None:
-    """The list of blocked executions in which this one waits for a limit: one for each fairness key of each lane.
+    """Return the list in which an execution waits for a limit: one per lane and fairness key.
 
-    What has no key waits in the list that bears the name of the limit alone, as does what an earlier release blocked.
+    Executions without a fairness key, and those blocked by an earlier release, wait in the list of the limit itself.
     """
     key = decode_terms(row.terms).fairness_key
     if not key or not name or reason not in LIMITS:
@@ -53,9 +54,9 @@ def blocked_list_key(row: Execution, reason: BlockingReason, name: str) -> str |
 
 
 def fair_list_prefix(reason: BlockingReason, limit: NamespacedId) -> str:
-    """How the names of all lists begin in which executions with a fairness key wait for a limit.
+    """Return the common prefix of all lists in which executions with a fairness key wait for a limit.
 
-    Digests keep the names short, and keep one namespace from choosing a name that begins like another's.
+    Digests keep the names short and keep one namespace from choosing a name with another's prefix.
     """
     return f"{BLOCKED_ON_PREFIX[reason]}{limit.id}#{_digest(limit.namespace)}."
 
@@ -65,32 +66,33 @@ def _digest(*parts: str) -> str:
 
 
 def asleep_on_key(budget: NamespacedId) -> str:
-    """What an execution that a budget put to sleep waits for."""
+    """Return the key under which an execution suspended for a budget can be found."""
     return f"{ASLEEP_ON_PREFIX}{budget}"
 
 
 def parse_blocking_limit(blocked_on: str) -> NamespacedId:
-    """The budget or quota policy that an execution is blocked on."""
+    """Return the budget or quota policy that an execution is blocked on."""
     limit = parse_namespaced_id(blocked_on.partition(":")[2])
     return NamespacedId(limit.namespace, limit.id.partition("#")[0])
 
 
 def clamp_priority(priority: int) -> int:
-    """Priorities outside 0..9000 are taken as the nearest end."""
+    """Clamp a priority to 0..9000."""
     return max(0, min(PRIORITY_MAX, priority))
 
 
 def position_offset(priority: int, terms: Terms) -> int:
-    """What to add to the creation time: lower ranks come first.
+    """Return what to add to the creation time to get the queue position; lower positions come first.
 
-    With ageing, each `ageing` milliseconds of waiting weigh as much as one step of priority. That is linear, so the
-    order of two waiting executions never changes and the rank can be written once.
+    With ageing, each `ageing` milliseconds of waiting count as much as one priority step. That is linear, so the order
+    of two waiting executions never changes and the position can be stored once.
     """
     return -priority * (terms.ageing or PRIORITY_STEP)
 
 
 def queue_for(lane_id: str, required: str | None, terms: Terms, *, guarded: bool = False) -> QueueKey:
-    """The line of work of this kind. Where budgets or quotas have a say, it is claimed by decision."""
+    """Return the ready queue for work of this kind. With budgets or quotas it is guarded: claimed by load, rule,
+    commit."""
     return QueueKey(
         lane_id=lane_id,
         required=required or "",
@@ -101,17 +103,17 @@ def queue_for(lane_id: str, required: str | None, terms: Terms, *, guarded: bool
 
 
 def queue_of(row: Execution) -> QueueKey:
-    """The line where this execution waits for a worker."""
+    """Return the ready queue of this execution."""
     return queue_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
 
 
 def takeover_queue(row: Execution) -> QueueKey:
-    """The line where this execution, its lease gone, waits to be taken over."""
+    """Return the guarded queue in which an execution that lost its lease waits to be taken over."""
     return queue_for(row.lane_id, row.required_capabilities, decode_terms(row.terms), guarded=True)
 
 
 def restore_queue(row: Execution | None) -> Decision[bool]:
-    """Put an execution whose ready queue was lost into the queue that its state asks for; otherwise change nothing."""
+    """Put an execution whose queue was lost back into the queue that its state requires; else change nothing."""
     if row is None or row.line is None:
         return Decision(False)
     line = takeover_queue(row) if row.lifecycle_phase is LifecyclePhase.ACTIVE else queue_of(row)
@@ -119,7 +121,7 @@ def restore_queue(row: Execution | None) -> Decision[bool]:
 
 
 def enqueue_fields(row: Execution, attempt_state: AttemptState) -> dict[str, Any]:
-    """The fields of a row that becomes claimable, at its original rank."""
+    """Return the columns of a row that becomes claimable at its original position."""
     fields: dict[str, Any] = {
         "eligibility_state": EligibilityState.ELIGIBLE_NOW,
         "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
@@ -130,6 +132,6 @@ def enqueue_fields(row: Execution, attempt_state: AttemptState) -> dict[str, Any
         "line": queue_of(row),
         "next_type": NEXT_ATTEMPT_TYPE.get(attempt_state),
     }
-    if attempt_state in NEXT_ATTEMPT_TYPE:  # a fresh attempt has the whole time; a continued one what it had left
+    if attempt_state in NEXT_ATTEMPT_TYPE:  # a new attempt gets the full timeout; a continued one keeps its rest
         fields["next_timeout_ms"] = decode_terms(row.terms).attempt_timeout_ms
     return fields

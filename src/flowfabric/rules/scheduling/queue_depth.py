@@ -1,7 +1,7 @@
-"""How much stands where: the levels that people watch, from counts of the places where executions stand.
+"""Queue depth: gauges per lane, computed from counts of the partial indexes that hold unfinished executions.
 
-Each execution that has not ended stands in one place that an index knows, sometimes in two: a lost lease is both a
-lease and a place in a line. So each place answers for one public state only.
+Every unfinished execution is in one of these indexes, sometimes in two: an expired lease is both in the lease index and
+in a ready queue. Therefore each index counts for one public state only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gauge = tuple[str, str, str | None]  # name, lane, state
 
 
 class CountedIndex(StrEnum):
-    """Where executions stand that have not ended."""
+    """The indexes that hold unfinished executions."""
 
     QUEUE = "line"
     DELAY = "delay"
@@ -50,21 +50,23 @@ NAMES = {PublicState.ACTIVE: ACTIVE, PublicState.SUSPENDED: SUSPENDED}
 
 
 def queue_depths(
-    stands: Mapping[CountedIndex, Mapping[GroupKey, int]], workers: Iterable[RegisteredWorker], lanes: Sequence[str]
+    counts_by_index: Mapping[CountedIndex, Mapping[GroupKey, int]],
+    workers: Iterable[RegisteredWorker],
+    lanes: Sequence[str],
 ) -> dict[Gauge, int]:
-    """The levels of each lane; a lane where nothing is has zeros."""
-    found: Counter[Gauge] = Counter()
+    """Return the gauges of each lane; a lane without executions gets zeros."""
+    gauges: Counter[Gauge] = Counter()
     for lane in lanes:
-        found.update({(QUEUE, lane, PublicState.WAITING.value): 0, (ACTIVE, lane, None): 0})
-        found.update({(SUSPENDED, lane, None): 0, (WORKERS, lane, None): 0})
-    for place, counts in stands.items():
-        for (lane, state, owned), count in counts.items():
-            # A revoked lease has no end any more: it is found where it waits for whoever takes it over.
-            is_lost = place is CountedIndex.QUEUE and owned is OwnershipState.LEASE_REVOKED
-            if state is STATE_OF_INDEX[place] or is_lost:
+        gauges.update({(QUEUE, lane, PublicState.WAITING.value): 0, (ACTIVE, lane, None): 0})
+        gauges.update({(SUSPENDED, lane, None): 0, (WORKERS, lane, None): 0})
+    for index, counts in counts_by_index.items():
+        for (lane, state, ownership), count in counts.items():
+            # A revoked lease has no expiry, so it is counted in the queue where it waits for a takeover.
+            is_lost = index is CountedIndex.QUEUE and ownership is OwnershipState.LEASE_REVOKED
+            if state is STATE_OF_INDEX[index] or is_lost:
                 name = NAMES.get(state, QUEUE)
-                found[name, lane, state.value if name == QUEUE else None] += count
+                gauges[name, lane, state.value if name == QUEUE else None] += count
     for worker in workers:
         for lane in msgspec.json.decode(worker.lanes, type=list[str]):
-            found[WORKERS, lane, None] += 1
-    return found
+            gauges[WORKERS, lane, None] += 1
+    return gauges

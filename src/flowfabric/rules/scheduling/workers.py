@@ -1,7 +1,7 @@
-"""The worker registry: who is alive, by its own word and for a while.
+"""The worker registry: which workers are alive, by their own heartbeats.
 
-A lapsed record behaves exactly like none, whether or not it was swept. Death has no effect on leases: they end by
-their own time.
+An expired record behaves exactly like none, whether or not it was swept. A worker's death has no effect on its leases,
+which expire by themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_REASON_BYTES = 256
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What a worker says of itself."""
+    """The data with which a worker registers."""
 
     namespace: str
     worker_instance_id: str
@@ -43,50 +43,52 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 def is_live(row: RegisteredWorker, now: int) -> bool:
-    """Whether the record counts."""
+    """True if the record has not expired."""
     return row.lapses_at > now
 
 
-def register(row: RegisteredWorker | None, ask: Registration, now: int) -> Decision[WorkerRegistered | WorkerRefreshed]:
-    """Enter the registry, or renew what stands there under the same worker; an instance cannot change its worker."""
+def register(
+    row: RegisteredWorker | None, request: Registration, now: int
+) -> Decision[WorkerRegistered | WorkerRefreshed]:
+    """Register a worker, or renew its record. An instance cannot change its worker id while it is live."""
     live = row is not None and is_live(row, now)
-    if row is not None and live and row.worker_id != ask.worker_id:
+    if row is not None and live and row.worker_id != request.worker_id:
         return refuse(errors.InvalidInput("instance_id reassigned", worker_instance_id=row.worker_instance_id))
-    lapses_at = now + ask.liveness_ttl_ms
-    entered = RegisteredWorker(
-        namespace=ask.namespace,
-        worker_instance_id=ask.worker_instance_id,
-        partition=fnv1a_64(ask.worker_instance_id.encode()) % PARTITIONS,
-        worker_id=ask.worker_id,
-        lanes=msgspec.json.encode(sorted(ask.lanes)).decode(),
-        capabilities=",".join(sorted(ask.capabilities)),
-        liveness_ttl_ms=ask.liveness_ttl_ms,
+    lapses_at = now + request.liveness_ttl_ms
+    record = RegisteredWorker(
+        namespace=request.namespace,
+        worker_instance_id=request.worker_instance_id,
+        partition=fnv1a_64(request.worker_instance_id.encode()) % PARTITIONS,
+        worker_id=request.worker_id,
+        lanes=msgspec.json.encode(sorted(request.lanes)).decode(),
+        capabilities=",".join(sorted(request.capabilities)),
+        liveness_ttl_ms=request.liveness_ttl_ms,
         registered_at_ms=row.registered_at_ms if row is not None and live else now,
         last_heartbeat_ms=now,
         lapses_at=lapses_at,
     )
-    change = _change(entered, row, now, WorkerEventKind.REGISTERED, Upsert(entered))
+    change = _change(record, row, now, WorkerEventKind.REGISTERED, Upsert(record))
     if live:
-        return Decision(WorkerRefreshed(ask.worker_instance_id, lapses_at), change)
-    return Decision(WorkerRegistered(ask.worker_instance_id, lapses_at), change)
+        return Decision(WorkerRefreshed(request.worker_instance_id, lapses_at), change)
+    return Decision(WorkerRegistered(request.worker_instance_id, lapses_at), change)
 
 
 def heartbeat(
     row: RegisteredWorker | None, worker_instance_id: str, now: int
 ) -> Decision[WorkerRefreshed | NotRegistered]:
-    """A live worker says that it is; one that lapsed is not revived."""
+    """Extend the record of a live worker; an expired one is not revived."""
     if row is None or not is_live(row, now):
         return Decision(NotRegistered(worker_instance_id))
     lapses_at = now + row.liveness_ttl_ms
-    beating = msgspec.structs.replace(row, last_heartbeat_ms=now, lapses_at=lapses_at)
-    change = _change(row, row, now, WorkerEventKind.HEARTBEAT, Upsert(beating))
+    renewed = msgspec.structs.replace(row, last_heartbeat_ms=now, lapses_at=lapses_at)
+    change = _change(row, row, now, WorkerEventKind.HEARTBEAT, Upsert(renewed))
     return Decision(WorkerRefreshed(worker_instance_id, lapses_at), change)
 
 
 def mark_dead(
     row: RegisteredWorker | None, worker_instance_id: str, reason: str, now: int
 ) -> Decision[MarkedDead | NotRegistered]:
-    """Take a live worker out of the registry; its leases are not touched."""
+    """Remove a live worker from the registry; its leases stay."""
     if row is None or not is_live(row, now):
         return Decision(NotRegistered(worker_instance_id))
     change = _change(row, row, now, WorkerEventKind.MARKED_DEAD, Delete(RegisteredWorker, _key(row)), reason)
@@ -94,14 +96,14 @@ def mark_dead(
 
 
 def remove_expired(row: RegisteredWorker | None, now: int) -> Decision[bool]:
-    """Remove a record that lapsed; True when it went."""
+    """Remove an expired record; True if it was removed."""
     if row is None or row.lapses_at >= now:
         return Decision(False)
     return Decision(True, _change(row, row, now, WorkerEventKind.TTL_SWEPT, Delete(RegisteredWorker, _key(row))))
 
 
 def check_reason(reason: str) -> errors.FabricError | None:
-    """What is wrong with the reason for a death."""
+    """Return what is wrong with the reason given for a death."""
     if len(reason.encode()) > MAX_REASON_BYTES:
         return errors.InvalidInput(f"reason: more than {MAX_REASON_BYTES} bytes")
     if any(character < " " or "\x7f" <= character <= "\x9f" for character in reason):
@@ -110,22 +112,22 @@ def check_reason(reason: str) -> errors.FabricError | None:
 
 
 def serves(row: RegisteredWorker, lane_id: str, required: str | None) -> bool:
-    """Whether this worker serves the lane and has everything that is required."""
+    """True if this worker serves the lane and has all required capabilities."""
     return lane_id in lanes_of(row) and not missing_capabilities(row, required)
 
 
 def missing_capabilities(row: RegisteredWorker, required: str | None) -> str:
-    """What this worker is missing of a requirement, sorted and comma-joined."""
+    """Return what this worker lacks of a requirement, sorted and comma-joined."""
     return capabilities.missing(required, capabilities.tokens_of(row.capabilities))
 
 
 def lanes_of(row: RegisteredWorker) -> tuple[str, ...]:
-    """The lanes that a worker serves, sorted."""
+    """Return the lanes that a worker serves, sorted."""
     return tuple(msgspec.json.decode(row.lanes, type=list[str]))
 
 
 def worker_view(row: RegisteredWorker) -> WorkerEntry:
-    """The record for readers."""
+    """Return the record for readers."""
     return WorkerEntry(
         row.namespace,
         row.worker_instance_id,
@@ -150,7 +152,8 @@ def _change(
     write: Write,
     reason: str | None = None,
 ) -> Change:
-    """The change with its entry in the log; it holds only while the record is as live, or as lapsed, as it was seen."""
+    """Return the change with its log event. It commits only while the record is as live, or as expired, as it was
+    loaded."""
     event = WorkerEvent(row.namespace, row.worker_instance_id, now, kind.value, now + EVENT_LIFE_MS, reason)
     bounds: dict[str, Any] = {}
     if seen is not None:

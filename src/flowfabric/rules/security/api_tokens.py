@@ -1,4 +1,4 @@
-"""Tokens of the API: made, renewed, revoked, and what one is good for."""
+"""API tokens: create, rotate, revoke, and check what a token permits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def create(
     digest: str,
     expires_in_ms: int | None,
 ) -> Decision[None]:
-    """A new token; one that is there already is this one, written by a try whose answer was lost."""
+    """Create a token. If the id exists, an earlier try created it and its reply was lost."""
     if row is not None:
         return Decision(None)
-    made = ApiToken(
+    token = ApiToken(
         token_id=token_id,
         name=name,
         scopes=",".join(sorted(scopes)),
@@ -34,11 +34,11 @@ def create(
         namespaces=None if namespaces is None else msgspec.json.encode(sorted(namespaces)).decode(),
         expires_at=None if expires_in_ms is None else from_now(expires_in_ms),
     )
-    return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(made),)))
+    return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(token),)))
 
 
 def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
-    """Let another secret stand for a token; the one before is good for `grace_ms` more."""
+    """Replace the secret of a token; the previous secret stays valid for `grace_ms`."""
     if row is None or row.revoked_at is not None:
         return refuse(errors.NotFound("api_token"))
     if row.digest == digest:
@@ -48,7 +48,7 @@ def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
 
 
 def revoke(row: ApiToken | None) -> Decision[bool]:
-    """Make a token good for nothing; again changes nothing."""
+    """Revoke a token; repeating it changes nothing."""
     if row is None:
         return refuse(errors.NotFound("api_token"))
     if row.revoked_at is not None:
@@ -63,7 +63,7 @@ def _patch(row: ApiToken, fields: dict[str, object]) -> Change:
 
 
 def is_valid(row: ApiToken, digest: str, now: int) -> bool:
-    """Whether this secret is the token's now; both digests are compared, so that the time tells nothing."""
+    """True if this secret is valid for the token now. Both digests are always compared, so timing reveals nothing."""
     current = hmac.compare_digest(row.digest, digest)
     previous = hmac.compare_digest(row.previous_digest or "", digest)
     if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
@@ -72,17 +72,17 @@ def is_valid(row: ApiToken, digest: str, now: int) -> bool:
 
 
 def scopes_of(row: ApiToken) -> frozenset[ApiScope]:
-    """What a token is good for."""
+    """Return the scopes of a token."""
     return frozenset(ApiScope(name) for name in row.scopes.split(","))
 
 
 def namespaces_of(row: ApiToken) -> frozenset[str] | None:
-    """Where a token is good; None is everywhere."""
+    """Return the namespaces of a token; None means all."""
     return None if row.namespaces is None else frozenset(msgspec.json.decode(row.namespaces, type=list[str]))
 
 
 def view(row: ApiToken) -> TokenView:
-    """A token as administrators see it."""
+    """Return the token as administrators see it."""
     namespaces = namespaces_of(row)
     return TokenView(
         token_id=row.token_id,

@@ -1,4 +1,8 @@
-"""grant_key: split from flowfabric.rules.tokens."""
+"""Grant keys: the signed text by which a worker redeems a grant.
+
+A grant key is bound to the execution, the worker, its instance, the expiry and the kind (claim or reclaim). The store
+keeps only its hash.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,7 @@ import msgspec
 from flowfabric.ids import ExecutionId, uuid_of
 from flowfabric.model.execution import Grant
 from flowfabric.model.signing_key import SigningKey
-from flowfabric.rules.security.keystore import _HEX, SigningKeys, _find, _sign
-
-# ---------------------------------------------------------------------------------------------------------------
-# Grant keys
+from flowfabric.rules.security.keystore import SigningKeys, find_key, is_hex, sign_message
 
 
 class GrantFault(StrEnum):
@@ -43,23 +44,23 @@ def sign_grant(
     expires_at: int,
     reclaim: bool = False,
 ) -> str:
-    """The key that redeems a grant: bound to execution, worker, instance and end, and to claim or reclaim."""
+    """Return the key that redeems a grant."""
     tag, uuid = execution_id[: execution_id.index("}") + 1], uuid_of(execution_id)
     message = _grant_message(tag, uuid, worker_id, worker_instance_id, expires_at, reclaim)
-    digest = _sign(key.secret_hex, key.kid, message)
+    digest = sign_message(key.secret_hex, key.kid, message)
     return f"pg:{'reclaim:' if reclaim else ''}{tag}:{uuid}:{expires_at}:{key.kid}:{digest}"
 
 
 def grant_id(grant_key: str) -> str:
-    """What is stored of a grant key: its SHA-256, so that reading a store does not yield grants."""
+    """Return the SHA-256 of a grant key. It is stored instead of the key, so a leaked store yields no grants."""
     return hashlib.sha256(grant_key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def verify_grant(grant_key: str, grant: Grant | None, keys: SigningKeys, now: int) -> GrantFault | None:
-    """Whether a key redeems the grant that is stored for the execution; None when it does.
+    """Return why a key does not redeem the stored grant; None if it does.
 
-    The signature is compared with the worker and instance of the stored grant. Every key still in the keystore
-    verifies, retired ones too: a grant has an end of its own.
+    The signature is checked against the worker and instance of the stored grant. Retired keys verify as long as they
+    are in the keystore, because a grant expires by itself.
     """
     parts = _GRANT_KEY(grant_key)
     if parts is None:
@@ -67,8 +68,8 @@ def verify_grant(grant_key: str, grant: Grant | None, keys: SigningKeys, now: in
     expires_at = int(parts["expires"])
     if expires_at <= now:
         return GrantFault.EXPIRED
-    signer = _find(keys, parts["kid"])
-    if signer is None or not _HEX(signer.secret_hex):
+    signer = find_key(keys, parts["kid"])
+    if signer is None or not is_hex(signer.secret_hex):
         return GrantFault.UNKNOWN_KID
     if grant is None:
         return GrantFault.UNKNOWN_GRANT
@@ -76,14 +77,14 @@ def verify_grant(grant_key: str, grant: Grant | None, keys: SigningKeys, now: in
     message = _grant_message(
         parts["tag"], parts["uuid"], grant.worker_id, grant.worker_instance_id, expires_at, reclaim
     )
-    if not hmac.compare_digest(_sign(signer.secret_hex, signer.kid, message), parts["digest"]):
+    if not hmac.compare_digest(sign_message(signer.secret_hex, signer.kid, message), parts["digest"]):
         return GrantFault.SIGNATURE_MISMATCH
-    # Properly signed, and yet another one: superseded since, or of the other kind.
+    # A valid signature of another grant: superseded since, or of the other kind.
     return None if hmac.compare_digest(grant_id(grant_key), grant.key_id) else GrantFault.UNKNOWN_GRANT
 
 
 class GrantProof(msgspec.Struct, frozen=True):
-    """The key that somebody shows for a grant, and the keystore to check it with."""
+    """The key that a caller presents for a grant, and the keystore to check it with."""
 
     grant_key: str
     keys: tuple[SigningKey, ...]

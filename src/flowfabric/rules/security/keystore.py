@@ -1,10 +1,10 @@
-"""Keys and what they sign: the keystore's life, grant keys, waitpoint tokens.
+"""Keystore: the signing keys of a deployment, and their rotation.
 
-There is one keystore for a deployment: one current key that signs, and retired ones that verify until their own end.
-Functions here look at its rows and answer in plain data: what is so now, which rows to write, which kids to drop.
+One current key signs; retired keys verify until they expire. The functions here take the rows and return plain data:
+the answer, the rows to write, the key ids to delete.
 
-A grant key and a waitpoint token are both `<kid>:<hex>` at heart, with HMAC-SHA-256 over `<kid>:` and a message. Who
-can show one has been given it; what it may do is still decided by the state of the thing it names.
+Grant keys and waitpoint tokens contain `<kid>:<hex>`, an HMAC-SHA-256 over `<kid>:` and a message. Presenting one
+proves that it was issued to the caller; what it permits still depends on the state of its target.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SigningKeys: TypeAlias = Sequence[SigningKey]
 MAX_GRACE_MS: Final = 2**53 - 1
 FIRST_KID: Final = "k1"
 
-_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+").fullmatch
+is_hex = re.compile(r"(?:[0-9a-fA-F]{2})+").fullmatch
 _SEED_HEX = re.compile(r"[0-9a-fA-F]{64}").fullmatch
-_LEAST_DIGITS: Final = 64  # 32 bytes, the size of the digest: a shorter secret is weaker than what it signs
+_MIN_HEX_DIGITS: Final = 64  # 32 bytes, the size of the digest; a shorter secret would weaken it
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The keystore
+# Answers
 
 
 class KeySeeded(msgspec.Struct, frozen=True):
@@ -50,14 +50,14 @@ class KeySeeded(msgspec.Struct, frozen=True):
 
 
 class KeyAlreadySeeded(msgspec.Struct, frozen=True):
-    """The key was there before and stays as it was."""
+    """The key existed before and stays as it was."""
 
     kid: str
     same_secret: bool
 
 
 class KeyRotated(msgspec.Struct, frozen=True):
-    """Another key signs now; the one before verifies a while longer."""
+    """A new key signs; the previous one still verifies for its grace period."""
 
     previous_kid: str | None
     new_kid: str
@@ -65,13 +65,13 @@ class KeyRotated(msgspec.Struct, frozen=True):
 
 
 class KeyUnchanged(msgspec.Struct, frozen=True):
-    """The key is known with this very secret; nothing changed."""
+    """The key exists with the same secret; nothing changed."""
 
     kid: str
 
 
 class KeyDecision(msgspec.Struct, frozen=True):
-    """An answer (or a refusal) about the keystore, the rows that will be, and the kids that will be gone."""
+    """An answer or refusal, the rows to write, and the key ids to delete."""
 
     answer: KeySeeded | KeyAlreadySeeded | KeyRotated | KeyUnchanged | FabricError
     put: tuple[SigningKey, ...] = ()
@@ -86,19 +86,19 @@ class VerifyingKid(msgspec.Struct, frozen=True):
 
 
 class KeyIds(msgspec.Struct, frozen=True):
-    """Which keys are in use."""
+    """The ids of the keys in use."""
 
     current_kid: str | None
     verifying: tuple[VerifyingKid, ...]
 
 
 def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision:
-    """Put the first key into an empty keystore; safe to call on every boot, since it never overwrites one."""
+    """Insert the first key into an empty keystore. It never overwrites a key, so every boot may call it."""
     if not _is_kid(kid):
         return KeyDecision(InvalidInput("kid: empty or contains a colon"))
     if not _SEED_HEX(secret_hex):
         return KeyDecision(InvalidInput("secret_hex: exactly 64 hexadecimal digits expected"))
-    if known := _find(keys, kid):
+    if known := find_key(keys, kid):
         return KeyDecision(KeyAlreadySeeded(kid, _same_secret(known, secret_hex)))
     if current := current_key(keys):
         return KeyDecision(InvalidInput(f"kid {current.kid} is active; rotate to change keys", active_kid=current.kid))
@@ -106,54 +106,54 @@ def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision:
 
 
 def install_configured_key(keys: SigningKeys, secret_hex: object) -> KeyDecision:
-    """What a booting server does with its configured secret: the first key, or nothing when there is one already."""
-    if not isinstance(secret_hex, str) or not _HEX(secret_hex):
+    """Install the configured secret of a booting server as the first key, unless there is one already."""
+    if not isinstance(secret_hex, str) or not is_hex(secret_hex):
         return KeyDecision(InvalidSecretHex())
-    if known := current_key(keys) or _find(keys, FIRST_KID):
+    if known := current_key(keys) or find_key(keys, FIRST_KID):
         return KeyDecision(KeyAlreadySeeded(known.kid, _same_secret(known, secret_hex)))
-    if len(secret_hex) < _LEAST_DIGITS:  # one that is stored already holds, so that old deployments start
-        return KeyDecision(_too_short(secret_hex))
+    if len(secret_hex) < _MIN_HEX_DIGITS:  # a stored short secret is accepted, so that old deployments start
+        return KeyDecision(_short_secret_error(secret_hex))
     return KeyDecision(KeySeeded(FIRST_KID), put=(SigningKey(FIRST_KID, secret_hex.lower(), current=True),))
 
 
 def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError | None:
-    """What is wrong with the arguments of a rotation; such a fault fails the whole call."""
+    """Return what is wrong with the arguments of a rotation; such an error fails the whole call."""
     if not _is_kid(kid):
         return InvalidKid(kid)
-    if not _HEX(secret_hex):
+    if not is_hex(secret_hex):
         return InvalidSecretHex()
-    if len(secret_hex) < _LEAST_DIGITS:
-        return _too_short(secret_hex)
+    if len(secret_hex) < _MIN_HEX_DIGITS:
+        return _short_secret_error(secret_hex)
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float):
         return InvalidGraceMs(validation.preview(grace_ms))
-    # Compared before it is taken as a whole number, so that NaN and the infinities are refused like the rest.
+    # Compared before the conversion to int, so that NaN and infinities are refused.
     if not 0 <= grace_ms <= MAX_GRACE_MS or grace_ms != int(grace_ms):
         return InvalidGraceMs(validation.preview(grace_ms))
     return None
 
 
 def rotate_key(keys: SigningKeys, kid: str, secret_hex: str, grace_ms: float, now: int) -> KeyDecision:
-    """Let a new key sign. The one before verifies for `grace_ms` more; keys past their time are dropped.
+    """Make a new key sign. The previous one verifies for `grace_ms` more; expired keys are deleted.
 
-    A key that is known with the same secret changes nothing, one known with another secret is a `RotationConflict`.
+    A known key with the same secret changes nothing; with another secret it is a `RotationConflict`.
     """
     if refused := check_rotation(kid, secret_hex, grace_ms):
         return KeyDecision(refused)
-    if known := _find(keys, kid):
+    if known := find_key(keys, kid):
         if known.current and not known.secret_hex:
             return KeyDecision(KeyUnchanged(kid), put=(msgspec.structs.replace(known, secret_hex=secret_hex.lower()),))
         return KeyDecision(KeyUnchanged(kid) if _same_secret(known, secret_hex) else RotationConflict(kid=kid))
     current = current_key(keys)
-    gone = tuple(key.kid for key in keys if not key.current and _is_past(key, now))
-    fresh = SigningKey(kid, secret_hex.lower(), current=True)
+    expired = tuple(key.kid for key in keys if not key.current and _is_expired(key, now))
+    new_key = SigningKey(kid, secret_hex.lower(), current=True)
     if current is None:
-        return KeyDecision(KeyRotated(None, kid, len(gone)), put=(fresh,), drop=gone)
+        return KeyDecision(KeyRotated(None, kid, len(expired)), put=(new_key,), drop=expired)
     retired = msgspec.structs.replace(current, current=False, expires_at=now + int(grace_ms))
-    return KeyDecision(KeyRotated(current.kid, kid, len(gone)), put=(retired, fresh), drop=gone)
+    return KeyDecision(KeyRotated(current.kid, kid, len(expired)), put=(retired, new_key), drop=expired)
 
 
 def list_kids(keys: SigningKeys, now: int) -> KeyIds:
-    """The current kid and the retired ones that still verify, sorted."""
+    """Return the current key id and the retired ones that still verify, sorted."""
     current = current_key(keys)
     verifying = sorted(
         (key.kid, key.expires_at)
@@ -164,44 +164,45 @@ def list_kids(keys: SigningKeys, now: int) -> KeyIds:
 
 
 def current_key(keys: SigningKeys) -> SigningKey | None:
-    """The key that signs."""
+    """Return the key that signs."""
     return next((key for key in keys if key.current), None)
 
 
 def waitpoint_signer(keys: SigningKeys) -> SigningKey | FabricError:
-    """The key for a new waitpoint token, or why none can be minted."""
+    """Return the key for a new waitpoint token, or why none can be minted."""
     current = current_key(keys)
     if current is None:
         return InvalidInput("hmac_secret_not_initialized")
-    return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
+    return current if is_hex(current.secret_hex) else Corruption("invalid_secret")
 
 
 def grant_signer(keys: SigningKeys, op: str) -> SigningKey | FabricError:
-    """The key for a new grant, or why nothing can be granted: without one every grant is refused."""
+    """Return the key for a new grant, or the refusal; without a key no grant is issued."""
     current = current_key(keys)
     if current is None:
         return Unavailable(op, "hmac_secret_not_initialized")
-    return current if _HEX(current.secret_hex) else Corruption("invalid_secret")
+    return current if is_hex(current.secret_hex) else Corruption("invalid_secret")
 
 
 def is_readable(key: SigningKey) -> bool:
-    """True if the key's secret can sign; one that is sealed with another key cannot."""
-    return _HEX(key.secret_hex) is not None
+    """True if the secret can sign; a secret encrypted with another key cannot."""
+    return is_hex(key.secret_hex) is not None
 
 
-def _too_short(secret_hex: str) -> FabricError:
-    return InvalidSecretHex(f"{len(secret_hex) // 2} bytes; a signing secret has at least {_LEAST_DIGITS // 2}")
+def _short_secret_error(secret_hex: str) -> FabricError:
+    return InvalidSecretHex(f"{len(secret_hex) // 2} bytes; a signing secret has at least {_MIN_HEX_DIGITS // 2}")
 
 
 def _is_kid(kid: str) -> bool:
     return bool(kid) and ":" not in kid and not any("\ud800" <= character <= "\udfff" for character in kid)
 
 
-def _is_past(key: SigningKey, now: int) -> bool:
+def _is_expired(key: SigningKey, now: int) -> bool:
     return key.expires_at is None or key.expires_at <= 0 or key.expires_at < now
 
 
-def _find(keys: SigningKeys, kid: str) -> SigningKey | None:
+def find_key(keys: SigningKeys, kid: str) -> SigningKey | None:
+    """Return the key with this id, None if there is none."""
     return next((key for key in keys if key.kid == kid), None)
 
 
@@ -209,5 +210,6 @@ def _same_secret(key: SigningKey, secret_hex: str) -> bool:
     return hmac.compare_digest(key.secret_hex.lower().encode(), secret_hex.lower().encode())
 
 
-def _sign(secret_hex: str, kid: str, message: str) -> str:
+def sign_message(secret_hex: str, kid: str, message: str) -> str:
+    """Return the HMAC of a message in hex."""
     return hmac.digest(bytes.fromhex(secret_hex), f"{kid}:{message}".encode("utf-8", "surrogatepass"), "sha256").hex()

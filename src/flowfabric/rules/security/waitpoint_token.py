@@ -1,27 +1,22 @@
-"""waitpoint_token: split from flowfabric.rules.tokens."""
+"""Waitpoint tokens: bearer tokens that permit signalling one waitpoint of one execution.
+
+Only the key id and a prefix of the digest are stored; a token can be minted again from the key.
+"""
 
 from __future__ import annotations
 
 import hmac
 from typing import Final
 
-from flowfabric.errors import (
-    Corruption,
-    FabricError,
-    InvalidInput,
-    InvalidToken,
-)
+from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidToken
 from flowfabric.model.signing_key import SigningKey
-from flowfabric.rules.security.keystore import _HEX, SigningKeys, _find, _sign, current_key
-
-# ---------------------------------------------------------------------------------------------------------------
-# Waitpoint tokens
+from flowfabric.rules.security.keystore import SigningKeys, current_key, find_key, is_hex, sign_message
 
 DIGEST_LENGTH: Final = 64
 
 
 class WaitpointToken:
-    """A bearer token that shows itself only when asked to, so that no log or traceback gives it away."""
+    """A bearer token that is redacted when printed, so that no log or traceback reveals it."""
 
     __slots__ = ("_text",)
 
@@ -29,17 +24,17 @@ class WaitpointToken:
         self._text = text
 
     def reveal(self) -> str:
-        """The token itself."""
+        """Return the token itself."""
         return self._text
 
     @property
     def kid(self) -> str:
-        """The key it was signed with."""
+        """The id of the key that signed it."""
         return token_kid(self._text)
 
     @property
     def fingerprint(self) -> str:
-        """Enough of the digest to recognise a token, too little to use it."""
+        """A prefix of the digest: enough to recognise the token, too little to use it."""
         return token_fingerprint(self._text)
 
     def __eq__(self, other: object) -> bool:
@@ -57,19 +52,20 @@ class WaitpointToken:
 
 
 def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
-    """The token that lets its bearer signal this waitpoint of this execution."""
-    return f"{key.kid}:{_sign(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
+    """Return the token that lets its bearer signal this waitpoint of this execution."""
+    return f"{key.kid}:{sign_message(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"
 
 
 def matches_stored(token: str, kid: str, fingerprint: str) -> bool:
-    """Whether this is what is kept of a token: its kid and the beginning of its digest."""
+    """True if the token has the stored key id and digest prefix."""
     return _same_text(f"{token_kid(token)}:{token_fingerprint(token)}", f"{kid}:{fingerprint}")
 
 
 def remint_token(keys: SigningKeys, kid: str, execution_id: str, waitpoint_id: str) -> str:
-    """The token that was given out under this kid; an empty digest, which verifies nothing, once the key is gone."""
-    key = _find(keys, kid)
-    return f"{kid}:" if key is None or not _HEX(key.secret_hex) else mint_token(key, execution_id, waitpoint_id)
+    """Return the token that was issued with this key id; if the key is gone, one with an empty digest that never
+    verifies."""
+    key = find_key(keys, kid)
+    return f"{kid}:" if key is None or not is_hex(key.secret_hex) else mint_token(key, execution_id, waitpoint_id)
 
 
 def verify_token(
@@ -82,10 +78,10 @@ def verify_token(
     stored: str | None,
     now: int,
 ) -> FabricError | None:
-    """Why a token is refused, or None. `owner` and `stored` are the waitpoint's execution and token, if it exists.
+    """Return why a token is refused, or None. `owner` and `stored` are the waitpoint's execution and token, if any.
 
-    A waitpoint that does not exist, or is another execution's, is refused in the very words of a wrong signature,
-    so that nobody can find out by asking which waitpoints there are.
+    A missing waitpoint, or one of another execution, is refused with the same error as a wrong signature, so that
+    nobody can probe which waitpoints exist.
     """
     if not token:
         return InvalidToken("missing_token")
@@ -94,31 +90,31 @@ def verify_token(
         return InvalidToken("invalid_token")
     if current_key(keys) is None:
         return InvalidInput("hmac_secret_not_initialized")
-    key = _find(keys, kid)
+    key = find_key(keys, kid)
     if key is None:
         return InvalidToken("invalid_token")
     if not key.current and (key.expires_at is None or key.expires_at < now):
         return InvalidToken("token_expired")
-    if not _HEX(key.secret_hex):
+    if not is_hex(key.secret_hex):
         return Corruption("invalid_secret")
-    # All three are looked at, whatever the first says: no answer may come sooner for a waitpoint that is not there.
-    signed = _same_text(token, mint_token(key, execution_id, waitpoint_id))
-    kept = _same_text(token, stored or "")
-    return None if signed and kept and owner == execution_id else InvalidToken("invalid_token")
+    # Evaluate all three checks: timing must not reveal whether the waitpoint exists.
+    is_signed = _same_text(token, mint_token(key, execution_id, waitpoint_id))
+    is_stored = _same_text(token, stored or "")
+    return None if is_signed and is_stored and owner == execution_id else InvalidToken("invalid_token")
 
 
 def token_kid(token: str) -> str:
-    """The kid of a stored token."""
+    """Return the key id of a token."""
     return token.partition(":")[0]
 
 
 def token_fingerprint(token: str) -> str:
-    """The first 16 hex digits of a stored token's digest."""
+    """Return the first 16 hex digits of a token's digest."""
     return token.partition(":")[2][:16]
 
 
 def redact(token: str) -> str:
-    """A token as it may be printed: its kid and the length of the rest."""
+    """Return a token as it may be printed: its key id and the length of the rest."""
     kid, colon, digest = token.partition(":")
     return f"{kid}:<REDACTED:len={len(digest)}>" if colon and kid else "<REDACTED:malformed>"
 

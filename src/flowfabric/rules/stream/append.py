@@ -1,6 +1,6 @@
-"""Output streams: what the holder of a lease may append, what is kept of it, and in which order.
+"""Append: what the lease holder may append to its output stream, how much is kept, and in which order.
 
-Frames are decided a batch at a time: as if one after the other, and written together.
+Frames are decided in batches, as if one after another, and committed together.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from flowfabric.rules.execution.lease import Fence
 
 MAX_FRAME_BYTES = 65_536
 PAGE = 512
-KEPT = {FrameMode.DURABLE: 10_000, FrameMode.SUMMARY: 64}
+MAX_KEPT_FRAMES = {FrameMode.DURABLE: 10_000, FrameMode.SUMMARY: 64}
 FLOOR, CEILING, ALPHA = 64, 16_384, 0.2
-_SLACK = 1e-9  # so that rounding errors do not lift a whole number over itself
+_SLACK = 1e-9  # keeps rounding errors from raising `ceil` by one
 
 
 class BestEffort(msgspec.Struct, frozen=True):
-    """How long best-effort frames matter, and how many are kept for it."""
+    """How long best-effort frames are relevant, which determines how many are kept."""
 
     ttl_ms: int = 0
     maxlen_floor: int = FLOOR
@@ -37,7 +37,7 @@ class BestEffort(msgspec.Struct, frozen=True):
 
     @property
     def normalized(self) -> BestEffort:
-        """With every number that makes no sense replaced by its default."""
+        """The settings with every invalid number replaced by its default."""
         floor = self.maxlen_floor if self.maxlen_floor > 0 else FLOOR
         ceiling = self.maxlen_ceiling if self.maxlen_ceiling > 0 else CEILING
         alpha = self.ema_alpha if 0 < self.ema_alpha <= 1 else ALPHA
@@ -45,7 +45,7 @@ class BestEffort(msgspec.Struct, frozen=True):
 
 
 class FrameArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """A frame, and what its writer shows to prove that it holds the lease."""
+    """A frame and the fence by which its writer proves that it holds the lease."""
 
     payload: bytes
     frame_type: str
@@ -57,7 +57,7 @@ class FrameArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """Where a frame stands now."""
+    """The position of an appended frame."""
 
     stream_id: str
     frame_count: int
@@ -68,18 +68,18 @@ AppendResults = list[Appended | errors.FabricError]
 
 
 def append_frames(
-    row: Execution | None, stream: Stream | None, summary: StreamSummary | None, asks: Sequence[FrameArgs], now: int
+    row: Execution | None, stream: Stream | None, summary: StreamSummary | None, requests: Sequence[FrameArgs], now: int
 ) -> Decision[AppendResults]:
     """Append frames in order; each is accepted or refused on its own."""
-    page = _Page(row, stream, summary, now)
-    answers = [page.refused(ask) or page.add(ask) for ask in asks]
-    if row is None or not page.frames:
+    batch = _AppendBatch(row, stream, summary, now)
+    answers = [batch.refused(request) or batch.add(request) for request in requests]
+    if row is None or not batch.frames:
         return Decision(answers)
-    return Decision(answers, page.change(row))
+    return Decision(answers, batch.change(row))
 
 
-class _Page:
-    """The stream while frames are added to it."""
+class _AppendBatch:
+    """The stream in memory while frames are added to it."""
 
     def __init__(self, row: Execution | None, stream: Stream | None, summary: StreamSummary | None, now: int) -> None:
         self.row = row
@@ -95,35 +95,35 @@ class _Page:
         if summary is not None:
             self.document = merge_patch.decode_document(summary.document)
 
-    def refused(self, ask: FrameArgs) -> errors.FabricError | None:
+    def refused(self, request: FrameArgs) -> errors.FabricError | None:
         row = self.row
         if row is None or row.lifecycle_phase is not LifecyclePhase.ACTIVE:
             return errors.StreamClosed()
         if row.ownership_state is not OwnershipState.LEASED or lease.has_expired(row, self.now):
             return errors.StaleOwnerCannotAppend(execution_id=row.execution_id)
-        held = (ask.attempt_index, ask.fence.lease_id, ask.fence.lease_epoch)
+        held = (request.attempt_index, request.fence.lease_id, request.fence.lease_epoch)
         if held != (row.attempt_index, row.lease_id, row.lease_epoch):
             return errors.StaleOwnerCannotAppend(execution_id=row.execution_id)
         if self.state["closed_at"] is not None:
             return errors.StreamClosed()
         return None
 
-    def add(self, ask: FrameArgs) -> Appended | errors.FabricError:
+    def add(self, request: FrameArgs) -> Appended | errors.FabricError:
         version = None
-        if ask.mode is FrameMode.SUMMARY:
-            patch = merge_patch.decode_patch(ask.payload)
+        if request.mode is FrameMode.SUMMARY:
+            patch = merge_patch.decode_patch(request.payload)
             if isinstance(patch, errors.FabricError):
                 return patch
             if isinstance(self.document, errors.FabricError):
                 return self.document
-            version = self._summarise(merge_patch.merge(self.document, patch))
+            version = self._update_summary(merge_patch.merge(self.document, patch))
         state = self.state
-        later = not state["frame_count"] or self.now > state["last_ms"]
-        state["last_ms"], state["last_seq"] = (self.now, 0) if later else (state["last_ms"], state["last_seq"] + 1)
+        is_later = not state["frame_count"] or self.now > state["last_ms"]
+        state["last_ms"], state["last_seq"] = (self.now, 0) if is_later else (state["last_ms"], state["last_seq"] + 1)
         number = state["frame_count"] = state["frame_count"] + 1
-        state["total_bytes"] += len(ask.payload)
+        state["total_bytes"] += len(request.payload)
         state["last_frame_at"] = self.now
-        self._keep(ask, number)
+        self._apply_retention(request, number)
         frame = Frame(
             execution_id=state["execution_id"],
             attempt_index=state["attempt_index"],
@@ -132,57 +132,61 @@ class _Page:
             seq=state["last_seq"],
             number=number,
             ts=self.now,
-            mode=ask.mode,
-            frame_type=ask.frame_type,
-            payload=ask.payload,
-            correlation_id=ask.correlation_id,
+            mode=request.mode,
+            frame_type=request.frame_type,
+            payload=request.payload,
+            correlation_id=request.correlation_id,
             summary_version=version,
-            ttl_ms=ask.best_effort.ttl_ms if ask.mode is FrameMode.BEST_EFFORT and ask.best_effort.ttl_ms > 0 else None,
+            ttl_ms=request.best_effort.ttl_ms
+            if request.mode is FrameMode.BEST_EFFORT and request.best_effort.ttl_ms > 0
+            else None,
         )
         if not self.pages or self.pages[-1][0] != frame.page:
             self.pages.append([frame.page, frame.ms, frame.seq])
         self.frames.append(frame)
         return Appended(f"{frame.ms}-{frame.seq}", number, version)
 
-    def _summarise(self, document: dict[str, Any]) -> int:
-        kept, state = self.summary, self.state
-        version = 1 if kept is None else kept.version + 1
-        first = self.now if kept is None else kept.first_applied_ms
+    def _update_summary(self, document: dict[str, Any]) -> int:
+        previous, state = self.summary, self.state
+        version = 1 if previous is None else previous.version + 1
+        first = self.now if previous is None else previous.first_applied_ms
         self.document = document
-        # The text is written once, for the last version of the batch.
+        # The document is encoded once, for the last version of the batch.
         self.summary = StreamSummary(state["execution_id"], state["attempt_index"], "", version, first, self.now)
         return version
 
-    def _keep(self, ask: FrameArgs, number: int) -> None:
-        """How many frames are kept, by the mode of the one just added, and until when."""
+    def _apply_retention(self, request: FrameArgs, number: int) -> None:
+        """Update how many frames are kept and until when, by the mode of the frame just added."""
         state = self.state
         if state["vanishes_at"] is not None and state["vanishes_at"] <= self.now:
             state["kept_from"], state["vanishes_at"] = number, None
-        if ask.mode is FrameMode.BEST_EFFORT:
-            limit = self._best_effort(ask.best_effort.normalized)
+        if request.mode is FrameMode.BEST_EFFORT:
+            limit = self._best_effort_limit(request.best_effort.normalized)
         else:
-            limit = KEPT[ask.mode]
+            limit = MAX_KEPT_FRAMES[request.mode]
             state["has_durable_frame"], state["vanishes_at"] = True, None
         state["kept_from"] = max(state["kept_from"], number - limit + 1)
 
-    def _best_effort(self, ask: BestEffort) -> int:
-        state, ttl_s = self.state, max(ask.ttl_ms, 1) / 1000
+    def _best_effort_limit(self, settings: BestEffort) -> int:
+        """Return how many frames to keep: twice the number expected within the ttl, by a moving average of the rate."""
+        state, ttl_s = self.state, max(settings.ttl_ms, 1) / 1000
         if state["ema_rate_hz"] is None:
-            rate = ask.maxlen_floor / (2 * ttl_s)
+            rate = settings.maxlen_floor / (2 * ttl_s)
         else:
             passed = max(self.now - (state["last_append_ts_ms"] or 0), 1)
-            rate = ask.ema_alpha * (1000 / passed) + (1 - ask.ema_alpha) * state["ema_rate_hz"]
-        limit = min(max(ceil(rate * ttl_s * 2 - _SLACK), ask.maxlen_floor), ask.maxlen_ceiling)
+            rate = settings.ema_alpha * (1000 / passed) + (1 - settings.ema_alpha) * state["ema_rate_hz"]
+        limit = min(max(ceil(rate * ttl_s * 2 - _SLACK), settings.maxlen_floor), settings.maxlen_ceiling)
         state.update(ema_rate_hz=rate, last_append_ts_ms=self.now, maxlen_applied_last=limit)
-        if ask.ttl_ms > 0 and not state["has_durable_frame"]:
-            state["vanishes_at"] = self.now + 2 * ask.ttl_ms
+        if settings.ttl_ms > 0 and not state["has_durable_frame"]:
+            state["vanishes_at"] = self.now + 2 * settings.ttl_ms
         return limit
 
     def change(self, row: Execution) -> Change:
-        """Everything that was added, fenced by the lease: the row itself is written only when the stream begins."""
+        """Return the change that writes all frames, fenced by the lease. The execution row is written only by the first
+        one."""
         key = (row.execution_id, self.state["attempt_index"])
         oldest = (self.state["kept_from"] - 1) // PAGE
-        gone = [page for page, _, _ in self.pages if page < oldest]
+        dropped = [page for page, _, _ in self.pages if page < oldest]
         self.pages = [page for page in self.pages if page[0] >= oldest]
         self.state["pages"] = msgspec.json.encode(self.pages).decode()
         frames = [frame for frame in self.frames if frame.page >= oldest]
@@ -192,6 +196,6 @@ class _Page:
         if self.summary is not None and not self.summary.document and isinstance(self.document, dict):
             text = merge_patch.encode_document(self.document)
             writes += (Upsert(msgspec.structs.replace(self.summary, document=text)),)
-        writes += tuple(Delete(Frame, (*key, page)) for page in gone)
+        writes += tuple(Delete(Frame, (*key, page)) for page in dropped)
         guard = Guard(Stream, key, None if self.before is None else self.before.revision)
         return Change(guards=(seen(row, live(row)), guard), writes=writes)

@@ -1,4 +1,4 @@
-"""How frames read: cursors, pages and what each entry says."""
+"""Read: stream cursors, pages and the fields of each entry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FrameView(msgspec.Struct, frozen=True):
 
 
 class StreamPage(msgspec.Struct, frozen=True):
-    """Entries in order, and whether more can come: a stream that is closed says since when and why."""
+    """Entries in order; for a closed stream also when and why it was closed."""
 
     frames: list[FrameView]
     closed_at: int | None = None
@@ -34,6 +34,8 @@ class StreamPage(msgspec.Struct, frozen=True):
 
 
 class SummaryView(msgspec.Struct, frozen=True):
+    """The merged document of all summary frames."""
+
     document_json: str
     version: int
     patch_kind: str
@@ -42,7 +44,7 @@ class SummaryView(msgspec.Struct, frozen=True):
 
 
 class StreamPosition(msgspec.Struct, frozen=True, order=True):
-    """A place in a stream."""
+    """A position in a stream."""
 
     ms: int
     seq: int
@@ -53,7 +55,7 @@ LAST = StreamPosition(MAX_INTEGER, MAX_INTEGER)
 
 
 def parse_cursor(text: object) -> str | tuple[int, int | None]:
-    """`start`, `end`, or a time and perhaps a sequence number; `InvalidInput` with one of three causes otherwise."""
+    """Parse `start`, `end`, or a time with an optional sequence number. Raises `InvalidInput`."""
     if not isinstance(text, str):
         raise InvalidInput("stream cursor: not a text")
     if not text:
@@ -62,15 +64,15 @@ def parse_cursor(text: object) -> str | tuple[int, int | None]:
         raise InvalidInput("stream cursor: a bare marker; write start or end")
     if text in (START, END):
         return text
-    found = _ID(text)
-    if found is None:
+    matched = _ID(text)
+    if matched is None:
         raise InvalidInput("stream cursor: malformed; write start, end, <ms> or <ms>-<seq>")
-    seq = found[2]
-    return min(int(found[1]), MAX_INTEGER), None if seq is None else min(int(seq), MAX_INTEGER)
+    seq = matched[2]
+    return min(int(matched[1]), MAX_INTEGER), None if seq is None else min(int(seq), MAX_INTEGER)
 
 
 def lower_bound(text: object) -> StreamPosition:
-    """A cursor as the first place that counts."""
+    """Return the first position that a cursor includes."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         return FIRST if cursor == START else LAST
@@ -78,7 +80,7 @@ def lower_bound(text: object) -> StreamPosition:
 
 
 def upper_bound(text: object) -> StreamPosition:
-    """A cursor as the last place that counts; a bare time means its last entry."""
+    """Return the last position that a cursor includes; a bare time includes all its entries."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         return FIRST if cursor == START else LAST
@@ -86,7 +88,7 @@ def upper_bound(text: object) -> StreamPosition:
 
 
 def tail_position(text: object) -> StreamPosition:
-    """A cursor that a tail can go on from."""
+    """Return the position after which a tail continues."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
         raise InvalidInput(f"stream cursor: {cursor} is no place to go on from; use an entry's id, such as 0-0")
@@ -94,7 +96,7 @@ def tail_position(text: object) -> StreamPosition:
 
 
 def check_count(count_limit: object) -> int:
-    """How many entries are asked for."""
+    """Return the requested number of entries, or raise `InvalidInput`."""
     if not isinstance(count_limit, int) or isinstance(count_limit, bool) or count_limit < 1:
         raise InvalidInput("count_limit must be >= 1")
     if count_limit > MAX_COUNT:
@@ -103,19 +105,19 @@ def check_count(count_limit: object) -> int:
 
 
 def first_page(stream: Stream, after: StreamPosition) -> int:
-    """The page on which the entry after a place stands, or a page before it."""
+    """Return a page at or before the entry that follows a position."""
     pages: Sequence[Sequence[int]] = msgspec.json.decode(stream.pages)
     starting = [page for page, ms, seq in pages if StreamPosition(ms, seq) <= after]
     return max(starting, default=0)
 
 
 def is_expired(stream: Stream, now: int) -> bool:
-    """Whether all frames are best-effort ones whose time is over."""
+    """True if all frames are best-effort frames that have expired."""
     return stream.vanishes_at is not None and stream.vanishes_at <= now
 
 
 def frame_view(frame: Frame) -> FrameView:
-    """The entry as it is handed out; a payload that is no UTF-8 comes as base64."""
+    """Return the entry for readers; a payload that is not UTF-8 is base64."""
     try:
         payload, encoding = frame.payload.decode(), "utf8"
     except UnicodeDecodeError:

@@ -1,1 +1,1 @@
-"""suspension"""
+"""Suspension: an execution releases its lease and waits on waitpoints until signals satisfy its condition."""

@@ -1,4 +1,4 @@
-"""What a suspend asks for, and what is wrong with it before anything is looked at."""
+"""Arguments of a suspend and the checks that need nothing but them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules.suspension import conditions
 
 SKEW_MS = 600_000
-REMEMBER_GRACE_MS = 60_000
-REMEMBER_MOST_MS = 7 * 24 * 60 * 60 * 1000
+_ANSWER_GRACE_MS = 60_000
+_MAX_ANSWER_TTL_MS = 7 * 24 * 60 * 60 * 1000
 
 
 class FreshWaitpoint(msgspec.Struct, frozen=True):
-    """A waitpoint that the suspend makes."""
+    """A waitpoint that the suspend creates."""
 
     waitpoint_id: str
     waitpoint_key: str
 
 
 class UsePendingWaitpoint(msgspec.Struct, frozen=True):
-    """A waitpoint that was made before; its key and token are its own."""
+    """A waitpoint that was created before; it keeps its key and token."""
 
     waitpoint_id: str
 
@@ -31,7 +31,7 @@ WaitpointBinding = FreshWaitpoint | UsePendingWaitpoint
 
 
 class ResumePolicy(msgspec.Struct, frozen=True):
-    """How to go on. All of it is kept; the delay is what matters."""
+    """The policy for resuming. All of it is stored; only the delay has an effect."""
 
     resume_target: str = "runnable"
     consume_matched_signals: bool = True
@@ -41,7 +41,7 @@ class ResumePolicy(msgspec.Struct, frozen=True):
 
 
 class SuspendArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a suspend asks for. `now` is the caller's clock, for the checks of the arguments alone."""
+    """The arguments of a suspend. `now` is the caller's clock and is used only to check the arguments."""
 
     suspension_id: str
     waitpoints: tuple[WaitpointBinding, ...]
@@ -57,14 +57,14 @@ class SuspendArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_ttl_ms(self) -> int:
-        """How long the answer is remembered."""
+        """How long the answer is kept for a repeated call with the same idempotency key."""
         if self.timeout_at is None:
-            return REMEMBER_MOST_MS
-        return min(max(self.timeout_at - self.now, 0) + REMEMBER_GRACE_MS, REMEMBER_MOST_MS)
+            return _MAX_ANSWER_TTL_MS
+        return min(max(self.timeout_at - self.now, 0) + _ANSWER_GRACE_MS, _MAX_ANSWER_TTL_MS)
 
 
 def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
-    """What is wrong with the arguments alone."""
+    """Return what is wrong with the arguments alone."""
     bindings, condition = args.waitpoints, args.resume_condition
     if not bindings:
         return errors.InvalidInput("waitpoints_empty")
@@ -75,7 +75,7 @@ def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
         and condition.waitpoint_key != primary.waitpoint_key
     ):
         return errors.InvalidInput("waitpoint_key_mismatch")
-    if len(bindings) > 1 and (detail := _several(bindings, condition)):
+    if len(bindings) > 1 and (detail := _check_bindings(bindings, condition)):
         return errors.InvalidInput(detail)
     if isinstance(condition, TimeoutOnly) and args.timeout_at is None:
         return errors.InvalidInput("timeout_only_without_deadline")
@@ -86,16 +86,17 @@ def check_arguments(args: SuspendArgs) -> errors.FabricError | None:
     return conditions.check_structure(condition)
 
 
-def _several(bindings: tuple[WaitpointBinding, ...], condition: Condition) -> str | None:
-    for place, binding in enumerate(bindings[1:], start=1):
+def _check_bindings(bindings: tuple[WaitpointBinding, ...], condition: Condition) -> str | None:
+    """Return what is wrong with the bindings if there are several waitpoints."""
+    for index, binding in enumerate(bindings[1:], start=1):
         if isinstance(binding, UsePendingWaitpoint):
-            return f"additional_waitpoint_binding_must_be_fresh at waitpoints[{place}]"
+            return f"additional_waitpoint_binding_must_be_fresh at waitpoints[{index}]"
     if isinstance(bindings[0], UsePendingWaitpoint):
         return "use_pending_with_extras_unsupported"
     fresh = [binding for binding in bindings if isinstance(binding, FreshWaitpoint)]
-    for place, binding in enumerate(fresh[1:], start=1):
+    for index, binding in enumerate(fresh[1:], start=1):
         if not binding.waitpoint_key:
-            return f"additional_waitpoint_binding_empty_key at waitpoints[{place}]"
+            return f"additional_waitpoint_binding_empty_key at waitpoints[{index}]"
     keys = [binding.waitpoint_key for binding in fresh]
     referenced = conditions.referenced_keys(condition)
     for key in referenced:
@@ -104,10 +105,11 @@ def _several(bindings: tuple[WaitpointBinding, ...], condition: Condition) -> st
     for key in keys:
         if key not in referenced:
             return f"extra_binding_not_referenced_by_condition: {key}"
-    for place, binding in enumerate(fresh):
-        others = fresh[:place]
+    for index, binding in enumerate(fresh):
+        earlier = fresh[:index]
         if any(
-            binding.waitpoint_id == one.waitpoint_id or binding.waitpoint_key == one.waitpoint_key for one in others
+            binding.waitpoint_id == other.waitpoint_id or binding.waitpoint_key == other.waitpoint_key
+            for other in earlier
         ):
             return f"duplicate_waitpoint_binding: {binding.waitpoint_key}"
     return None

@@ -1,7 +1,7 @@
-"""Resume conditions: their written form, what makes one acceptable, and how signals satisfy it.
+"""Resume conditions: their JSON form, when one is valid, and how signals satisfy it.
 
-How far a condition has come is kept per node of its tree, as the set of different satisfiers the node has met. A node
-is named by its path, so that two counts beside each other never share a satisfier.
+The progress of a condition is stored per node of its tree, as the set of distinct satisfiers the node has met. A node
+is identified by its path, so that two sibling counts never share a satisfier.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flowfabric.model.condition import (
 from flowfabric.rules import validation
 
 MAX_DEPTH = 4
-READ_DEPTH = 16  # what lies deeper is not looked at
+READ_DEPTH = 16  # members of deeper nodes are ignored when parsing
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
-LONGEST_SATISFIER = 100
+MAX_SATISFIER_LENGTH = 100
 
-Progress = dict[str, list[str]]  # the satisfiers of each node, by its path
+Progress = dict[str, list[str]]  # satisfiers of each node, by path
 
 
 class IncomingSignal(msgspec.Struct, frozen=True):
-    """What a condition asks of a signal."""
+    """The parts of a signal that conditions inspect."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -50,7 +50,7 @@ class IncomingSignal(msgspec.Struct, frozen=True):
 
 
 class SignalEffect:
-    """What a signal did."""
+    """The effect of a signal on the waitpoint that received it."""
 
     SATISFIED = "resume_condition_satisfied"
     APPENDED = "appended_to_waitpoint"
@@ -65,16 +65,17 @@ UNMATCHED = frozenset({SignalEffect.NO_OP, SignalEffect.NOT_IN_CONDITION, Signal
 
 
 def check_structure(condition: Condition) -> FabricError | None:
-    """What is wrong with the tree: depth first, the first fault wins."""
+    """Return the first fault of the tree, in depth-first order."""
     for path, depth, node in _walk(condition):
         if isinstance(node, AllConditions | Count) and depth > MAX_DEPTH:
             return InvalidInput(f"depth {depth} exceeds cap {MAX_DEPTH} at path {path}")
-        if fault := _fault(node):
+        if fault := _node_fault(node):
             return InvalidInput(fault if fault == EMPTY_NAME else f"{fault} at path {path}")
     return None
 
 
-def _fault(node: Condition) -> str | None:
+def _node_fault(node: Condition) -> str | None:
+    """Return what is wrong with one node; None if nothing is."""
     match node:
         case AllConditions(members=()):
             return "allof_empty_members"
@@ -91,7 +92,7 @@ def _fault(node: Condition) -> str | None:
 
 
 def referenced_keys(condition: Condition) -> list[str]:
-    """The waitpoint keys that the tree names, first seen first."""
+    """Return the waitpoint keys that the tree names, in order of first use."""
     keys: dict[str, None] = {}
     for _, _, node in _walk(condition):
         keys.update(dict.fromkeys(_keys(node)))
@@ -99,7 +100,7 @@ def referenced_keys(condition: Condition) -> list[str]:
 
 
 def required_names(condition: Condition, waitpoint_key: str) -> list[str]:
-    """The signal names that mean something on this waitpoint, for reviewers; none at all stands for any name."""
+    """Return the signal names that matter on this waitpoint, for reviewers; an empty list means any name."""
     names: dict[str, None] = {}
     for _, _, node in _walk(condition):
         match node:
@@ -115,35 +116,35 @@ def required_names(condition: Condition, waitpoint_key: str) -> list[str]:
     return list(names)
 
 
-def apply_signal(condition: Condition, progress: Progress, arrival: IncomingSignal) -> tuple[str, Progress]:
-    """What a signal does to a condition, and how far it has come then."""
-    candidates = [(path, node) for path, _, node in _walk(condition) if arrival.waitpoint_key in _keys(node)]
-    matching = [(path, node) for path, node in candidates if _matches(node, arrival.signal_name)]
+def apply_signal(condition: Condition, progress: Progress, signal: IncomingSignal) -> tuple[str, Progress]:
+    """Return the effect of a signal on a condition, and the new progress."""
+    candidates = [(path, node) for path, _, node in _walk(condition) if signal.waitpoint_key in _keys(node)]
+    matching = [(path, node) for path, node in candidates if _matches(node, signal.signal_name)]
     if not matching:
         if isinstance(condition, Single | OperatorOnly | TimeoutOnly):
             return SignalEffect.NO_OP, progress
         return (SignalEffect.MATCHER_FAILED if candidates else SignalEffect.NOT_IN_CONDITION), progress
-    grown = {path: list(tokens) for path, tokens in progress.items()}
-    news = False
+    updated = {path: list(known) for path, known in progress.items()}
+    is_new = False
     for path, node in matching:
-        tokens, token = grown.setdefault(path, []), _token(node, arrival)
-        if token not in tokens:
-            tokens.append(token)
-            news = True
-    if not news:
+        known, satisfier = updated.setdefault(path, []), _satisfier(node, signal)
+        if satisfier not in known:
+            known.append(satisfier)
+            is_new = True
+    if not is_new:
         return SignalEffect.DUPLICATE, progress
-    return (SignalEffect.SATISFIED if is_satisfied(condition, grown) else SignalEffect.APPENDED), grown
+    return (SignalEffect.SATISFIED if is_satisfied(condition, updated) else SignalEffect.APPENDED), updated
 
 
 def is_satisfied(condition: Condition, progress: Progress, path: str = "<root>") -> bool:
-    """Whether the condition has come to its end."""
+    """True if the condition is met."""
     match condition:
         case Single():
             return path in progress
         case Count(n=n):
             return len(progress.get(path, ())) >= n
         case AllConditions(members=members):
-            return all(is_satisfied(member, progress, _below(path, place)) for place, member in enumerate(members))
+            return all(is_satisfied(member, progress, _child_path(path, index)) for index, member in enumerate(members))
         case OperatorOnly() | TimeoutOnly() | UnknownCondition():
             return False
         case _:
@@ -155,23 +156,24 @@ def _matches(node: Condition, name: str) -> bool:
     return not isinstance(matcher, ByName) or matcher.name == name
 
 
-def _token(node: Condition, arrival: IncomingSignal) -> str:
+def _satisfier(node: Condition, signal: IncomingSignal) -> str:
+    """Return what a matching signal adds to the node's set of satisfiers."""
     if not isinstance(node, Count):
         return "met"
     match node.count_kind:
         case CountKind.DISTINCT_WAITPOINTS:
-            return arrival.waitpoint_id
+            return signal.waitpoint_id
         case CountKind.DISTINCT_SIGNALS:
-            return arrival.signal_id
-        case CountKind.DISTINCT_SOURCES:  # as a pair: "a" of "b:c" is not "a:b" of "c"
-            return _short(f"{len(arrival.source_type)}:{arrival.source_type}:{arrival.source_identity}")
+            return signal.signal_id
+        case CountKind.DISTINCT_SOURCES:  # with a length prefix: "a" + "b:c" differs from "a:b" + "c"
+            return _shorten(f"{len(signal.source_type)}:{signal.source_type}:{signal.source_identity}")
         case _:
             assert_never(node.count_kind)
 
 
-def _short(text: str) -> str:
-    """The text, or what stands for a long one: every satisfier is kept until the wait is over."""
-    return text if len(text) <= LONGEST_SATISFIER else f"#{hashlib.sha256(text.encode()).hexdigest()}"
+def _shorten(text: str) -> str:
+    """Return the text, or its hash if it is long, because satisfiers are stored until the wait is over."""
+    return text if len(text) <= MAX_SATISFIER_LENGTH else f"#{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _keys(node: Condition) -> tuple[str, ...]:
@@ -187,34 +189,34 @@ def _keys(node: Condition) -> tuple[str, ...]:
 def _walk(node: Condition, path: str = "<root>", depth: int = 1) -> Iterator[tuple[str, int, Condition]]:
     yield path, depth, node
     if isinstance(node, AllConditions):
-        for place, member in enumerate(node.members):
-            yield from _walk(member, _below(path, place), depth + 1)
+        for index, member in enumerate(node.members):
+            yield from _walk(member, _child_path(path, index), depth + 1)
 
 
-def _below(path: str, place: int) -> str:
-    return f"members[{place}]" if path == "<root>" else f"{path}.members[{place}]"
+def _child_path(path: str, index: int) -> str:
+    return f"members[{index}]" if path == "<root>" else f"{path}.members[{index}]"
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The written form
+# JSON form
 
 
 def encode_condition(condition: Condition) -> str:
-    """The condition as JSON text, tagged by the names of its variants."""
+    """Encode the condition as JSON text, tagged by the names of its variants."""
     return msgspec.json.encode(condition_to_builtins(condition)).decode()
 
 
 def decode_condition(text: str) -> Condition:
-    """The reverse, for what was stored; a node that is not known here is kept as it is."""
-    return _node(msgspec.json.decode(text), strict=False)
+    """Decode a stored condition; an unknown node is kept as it is."""
+    return _parse_node(msgspec.json.decode(text), strict=False)
 
 
-def parse_condition(plain: object) -> Condition:
-    """A condition as a caller gave it, in records or in JSON's own types; `InvalidInput` when it is none."""
+def parse_condition(value: object) -> Condition:
+    """Parse a condition that a caller gave as structs or JSON builtins. Raises `InvalidInput`."""
     try:
-        if isinstance(plain, Single | OperatorOnly | TimeoutOnly | AllConditions | Count):
-            plain = condition_to_builtins(plain)  # records are not checked when they are made
-        condition = _node(plain, strict=True)
+        if isinstance(value, Single | OperatorOnly | TimeoutOnly | AllConditions | Count):
+            value = condition_to_builtins(value)  # structs are not validated when constructed
+        condition = _parse_node(value, strict=True)
         validation.text("resume_condition", encode_condition(condition))
     except (AssertionError, AttributeError, TypeError, ValueError, RecursionError) as fault:
         raise InvalidInput("resume_condition: not a condition") from fault
@@ -224,10 +226,12 @@ def parse_condition(plain: object) -> Condition:
 
 
 def condition_to_builtins(condition: Condition) -> Any:
-    """The condition as JSON's own types."""
+    """Return the condition as JSON builtins."""
     match condition:
         case Single():
-            return {"Single": {"waitpoint_key": condition.waitpoint_key, "matcher": _plain_matcher(condition.matcher)}}
+            return {
+                "Single": {"waitpoint_key": condition.waitpoint_key, "matcher": _matcher_to_builtins(condition.matcher)}
+            }
         case OperatorOnly():
             return "OperatorOnly"
         case TimeoutOnly():
@@ -235,17 +239,17 @@ def condition_to_builtins(condition: Condition) -> Any:
         case AllConditions(members=members):
             return {"Composite": {"kind": "AllOf", "members": [condition_to_builtins(member) for member in members]}}
         case Count():
-            plain = {"kind": "Count", "n": condition.n, "count_kind": condition.count_kind.value}
+            count = {"kind": "Count", "n": condition.n, "count_kind": condition.count_kind.value}
             if condition.matcher is not None:
-                plain["matcher"] = _plain_matcher(condition.matcher)
-            return {"Composite": plain | {"waitpoints": list(condition.waitpoints)}}
+                count["matcher"] = _matcher_to_builtins(condition.matcher)
+            return {"Composite": count | {"waitpoints": list(condition.waitpoints)}}
         case UnknownCondition(stored=stored):
             return stored
         case _:
             assert_never(condition)
 
 
-def _plain_matcher(matcher: Matcher) -> Any:
+def _matcher_to_builtins(matcher: Matcher) -> Any:
     match matcher:
         case ByName(name=name):
             return {"ByName": name}
@@ -255,32 +259,34 @@ def _plain_matcher(matcher: Matcher) -> Any:
             assert_never(matcher)
 
 
-def _node(plain: Any, *, strict: bool, depth: int = 1) -> Condition:
-    match plain:
+def _parse_node(value: Any, *, strict: bool, depth: int = 1) -> Condition:
+    match value:
         case "OperatorOnly":
             return OperatorOnly()
         case "TimeoutOnly":
             return TimeoutOnly()
-        case {"Single": {"waitpoint_key": str(key), "matcher": matcher}} if (found := _matcher(matcher)) is not None:
-            return Single(key, found)
+        case {"Single": {"waitpoint_key": str(key), "matcher": matcher}} if (
+            parsed_matcher := _parse_matcher(matcher)
+        ) is not None:
+            return Single(key, parsed_matcher)
         case {"Composite": {"kind": "AllOf", "members": list(members)}}:
             if depth > READ_DEPTH:
                 return AllConditions(())
-            return AllConditions(tuple(_node(member, strict=strict, depth=depth + 1) for member in members))
+            return AllConditions(tuple(_parse_node(member, strict=strict, depth=depth + 1) for member in members))
         case {"Composite": {"kind": "Count", "n": int(n), "count_kind": str(kind), "waitpoints": list(keys)} as count}:
-            matcher = _matcher(count["matcher"]) if "matcher" in count else None
+            matcher = _parse_matcher(count["matcher"]) if "matcher" in count else None
             kinds = {known.value: known for known in CountKind}
             known_matcher = matcher is not None or "matcher" not in count
-            if kind in kinds and known_matcher and n >= 0 and not isinstance(n, bool) and _texts(keys):
+            if kind in kinds and known_matcher and n >= 0 and not isinstance(n, bool) and _are_texts(keys):
                 return Count(n, kinds[kind], tuple(keys), matcher)
         case _:
             pass
     if strict:
         raise InvalidInput("resume_condition: not a condition")
-    return UnknownCondition(plain)
+    return UnknownCondition(value)
 
 
-def _matcher(plain: Any) -> Matcher | None:
+def _parse_matcher(plain: Any) -> Matcher | None:
     match plain:
         case "Wildcard":
             return Wildcard()
@@ -295,5 +301,5 @@ def _names(condition: Condition) -> list[str]:
     return [matcher.name for matcher in matchers if isinstance(matcher, ByName)]
 
 
-def _texts(values: list[Any]) -> bool:
+def _are_texts(values: list[Any]) -> bool:
     return all(isinstance(value, str) for value in values)

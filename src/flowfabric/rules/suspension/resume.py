@@ -1,4 +1,4 @@
-"""Other ways out of a suspension: an operator's word, and the timeout."""
+"""Resume without signals: by an operator, or by the suspension's timeout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from flowfabric.rules.suspension.encoding import SignalRef
 
 AUTO_RESUMED = "timed_out_auto_resume"
 SCOPE = "resume"
-TRACE_LIFE_MS = 2 * 60 * 1000  # how long a resume can be asked for after its answer got lost
+CALL_RECORD_TTL_MS = 2 * 60 * 1000  # how long the outcome of a resume with a lost reply can be found
 
 
 class Resumed(msgspec.Struct, frozen=True):
+    """The execution was resumed and has this public state."""
+
     public_state: PublicState
 
 
 class SuspensionExpiry(StrEnum):
-    """What became of a suspension whose timeout was looked at."""
+    """The result of checking a suspension's timeout."""
 
     NOT_DUE = "not_due"
     NOT_SUSPENDED = "not_suspended"
@@ -41,72 +43,81 @@ class SuspensionExpiry(StrEnum):
 
 
 def resume_execution(
-    row: Execution | None, root: Suspension | None, delay_ms: int, call_id: str | None = None
+    row: Execution | None, suspension: Suspension | None, delay_ms: int, call_id: str | None = None
 ) -> Decision[Resumed]:
-    """Let a suspended execution go on, whatever it waits for. The signals that came so far are not handed to it.
+    """Resume a suspended execution, no matter what it waits for. Signals received so far are not passed to it.
 
-    No feed tells of it. A call that names itself leaves a trace: when its answer gets lost, and the work waits for
-    something else by the time somebody looks, it must not be resumed from that as well.
+    No event is emitted. With `call_id` a record is stored: if the reply is lost and the execution waits for something
+    else by then, the retry must not resume that wait as well.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if row.lifecycle_phase is not LifecyclePhase.SUSPENDED or root is None or not wait_state.is_open(root):
+    if row.lifecycle_phase is not LifecyclePhase.SUSPENDED or suspension is None or not wait_state.is_open(suspension):
         return refuse(errors.ExecutionNotSuspended(execution_id=row.execution_id))
-    trace: tuple[Write, ...] = ()
+    call_record: tuple[Write, ...] = ()
     if call_id is not None:
-        trace = (Insert(IdempotencyRecord(row.execution_id, SCOPE, call_id, from_now(TRACE_LIFE_MS), "")),)
-    change = _resumed(row, root, {"close_reason": wait_state.RESUMED, "satisfied_at": NOW}, delay_ms, trace)
+        call_record = (Insert(IdempotencyRecord(row.execution_id, SCOPE, call_id, from_now(CALL_RECORD_TTL_MS), "")),)
+    change = _resume_change(
+        row, suspension, {"close_reason": wait_state.RESUMED, "satisfied_at": NOW}, delay_ms, call_record
+    )
     return Decision(Resumed(PublicState.DELAYED if delay_ms > 0 else PublicState.WAITING), change)
 
 
-def _resumed(
-    row: Execution, root: Suspension, fields: dict[str, Any], delay_ms: int = 0, also: tuple[Write, ...] = ()
+def _resume_change(
+    row: Execution,
+    suspension: Suspension,
+    fields: dict[str, Any],
+    delay_ms: int = 0,
+    extra_writes: tuple[Write, ...] = (),
 ) -> Change:
     closed = {"closed_at": NOW, "due_at": None, **fields}
     return Change(
-        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(suspension, row.execution_id)),
         writes=(
             wait_state.resume_row(row, delay_ms, f"resume delay {delay_ms}ms"),
             Patch(Suspension, (row.execution_id,), closed),
-            *also,
+            *extra_writes,
         ),
     )
 
 
 def expire_suspension(
-    row: Execution | None, root: Suspension | None, signal_id: str, now: int
+    row: Execution | None, suspension: Suspension | None, signal_id: str, now: int
 ) -> Decision[SuspensionExpiry]:
-    """Do what the suspension wants done when its time is over; nothing before that. Retries are not asked.
+    """Apply the timeout behaviour of a suspension that is due; otherwise change nothing. Retries do not apply.
 
-    `signal_id` is for the signal by which a worker that is resumed can tell that nobody signalled.
+    `signal_id` is the id of the signal that tells a resumed worker that nobody signalled.
     """
     if (
         row is None
         or row.lifecycle_phase is not LifecyclePhase.SUSPENDED
-        or root is None
-        or not wait_state.is_open(root)
+        or suspension is None
+        or not wait_state.is_open(suspension)
     ):
         return Decision(SuspensionExpiry.NOT_SUSPENDED)
-    if root.timeout_at is None or root.timeout_at > now:
+    if suspension.timeout_at is None or suspension.timeout_at > now:
         return Decision(SuspensionExpiry.NOT_DUE)
-    behavior = root.timeout_behavior or TimeoutBehavior.FAIL
+    behavior = suspension.timeout_behavior or TimeoutBehavior.FAIL
     match behavior:
         case TimeoutBehavior.FAIL:
-            answer, change = SuspensionExpiry.FAILED, _ended(row, root, TerminalOutcome.FAILED, behavior)
+            answer, change = SuspensionExpiry.FAILED, _terminate(row, suspension, TerminalOutcome.FAILED, behavior)
         case TimeoutBehavior.CANCEL:
-            answer, change = SuspensionExpiry.CANCELLED, _ended(row, root, TerminalOutcome.CANCELLED, behavior)
+            answer, change = (
+                SuspensionExpiry.CANCELLED,
+                _terminate(row, suspension, TerminalOutcome.CANCELLED, behavior),
+            )
         case TimeoutBehavior.EXPIRE:
-            answer, change = SuspensionExpiry.EXPIRED, _ended(row, root, TerminalOutcome.EXPIRED, behavior)
+            answer, change = SuspensionExpiry.EXPIRED, _terminate(row, suspension, TerminalOutcome.EXPIRED, behavior)
         case TimeoutBehavior.AUTO_RESUME:
-            answer, change = SuspensionExpiry.RESUMED, _auto_resumed(row, root, signal_id, now)
+            answer, change = SuspensionExpiry.RESUMED, _auto_resume(row, suspension, signal_id, now)
         case TimeoutBehavior.ESCALATE:
-            answer, change = SuspensionExpiry.ESCALATED, _escalated(row, root)
+            answer, change = SuspensionExpiry.ESCALATED, _escalate(row, suspension)
         case _:
             assert_never(behavior)
-    return Decision(answer, msgspec.structs.replace(change, not_before=root.timeout_at))
+    return Decision(answer, msgspec.structs.replace(change, not_before=suspension.timeout_at))
 
 
-def _ended(row: Execution, root: Suspension, outcome: TerminalOutcome, behavior: TimeoutBehavior) -> Change:
+def _terminate(row: Execution, suspension: Suspension, outcome: TerminalOutcome, behavior: TimeoutBehavior) -> Change:
     cancelled = outcome is TerminalOutcome.CANCELLED
     reason = f"suspension_timeout:{behavior.value}"
     change = transitions.terminate(
@@ -119,19 +130,25 @@ def _ended(row: Execution, root: Suspension, outcome: TerminalOutcome, behavior:
         suspension_reason=f"timed_out_{behavior.value}",
         failure_reason=reason,
     )
-    return msgspec.structs.replace(change, guards=(*change.guards, wait_state.seen_suspension(root, row.execution_id)))
+    return msgspec.structs.replace(
+        change, guards=(*change.guards, wait_state.seen_suspension(suspension, row.execution_id))
+    )
 
 
-def _auto_resumed(row: Execution, root: Suspension, signal_id: str, now: int) -> Change:
-    if root.waits_on is not None:
+def _auto_resume(row: Execution, suspension: Suspension, signal_id: str, now: int) -> Change:
+    if suspension.waits_on is not None:
         fields, writes = gate_rules.update_gates(
-            row, root, {}, gate_rules.expired_gates(root, gate_rules.parked_on(root), now), reason=AUTO_RESUMED
+            row,
+            suspension,
+            {},
+            gate_rules.expired_gates(suspension, gate_rules.parked_on(suspension), now),
+            reason=AUTO_RESUMED,
         )
         return Change(
-            guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
+            guards=(seen(row), wait_state.seen_suspension(suspension, row.execution_id)),
             writes=(Patch(Suspension, (row.execution_id,), fields), *writes),
         )
-    primary = wait_encoding.bound_waitpoints(root)[0].waitpoint_id
+    primary = wait_encoding.bound_waitpoints(suspension)[0].waitpoint_id
     signal = Signal(
         execution_id=row.execution_id,
         waitpoint_id=primary,
@@ -152,11 +169,11 @@ def _auto_resumed(row: Execution, root: Suspension, signal_id: str, now: int) ->
         "closer_signal_id": signal_id,
         "satisfiers": wait_encoding.encode_or_none([SignalRef(primary, 0)]),
     }
-    return _resumed(row, root, fields, also=(Insert(signal),))
+    return _resume_change(row, suspension, fields, extra_writes=(Insert(signal),))
 
 
-def _escalated(row: Execution, root: Suspension) -> Change:
-    text = f"suspension escalated: timeout at {root.timeout_at}"
+def _escalate(row: Execution, suspension: Suspension) -> Change:
+    text = f"suspension escalated: timeout at {suspension.timeout_at}"
     paused = transitions.transition(row, {"blocking_reason": BlockingReason.PAUSED_BY_OPERATOR, "blocking_text": text})
     fields = {
         "reason_code": "waiting_for_operator_review",
@@ -165,6 +182,6 @@ def _escalated(row: Execution, root: Suspension) -> Change:
         "due_at": NO_TIMEOUT,
     }
     return Change(
-        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(suspension, row.execution_id)),
         writes=(paused, Patch(Suspension, (row.execution_id,), fields)),
     )

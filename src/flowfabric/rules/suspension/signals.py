@@ -1,4 +1,4 @@
-"""Signals: who may send one, what it does to what waits, and that it does it once."""
+"""Signals: authenticate the sender, count the signal towards what waits, exactly once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEDUPED = "deduped"
 
 
 class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sender hands in."""
+    """The arguments of a signal."""
 
     execution_id: str
     waitpoint_id: str
@@ -55,31 +55,31 @@ class SignalArgs(msgspec.Struct, frozen=True, kw_only=True):
     signal_maxlen: int = LOG_LENGTH
 
     def __post_init__(self) -> None:
-        if isinstance(self.waitpoint_token, str):  # a plain text would show itself whenever this is printed
+        if isinstance(self.waitpoint_token, str):  # a plain str would appear in logs and tracebacks
             msgspec.structs.force_setattr(
                 self, "waitpoint_token", waitpoint_tokens.WaitpointToken(self.waitpoint_token)
             )
 
     @property
     def is_deduplicated(self) -> bool:
-        """Whether a repetition of this one is recognised."""
+        """True if a repetition of this signal is recognised."""
         return bool(self.idempotency_key) and self.dedup_ttl_ms > 0
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A signal or message that was taken, and what it did."""
+    """A signal or message that was accepted, and its effect."""
 
     signal_id: str
     effect: str
 
     @property
     def is_useful(self) -> bool:
-        """Whether somebody is helped by it: it was kept for a wait, or one came nearer to its end."""
+        """True if the signal was buffered or brought a wait closer to its condition."""
         return self.effect not in UNMATCHED and self.effect != SignalEffect.DUPLICATE
 
 
 class DuplicateDelivery(msgspec.Struct, frozen=True):
-    """This signal was accepted before; nothing happened now."""
+    """The signal was accepted before; nothing changed."""
 
     variant: ClassVar[str] = "Duplicate"
 
@@ -87,127 +87,133 @@ class DuplicateDelivery(msgspec.Struct, frozen=True):
 
 
 class SignalRows(msgspec.Struct, frozen=True):
-    """What a delivery is decided on."""
+    """The rows that a delivery is decided on."""
 
     row: Execution | None
     root: Suspension | None
     waitpoint: Waitpoint | None
     remembered: IdempotencyRecord | None
     keys: Sequence[SigningKey]
-    call: str = ""  # names the delivery: a sender may send the very same signal twice
+    call: str = ""  # identifies the call, because a sender may send the same signal twice
 
 
-def deliver_signal(scene: SignalRows, ask: SignalArgs, now: int) -> Decision[Accepted | DuplicateDelivery]:
+def deliver_signal(rows: SignalRows, args: SignalArgs, now: int) -> Decision[Accepted | DuplicateDelivery]:
     """Accept a signal once: buffer it before the wait, count it towards the condition, resume when that is met.
 
-    The sender shows who it is before it hears anything about the state of what it sends to.
+    The token is checked before anything about the state of the target is revealed.
     """
-    row, waitpoint = scene.row, scene.waitpoint
+    row, waitpoint = rows.row, rows.waitpoint
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := _verify(scene, ask, now):
-        stamp = Patch(Execution, (row.execution_id,), {"last_hmac_validation_failed_at": NOW, "last_mutation_at": NOW})
-        return Decision(refused, Change(guards=(seen(row),), writes=(stamp,)))
-    assert waitpoint is not None  # a token for one that does not exist is refused
-    kept = scene.remembered
-    if ask.is_deduplicated and kept is not None and kept.expires_at > now:
-        told = signal_event(row, kept.answer, waitpoint.waitpoint_id, ask.source_identity, DEDUPED, scene.call)
-        return Decision(DuplicateDelivery(kept.answer), Change(guards=(seen(row),), events=(told,)))
+    if refused := _verify(rows, args, now):
+        failure_time = Patch(
+            Execution, (row.execution_id,), {"last_hmac_validation_failed_at": NOW, "last_mutation_at": NOW}
+        )
+        return Decision(refused, Change(guards=(seen(row),), writes=(failure_time,)))
+    assert waitpoint is not None  # a token for a missing waitpoint was refused above
+    record = rows.remembered
+    if args.is_deduplicated and record is not None and record.expires_at > now:
+        duplicate_event = signal_event(
+            row, record.answer, waitpoint.waitpoint_id, args.source_identity, DEDUPED, rows.call
+        )
+        return Decision(DuplicateDelivery(record.answer), Change(guards=(seen(row),), events=(duplicate_event,)))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
     if wait_state.is_pending_expired(waitpoint, now):
         return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
-    if wait_state.waitpoint_state(waitpoint, scene.root, now) is WaitpointState.CLOSED:
+    if wait_state.waitpoint_state(waitpoint, rows.root, now) is WaitpointState.CLOSED:
         if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
             return refuse(errors.WaitpointClosed(execution_id=row.execution_id))
         return refuse(errors.TargetNotSignalable(execution_id=row.execution_id))
-    root = wait_state.suspension_or_new(scene.root, row)
-    if 0 < ask.max_signals_per_execution <= root.signal_count:
+    suspension = wait_state.suspension_or_new(rows.root, row)
+    if 0 < args.max_signals_per_execution <= suspension.signal_count:
         return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
-    if wrong := vote_schema.check_vote(row, waitpoint, ask.payload):
-        return refuse(wrong)
-    return _accepted(scene, row, root, waitpoint, ask, now)
+    if invalid := vote_schema.check_vote(row, waitpoint, args.payload):
+        return refuse(invalid)
+    return _accept(rows, row, suspension, waitpoint, args, now)
 
 
-def _verify(scene: SignalRows, ask: SignalArgs, now: int) -> errors.FabricError | None:
-    waitpoint, token = scene.waitpoint, _shown(ask)
-    # What is stored of a token is its kid and the beginning of its digest: signed with that key, it is the one that
-    # was given out. A kid that was dropped and used anew, with another secret, signs other digests.
-    given_out = waitpoint is not None and waitpoint_tokens.matches_stored(
+def _verify(rows: SignalRows, args: SignalArgs, now: int) -> errors.FabricError | None:
+    waitpoint, token = rows.waitpoint, _token_text(args)
+    # The waitpoint stores the kid and a prefix of the digest. A token that matches both is the one that was issued: a
+    # kid that was dropped and reused with another secret signs other digests.
+    is_issued = waitpoint is not None and waitpoint_tokens.matches_stored(
         token, waitpoint.token_kid, waitpoint.token_fingerprint
     )
     return waitpoint_tokens.verify_token(
         token,
-        scene.keys,
-        execution_id=ask.execution_id,
-        waitpoint_id=ask.waitpoint_id,
+        rows.keys,
+        execution_id=args.execution_id,
+        waitpoint_id=args.waitpoint_id,
         owner=waitpoint.execution_id if waitpoint is not None else None,
-        stored=token if given_out else None,
+        stored=token if is_issued else None,
         now=now,
     )
 
 
-def _shown(ask: SignalArgs) -> str:
-    token = ask.waitpoint_token
+def _token_text(args: SignalArgs) -> str:
+    token = args.waitpoint_token
     return token if isinstance(token, str) else token.reveal()
 
 
-def _accepted(
-    scene: SignalRows, row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, now: int
+def _accept(
+    rows: SignalRows, row: Execution, suspension: Suspension, waitpoint: Waitpoint, args: SignalArgs, now: int
 ) -> Decision[Accepted | DuplicateDelivery]:
-    place = SignalRef(waitpoint.waitpoint_id, waitpoint.signal_count + 1)
-    effect, fields, writes = _evaluated(row, root, waitpoint, ask, place, now)
-    fields |= {"signal_count": root.signal_count + 1}
-    log_start = max(waitpoint.log_start, place.seq - ask.signal_maxlen + 1)
-    counted = msgspec.structs.replace(
+    ref = SignalRef(waitpoint.waitpoint_id, waitpoint.signal_count + 1)
+    effect, fields, writes = _apply(row, suspension, waitpoint, args, ref, now)
+    fields |= {"signal_count": suspension.signal_count + 1}
+    log_start = max(waitpoint.log_start, ref.seq - args.signal_maxlen + 1)
+    updated = msgspec.structs.replace(
         waitpoint,
-        signal_count=place.seq,
+        signal_count=ref.seq,
         matched_signal_count=waitpoint.matched_signal_count + (effect not in UNMATCHED),
         last_signal_at=from_now(0),
         log_start=log_start,
     )
-    kept = Upsert(IdempotencyRecord(row.execution_id, *_remember_key(ask), from_now(ask.dedup_ttl_ms), ask.signal_id))
+    record = Upsert(
+        IdempotencyRecord(row.execution_id, *_record_key(args), from_now(args.dedup_ttl_ms), args.signal_id)
+    )
     change = Change(
-        guards=(seen(row), wait_state.seen_suspension(scene.root, row.execution_id)),
+        guards=(seen(row), wait_state.seen_suspension(rows.root, row.execution_id)),
         writes=(
-            Patch(Suspension, (row.execution_id,), fields),  # there since the first waitpoint
-            Upsert(counted),
-            Insert(_signal(ask, place.seq, effect)),
-            *_trimmed(root, waitpoint, log_start),
-            *((kept,) if ask.is_deduplicated else ()),
+            Patch(Suspension, (row.execution_id,), fields),  # exists since the first waitpoint
+            Upsert(updated),
+            Insert(_signal_row(args, ref.seq, effect)),
+            *_trim_log(suspension, waitpoint, log_start),
+            *((record,) if args.is_deduplicated else ()),
             *writes,
         ),
-        events=(signal_event(row, ask.signal_id, waitpoint.waitpoint_id, ask.source_identity, effect, scene.call),),
-        not_before=_earliest(scene, ask),
-        not_after=_latest(scene, ask),
+        events=(signal_event(row, args.signal_id, waitpoint.waitpoint_id, args.source_identity, effect, rows.call),),
+        not_before=_not_before(rows, args),
+        not_after=_not_after(rows, args),
     )
-    return Decision(Accepted(ask.signal_id, effect), change)
+    return Decision(Accepted(args.signal_id, effect), change)
 
 
-def _evaluated(
-    row: Execution, root: Suspension, waitpoint: Waitpoint, ask: SignalArgs, place: SignalRef, now: int
+def _apply(
+    row: Execution, suspension: Suspension, waitpoint: Waitpoint, args: SignalArgs, ref: SignalRef, now: int
 ) -> tuple[str, dict[str, Any], tuple[Write, ...]]:
-    """The signal's effect, what it changes of the root, and what else it writes."""
-    arrival = IncomingSignal(
+    """Return the signal's effect, the columns of the suspension that change, and further writes."""
+    incoming = IncomingSignal(
         waitpoint.waitpoint_id,
         waitpoint.waitpoint_key,
-        ask.signal_id,
-        ask.signal_name,
-        ask.source_type,
-        ask.source_identity,
+        args.signal_id,
+        args.signal_name,
+        args.source_type,
+        args.source_identity,
     )
     if waitpoint.gate is not None:
-        return gate_rules.apply_vote(row, root, waitpoint.gate, arrival, place.seq, now)
+        return gate_rules.apply_vote(row, suspension, waitpoint.gate, incoming, ref.seq, now)
     if waitpoint.suspension_id is None:
         return SignalEffect.BUFFERED, {}, ()
-    condition = conditions.decode_condition(root.resume_condition or '"OperatorOnly"')
-    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(root.progress), arrival)
+    condition = conditions.decode_condition(suspension.resume_condition or '"OperatorOnly"')
+    effect, progress = conditions.apply_signal(condition, wait_encoding.decode_progress(suspension.progress), incoming)
     fields: dict[str, Any] = {"last_signal_at": NOW}
     if effect not in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
         return effect, fields, ()
     fields |= {
         "progress": wait_encoding.encode_or_none(progress),
-        "satisfiers": wait_encoding.encode_or_none([*wait_encoding.satisfiers(root), place]),
+        "satisfiers": wait_encoding.encode_or_none([*wait_encoding.satisfiers(suspension), ref]),
     }
     if effect == SignalEffect.APPENDED:
         return effect, fields, ()
@@ -215,85 +221,85 @@ def _evaluated(
         "satisfied_at": NOW,
         "closed_at": NOW,
         "close_reason": wait_state.RESUMED,
-        "closer_signal_id": ask.signal_id,
+        "closer_signal_id": args.signal_id,
         "due_at": None,
     }
-    delay = _delay_ms(root, ask)
+    delay = _delay_ms(suspension, args)
     return (
         effect,
         fields,
-        (wait_state.resume_row(row, delay, f"resume delay {delay}ms after signal {ask.signal_name}"),),
+        (wait_state.resume_row(row, delay, f"resume delay {delay}ms after signal {args.signal_name}"),),
     )
 
 
-def _delay_ms(root: Suspension, ask: SignalArgs) -> int:
-    if ask.resume_delay_ms is not None:
-        return ask.resume_delay_ms
-    policy = msgspec.json.decode(root.resume_policy or "{}", type=ResumePolicy)
+def _delay_ms(suspension: Suspension, args: SignalArgs) -> int:
+    if args.resume_delay_ms is not None:
+        return args.resume_delay_ms
+    policy = msgspec.json.decode(suspension.resume_policy or "{}", type=ResumePolicy)
     return policy.resume_delay_ms or 0
 
 
-def _signal(ask: SignalArgs, seq: int, effect: str) -> Signal:
+def _signal_row(args: SignalArgs, seq: int, effect: str) -> Signal:
     return Signal(
-        execution_id=ask.execution_id,
-        waitpoint_id=ask.waitpoint_id,
+        execution_id=args.execution_id,
+        waitpoint_id=args.waitpoint_id,
         seq=seq,
-        signal_id=ask.signal_id,
-        signal_name=ask.signal_name,
-        signal_category=ask.signal_category,
-        source_type=ask.source_type,
-        source_identity=ask.source_identity,
-        target_scope=ask.target_scope,
-        created_at=from_now(0) if ask.created_at is None else ask.created_at,
+        signal_id=args.signal_id,
+        signal_name=args.signal_name,
+        signal_category=args.signal_category,
+        source_type=args.source_type,
+        source_identity=args.source_identity,
+        target_scope=args.target_scope,
+        created_at=from_now(0) if args.created_at is None else args.created_at,
         accepted_at=from_now(0),
         observed_effect=effect,
-        correlation_id=ask.correlation_id or None,
-        idempotency_key=ask.idempotency_key or None,
-        payload_encoding=ask.payload_encoding,
-        payload=ask.payload or None,
+        correlation_id=args.correlation_id or None,
+        idempotency_key=args.idempotency_key or None,
+        payload_encoding=args.payload_encoding,
+        payload=args.payload or None,
     )
 
 
-def _trimmed(root: Suspension, waitpoint: Waitpoint, log_start: int) -> tuple[Write, ...]:
-    """The entries that leave the log; those that count stay, for whoever was resumed by them."""
+def _trim_log(suspension: Suspension, waitpoint: Waitpoint, log_start: int) -> tuple[Write, ...]:
+    """Return deletes of the entries that leave the log. Counted signals stay, for the worker that they resume."""
     if log_start == waitpoint.log_start:
         return ()
-    counted = {place.seq for place in wait_encoding.satisfiers(root) if place.waitpoint_id == waitpoint.waitpoint_id}
-    counted |= gate_rules.counted_signals(root, waitpoint)
-    leaving = (seq for seq in range(waitpoint.log_start, log_start) if seq not in counted)
-    return tuple(Delete(Signal, (waitpoint.execution_id, waitpoint.waitpoint_id, seq)) for seq in leaving)
+    counted = {ref.seq for ref in wait_encoding.satisfiers(suspension) if ref.waitpoint_id == waitpoint.waitpoint_id}
+    counted |= gate_rules.counted_signals(suspension, waitpoint)
+    dropped = (seq for seq in range(waitpoint.log_start, log_start) if seq not in counted)
+    return tuple(Delete(Signal, (waitpoint.execution_id, waitpoint.waitpoint_id, seq)) for seq in dropped)
 
 
-def _remember_key(ask: SignalArgs) -> tuple[str, str]:
-    return ask.waitpoint_id, wait_encoding.key_digest(ask.idempotency_key or "")
+def _record_key(args: SignalArgs) -> tuple[str, str]:
+    return args.waitpoint_id, wait_encoding.key_digest(args.idempotency_key or "")
 
 
-def _earliest(scene: SignalRows, ask: SignalArgs) -> int | None:
-    """A key whose time was over at the look must be over."""
-    kept = scene.remembered
-    return kept.expires_at if ask.is_deduplicated and kept is not None else None
+def _not_before(rows: SignalRows, args: SignalArgs) -> int | None:
+    """An idempotency record that had expired when it was loaded must have expired at the commit."""
+    record = rows.remembered
+    return record.expires_at if args.is_deduplicated and record is not None else None
 
 
-def _latest(scene: SignalRows, ask: SignalArgs) -> int | None:
-    """What was in time at the look must be in time: the key that signed, the waitpoint that was pending."""
-    kid = waitpoint_tokens.token_kid(_shown(ask))
-    ends = [key.expires_at for key in scene.keys if key.kid == kid and not key.current]
-    pending = scene.waitpoint.pending_until if scene.waitpoint is not None else None
+def _not_after(rows: SignalRows, args: SignalArgs) -> int | None:
+    """The signing key and a pending waitpoint that were valid when loaded must be valid at the commit."""
+    kid = waitpoint_tokens.token_kid(_token_text(args))
+    ends = [key.expires_at for key in rows.keys if key.kid == kid and not key.current]
+    pending = rows.waitpoint.pending_until if rows.waitpoint is not None else None
     ends.append(None if pending is None else pending - 1)
     return min((end for end in ends if end is not None), default=None)
 
 
-def resuming_signals(root: Suspension | None, attempt_index: int) -> list[SignalRef]:
-    """The signals that closed the latest suspension, if it was this attempt's and signals closed it."""
-    if root is None or root.attempt_index != attempt_index:
+def resuming_signals(suspension: Suspension | None, attempt_index: int) -> list[SignalRef]:
+    """Return the signals that closed the latest suspension, if it belongs to this attempt and signals closed it."""
+    if suspension is None or suspension.attempt_index != attempt_index:
         return []
-    return wait_encoding.closing_signals(root)
+    return wait_encoding.closing_signals(suspension)
 
 
 def signal_event(
     row: Execution, signal_id: str, waitpoint_id: str | None, source_identity: str, effect: str, call: str = ""
 ) -> Event:
-    """An entry of the signal feed; by the call's name it is known again when the answer got lost."""
+    """Return an event of the signal feed; `call` identifies the call after a lost reply."""
     details = {
         "signal_id": signal_id,
         "waitpoint_id": waitpoint_id,

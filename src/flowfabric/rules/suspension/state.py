@@ -1,4 +1,4 @@
-"""What suspending, signalling and resuming have in common: which waitpoints are open, and the way back to the line."""
+"""State shared by suspend, signal and resume: which waitpoints and gates are open, and how a row resumes."""
 
 from __future__ import annotations
 
@@ -16,78 +16,86 @@ RESUMED = "resumed"
 NEVER_COMMITTED = "never_committed"
 
 
-def is_open(root: Suspension | None) -> bool:
-    """Whether the execution waits on a suspension."""
-    return root is not None and root.suspension_id is not None and root.closed_at is None
+def is_open(suspension: Suspension | None) -> bool:
+    """True if the execution waits on a suspension."""
+    return suspension is not None and suspension.suspension_id is not None and suspension.closed_at is None
 
 
-def seen_suspension(root: Suspension | None, execution_id: str) -> Guard:
-    """The root as it was seen, or its absence."""
-    return Guard(Suspension, (execution_id,), None if root is None else root.revision)
+def seen_suspension(suspension: Suspension | None, execution_id: str) -> Guard:
+    """Return a guard on the suspension row as it was loaded, or on its absence."""
+    return Guard(Suspension, (execution_id,), None if suspension is None else suspension.revision)
 
 
-def suspension_or_new(root: Suspension | None, row: Execution) -> Suspension:
-    """The root, or the one that is yet to be."""
-    return root or Suspension(row.execution_id, row.partition)
+def suspension_or_new(suspension: Suspension | None, row: Execution) -> Suspension:
+    """Return the suspension row, or the one that is about to be created."""
+    return suspension or Suspension(row.execution_id, row.partition)
 
 
 def mark_has_waits(row: Execution) -> tuple[Write, ...]:
-    """The sheet's mark that there is a root, for the change that brings it into being."""
+    """Return the write that marks the execution as having a suspension row, for the change that creates the row."""
     return () if row.has_waits else (Patch(Execution, (row.execution_id,), {"has_waits": True}),)
 
 
-def waitpoint_state(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointState:
-    """Whether a waitpoint takes signals; a pending one whose time is over is closed, swept or not."""
+def waitpoint_state(waitpoint: Waitpoint, suspension: Suspension | None, now: int) -> WaitpointState:
+    """Return whether a waitpoint accepts signals. An expired pending waitpoint is closed, swept or not."""
     if waitpoint.closed_at is not None:
         return WaitpointState.CLOSED
     if waitpoint.gate is not None:
-        gate = open_gates(root).get(waitpoint.gate)
-        # The gate of this name may be that of a later life, with waitpoints of its own.
-        own = gate is not None and any(waitpoint.waitpoint_id == one for one, _ in gate.waitpoints)
-        holds = gate is not None and own and not is_gate_expired(gate, now)
-        return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
+        gate = open_gates(suspension).get(waitpoint.gate)
+        # After a replay a new gate of this name may exist, with waitpoints of its own.
+        is_own = gate is not None and any(waitpoint.waitpoint_id == waitpoint_id for waitpoint_id, _ in gate.waitpoints)
+        is_active = gate is not None and is_own and not is_gate_expired(gate, now)
+        return WaitpointState.ACTIVE if is_active else WaitpointState.CLOSED
     if waitpoint.suspension_id is not None:
-        holds = root is not None and root.suspension_id == waitpoint.suspension_id and root.closed_at is None
-        return WaitpointState.ACTIVE if holds else WaitpointState.CLOSED
+        is_active = (
+            suspension is not None
+            and suspension.suspension_id == waitpoint.suspension_id
+            and suspension.closed_at is None
+        )
+        return WaitpointState.ACTIVE if is_active else WaitpointState.CLOSED
     return WaitpointState.CLOSED if is_pending_expired(waitpoint, now) else WaitpointState.PENDING
 
 
 def is_pending_expired(waitpoint: Waitpoint, now: int) -> bool:
-    """Whether a waitpoint waited for its activation until its time was over, swept or not."""
+    """True if the waitpoint was not activated before it expired, swept or not."""
     return waitpoint.close_reason in (None, NEVER_COMMITTED) and was_never_activated(waitpoint, now)
 
 
 def was_never_activated(waitpoint: Waitpoint, now: int) -> bool:
-    """Whether a waitpoint's time is over without its activation, whatever else became of it."""
-    past = waitpoint.expires_at is not None and waitpoint.expires_at <= now
-    return past and waitpoint.activated_at is None
+    """True if the waitpoint expired without being activated, even if it was closed for another reason."""
+    has_expired = waitpoint.expires_at is not None and waitpoint.expires_at <= now
+    return has_expired and waitpoint.activated_at is None
 
 
-def waitpoint_close_reason(waitpoint: Waitpoint, root: Suspension | None, now: int) -> str | None:
-    """Why a waitpoint is closed; None while it is open."""
+def waitpoint_close_reason(waitpoint: Waitpoint, suspension: Suspension | None, now: int) -> str | None:
+    """Return why a waitpoint is closed; None while it is open."""
     if waitpoint.close_reason is not None:
         return waitpoint.close_reason
-    if waitpoint_state(waitpoint, root, now) is not WaitpointState.CLOSED:
+    if waitpoint_state(waitpoint, suspension, now) is not WaitpointState.CLOSED:
         return None
     if waitpoint.suspension_id is None and waitpoint.gate is None:
         return NEVER_COMMITTED
-    own = root is not None and waitpoint.suspension_id is not None and root.suspension_id == waitpoint.suspension_id
-    return (root.close_reason if root is not None and own else None) or RESUMED
+    is_own = (
+        suspension is not None
+        and waitpoint.suspension_id is not None
+        and suspension.suspension_id == waitpoint.suspension_id
+    )
+    return (suspension.close_reason if suspension is not None and is_own else None) or RESUMED
 
 
-def open_gates(root: Suspension | None) -> dict[str, Gate]:
-    """The gates that a durable function may wait for, by name."""
-    text = None if root is None else root.gates
+def open_gates(suspension: Suspension | None) -> dict[str, Gate]:
+    """Return the open gates of a durable function by name."""
+    text = None if suspension is None else suspension.gates
     return {} if text is None else msgspec.json.decode(text, type=dict[str, Gate])
 
 
 def is_gate_expired(gate: Gate, now: int) -> bool:
-    """Whether a gate's own time is over; from then on nothing counts, closed or not."""
+    """True if the gate has expired. Nothing counts from then on, even before it is closed."""
     return gate.expires_at is not None and gate.expires_at <= now
 
 
 def resume_row(row: Execution, delay_ms: int, detail: str) -> Patch:
-    """The suspended row on its way back: claimable at once, or after a delay that `detail` explains."""
+    """Return the patch that makes a suspended row claimable at once, or after a delay that `detail` explains."""
     fields = queue.enqueue_fields(row, AttemptState.ATTEMPT_INTERRUPTED)
     fields.update(lifecycle_phase=LifecyclePhase.RUNNABLE, current_suspension_id=None, current_waitpoint_id=None)
     if delay_ms > 0:
@@ -102,7 +110,7 @@ def resume_row(row: Execution, delay_ms: int, detail: str) -> Patch:
 
 
 class ObservedSignal(msgspec.Struct, frozen=True):
-    """A signal as the worker that it resumed sees it."""
+    """A signal as the resumed worker sees it."""
 
     signal_id: str
     signal_name: str
@@ -115,7 +123,7 @@ class ObservedSignal(msgspec.Struct, frozen=True):
 
 
 def observed_signal(signal: Signal) -> ObservedSignal:
-    """The signal for its receiver."""
+    """Return the signal as the resumed worker sees it."""
     return ObservedSignal(
         signal.signal_id,
         signal.signal_name,

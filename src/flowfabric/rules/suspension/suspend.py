@@ -1,4 +1,9 @@
-"""Putting work on the shelf until something happens: what every suspension does to the execution and its waitpoints."""
+"""Suspend: release the lease and wait until the resume condition is met.
+
+Signals that arrived at a pending waitpoint beforehand are counted first. If they already satisfy the condition, the
+execution is not suspended and its lease stays. A suspend with an idempotency key stores its answer, so that a repeated
+call returns the same outcome.
+"""
 
 from __future__ import annotations
 
@@ -59,19 +64,19 @@ def suspend_row(
     waits_for: str | None = None,
     keys: Iterable[str | None] = (),
 ) -> Patch:
-    """The row without its lease, waiting; the deadline of the whole execution keeps running.
+    """Return the patch that suspends a row without its lease. The execution deadline keeps running.
 
-    `keys` are what it waits on: one that names a budget lets room in that budget find it. `waits_for` says in words
-    what a function waits for.
+    `keys` are the keys waited on. A key that names a budget lets an unblock of that budget find the row. `waits_for`
+    describes what a durable function waits for.
     """
-    words = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
+    text = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
     need = next((need for key in keys if (need := budget_rules.parse_need(key, row.namespace))), None)
     fields = {
         **lease.release(row),
         "lifecycle_phase": LifecyclePhase.SUSPENDED,
         "eligibility_state": EligibilityState.NOT_APPLICABLE,
         "blocking_reason": BLOCKING_REASON_OF_CODE.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL),
-        "blocking_text": f"suspended: {words if need is None else f'waiting for room in budget {need.budget_id}'}",
+        "blocking_text": f"suspended: {text if need is None else f'waiting for room in budget {need.budget_id}'}",
         "attempt_state": AttemptState.ATTEMPT_INTERRUPTED,
         "attempt_suspended_at": NOW,
         "attempt_suspension": suspension_id,
@@ -86,13 +91,13 @@ def suspend_row(
     return transitions.transition(row, fields)
 
 
-def budget_needs(row: Execution, root: Suspension | None) -> list[budget_rules.BudgetNeed]:
-    """What an open suspension of an execution waits for, as far as that is room in budgets."""
-    if root is None or not wait_state.is_open(root):
+def budget_needs(row: Execution, suspension: Suspension | None) -> list[budget_rules.BudgetNeed]:
+    """Return the budget capacity that an open suspension waits for."""
+    if suspension is None or not wait_state.is_open(suspension):
         return []
-    keys: list[str | None] = [one.waitpoint_key for one in wait_encoding.bound_waitpoints(root)]
-    found = wait_state.open_gates(root)
-    keys += [found[name].mailbox for name in gate_rules.parked_on(root) if name in found]
+    keys: list[str | None] = [waitpoint.waitpoint_key for waitpoint in wait_encoding.bound_waitpoints(suspension)]
+    gates = wait_state.open_gates(suspension)
+    keys += [gates[name].mailbox for name in gate_rules.parked_on(suspension) if name in gates]
     return [need for key in keys if (need := budget_rules.parse_need(key, row.namespace))]
 
 
@@ -100,7 +105,7 @@ SCOPE = "suspend"
 
 
 class MintedWaitpoint(msgspec.Struct, frozen=True):
-    """A waitpoint and the token that was given out for it."""
+    """A waitpoint and the key id that signed its token."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -108,16 +113,16 @@ class MintedWaitpoint(msgspec.Struct, frozen=True):
 
 
 class SuspendOutcome(msgspec.Struct, frozen=True):
-    """What became of a suspend, kept as long as its key is remembered; the engine makes tokens and a handle of it."""
+    """The outcome of a suspend, stored with its idempotency key; the engine makes tokens and a handle of it."""
 
-    suspended: bool  # else the signals that were there already satisfied the condition
+    suspended: bool  # False if buffered signals already satisfied the condition
     suspension_id: str
     waitpoints: tuple[MintedWaitpoint, ...]
     holder: HandleFields
 
 
 class SuspendRows(msgspec.Struct, frozen=True):
-    """What a suspend is decided on."""
+    """The rows that a suspend is decided on."""
 
     row: Execution | None
     root: Suspension | None
@@ -128,44 +133,41 @@ class SuspendRows(msgspec.Struct, frozen=True):
 
 
 def suspend(
-    scene: SuspendRows, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int
+    rows: SuspendRows, args: SuspendArgs, fence: Fence, holder: HandleFields | None, now: int
 ) -> Decision[SuspendOutcome]:
-    """Release the lease and wait; or find that what was waited for has come already, and change nothing of the work.
+    """Release the lease and wait; or, if buffered signals already satisfy the condition, keep the lease.
 
-    `holder` is what the caller's handle says; without one (`fence` alone) it is read from the row.
+    `holder` is the content of the caller's handle; without it, it is read from the row.
     """
-    kept, row, root = scene.remembered, scene.row, scene.root
-    if kept is not None and kept.expires_at > now:
-        return Decision(msgspec.json.decode(kept.answer, type=SuspendOutcome))
+    record, row, suspension = rows.remembered, rows.row, rows.root
+    if record is not None and record.expires_at > now:
+        return Decision(msgspec.json.decode(record.answer, type=SuspendOutcome))
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, None)
-    if isinstance(held, errors.FabricError):
-        return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := lease.check_fence(row, fence, None, now):
         return refused
     if holder is not None and holder.attempt_index != row.attempt_index:
         return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))
-    if wait_state.is_open(root):
+    if wait_state.is_open(suspension):
         return refuse(errors.AlreadySuspended(execution_id=row.execution_id))
     holder = holder or _holder_of(row)
     primary = args.waitpoints[0]
     if isinstance(primary, UsePendingWaitpoint):
-        return _on_pending(scene, row, args, holder, scene.waitpoints.get(primary.waitpoint_id), now)
-    minted = _minted(scene, row, args, now)
+        return _suspend_on_pending(rows, row, args, holder, rows.waitpoints.get(primary.waitpoint_id), now)
+    minted = _mint_waitpoints(rows, row, args, now)
     if isinstance(minted, errors.FabricError):
         return refuse(minted)
-    return suspend_on(scene, row, args, holder, minted, {}, [], now)
+    return suspend_on(rows, row, args, holder, minted, {}, [], now)
 
 
-def _on_pending(
-    scene: SuspendRows, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
+def _suspend_on_pending(
+    rows: SuspendRows, row: Execution, args: SuspendArgs, holder: HandleFields, waitpoint: Waitpoint | None, now: int
 ) -> Decision[SuspendOutcome]:
     if waitpoint is None:
         return refuse(errors.WaitpointNotFound())
     if wait_state.was_never_activated(waitpoint, now):
         return refuse(errors.PendingWaitpointExpired())
-    if wait_state.waitpoint_state(waitpoint, scene.root, now) is not WaitpointState.PENDING:
+    if wait_state.waitpoint_state(waitpoint, rows.root, now) is not WaitpointState.PENDING:
         return refuse(errors.WaitpointNotPending())
     if (waitpoint.execution_id, waitpoint.attempt_index) != (row.execution_id, row.attempt_index):
         return refuse(errors.InvalidWaitpointForExecution())
@@ -183,16 +185,16 @@ def _on_pending(
     )
     progress: conditions.Progress = {}
     counted: list[SignalRef] = []
-    for signal in scene.buffered:
-        effect, progress = conditions.apply_signal(condition, progress, _arrival(signal, waitpoint))
+    for signal in rows.buffered:
+        effect, progress = conditions.apply_signal(condition, progress, _incoming_signal(signal, waitpoint))
         if effect in (SignalEffect.SATISFIED, SignalEffect.APPENDED):
             counted.append(SignalRef(signal.waitpoint_id, signal.seq))
         if effect == SignalEffect.SATISFIED:
-            return _satisfied(scene, row, args, holder, active, counted, signal)
-    return suspend_on(scene, row, args, holder, [active], progress, counted, now)
+            return _already_satisfied(rows, row, args, holder, active, counted, signal)
+    return suspend_on(rows, row, args, holder, [active], progress, counted, now)
 
 
-def _arrival(signal: Signal, waitpoint: Waitpoint) -> IncomingSignal:
+def _incoming_signal(signal: Signal, waitpoint: Waitpoint) -> IncomingSignal:
     return IncomingSignal(
         waitpoint.waitpoint_id,
         waitpoint.waitpoint_key,
@@ -203,12 +205,14 @@ def _arrival(signal: Signal, waitpoint: Waitpoint) -> IncomingSignal:
     )
 
 
-def _minted(scene: SuspendRows, row: Execution, args: SuspendArgs, now: int) -> list[Waitpoint] | errors.FabricError:
+def _mint_waitpoints(
+    rows: SuspendRows, row: Execution, args: SuspendArgs, now: int
+) -> list[Waitpoint] | errors.FabricError:
     fresh = [binding for binding in args.waitpoints if isinstance(binding, FreshWaitpoint)]
     for binding in fresh:
-        if waitpoint_rules.is_id_in_use(scene.waitpoints.get(binding.waitpoint_id), row, scene.root, now):
+        if waitpoint_rules.is_id_in_use(rows.waitpoints.get(binding.waitpoint_id), row, rows.root, now):
             return errors.WaitpointAlreadyExists()
-    signer = keystore.waitpoint_signer(scene.keys)
+    signer = keystore.waitpoint_signer(rows.keys)
     if isinstance(signer, errors.FabricError):
         return signer
     return [
@@ -226,7 +230,7 @@ def _minted(scene: SuspendRows, row: Execution, args: SuspendArgs, now: int) -> 
 
 
 def suspend_on(
-    scene: SuspendRows,
+    rows: SuspendRows,
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
@@ -235,11 +239,11 @@ def suspend_on(
     counted: Sequence[SignalRef],
     now: int,
 ) -> Decision[SuspendOutcome]:
-    """The holder's work put away on these waitpoints, as far as its condition has come."""
+    """Return the decision that suspends on these waitpoints with the progress so far."""
     outcome = _outcome(args, holder, waitpoints, suspended=True)
-    activated = isinstance(args.waitpoints[0], UsePendingWaitpoint)  # goes on with the signals that it kept
-    root = _recorded(
-        scene,
+    activated = isinstance(args.waitpoints[0], UsePendingWaitpoint)  # it keeps its buffered signals
+    suspension = _suspension_row(
+        rows,
         row,
         args,
         waitpoints,
@@ -247,7 +251,7 @@ def suspend_on(
         satisfiers=wait_encoding.encode_or_none(list(counted)),
     )
     change = Change(
-        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(rows.root, row.execution_id)),
         writes=(
             suspend_row(
                 row,
@@ -255,26 +259,22 @@ def suspend_on(
                 waitpoint_id=waitpoints[0].waitpoint_id,
                 reason_code=args.reason_code,
                 now=now,
-                keys=[one.waitpoint_key for one in waitpoints],
+                keys=[waitpoint.waitpoint_key for waitpoint in waitpoints],
             ),
-            Upsert(root),
-            *(
-                (Upsert(waitpoints[0]),)
-                if activated
-                else waitpoint_rules.waitpoint_writes(waitpoints, scene.waitpoints)
-            ),
-            *waitpoint_rules.close_replaced_waitpoints(scene.root, waitpoints),
-            *_remembered(row, args, outcome),
+            Upsert(suspension),
+            *((Upsert(waitpoints[0]),) if activated else waitpoint_rules.waitpoint_writes(waitpoints, rows.waitpoints)),
+            *waitpoint_rules.close_replaced_waitpoints(rows.root, waitpoints),
+            *_idempotency_writes(row, args, outcome),
         ),
         events=(lease_event(row, "released", reason="suspend"),),
-        not_before=_not_before(scene, args),
-        not_after=_not_after(scene, args),
+        not_before=_not_before(rows, args),
+        not_after=_not_after(rows, args),
     )
     return Decision(outcome, change)
 
 
-def _satisfied(
-    scene: SuspendRows,
+def _already_satisfied(
+    rows: SuspendRows,
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
@@ -282,9 +282,10 @@ def _satisfied(
     counted: Sequence[SignalRef],
     closer: Signal,
 ) -> Decision[SuspendOutcome]:
+    """Return the decision for a wait whose buffered signals satisfy it: record it as closed and keep the lease."""
     outcome = _outcome(args, holder, [waitpoint], suspended=False)
-    root = _recorded(
-        scene,
+    suspension = _suspension_row(
+        rows,
         row,
         args,
         [waitpoint],
@@ -296,34 +297,34 @@ def _satisfied(
         due_at=None,
     )
     change = Change(
-        guards=(seen(row, live(row)), wait_state.seen_suspension(scene.root, row.execution_id)),
+        guards=(seen(row, live(row)), wait_state.seen_suspension(rows.root, row.execution_id)),
         writes=(
-            Upsert(root),
+            Upsert(suspension),
             Upsert(waitpoint),
-            *waitpoint_rules.close_replaced_waitpoints(scene.root, [waitpoint]),
-            *_remembered(row, args, outcome),
+            *waitpoint_rules.close_replaced_waitpoints(rows.root, [waitpoint]),
+            *_idempotency_writes(row, args, outcome),
         ),
-        not_before=_not_before(scene, args),
-        not_after=_not_after(scene, args),
+        not_before=_not_before(rows, args),
+        not_after=_not_after(rows, args),
     )
     return Decision(outcome, change)
 
 
-def _recorded(
-    scene: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
+def _suspension_row(
+    rows: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
 ) -> Suspension:
-    """The root with this suspension in place of the one before; what belongs to the execution stays."""
-    before = wait_state.suspension_or_new(scene.root, row)
-    given: dict[str, object] = {
-        "execution_id": before.execution_id,
-        "partition": before.partition,
-        "signal_count": before.signal_count,
-        "gates": before.gates,
-        "mail": before.mail,
+    """Return the suspension row with this suspension instead of the previous one; columns of the execution stay."""
+    previous = wait_state.suspension_or_new(rows.root, row)
+    columns: dict[str, object] = {
+        "execution_id": previous.execution_id,
+        "partition": previous.partition,
+        "signal_count": previous.signal_count,
+        "gates": previous.gates,
+        "mail": previous.mail,
         "suspension_id": args.suspension_id,
         "attempt_index": row.attempt_index,
         "waitpoints": wait_encoding.encode_or_none(
-            [WaitpointRef(one.waitpoint_id, one.waitpoint_key) for one in waitpoints]
+            [WaitpointRef(waitpoint.waitpoint_id, waitpoint.waitpoint_key) for waitpoint in waitpoints]
         ),
         "reason_code": args.reason_code,
         "requested_by": args.requested_by,
@@ -336,10 +337,10 @@ def _recorded(
         "resume_condition": conditions.encode_condition(args.resume_condition),
         "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
     }
-    return Suspension(**(given | fields))  # type: ignore[arg-type]
+    return Suspension(**(columns | fields))  # type: ignore[arg-type]
 
 
-def _remembered(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> tuple[Write, ...]:
+def _idempotency_writes(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> tuple[Write, ...]:
     if not args.idempotency_key:
         return ()
     answer = msgspec.json.encode(outcome).decode()
@@ -350,23 +351,26 @@ def _remembered(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> t
 def _outcome(
     args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool
 ) -> SuspendOutcome:
-    minted = tuple(MintedWaitpoint(one.waitpoint_id, one.waitpoint_key, one.token_kid) for one in waitpoints)
+    minted = tuple(
+        MintedWaitpoint(waitpoint.waitpoint_id, waitpoint.waitpoint_key, waitpoint.token_kid)
+        for waitpoint in waitpoints
+    )
     return SuspendOutcome(suspended, args.suspension_id, minted, holder)
 
 
-def _not_before(scene: SuspendRows, args: SuspendArgs) -> int | None:
-    """A key whose time was over at the look must be over."""
-    kept = scene.remembered
-    return kept.expires_at if args.idempotency_key and kept is not None else None
+def _not_before(rows: SuspendRows, args: SuspendArgs) -> int | None:
+    """An idempotency record that had expired when it was loaded must have expired at the commit."""
+    record = rows.remembered
+    return record.expires_at if args.idempotency_key and record is not None else None
 
 
-def _not_after(scene: SuspendRows, args: SuspendArgs) -> int | None:
-    """A waitpoint that was pending at the look may not be activated after its time."""
+def _not_after(rows: SuspendRows, args: SuspendArgs) -> int | None:
+    """A waitpoint that was pending when it was loaded must be activated before it expires."""
     primary = args.waitpoints[0]
     if not isinstance(primary, UsePendingWaitpoint):
         return None
-    until = scene.waitpoints[primary.waitpoint_id].pending_until
-    return None if until is None else until - 1
+    pending_until = rows.waitpoints[primary.waitpoint_id].pending_until
+    return None if pending_until is None else pending_until - 1
 
 
 def _holder_of(row: Execution) -> HandleFields:

@@ -1,4 +1,4 @@
-"""A suspension as people and programs read it, open or closed."""
+"""Views of suspensions for readers, open or closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BoundWaitpoint(msgspec.Struct, frozen=True):
 class SuspensionRecord(msgspec.Struct, frozen=True):
     """The open suspension of an execution, or the last one that was closed.
 
-    A function that is parked waits on `gates`, and has neither a waitpoint nor a condition of its own.
+    A parked durable function waits on `gates` and has neither a waitpoint nor a condition of its own.
     """
 
     suspension_id: str
@@ -50,31 +50,33 @@ class SuspensionRecord(msgspec.Struct, frozen=True):
     all_satisfier_signals: list[str]
 
 
-def suspension_record(root: Suspension, signals: Sequence[Signal]) -> SuspensionRecord | None:
-    """The suspension in full, with the signals that closed it; None when there never was one."""
-    if root.suspension_id is None:
+def suspension_record(suspension: Suspension, signals: Sequence[Signal]) -> SuspensionRecord | None:
+    """Return the suspension with the signals that closed it; None if there never was one."""
+    if suspension.suspension_id is None:
         return None
-    bound = [BoundWaitpoint(one.waitpoint_id, one.waitpoint_key) for one in wait_encoding.bound_waitpoints(root)]
+    bound = [BoundWaitpoint(ref.waitpoint_id, ref.waitpoint_key) for ref in wait_encoding.bound_waitpoints(suspension)]
     return SuspensionRecord(
-        suspension_id=root.suspension_id,
-        execution_id=root.execution_id,
-        attempt_index=root.attempt_index or 0,
+        suspension_id=suspension.suspension_id,
+        execution_id=suspension.execution_id,
+        attempt_index=suspension.attempt_index or 0,
         waitpoint_id=bound[0].waitpoint_id if bound else None,
         waitpoint_key=bound[0].waitpoint_key if bound else None,
         additional_waitpoints=bound[1:],
-        gates=gate_rules.parked_on(root),
-        reason_code=root.reason_code or "",
-        requested_by=root.requested_by,
-        continuation_metadata_pointer=root.continuation_metadata_pointer,
-        created_at=root.created_at or 0,
-        timeout_at=root.timeout_at,
-        timeout_behavior=root.timeout_behavior,
-        resume_condition=None if root.resume_condition is None else conditions.decode_condition(root.resume_condition),
-        resume_policy=msgspec.json.decode(root.resume_policy or "{}", type=ResumePolicy),
-        last_signal_at=root.last_signal_at,
-        satisfied_at=root.satisfied_at,
-        closed_at=root.closed_at,
-        close_reason=root.close_reason,
-        closer_signal_id=root.closer_signal_id,
-        all_satisfier_signals=[one.signal_id for one in signals],
+        gates=gate_rules.parked_on(suspension),
+        reason_code=suspension.reason_code or "",
+        requested_by=suspension.requested_by,
+        continuation_metadata_pointer=suspension.continuation_metadata_pointer,
+        created_at=suspension.created_at or 0,
+        timeout_at=suspension.timeout_at,
+        timeout_behavior=suspension.timeout_behavior,
+        resume_condition=None
+        if suspension.resume_condition is None
+        else conditions.decode_condition(suspension.resume_condition),
+        resume_policy=msgspec.json.decode(suspension.resume_policy or "{}", type=ResumePolicy),
+        last_signal_at=suspension.last_signal_at,
+        satisfied_at=suspension.satisfied_at,
+        closed_at=suspension.closed_at,
+        close_reason=suspension.close_reason,
+        closer_signal_id=suspension.closer_signal_id,
+        all_satisfier_signals=[signal.signal_id for signal in signals],
     )

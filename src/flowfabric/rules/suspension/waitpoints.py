@@ -1,4 +1,4 @@
-"""Waitpoints on their own: made before the wait, closed without it, listed for reviewers."""
+"""Waitpoints: create before the wait, close by hand, expire, list for reviewers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PROACTIVE = "proactive_close"
 
 
 class PendingWaitpoint(msgspec.Struct, frozen=True):
-    """A waitpoint that was made before the wait, and its token."""
+    """A waitpoint that was created before the wait, and its token."""
 
     waitpoint_id: str
     token: waitpoint_tokens.WaitpointToken
 
 
 class WaitpointView(msgspec.Struct, frozen=True):
-    """An open waitpoint as reviewers see it; the token is not part of it."""
+    """An open waitpoint as reviewers see it, without the token."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -72,7 +72,7 @@ class WaitpointRecord(msgspec.Struct, frozen=True):
 
 def create_waitpoint(
     row: Execution | None,
-    root: Suspension | None,
+    suspension: Suspension | None,
     keys: Sequence[SigningKey],
     fence: Fence,
     attempt_index: int,
@@ -82,7 +82,7 @@ def create_waitpoint(
     expires_in_ms: int,
     now: int,
 ) -> Decision[PendingWaitpoint]:
-    """A waitpoint to hand out before the wait; what is sent to it meanwhile is kept for the wait."""
+    """Create a waitpoint to hand out before the wait; signals that arrive meanwhile are buffered."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
@@ -96,87 +96,91 @@ def create_waitpoint(
     signer = keystore.waitpoint_signer(keys)
     if isinstance(signer, errors.FabricError):
         return refuse(signer)
-    # No store keeps a later instant; near it, the sum is made of the time of this look.
-    until = from_now(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
-    waitpoint = new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=until, pending_until=until)
-    made: tuple[Write, ...] = (Insert(waitpoint),)
+    # No column holds a later instant; near the limit the sum is computed here, where it can be capped.
+    expires_at = from_now(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
+    waitpoint = new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=expires_at, pending_until=expires_at)
+    writes: tuple[Write, ...] = (Insert(waitpoint),)
     guards: tuple[Guard, ...] = (seen(row, live(row)),)
-    if root is None:
-        made += (Insert(Suspension(row.execution_id, row.partition)), *wait_state.mark_has_waits(row))
+    if suspension is None:
+        writes += (Insert(Suspension(row.execution_id, row.partition)), *wait_state.mark_has_waits(row))
         guards += (wait_state.seen_suspension(None, row.execution_id),)
     token = waitpoint_tokens.WaitpointToken(waitpoint_tokens.mint_token(signer, row.execution_id, waitpoint_id))
-    return Decision(PendingWaitpoint(waitpoint_id, token), Change(guards=guards, writes=made))
+    return Decision(PendingWaitpoint(waitpoint_id, token), Change(guards=guards, writes=writes))
 
 
 def close_waitpoint(
-    row: Execution | None, root: Suspension | None, waitpoint: Waitpoint | None, reason: str, now: int
+    row: Execution | None, suspension: Suspension | None, waitpoint: Waitpoint | None, reason: str, now: int
 ) -> Decision[bool]:
-    """Close a waitpoint by hand; what waits on it goes on waiting. True when it was open."""
-    if waitpoint is None or row is None or root is None:
+    """Close a waitpoint by hand; an execution that waits on it keeps waiting. True if it was open."""
+    if waitpoint is None or row is None or suspension is None:
         return refuse(errors.WaitpointNotFound())
-    if wait_state.waitpoint_state(waitpoint, root, now) is WaitpointState.CLOSED:
+    if wait_state.waitpoint_state(waitpoint, suspension, now) is WaitpointState.CLOSED:
         return Decision(False)
-    return Decision(True, _closed(row, root, waitpoint, reason))
+    return Decision(True, _close_change(row, suspension, waitpoint, reason))
 
 
 def expire_pending(
-    row: Execution | None, root: Suspension | None, waitpoint: Waitpoint | None, now: int
+    row: Execution | None, suspension: Suspension | None, waitpoint: Waitpoint | None, now: int
 ) -> Decision[bool]:
-    """The sweep's form, for a waitpoint that was not activated in time; the execution is not touched."""
+    """Close a waitpoint that was not activated in time, for the sweep; the execution does not change."""
     if waitpoint is None or waitpoint.pending_until is None or waitpoint.pending_until > now:
         return Decision(False)
-    if row is None or root is None:
+    if row is None or suspension is None:
         return Decision(False)
-    change = _closed(row, root, waitpoint, wait_state.NEVER_COMMITTED)
+    change = _close_change(row, suspension, waitpoint, wait_state.NEVER_COMMITTED)
     return Decision(True, msgspec.structs.replace(change, not_before=waitpoint.pending_until))
 
 
-def _closed(row: Execution, root: Suspension, waitpoint: Waitpoint, reason: str) -> Change:
-    """The root is written too, so that a signal on its way to the waitpoint is decided again."""
+def _close_change(row: Execution, suspension: Suspension, waitpoint: Waitpoint, reason: str) -> Change:
+    """Return the change that closes a waitpoint. It writes the suspension too, so that a signal in flight conflicts."""
     closed = msgspec.structs.replace(waitpoint, closed_at=from_now(0), close_reason=reason, pending_until=None)
     return Change(
-        guards=(seen(row), wait_state.seen_suspension(root, row.execution_id)),
-        writes=(Patch(Suspension, (row.execution_id,), {"partition": root.partition}), Upsert(closed)),
+        guards=(seen(row), wait_state.seen_suspension(suspension, row.execution_id)),
+        writes=(Patch(Suspension, (row.execution_id,), {"partition": suspension.partition}), Upsert(closed)),
     )
 
 
 def token_if_open(
-    waitpoint: Waitpoint, root: Suspension | None, keys: Sequence[SigningKey], now: int
+    waitpoint: Waitpoint, suspension: Suspension | None, keys: Sequence[SigningKey], now: int
 ) -> waitpoint_tokens.WaitpointToken | None:
-    """The token that was given out for a waitpoint; None when it is closed, or what signed it is gone."""
-    if not waitpoint.token_kid or wait_state.waitpoint_state(waitpoint, root, now) is WaitpointState.CLOSED:
+    """Return the token that was issued for a waitpoint; None if it is closed or its signing key is gone."""
+    if not waitpoint.token_kid or wait_state.waitpoint_state(waitpoint, suspension, now) is WaitpointState.CLOSED:
         return None
     token = waitpoint_tokens.remint_token(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
-    is_it = waitpoint_tokens.matches_stored(token, waitpoint.token_kid, waitpoint.token_fingerprint)
-    return waitpoint_tokens.WaitpointToken(token) if is_it else None
+    is_issued = waitpoint_tokens.matches_stored(token, waitpoint.token_kid, waitpoint.token_fingerprint)
+    return waitpoint_tokens.WaitpointToken(token) if is_issued else None
 
 
-def waitpoint_view(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointView | None:
-    """The waitpoint for a reviewer; None when it is closed."""
-    state = wait_state.waitpoint_state(waitpoint, root, now)
+def waitpoint_view(waitpoint: Waitpoint, suspension: Suspension | None, now: int) -> WaitpointView | None:
+    """Return the waitpoint for a reviewer; None if it is closed."""
+    state = wait_state.waitpoint_state(waitpoint, suspension, now)
     if state is WaitpointState.CLOSED:
         return None
     return WaitpointView(
         waitpoint.waitpoint_id,
         waitpoint.waitpoint_key,
         state,
-        _names(waitpoint, root),
+        _required_names(waitpoint, suspension),
         waitpoint.created_at,
         waitpoint.activated_at,
-        _expires_at(waitpoint, root),
+        _expires_at(waitpoint, suspension),
         waitpoint.execution_id,
         waitpoint.token_kid,
         waitpoint.token_fingerprint,
     )
 
 
-def waitpoint_record(waitpoint: Waitpoint, root: Suspension | None, now: int) -> WaitpointRecord:
-    """The waitpoint in full."""
-    own = root is not None and root.suspension_id is not None and root.suspension_id == waitpoint.suspension_id
-    state = wait_state.waitpoint_state(waitpoint, root, now)
-    closed_at, reason = waitpoint.closed_at, wait_state.waitpoint_close_reason(waitpoint, root, now)
-    if closed_at is None and own and root is not None:
-        closed_at = root.closed_at
+def waitpoint_record(waitpoint: Waitpoint, suspension: Suspension | None, now: int) -> WaitpointRecord:
+    """Return the waitpoint in full."""
+    is_own = (
+        suspension is not None
+        and suspension.suspension_id is not None
+        and suspension.suspension_id == waitpoint.suspension_id
+    )
+    state = wait_state.waitpoint_state(waitpoint, suspension, now)
+    closed_at, reason = waitpoint.closed_at, wait_state.waitpoint_close_reason(waitpoint, suspension, now)
+    if closed_at is None and is_own and suspension is not None:
+        closed_at = suspension.closed_at
     resumed = reason in (wait_state.RESUMED, "timed_out_auto_resume")
     return WaitpointRecord(
         waitpoint.waitpoint_id,
@@ -188,37 +192,45 @@ def waitpoint_record(waitpoint: Waitpoint, root: Suspension | None, now: int) ->
         state,
         waitpoint.created_at,
         waitpoint.activated_at,
-        _expires_at(waitpoint, root),
+        _expires_at(waitpoint, suspension),
         closed_at if resumed else None,
         closed_at,
         reason,
         waitpoint.signal_count,
         waitpoint.matched_signal_count,
         waitpoint.last_signal_at,
-        _names(waitpoint, root),
+        _required_names(waitpoint, suspension),
     )
 
 
-def _expires_at(waitpoint: Waitpoint, root: Suspension | None) -> int | None:
-    """When its time is over: that of the open suspension it belongs to, which escalating takes away; else its own."""
-    own = root is not None and wait_state.is_open(root) and root.suspension_id == waitpoint.suspension_id
-    return root.timeout_at if root is not None and own else waitpoint.expires_at
+def _expires_at(waitpoint: Waitpoint, suspension: Suspension | None) -> int | None:
+    """Return when the waitpoint expires: with its open suspension, else by itself. Escalation removes the timeout."""
+    is_own = (
+        suspension is not None
+        and wait_state.is_open(suspension)
+        and suspension.suspension_id == waitpoint.suspension_id
+    )
+    return suspension.timeout_at if suspension is not None and is_own else waitpoint.expires_at
 
 
-def _names(waitpoint: Waitpoint, root: Suspension | None) -> list[str]:
-    """The signal names that the condition asks for here, as long as it is known."""
+def _required_names(waitpoint: Waitpoint, suspension: Suspension | None) -> list[str]:
+    """Return the signal names that the condition requires here, as long as the condition is stored."""
     text = None
-    if waitpoint.gate is not None and (gate := wait_state.open_gates(root).get(waitpoint.gate)) is not None:
+    if waitpoint.gate is not None and (gate := wait_state.open_gates(suspension).get(waitpoint.gate)) is not None:
         text = gate.condition
-    elif waitpoint.suspension_id is not None and root is not None and root.suspension_id == waitpoint.suspension_id:
-        text = root.resume_condition
+    elif (
+        waitpoint.suspension_id is not None
+        and suspension is not None
+        and suspension.suspension_id == waitpoint.suspension_id
+    ):
+        text = suspension.resume_condition
     return [] if text is None else conditions.required_names(conditions.decode_condition(text), waitpoint.waitpoint_key)
 
 
 def new_waitpoint(
     row: Execution, signer: SigningKey | None, waitpoint_id: str, waitpoint_key: str, **fields: Any
 ) -> Waitpoint:
-    """A waitpoint of the row's attempt, with the token that the key signs for it; without a key nobody can signal."""
+    """Return a waitpoint of the row's attempt with its signed token; without a key nobody can signal it."""
     token = "" if signer is None else waitpoint_tokens.mint_token(signer, row.execution_id, waitpoint_id)
     return Waitpoint(
         waitpoint_id=waitpoint_id,
@@ -233,36 +245,36 @@ def new_waitpoint(
     )
 
 
-def is_id_in_use(known: Waitpoint | None, row: Execution, root: Suspension | None, now: int) -> bool:
-    """Whether a waitpoint's id cannot be used: it is open, or another execution's. A closed one may begin anew."""
+def is_id_in_use(known: Waitpoint | None, row: Execution, suspension: Suspension | None, now: int) -> bool:
+    """True if the id belongs to an open waitpoint or to another execution. The id of a closed one may be reused."""
     if known is None:
         return False
     return (
         known.execution_id != row.execution_id
-        or wait_state.waitpoint_state(known, root, now) is not WaitpointState.CLOSED
+        or wait_state.waitpoint_state(known, suspension, now) is not WaitpointState.CLOSED
     )
 
 
 def waitpoint_writes(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
-    """The waitpoints as rows; one whose id was used before begins anew, without the signals of then."""
+    """Return the writes of new waitpoints; reusing an id deletes the former signals."""
     writes: list[Write] = []
-    for one in waitpoints:
-        key = (one.execution_id, one.waitpoint_id)
-        if one.waitpoint_id in known:
-            writes += [Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(one)]
+    for waitpoint in waitpoints:
+        key = (waitpoint.execution_id, waitpoint.waitpoint_id)
+        if waitpoint.waitpoint_id in known:
+            writes += [Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(waitpoint)]
         else:
-            writes.append(Insert(one))
+            writes.append(Insert(waitpoint))
     return tuple(writes)
 
 
-def close_replaced_waitpoints(before: Suspension | None, made: Sequence[Waitpoint]) -> tuple[Write, ...]:
-    """What the waitpoints of the suspension before must know once its record is replaced: that and why they closed."""
-    if before is None or before.closed_at is None:
+def close_replaced_waitpoints(previous: Suspension | None, created: Sequence[Waitpoint]) -> tuple[Write, ...]:
+    """Return the writes that close the waitpoints of the previous suspension before its record is replaced."""
+    if previous is None or previous.closed_at is None:
         return ()
-    anew = {one.waitpoint_id for one in made}
-    fields = {"closed_at": before.closed_at, "close_reason": before.close_reason}
+    reused = {ref.waitpoint_id for ref in created}
+    fields = {"closed_at": previous.closed_at, "close_reason": previous.close_reason}
     return tuple(
-        Patch(Waitpoint, (one.waitpoint_id, before.partition), fields, unless_set="closed_at")
-        for one in wait_encoding.bound_waitpoints(before)
-        if one.waitpoint_id not in anew
+        Patch(Waitpoint, (ref.waitpoint_id, previous.partition), fields, unless_set="closed_at")
+        for ref in wait_encoding.bound_waitpoints(previous)
+        if ref.waitpoint_id not in reused
     )

@@ -1,4 +1,4 @@
-"""What a handler does with budgets: spend, and keep room free before it does."""
+"""Spending of a context: count amounts against a budget, or reserve capacity first and settle afterwards."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """Room that is kept free; say what was really used with `spend`."""
+    """Capacity of a budget reserved for a block of code; `spend` notes what the block used."""
 
     def __init__(self) -> None:
         self.used: dict[str, int | float] = {}
 
     def spend(self, **amounts: int | float) -> None:
-        """What was used of it, counted when the reservation ends."""
+        """Note what was used; it is counted when the reservation ends."""
         for dimension, amount in amounts.items():
             self.used[dimension] = self.used.get(dimension, 0) + amount
 
 
 class ContextBudgets(ABC):
-    """The part of a context that deals with budgets."""
+    """The part of a context that spends budgets."""
 
     app: Fabric
     engine: EngineAPI
@@ -51,16 +51,17 @@ class ContextBudgets(ABC):
     @property
     @abstractmethod
     def durable(self) -> DurableAttempt:
-        """What earlier attempts left behind."""
+        """The replay state of this attempt."""
 
     @abstractmethod
-    async def remembered(self, label: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Ask once, under a key that is the same on every attempt."""
+    async def run_once(self, label: str, operation: Callable[[str], Awaitable[Any]]) -> Any:
+        """Run an operation once and record its answer; it gets a key that is the same on every attempt."""
 
     async def spend(self, budget: Budget, **amounts: int | float) -> None:
-        """Count what was spent: once, however often the attempt is retried.
+        """Count amounts against a budget, exactly once however often the run is retried.
 
-        Beyond a hard limit nothing is counted: `BudgetExceeded` is raised, or the run sleeps until there is room.
+        Beyond a hard limit nothing is counted: `BudgetExceeded` is raised, or with `on_hard="suspend"` the run is
+        suspended until the budget has capacity.
         """
         budget_id = await self._id_of(budget)
         counted = budget.amounts(amounts)
@@ -72,18 +73,18 @@ class ContextBudgets(ABC):
                 )
                 if not isinstance(answer, limit_answers.HardBreach):
                     return type(answer).__name__
-                await self._meet_limit(budget, budget_id, answer, counted)
+                await self._handle_breach(budget, budget_id, answer, counted)
 
-        await self.remembered(f"spend:{budget.name}", report)
+        await self.run_once(f"spend:{budget.name}", report)
 
     @asynccontextmanager
     async def reserve(
         self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float
     ) -> AsyncIterator[Reservation]:
-        """Keep room free while the block runs; what it `spend`s is counted at its end, and the rest given back.
+        """Reserve capacity while the block runs. At its end what it spent is counted, and the rest is released.
 
-        Without room `BudgetExceeded` is raised, or the run sleeps until there is some. A reservation whose process died
-        is over after `lasts`, or taken up again by the next attempt.
+        Without capacity `BudgetExceeded` is raised, or with `on_hard="suspend"` the run is suspended until there is
+        some. If the process dies, the reservation is reused by the next attempt, or expires after `lasts`.
         """
         budget_id = await self._id_of(budget)
         counted = budget.amounts(amounts)
@@ -100,12 +101,12 @@ class ContextBudgets(ABC):
             )
             if not isinstance(answer, limit_answers.HardBreach):
                 break
-            await self._meet_limit(budget, budget_id, answer, counted)
+            await self._handle_breach(budget, budget_id, answer, counted)
         reservation = Reservation()
         try:
             yield reservation
         except BaseException:
-            if not self.durable.parked:  # a run that waits keeps its room, for as long as it lasts
+            if not self.durable.parked:  # a parked run keeps its reservation until it expires
                 await self.engine.refund_budget(budget_id, reservation_id, namespace=self.app.namespace)
                 if reservation.used:
                     key, used = f"{reservation_id}|{self.attempt}", budget.amounts(reservation.used)
@@ -116,12 +117,12 @@ class ContextBudgets(ABC):
         used = budget.amounts(reservation.used)
         await self.engine.settle_budget(budget_id, self.run_id, reservation_id, used, namespace=self.app.namespace)
 
-    async def _meet_limit(
+    async def _handle_breach(
         self, budget: Budget, budget_id: str, breach: limit_answers.HardBreach, amounts: Mapping[str, int]
     ) -> None:
-        """Fail, or sleep until there is room."""
+        """Raise, or suspend the run until the budget has capacity."""
         numbers = (breach.current_usage + breach.reserved, breach.hard_limit, amounts[breach.dimension])
-        dimension, (used, limit, asked) = budget.shown(breach.dimension, *numbers)
+        dimension, (used, limit, asked) = budget.display_amounts(breach.dimension, *numbers)
         if budget.on_hard != "suspend":
             raise BudgetExceeded(budget.name, dimension, used=used, limit=limit, asked=asked)
         if asked > limit:
@@ -135,9 +136,9 @@ class ContextBudgets(ABC):
 
     async def _id_of(self, budget: Budget) -> str:
         if not isinstance(budget, Budget):
-            raise InvalidInput(f"budget: {budget!r} is no Budget; hand over the one that was declared")
-        if (found := self._budgets.get(budget.name)) is not None:
-            return found
+            raise InvalidInput(f"budget: {budget!r} is no Budget; pass the one that was declared")
+        if (budget_id := self._budgets.get(budget.name)) is not None:
+            return budget_id
         if budget.per is not None:
             raise InvalidInput(f"budget {budget.name}: it is per {budget.per}; name it in budgets=[…] of the task")
-        return await self.app.declared(self.engine, budget)
+        return await self.app.declare_budget(self.engine, budget)

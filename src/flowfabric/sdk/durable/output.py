@@ -1,4 +1,4 @@
-"""What a handler says while it works: progress, and streams of output."""
+"""The output of a context: progress, and streams of frames that readers follow while the handler runs."""
 
 from __future__ import annotations
 
@@ -20,77 +20,73 @@ if TYPE_CHECKING:
     from flowfabric.engine_api import EngineAPI
     from flowfabric.handles import Handle
 
-MAX_IN_FLIGHT = 64  # pieces of one output that may be on their way; then `write` waits
+MAX_IN_FLIGHT = 64  # frames of one output in flight, after which `write` waits
 PAGE_SIZE = 1000
 START_CURSOR = "0-0"
-NUMBER_SEPARATOR = "#"  # stands between a piece's place and how many came before it there
+NUMBER_SEPARATOR = "#"  # between the scope of a frame (its step or branch) and its number in that scope
 
-WrittenCounts = Mapping[tuple[str, str], int]  # by output, and branch or step: how many pieces were written before
+WrittenCounts = Mapping[tuple[str, str], int]  # number of frames written before, by output and scope
 
 
 class ContextOutput(ABC):
-    """The part of a context that talks to whoever watches."""
+    """The part of a context that reports progress and writes output."""
 
     engine: EngineAPI
     run_id: str
 
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
-        self._said: dict[str, Any] | None = None
-        self._passed: WrittenCounts | None = None
-        self._reading = asyncio.Lock()
+        self._progress: dict[str, Any] | None = None
+        self._written_before: WrittenCounts | None = None
+        self._load_lock = asyncio.Lock()
 
     @property
     @abstractmethod
     def handle(self) -> Handle:
-        """The lease under which this attempt runs."""
+        """The handle of the lease under which this attempt runs."""
 
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """Say how far the work is: a JSON merge patch on what was said before, a message, or a percentage."""
-        if self._said is None:
-            self._said = progress_document(*await self.engine.read_progress(self.run_id))
-        given: dict[str, Any] = {"message": patch} if isinstance(patch, str) else dict(patch or {})
-        if pct is not None:
-            given["pct"] = pct
-        self._said = apply_merge_patch(self._said, given)
-        share = self._said.get("pct")
+        """Report progress: a JSON merge patch on the previous report, a message, or a percentage."""
+        if self._progress is None:
+            self._progress = progress_document(*await self.engine.read_progress(self.run_id))
+        self._progress = apply_merge_patch(self._progress, progress_patch(patch, pct))
+        percentage = self._progress.get("pct")
         await self.engine.progress(
             self.handle,
-            pct=share if isinstance(share, int) else None,
-            message=json_bytes(to_plain(self._said)).decode(),
+            pct=percentage if isinstance(percentage, int) else None,
+            message=json_bytes(to_plain(self._progress)).decode(),
         )
 
     def stream(self, name: str) -> Output:
-        """The attempt's output of this name; readers see it while it is written."""
+        """Return the attempt's output of this name; readers see it while it is written."""
         if name not in self._outputs:
-            self._outputs[name] = Output(self.engine, self.handle, name, self._passed_by)
+            self._outputs[name] = Output(self.engine, self.handle, name, self._load_written_counts)
         return self._outputs[name]
 
-    async def _passed_by(self) -> WrittenCounts:
-        """What this attempt has written before it was put away; nothing, for one that was not."""
-        async with self._reading:
-            if self._passed is None:
-                resumed = self.handle.kind is HandleKind.RESUMED
-                self._passed = await count_written_frames(self.engine, self.handle) if resumed else {}
-        return self._passed
+    async def _load_written_counts(self) -> WrittenCounts:
+        """Count what this attempt wrote before it was parked; empty if it was not."""
+        async with self._load_lock:
+            if self._written_before is None:
+                is_resumed = self.handle.kind is HandleKind.RESUMED
+                self._written_before = await count_written_frames(self.engine, self.handle) if is_resumed else {}
+        return self._written_before
 
     async def flush(self) -> None:
-        """Wait until everything that was written is kept."""
+        """Wait until everything written so far is stored."""
         for output in self._outputs.values():
             await output.flush()
 
-    async def keep_last_words(self) -> None:
-        """The same before a failure is told, which matters more than what can no longer be kept."""
+    async def flush_quietly(self) -> None:
+        """Flush, but ignore refused output: used before a failure is reported, which matters more."""
         with suppress(FabricError):
             await self.flush()
 
 
 class Output:
-    """What a handler writes while it works. Frames belong to the attempt: a retry begins anew.
+    """A named output of a handler. Its frames belong to the attempt: a retry starts over.
 
-    A function that goes on after a wait runs from the top, and comes to the pieces again that it wrote before. Like a
-    step, a piece is known by how many came before it in its branch, or in the step that writes it; it is not written a
-    second time.
+    A function that is resumed after a wait runs from the top and writes the same pieces again. Like a step, a piece is
+    identified by its number in its branch, or in the step that writes it, and is not stored a second time.
     """
 
     def __init__(
@@ -98,20 +94,22 @@ class Output:
         engine: EngineAPI,
         handle: Handle,
         name: str,
-        passed: Callable[[], Awaitable[WrittenCounts]],
+        load_written_counts: Callable[[], Awaitable[WrittenCounts]],
     ) -> None:
         self._engine = engine
         self._handle = handle
         self._name = name
         self._counts: Counter[str] = Counter()
-        self._passed = passed
-        self._known: WrittenCounts | None = None
+        self._load_written_counts = load_written_counts
+        self._written_before: WrittenCounts | None = None
         self._written: list[str] = []
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
 
     async def write(self, piece: str | bytes | dict[str, Any] | Sequence[Any]) -> None:
-        """Add a piece. Pieces travel together; this waits when many are on their way, and raises once one is refused,
-        as all are for a worker that lost its lease."""
+        """Write a piece. Pieces are sent in batches; this waits while many are in flight.
+
+        Raises if an earlier piece was refused, which happens to a worker that has lost its lease.
+        """
         if isinstance(piece, bytes):
             payload = piece
         elif isinstance(piece, str):
@@ -119,79 +117,86 @@ class Output:
         else:
             payload = json_bytes(to_plain(piece))
         self._written.append(payload.decode("utf-8", "replace"))
-        place = occurrence_scope()
-        number = self._counts[place]
-        self._counts[place] += 1
-        if self._known is None:
-            self._known = await self._passed()
-        if number < self._known.get((self._name, place), 0):
+        scope = occurrence_scope()
+        number = self._counts[scope]
+        self._counts[scope] += 1
+        if self._written_before is None:
+            self._written_before = await self._load_written_counts()
+        if number < self._written_before.get((self._name, scope), 0):
             return
-        adding = asyncio.create_task(
+        append = asyncio.create_task(
             self._engine.append_frame(
-                self._handle, payload, frame_type=self._name, correlation_id=f"{place}{NUMBER_SEPARATOR}{number}"
+                self._handle, payload, frame_type=self._name, correlation_id=f"{scope}{NUMBER_SEPARATOR}{number}"
             )
         )
-        adding.add_done_callback(_heard)
-        self._under_way.add(adding)
-        await asyncio.sleep(0)  # so that a handler that never waits does not hold its pieces back
-        self._forget_written()
-        while len(self._under_way) >= MAX_IN_FLIGHT:
-            await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
-            self._forget_written()
+        append.add_done_callback(_mark_retrieved)
+        self._in_flight.add(append)
+        await asyncio.sleep(0)  # starts the append even if the handler never waits
+        self._check_finished()
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
+            self._check_finished()
 
     async def flush(self) -> None:
-        """Wait until all of it is kept; raises when some was refused."""
-        while self._under_way:
-            await asyncio.wait(self._under_way)
-            self._forget_written()
+        """Wait until everything written is stored; raises if a piece was refused."""
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
+            self._check_finished()
 
-    def _forget_written(self) -> None:
-        done = {task for task in self._under_way if task.done()}
-        self._under_way -= done
+    def _check_finished(self) -> None:
+        """Forget the appends that have finished; raise if one was refused."""
+        done = {task for task in self._in_flight if task.done()}
+        self._in_flight -= done
         for task in done:
             task.result()
 
     def text(self) -> str:
-        """Everything that was written so far."""
+        """Return everything written so far."""
         return "".join(self._written)
 
 
 async def count_written_frames(engine: EngineAPI, handle: Handle) -> WrittenCounts:
-    """How many pieces an attempt has, by output and place; they were written in order."""
+    """Count the frames of an attempt by output and scope; they were written in order."""
     fields, after = handle.fields, START_CURSOR
-    passed: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     while True:
         page = await engine.tail_stream(fields.execution_id, fields.attempt_index, after, count_limit=PAGE_SIZE)
         for frame in page.frames:
-            place, numbered, number = frame.fields.get("correlation_id", "").rpartition(NUMBER_SEPARATOR)
-            if numbered and number.isdecimal():
-                output = (frame.fields["frame_type"], place)
-                passed[output] = max(passed.get(output, 0), int(number) + 1)
+            scope, separator, number = frame.fields.get("correlation_id", "").rpartition(NUMBER_SEPARATOR)
+            if separator and number.isdecimal():
+                output = (frame.fields["frame_type"], scope)
+                counts[output] = max(counts.get(output, 0), int(number) + 1)
         if len(page.frames) < PAGE_SIZE:
-            return passed
+            return counts
         after = page.frames[-1].id
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
-    """A refusal is raised by the next `write` or `flush`; a handler that was cancelled comes to neither."""
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Silence asyncio's warning: the next `write` or `flush` raises a refusal, unless the handler was cancelled."""
     if not task.cancelled():
         task.exception()
 
 
 def progress_document(pct: int | None, message: str | None) -> dict[str, Any]:
-    """What was said last, as one document."""
-    said: Any = None
+    """Return the last reported progress as one document."""
+    report: Any = None
     if message is not None:
         try:
-            said = from_json(message.encode())
+            report = from_json(message.encode())
         except msgspec.DecodeError:
-            said = {"message": message}
-    said = said if isinstance(said, dict) else {}
-    return said if pct is None else {**said, "pct": pct}
+            report = {"message": message}
+    report = report if isinstance(report, dict) else {}
+    return report if pct is None else {**report, "pct": pct}
+
+
+def progress_patch(patch: dict[str, Any] | str | None, pct: int | None) -> dict[str, Any]:
+    """Return the arguments of `progress` as one merge patch."""
+    fields: dict[str, Any] = {"message": patch} if isinstance(patch, str) else dict(patch or {})
+    return fields if pct is None else {**fields, "pct": pct}
 
 
 def apply_merge_patch(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """RFC 7396: what the patch names is replaced, null takes away, objects are merged in turn."""
+    """Apply an RFC 7396 merge patch: named fields are replaced, null removes a field, objects are merged."""
     result = dict(document)
     for name, value in patch.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""Steps: how one is told apart from others, and what it returned."""
+"""Steps: their identity (name and occurrence), the digest of their input, and the encoding of their result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepCall(msgspec.Struct, frozen=True):
-    """One step of a durable function: by name and occurrence, with a digest of its input as a check."""
+    """A step of a durable function, identified by name and occurrence; the digest of its input detects changes."""
 
     label: str
     name: str
@@ -35,24 +35,24 @@ class StepCall(msgspec.Struct, frozen=True):
 
     @property
     def fault_point(self) -> str:
-        """How a test names it."""
+        """The name of the step in a test's fault injection."""
         return f"step:{self.label}"
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it ran before."""
+        """True if the step has a recorded result."""
         return self.memo is not None
 
     def with_memo(self, memo: StepMemo) -> StepCall:
-        """The step with what it returned."""
+        """Return the step with its recorded result."""
         return msgspec.structs.replace(self, memo=memo)
 
     def encode(self, value: Any) -> bytes:
-        """What it returned, on its way into the store."""
+        """Encode the step's result for the store."""
         return self.codec.to_json(value, self.label)
 
     def result(self) -> Any:
-        """What it returned."""
+        """Decode the recorded result."""
         assert self.memo is not None
         return self.codec.from_json(self.memo.result, self.label)
 
@@ -65,16 +65,17 @@ def identify_step(
     name: str | None,
     key: str | None,
 ) -> StepCall:
-    """The step that this call is, at the place where it stands."""
+    """Number the step at this point of the function; with `key` it needs no number."""
     if not callable(function):
         raise InvalidInput(f"step: {function!r} is no function; write ctx.step(function, argument), without a call")
     label = str(key or name or getattr(function, "__name__", "step"))
-    known, occurrence = (f"key:{key}", 0) if key else durable.next_occurrence(label)
-    return StepCall(label, known, occurrence, _digest(args, kwargs), _shape_of(getattr(function, "handler", function)))
+    full_name, occurrence = (f"key:{key}", 0) if key else durable.next_occurrence(label)
+    codec = _result_codec(getattr(function, "handler", function))
+    return StepCall(label, full_name, occurrence, _input_digest(args, kwargs), codec)
 
 
 def step_function(function: Any, context: Context) -> Any:
-    """What a step really calls: the function, the handler of a task that is used as one, or a test's stub for it."""
+    """Return what a step calls: the function, the handler if it is a task, or the stub that a test put in its place."""
     stubs = context.app.stubs
     if stubs and isinstance(function, Hashable) and function in stubs:
         return stubs[function]
@@ -83,45 +84,46 @@ def step_function(function: Any, context: Context) -> Any:
         return handler
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        given: dict[str, Any] = function.with_context(function.signature.bound(args, kwargs), lambda: context)
-        return given
+        bound: dict[str, Any] = function.with_context(function.signature.bind(args, kwargs), lambda: context)
+        return bound
 
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
         return await handler(**arguments(args, kwargs))
 
-    return awaited if function.is_async else lambda *args, **kwargs: handler(**arguments(args, kwargs))
+    return call_async if function.is_async else lambda *args, **kwargs: handler(**arguments(args, kwargs))
 
 
 async def run_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call it; a plain function runs in a thread, so that it cannot block the loop."""
+    """Call a step's function; a plain function runs in a thread, so that it cannot block the loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     value = await asyncio.to_thread(call_future_safe, function, *args, **kwargs)
     return await value if inspect.isawaitable(value) else value
 
 
-def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _input_digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     try:
-        plain = msgspec.json.encode(msgspec.to_builtins(_placed([args, kwargs]), str_keys=True, enc_hook=_plain))
-    except (TypeError, ValueError, RecursionError) as fault:
-        raise InvalidInput(f"step: its input cannot be told apart from others: {fault}") from fault
-    return hashlib.sha256(plain).hexdigest()[:32]
+        builtins = msgspec.to_builtins(_without_tokens([args, kwargs]), str_keys=True, enc_hook=_to_plain)
+        encoded = msgspec.json.encode(builtins)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"step: its input has no digest: {error}") from error
+    return hashlib.sha256(encoded).hexdigest()[:32]
 
 
-def _placed(value: Any) -> Any:
-    """Links by where they lead: their tokens come and go."""
+def _without_tokens(value: Any) -> Any:
+    """Replace approval links by their paths: their tokens change when a signing key is rotated."""
     match value:
         case ApprovalLink():
             return value.path
         case list() | tuple():
-            return [_placed(item) for item in value]
+            return [_without_tokens(item) for item in value]
         case dict():
-            return {key: _placed(item) for key, item in value.items()}
+            return {key: _without_tokens(item) for key, item in value.items()}
         case _:
             return value
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if callable(value):
@@ -129,19 +131,19 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _shape_of(function: Any) -> ValueCodec:
+def _result_codec(function: Any) -> ValueCodec:
     try:
-        return _known_shape(function)
-    except TypeError:  # something callable that cannot be remembered
-        return ValueCodec(_result_of(function))
+        return _cached_result_codec(function)
+    except TypeError:  # a callable that is not hashable
+        return ValueCodec(_result_type(function))
 
 
 @lru_cache(maxsize=1000)
-def _known_shape(function: Any) -> ValueCodec:
-    return ValueCodec(_result_of(function))
+def _cached_result_codec(function: Any) -> ValueCodec:
+    return ValueCodec(_result_type(function))
 
 
-def _result_of(function: Any) -> Any:
+def _result_type(function: Any) -> Any:
     try:
         return typing.get_type_hints(function).get("return", Any)
     except (TypeError, NameError):

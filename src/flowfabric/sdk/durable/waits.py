@@ -1,4 +1,9 @@
-"""What a handler can wait for: time, messages, people, children. Every wait that is not short frees the slot."""
+"""The waits of a context: sleep, messages, approvals and children. Every wait that is not short frees the slot.
+
+A wait opens a gate, which the engine closes when the time has passed, the message or the votes have arrived, or enough
+children have ended. The ids of waitpoints and children are derived from the run's id and the gate's name, so that a
+replay finds the same ones.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +41,11 @@ V = TypeVar("V")
 P = ParamSpec("P")
 
 ALL = AllOf()
-MAX_INLINE_WAIT_MS = 1000  # a sleep this short is not worth giving the slot back
+MAX_INLINE_WAIT_MS = 1000  # a wait this short keeps its slot, since parking costs more
 
 
 class ContextWaits(ABC):
-    """The waits of a context."""
+    """The part of a context that waits."""
 
     app: Fabric
     engine: EngineAPI
@@ -49,25 +54,25 @@ class ContextWaits(ABC):
     @property
     @abstractmethod
     def _itself(self) -> Context:
-        """The context of which these are the waits."""
+        """The context that these waits are part of."""
 
     @property
     @abstractmethod
     def handle(self) -> Handle:
-        """The lease under which this attempt runs."""
+        """The handle of the lease under which this attempt runs."""
 
     @property
     @abstractmethod
     def durable(self) -> DurableAttempt:
-        """What earlier attempts left behind."""
+        """The replay state of this attempt."""
 
     @property
     @abstractmethod
     def may_park(self) -> bool:
-        """Whether the code that asks is the handler itself or a branch of it, where a wait can put the run away."""
+        """True if the caller is the handler itself or a branch of it, where a wait can park the run."""
 
     async def sleep(self, length: Duration) -> None:
-        """Let time pass; the slot is free meanwhile, and the time goes on when the process does not."""
+        """Wait for a length of time. It frees the slot meanwhile, and survives the death of the process."""
         length_ms = to_ms(length, "sleep")
         if length_ms <= MAX_INLINE_WAIT_MS:
             await asyncio.sleep(length_ms / 1000)
@@ -82,8 +87,8 @@ class ContextWaits(ABC):
     @overload
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
-        """The next message sent under this name, sent before or after; None when none came in time."""
-        asked = incoming_codec(shape, f"receive {name}")
+        """Return the next message of this name, sent before or after this call; None if none arrives in time."""
+        codec = incoming_codec(shape, f"receive {name}")
         memo = await self.durable.open_and_wait(
             GateArgs(
                 name=self.durable.next_gate_name(f"receive:{name}"),
@@ -94,7 +99,7 @@ class ContextWaits(ABC):
         )
         if memo.ended_as is GateOutcome.TIMED_OUT:
             return None
-        return asked.load(from_json(memo.payload or b"null"), name)
+        return codec.load(from_json(memo.payload or b"null"), name)
 
     async def approval(
         self,
@@ -107,46 +112,46 @@ class ContextWaits(ABC):
         expires: Duration | None = None,
         show: dict[str, Any] | None = None,
     ) -> Approval[V]:
-        """Ask people: a question with one signed link per approver, so that no link can vote twice.
+        """Ask people for a decision, with one signed link per approver; each link can vote once.
 
-        The links stay good over crashes and deploys. Await the approval for the votes. `show` is what the page
-        behind a link tells of what is decided.
+        The links stay valid across crashes and deployments. Await the approval for the votes. `show` is displayed on
+        the page behind a link, to tell the approver what is being decided.
         """
         validation.validate_name(name)
         count = approvers if approvers is not None else max(need, 1)
         if not 1 <= need <= count:
             raise InvalidInput(f"approval: {need} votes cannot come from {count} links")
-        asked = incoming_codec(shape, f"approval {name}")
-        schema = asked.schema()  # what the page behind a link asks for
+        codec = incoming_codec(shape, f"approval {name}")
+        schema = codec.schema()  # the form on the page behind a link
         if schema and (refused := check_schema(schema)):
             raise InvalidInput(f"approval {name}: {refused.detail}")
-        told = {} if show is None else {"ff.show": ValueCodec(Any).to_json(show, "show").decode()}
+        tags = {} if show is None else {"ff.show": ValueCodec(Any).to_json(show, "show").decode()}
         gate = self.durable.next_gate_name(f"approval:{name}")
-        points = tuple((str(self._derived(gate, number)), f"{name}.{number + 1}") for number in range(count))
+        waitpoints = tuple((str(self._derive_uuid(gate, number)), f"{name}.{number + 1}") for number in range(count))
         kind = CountKind.DISTINCT_WAITPOINTS if distinct else CountKind.DISTINCT_SIGNALS
-        if self.app.on_ask is not None:
-            self.app.on_ask(self._itself, name, shape)
+        if self.app.on_approval is not None:
+            self.app.on_approval(self._itself, name, shape)
         opened = await self.engine.open_gate(
             self.handle,
             GateArgs(
                 name=gate,
                 kind=GateKind.SIGNALS,
-                condition=Count(n=need, count_kind=kind, waitpoints=tuple(key for _, key in points)),
-                waitpoints=points,
+                condition=Count(n=need, count_kind=kind, waitpoints=tuple(key for _, key in waitpoints)),
+                waitpoints=waitpoints,
                 expires_in_ms=None if expires is None else to_ms(expires, "expires"),
             ),
         )
         if schema:
-            told[schema_tag(name)] = schema
-        if told and not isinstance(opened, GateMemo):
-            await self.engine.set_tags(self.handle, told)
+            tags[schema_tag(name)] = schema
+        if tags and not isinstance(opened, GateMemo):
+            await self.engine.set_tags(self.handle, tags)
         return Approval(
             self.durable,
-            asked,
+            codec,
             opened,
             base_url=self.app.public_url,
             run_id=self.run_id,
-            points=[point for point, _ in points],
+            waitpoint_ids=[waitpoint_id for waitpoint_id, _ in waitpoints],
         )
 
     # -- children -------------------------------------------------------------------------------------------------
@@ -156,9 +161,10 @@ class ContextWaits(ABC):
     @overload
     async def spawn(self, call: Task[P, T], *args: P.args, **kwargs: P.kwargs) -> Run[T]: ...
     async def spawn(self, call: Any, *args: Any, **kwargs: Any) -> Run[Any]:
-        """Submit a child: a task with its arguments, or a call made with `s`.
+        """Submit a child run: a task with its arguments, or a call made with `s`.
 
-        Its id is derived from where it stands, so that no crash can make two of it. Awaiting its result frees the slot.
+        Its id is derived from its place in the function, so that a retry does not create a second child. Awaiting its
+        result frees the slot.
         """
         from flowfabric.sdk.task import as_call
 
@@ -166,20 +172,23 @@ class ContextWaits(ABC):
         return run
 
     async def _spawn(self, calls: Sequence[Call[Any]]) -> list[Run[Any]]:
-        asks = []
+        requests = []
         for call in calls:
-            place = self.durable.next_gate_name(f"child:{call.task.name}")
+            name = self.durable.next_gate_name(f"child:{call.task.name}")
             arguments = call.task.signature.bind(call.args, call.kwargs)
-            ask = await call.task.ask(self.engine, arguments, options=call.options, execution_id=self._child_id(place))
-            asks.append(msgspec.structs.replace(ask, creator_identity=self.run_id, parent_id=self.run_id))
+            request = await call.task.build_create(
+                self.engine, arguments, options=call.options, execution_id=self._child_id(name)
+            )
+            requests.append(msgspec.structs.replace(request, creator_identity=self.run_id, parent_id=self.run_id))
         runs: list[Run[Any]] = []
-        for answer, ask, call in zip(await self.engine.create_executions(asks), asks, calls, strict=True):
+        for answer, request, call in zip(await self.engine.create_executions(requests), requests, calls, strict=True):
             if isinstance(answer, FabricError):
                 raise answer
-            known = (answer.execution_id, call.task.name, call.task.signature.result_codec)
-            # Under a key somebody else's run may stand for this one: it has another parent, to whom its end is told.
-            is_ours = answer.execution_id == ask.execution_id
-            runs.append(ChildRun(*known, self) if is_ours else call.task.own_run(answer.execution_id, created=False))
+            # A call with a key may return the run of an earlier submit, whose end is reported to another parent.
+            if answer.execution_id == request.execution_id:
+                runs.append(ChildRun(answer.execution_id, call.task.name, call.task.signature.result_codec, self))
+            else:
+                runs.append(call.task.own_run(answer.execution_id, created=False))
         return runs
 
     @overload
@@ -194,44 +203,45 @@ class ContextWaits(ABC):
     async def gather(self, first: Awaitable[T], /, *others: Awaitable[T]) -> list[T]: ...
     @overload
     async def gather(self, first: Awaitable[Any], /, *others: Awaitable[Any]) -> list[Any]: ...
-    async def gather(self, *several: Any, join: Join = ALL) -> list[Any]:
-        """Wait for several things at once: children given as calls, or waits and steps of this function.
+    async def gather(self, *members: Any, join: Join = ALL) -> list[Any]:
+        """Wait for several things concurrently: children given as calls, or waits and steps of this function.
 
-        A child that the join did not need has None in its place.
+        Returns their results in order. A child that the join did not need has None in its place.
         """
         from flowfabric.sdk.task import child_calls
 
-        calls = child_calls(several)
+        calls = child_calls(members)
         if calls is not None:
-            ended = await self._children(calls, join)
-            return [await Run.result(run) if won else None for run, won in ended]  # which has ended: nobody waits
-        return await self.durable.gather(several)
+            children = await self._run_children(calls, join)
+            # Run.result, not ChildRun.result: the child has ended, so no gate is needed.
+            return [await Run.result(run) if succeeded else None for run, succeeded in children]
+        return await self.durable.gather(members)
 
     async def race(self, *calls: Call[T]) -> T:
-        """The first child that succeeds; the others are cancelled."""
+        """Return the result of the first child that succeeds; the others are cancelled."""
         if not calls:
-            raise InvalidInput("race: nobody runs; write ctx.race(first.s(), second.s())")
-        ended = await self._children(calls, Quorum(1, cancel_rest=True))
-        winner: Run[T] = next(run for run, won in ended if won)
+            raise InvalidInput("race: it has no calls; write ctx.race(first.s(), second.s())")
+        children = await self._run_children(calls, Quorum(1, cancel_rest=True))
+        winner: Run[T] = next(run for run, succeeded in children if succeeded)
         return await Run.result(winner)
 
-    async def _children(self, calls: Sequence[Call[Any]], join: Join) -> list[tuple[Run[Any], bool]]:
-        """Each child, and whether it succeeded before the join was done."""
+    async def _run_children(self, calls: Sequence[Call[Any]], join: Join) -> list[tuple[Run[Any], bool]]:
+        """Spawn children and wait for the join; return each child, and whether it succeeded before the join closed."""
         from flowfabric.sdk.task import as_call
 
         if not calls:
             return []
-        calls = [as_call(one) for one in calls]
+        calls = [as_call(call) for call in calls]
         for call in calls:
             if call.options.key is not None:
                 raise InvalidInput(
                     f"key: {call.options.key!r} may be that of a run with another parent; a child that is waited for "
-                    "is known by where it stands and needs no key"
+                    "is identified by its place in the function and needs no key"
                 )
         runs = await self._spawn(calls)
         ids = tuple(run.id for run in runs)
-        need = join.needed(len(ids))
-        ended = await self._ends(self.durable.next_gate_name("children"), ids, need)
+        need = join.required_successes(len(ids))
+        ended = await self._wait_for_children(self.durable.next_gate_name("children"), ids, need)
         if join.cancel_rest:
             rest = [run.id for run in runs if run.id not in ended]
             await self.engine.cancel_children(self.handle, rest, reason="the others were enough")
@@ -241,45 +251,46 @@ class ContextWaits(ABC):
             raise RunFailed(failed.id, failed.task, "too few children succeeded")
         return [(run, ended.get(run.id) == "success") for run in runs]
 
-    async def _ends(self, name: str, ids: tuple[str, ...], need: int) -> dict[str, str]:
-        """How the children ended that have when it is decided whether enough of them succeed."""
-        ended = _ends_among(ids, await self._gate_of(name, ids, need))
-        if outcome_of_children(ended.values(), len(ids), need) is None:
+    async def _wait_for_children(self, name: str, ids: tuple[str, ...], need: int) -> dict[str, str]:
+        """Wait until it is decided whether enough children succeed; return the outcomes known then, by child."""
+        outcomes = _outcomes_by_child(ids, await self._children_gate(name, ids, need))
+        if outcome_of_children(outcomes.values(), len(ids), need) is None:
             self.durable.report_mismatch(
-                f"{name} is remembered with other children; those of now are waited for. Was a gather added, moved or "
+                f"{name} is recorded with other children; the new ones are waited for. Was a gather added, moved or "
                 "changed? Let runs of the old function finish first"
             )
-            ended = _ends_among(ids, await self._gate_of(f"{name}:{self._derived(name, *ids)}", ids, need))
-        return ended
+            other_name = f"{name}:{self._derive_uuid(name, *ids)}"
+            outcomes = _outcomes_by_child(ids, await self._children_gate(other_name, ids, need))
+        return outcomes
 
-    async def _gate_of(self, name: str, ids: tuple[str, ...], need: int) -> GateMemo:
+    async def _children_gate(self, name: str, ids: tuple[str, ...], need: int) -> GateMemo:
         return await self.durable.open_and_wait(GateArgs(name=name, kind=GateKind.CHILDREN, children=ids, need=need))
 
-    def _derived(self, place: str, *parts: object) -> uuid.UUID:
-        return uuid.uuid5(uuid.NAMESPACE_OID, "|".join(map(str, (self.run_id, place, *parts))))
+    def _derive_uuid(self, name: str, *parts: object) -> uuid.UUID:
+        return uuid.uuid5(uuid.NAMESPACE_OID, "|".join(map(str, (self.run_id, name, *parts))))
 
-    def _child_id(self, place: str) -> str:
-        return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derived(place, 0)}"
+    def _child_id(self, name: str) -> str:
+        return f"{{fp:{partition_of(ExecutionId(self.run_id))}}}:{self._derive_uuid(name, 0)}"
 
 
-def _ends_among(ids: tuple[str, ...], memo: GateMemo) -> dict[str, str]:
-    """The ends of these children that the gate knew of when it closed."""
+def _outcomes_by_child(ids: tuple[str, ...], memo: GateMemo) -> dict[str, str]:
+    """Return the outcomes of these children that the gate knew when it closed."""
     votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
-    ended = {vote.member: vote.outcome for vote in votes}
-    return {child: ended[child] for child in ids if child in ended}
+    outcomes = {vote.member: vote.outcome for vote in votes}
+    return {child: outcomes[child] for child in ids if child in outcomes}
 
 
 class ChildRun(Run[T]):
-    """A run that a handler spawned. While that works, it may cancel the child without being an operator."""
+    """A run that a handler spawned. While the parent holds its lease, it may cancel the child as its parent."""
 
-    def __init__(self, run_id: str, task: str, shape: ValueCodec, parent: ContextWaits) -> None:
-        super().__init__(run_id, task, shape, parent.app, namespace=parent.app.namespace)
+    def __init__(self, run_id: str, task: str, codec: ValueCodec, parent: ContextWaits) -> None:
+        super().__init__(run_id, task, codec, parent.app, namespace=parent.app.namespace)
         self._parent = parent
 
     async def result(self, timeout: Duration | None = None) -> T:
-        """What the child returned, as of any run. The parent's slot is free meanwhile, unless the wait is short."""
-        longest_s = to_seconds(timeout)
-        if (longest_s is not None and longest_s * 1000 <= MAX_INLINE_WAIT_MS) or not self._parent.may_park:
+        """Return the child's result, as `Run.result` does. Frees the parent's slot, unless the wait is short."""
+        timeout_s = to_seconds(timeout)
+        if (timeout_s is not None and timeout_s * 1000 <= MAX_INLINE_WAIT_MS) or not self._parent.may_park:
             return await super().result(timeout)
         durable = self._parent.durable
         memo = await durable.open_and_wait(
@@ -287,28 +298,27 @@ class ChildRun(Run[T]):
                 name=durable.next_gate_name(f"result:{self.id.rpartition(':')[2]}"),
                 kind=GateKind.CHILDREN,
                 children=(self.id,),
-                expires_in_ms=None if longest_s is None else round(longest_s * 1000),
+                expires_in_ms=None if timeout_s is None else round(timeout_s * 1000),
             )
         )
         if memo.ended_as is GateOutcome.TIMED_OUT:
-            raise self.not_ended(longest_s)
+            raise self.timeout_error(timeout_s)
         return await super().result()
 
     async def cancel(self, reason: str = "") -> None:
-        """End it, whatever it is doing; again is fine."""
+        """Cancel the child, whatever its state. Idempotent."""
         try:
-            done = await self._parent.engine.cancel_children(self._parent.handle, (self.id,), reason=reason)
-        except (StateError, ContentionError):  # its parent has no lease any more: it asks like anybody
+            answer = await self._parent.engine.cancel_children(self._parent.handle, (self.id,), reason=reason)
+        except (StateError, ContentionError):  # the parent has lost its lease: cancel with the rights of any client
             await super().cancel(reason)
             return
-        if done.ended:
-            raise await self._not_active()
+        if answer.ended:
+            raise await self._not_active_error()
 
-    async def _not_active(self) -> ExecutionNotActive:
-        ended = await self._parent.engine.await_end(self.id)
-        outcome = TerminalOutcome.NONE if ended is None else ended.outcome  # none: it was given another life meanwhile
+    async def _not_active_error(self) -> ExecutionNotActive:
+        outcome = await self._parent.engine.await_end(self.id)
         return ExecutionNotActive(
-            terminal_outcome=outcome,
+            terminal_outcome=TerminalOutcome.NONE if outcome is None else outcome.outcome,  # None: replayed meanwhile
             lease_epoch=0,
             lifecycle_phase=LifecyclePhase.TERMINAL,
             attempt_id=None,

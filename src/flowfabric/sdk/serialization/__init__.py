@@ -1,1 +1,1 @@
-"""serialization"""
+"""The conversion of arguments, results and messages between Python types and JSON."""

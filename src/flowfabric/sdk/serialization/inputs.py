@@ -1,4 +1,4 @@
-"""Inputs: what a run was given, with the results of others where it refers to them."""
+"""The stored input of a run, whose parameters may refer to the results of other runs."""
 
 from __future__ import annotations
 
@@ -20,60 +20,61 @@ BUDGET_IDS_KEY = "sdk_budgets"  # in the stored policy: the ids of a run's budge
 
 
 class InputWithResults(msgspec.Struct, frozen=True):
-    """An input some of whose parameters are the results of other runs."""
+    """An input of which some parameters are the results of other runs."""
 
     input: dict[str, Any]
-    results: dict[str, str | list[str]]  # parameter -> run, or runs
+    results: dict[str, str | list[str]]  # parameter -> run id, or list of run ids
 
     def to_json(self) -> bytes:
-        """On its way into the store."""
+        """Encode it for the store."""
         return json_bytes({"input": self.input, "results": self.results})
 
 
 def inline_input(payload: Payload | None) -> bytes:
-    """The parameters as a JSON object, if they stand in the payload as they are; else nothing."""
+    """Return the arguments as a JSON object, if they need no results of other runs; else nothing."""
     if payload is None or payload.payload_encoding == JSON_WITH_RESULTS_ENCODING:
         return b""
     return payload.input_payload or b""
 
 
 async def resolve_input(engine: EngineAPI, payload: Payload | None, namespace: str) -> bytes:
-    """The parameters as a JSON object; a run without a result counts as null, one that is gone as a failure.
+    """Return the arguments as a JSON object, with the results of other runs filled in.
 
-    The ids of the runs are derived. One that belongs to another namespace is not the run that was meant.
+    A run without a result counts as null; one that retention has removed raises `Fatal`. So does a run of another
+    namespace: run ids are derived, so it is not the run that was meant.
     """
     if payload is None:
         return b""
-    given = payload.input_payload or b""
+    data = payload.input_payload or b""
     if payload.payload_encoding != JSON_WITH_RESULTS_ENCODING:
-        return given
+        return data
     try:
-        referring = msgspec.json.decode(given, type=InputWithResults)
-    except msgspec.DecodeError as fault:
-        raise InvalidInput(f"input: {fault}") from fault
-    named = [run for runs in referring.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
+        stored = msgspec.json.decode(data, type=InputWithResults)
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"input: {error}") from error
+    run_ids = [run for runs in stored.results.values() for run in ([runs] if isinstance(runs, str) else runs)]
     try:
-        found = await engine.read_results(tuple(dict.fromkeys(named)), namespace=namespace)
-    except IdInOtherNamespace as foreign:
-        raise Fatal(f"input: {foreign}") from foreign
-    if without := [run for run, result in found.items() if result is None]:
-        there = await engine.read_kinds(without)
-        if gone := [run for run in without if run not in there]:
-            raise Fatal(f"input: the result of {', '.join(gone)} was removed when its retention was over")
+        result_by_run = await engine.read_results(tuple(dict.fromkeys(run_ids)), namespace=namespace)
+    except IdInOtherNamespace as error:
+        raise Fatal(f"input: {error}") from error
+    if missing := [run for run, result in result_by_run.items() if result is None]:
+        existing = await engine.read_kinds(missing)
+        if removed := [run for run in missing if run not in existing]:
+            raise Fatal(f"input: the result of {', '.join(removed)} was removed when its retention was over")
 
     def result(run: str) -> msgspec.Raw:
-        return msgspec.Raw(found[run] or b"null")
+        return msgspec.Raw(result_by_run[run] or b"null")
 
     results = {
         name: result(runs) if isinstance(runs, str) else [result(run) for run in runs]
-        for name, runs in referring.results.items()
+        for name, runs in stored.results.items()
     }
-    return json_bytes({**referring.input, **results})
+    return json_bytes({**stored.input, **results})
 
 
 def budget_ids_by_name(payload: Payload | None) -> dict[str, str]:
-    """The ids of the budgets that were found for a run when it was submitted, by name."""
+    """Return the ids of the budgets that were resolved for a run when it was submitted, by name."""
     if payload is None or payload.policy is None:
         return {}
-    named: dict[str, str] = msgspec.json.decode(payload.policy).get(BUDGET_IDS_KEY, {})
-    return named
+    budget_ids: dict[str, str] = msgspec.json.decode(payload.policy).get(BUDGET_IDS_KEY, {})
+    return budget_ids

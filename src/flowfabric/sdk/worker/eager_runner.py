@@ -1,8 +1,8 @@
-"""Turns: handlers that begin together take turns in one task, until one of them waits for something.
+"""Runs many coroutines in few asyncio tasks: one task runs them in turn, until one of them waits.
 
-A task for each costs as much as many a handler does. So they run one after the other in the same task, each with
-context variables of its own. One that waits keeps the task to itself from then on, to its end, and those that have not
-begun go on in others: whoever waits is alone in its task, and can be cancelled there.
+Creating a task costs as much as many a handler. So coroutines that never wait run one after the other in the same task,
+each with its own context variables. A coroutine that waits keeps the task to itself until it finishes, and the queued
+ones continue in other tasks. A waiting coroutine is therefore alone in its task, and can be cancelled there.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ StartCoroutine = Callable[[T, "asyncio.Task[None]"], Coroutine[Any, Any, None]]
 
 
 class EagerRunner(Generic[T]):
-    """Those whose turn has not come yet, and the tasks that they get."""
+    """A queue of items, and the tasks that run a coroutine for each."""
 
-    def __init__(self, call: StartCoroutine[T]) -> None:
-        """`call` begins one, in the task that it is given."""
-        self._call = call
-        self._waiting: deque[T] = deque()
+    def __init__(self, start: StartCoroutine[T]) -> None:
+        """Run nothing yet. `start` returns the coroutine of an item, given the task in which it will run."""
+        self._start = start
+        self._queue: deque[T] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starting = 0  # tasks that will find somebody in line
+        self._starting = 0  # tasks that have been created and have not taken an item yet
         self._last_waited = False
         self._loop = asyncio.get_running_loop()
 
-    def add(self, some: Iterable[T]) -> None:
-        """Begin with these soon, in their order."""
-        self._waiting.extend(some)
-        self._start(len(self._waiting) if self._last_waited else 1)  # they may be like the last one
+    def add(self, items: Iterable[T]) -> None:
+        """Queue items, to be started in their order."""
+        self._queue.extend(items)
+        # Handlers tend to be alike: if the last one waited, each item probably needs its own task.
+        self._add_tasks(len(self._queue) if self._last_waited else 1)
 
-    def discard(self, one: T) -> None:
-        """Do not begin with this one, whose turn has not come."""
-        self._waiting.remove(one)
+    def discard(self, item: T) -> None:
+        """Remove an item that has not been started."""
+        self._queue.remove(item)
 
-    def _start(self, most: int) -> None:
-        for _ in range(min(most, len(self._waiting) - self._starting)):
+    def _add_tasks(self, count: int) -> None:
+        for _ in range(min(count, len(self._queue) - self._starting)):
             self._starting += 1
             self._tasks.add(self._loop.create_task(self._run()))
 
@@ -50,40 +51,42 @@ class EagerRunner(Generic[T]):
         assert task is not None
         self._starting -= 1
         try:
-            while self._waiting:
-                call = self._call(self._waiting.popleft(), task)
-                inside = contextvars.copy_context().run
+            while self._queue:
+                coroutine = self._start(self._queue.popleft(), task)
+                run_in_context = contextvars.copy_context().run
                 try:
-                    awaited = inside(call.send, None)
+                    awaited = run_in_context(coroutine.send, None)
                 except StopIteration:
                     self._last_waited = False
                 except BaseException:
-                    self._start(1)
+                    self._add_tasks(1)
                     raise
                 else:
                     self._last_waited = True
-                    self._start(2)  # there are soon as many tasks as those in line will need
-                    await _go_on(call, awaited, inside)
+                    self._add_tasks(2)  # doubles the tasks with each waiting item, so the queue drains quickly
+                    await _continue(coroutine, awaited, run_in_context)
                     return
-                if task.cancelling():  # by one that is over, and perhaps has not even noticed
-                    self._start(1)
+                if task.cancelling():  # a cancellation for the finished coroutine must not hit the next one
+                    self._add_tasks(1)
                     return
         finally:
             self._tasks.discard(task)
 
 
 @types.coroutine
-def _go_on(call: Coroutine[Any, Any, None], awaited: Any, inside: Callable[..., Any]) -> Generator[Any, Any, None]:
-    """Run one to its end that waits for something, as it began: with context variables of its own."""
-    step: Callable[[Any], Any]
+def _continue(
+    coroutine: Coroutine[Any, Any, None], awaited: Any, run_in_context: Callable[..., Any]
+) -> Generator[Any, Any, None]:
+    """Run a coroutine that waits to its end, with its own context variables."""
+    resume: Callable[[Any], Any]
     while True:
         try:
-            given = yield awaited
-        except BaseException as thrown:
-            step, given = call.throw, thrown
+            value = yield awaited
+        except BaseException as error:
+            resume, value = coroutine.throw, error
         else:
-            step = call.send
+            resume = coroutine.send
         try:
-            awaited = inside(step, given)
+            awaited = run_in_context(resume, value)
         except StopIteration:
             return

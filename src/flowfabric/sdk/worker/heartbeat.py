@@ -1,8 +1,8 @@
-"""Heartbeats: leases are renewed from a thread of its own with a connection of its own.
+"""Heartbeats: a thread with its own loop and connection renews the worker's leases and its registration.
 
-A handler that blocks the event loop does not lose its work that way. But a loop that makes no turn for very long is
-not alive either: after `stall_limit` the thread stops renewing, so that somebody else can take the work. So it does for
-a handler that goes on although its timeout is over, because it blocks the loop or does not listen.
+A handler that blocks the event loop therefore does not lose its lease. But a loop that is blocked for longer than
+`stall_limit` counts as dead: the thread stops renewing, so that another worker can claim the work. It also stops for a
+handler that runs on after its timeout, because it blocks the loop or ignores its cancellation.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ logger = logging.getLogger("flowfabric.worker")
 
 BLOCKED_AFTER_S = 1.0
 STOP_TIMEOUT_S = 5.0
-LOOP_CHECK_INTERVAL_S = 0.5  # how often the thread looks whether the loop turns
+LOOP_CHECK_INTERVAL_S = 0.5
 
 OnLeaseLost = Callable[[str, FabricError], None]
 
 
 class HeldLeases:
-    """What a worker holds, and until when; asked and told by several threads."""
+    """The leases that a worker holds, and when they expire; thread-safe."""
 
-    def __init__(self, time_of: Callable[[Claimed], float | None]) -> None:
-        """`time_of` tells how many seconds a handler has; None for one whose time does not run."""
-        self._time_of = time_of
+    def __init__(self, handler_timeout_s: Callable[[Claimed], float | None]) -> None:
+        """Hold nothing yet. `handler_timeout_s` returns the timeout of a running handler; None if it has none."""
+        self._handler_timeout_s = handler_timeout_s
         self._held: dict[str, Claimed] = {}
-        self._until: dict[str, int] = {}  # of those that were renewed
-        self._seen_at: dict[str, float] = {}  # of those whose time runs: when a renewal first came by
+        self._renewed_until: dict[str, int] = {}
+        self._first_seen_at: dict[str, float] = {}  # of handlers with a timeout: the first renewal that saw it running
         self._lock = threading.Lock()
-        self.failed_renewals = 0  # renewals in a row that found no store
+        self.failed_renewals = 0  # consecutive renewals that did not reach the store
         self.any_held = asyncio.Event()  # set on the worker's loop only
 
     def add(self, claimed: Sequence[Claimed]) -> None:
         """Renew these leases from now on."""
         with self._lock:
-            self._held.update({one.lease_id: one for one in claimed})
+            self._held.update({row.lease_id: row for row in claimed})
         if self._held:
             self.any_held.set()
 
     def remove(self, claimed: Sequence[Claimed]) -> None:
-        """Renew them no more."""
+        """Stop renewing these leases."""
         with self._lock:
-            for one in claimed:
-                self._held.pop(one.lease_id, None)
-                if self._until:
-                    self._until.pop(one.lease_id, None)
+            for row in claimed:
+                self._held.pop(row.lease_id, None)
+                if self._renewed_until:
+                    self._renewed_until.pop(row.lease_id, None)
             if not self._held:
                 self.any_held.clear()
 
     def stop_renewing(self, lease_id: str) -> None:
-        """Renew it no more although its handler goes on; for tests."""
+        """Stop renewing a lease although its handler is running; for tests."""
         if (claimed := self._held.get(lease_id)) is not None:
             self.remove([claimed])
 
     def expires_at(self, lease_id: str) -> int:
-        """When the lease ends as far as we know, by the store's clock; 0 for one that is not held."""
-        if (renewed := self._until.get(lease_id)) is not None:
-            return renewed
+        """Return the last known expiry of a lease by the store's clock; 0 if it is not held."""
+        if (renewed_until := self._renewed_until.get(lease_id)) is not None:
+            return renewed_until
         return 0 if (claimed := self._held.get(lease_id)) is None else claimed.lease_expires_at
 
     async def renew_all(self, engine: EngineAPI, ttl_ms: int) -> list[tuple[str, FabricError]]:
-        """Renew everything; the leases that turned out to be lost, which are let go of."""
-        lost = self._give_up_overdue(ttl_ms)
+        """Renew all leases in one round trip; remove and return those that are lost."""
+        lost = self._remove_overdue(ttl_ms)
         with self._lock:
             held = list(self._held.values())
         if not held:
             return lost
         try:
             answers = await engine.renew_many([claimed.handle for claimed in held], lease_ttl_ms=ttl_ms)
-        except (StoreUnavailable, Unauthorized) as away:
-            logger.warning("renewal: the store is away (%s); trying again", away)
+        except (StoreUnavailable, Unauthorized) as error:
+            logger.warning("renewal: the store is unavailable (%s); trying again", error)
             self.failed_renewals += 1
             return lost
         self.failed_renewals = 0
@@ -89,31 +89,31 @@ class HeldLeases:
             if not isinstance(answer, FabricError):
                 with self._lock:
                     if claimed.lease_id in self._held:
-                        self._until[claimed.lease_id] = answer.expires_at
+                        self._renewed_until[claimed.lease_id] = answer.expires_at
             elif not isinstance(answer, StoreUnavailable):
                 self.remove([claimed])
                 lost.append((claimed.lease_id, answer))
         return lost
 
-    def _give_up_overdue(self, ttl_ms: int) -> list[tuple[str, FabricError]]:
-        """Let go of leases whose handlers should have ended; they have the length of a lease to come to their end."""
+    def _remove_overdue(self, ttl_ms: int) -> list[tuple[str, FabricError]]:
+        """Remove and return leases whose handlers run on for more than the length of a lease after their timeout."""
         now = asyncio.get_running_loop().time()
         with self._lock:
             held = list(self._held.values())
-        timed = [(claimed, limit_s) for claimed in held if (limit_s := self._time_of(claimed)) is not None]
-        self._seen_at = {claimed.lease_id: self._seen_at.get(claimed.lease_id, now) for claimed, _ in timed}
-        given_up: list[tuple[str, FabricError]] = []
+        timed = [(claimed, limit_s) for claimed in held if (limit_s := self._handler_timeout_s(claimed)) is not None]
+        self._first_seen_at = {claimed.lease_id: self._first_seen_at.get(claimed.lease_id, now) for claimed, _ in timed}
+        overdue: list[tuple[str, FabricError]] = []
         for claimed, limit_s in timed:
-            if now - self._seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
-                words = f"its handler goes on although its {limit_s:g} s are over: its lease is renewed no more"
-                logger.error("%s: %s", claimed.execution_id, words)
+            if now - self._first_seen_at[claimed.lease_id] > limit_s + ttl_ms / 1000:
+                message = f"its handler is still running after its {limit_s:g} s: its lease is no longer renewed"
+                logger.error("%s: %s", claimed.execution_id, message)
                 self.remove([claimed])
-                given_up.append((claimed.lease_id, LeaseExpired(words, execution_id=claimed.execution_id)))
-        return given_up
+                overdue.append((claimed.lease_id, LeaseExpired(message, execution_id=claimed.execution_id)))
+        return overdue
 
 
 class Heartbeat:
-    """Renews what a worker holds, and keeps the worker in the registry, beside its event loop."""
+    """Renews a worker's leases and its registration from a thread beside its event loop."""
 
     def __init__(
         self,
@@ -126,111 +126,114 @@ class Heartbeat:
         stall_limit_s: float,
         on_schema_too_new: Callable[[SchemaTooNew], None],
     ) -> None:
-        """`engine` makes a connection for this thread; `lost` is called on the worker's loop for each lost lease, and
-        `newer` when the store's schema has become too new."""
+        """Prepare the thread; `start` starts it.
+
+        `connect` opens an engine for the thread. `on_lost` is called on the worker's loop for each lost lease, and
+        `on_schema_too_new` if a newer release has changed the store's schema.
+        """
         self._leases = leases
         self._presence = presence
-        self._engine = connect
+        self._connect = connect
         self._ttl_ms = lease_ttl_ms
-        self._lost = on_lost
+        self._on_lost = on_lost
         self._stall_limit_s = stall_limit_s
-        self._newer = on_schema_too_new
+        self._on_schema_too_new = on_schema_too_new
         self._stop = threading.Event()
-        self._turned_at = time.monotonic()
-        self._reported = self._gave_up = False
+        self._loop_alive_at = time.monotonic()
+        self._has_warned = self._has_given_up = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; must be called on the worker's event loop."""
+        """Start the thread; must be called on the worker's event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._turn()
+        self._note_loop_alive()
         self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread; returns when it has ended, or waits for a store that does not answer."""
+        """Stop the thread; return when it has ended, or after `STOP_TIMEOUT_S` if the store does not answer."""
         self._stop.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
-    def _turn(self) -> None:
-        """Note that the worker's loop turns, and again in a while."""
-        self._turned_at = time.monotonic()
+    def _note_loop_alive(self) -> None:
+        """Note that the worker's loop runs, and schedule the next note."""
+        self._loop_alive_at = time.monotonic()
         if not self._stop.is_set():
-            self._loop.call_later(min(0.25, self._ttl_ms / 6000), self._turn)
+            self._loop.call_later(min(0.25, self._ttl_ms / 6000), self._note_loop_alive)
 
     def _run(self) -> None:
-        asyncio.run(self._beat())
+        asyncio.run(self._beat_until_stopped())
 
-    async def _beat(self) -> None:
-        """Go on until told to stop, with another connection whenever one cannot be had or something goes wrong."""
+    async def _beat_until_stopped(self) -> None:
+        """Beat until stopped, with a new connection after each failure."""
         while not self._stop.is_set():
             try:
-                engine = await self._engine()
-            except SchemaTooNew as newer:
-                self._loop.call_soon_threadsafe(self._newer, newer)
+                engine = await self._connect()
+            except SchemaTooNew as error:
+                self._loop.call_soon_threadsafe(self._on_schema_too_new, error)
                 return
-            except FabricError as away:
-                logger.warning("heartbeat: no connection (%s); trying again", away)
-                await self._pause()
+            except FabricError as error:
+                logger.warning("heartbeat: no connection (%s); trying again", error)
+                await self._wait()
                 continue
             try:
-                await self._beat_on(engine)
-            except SchemaTooNew as newer:
-                self._loop.call_soon_threadsafe(self._newer, newer)
+                await self._beat(engine)
+            except SchemaTooNew as error:
+                self._loop.call_soon_threadsafe(self._on_schema_too_new, error)
                 return
             except Exception:
-                logger.exception("the heartbeat stumbled, and goes on with another connection")
-                await self._pause()
+                logger.exception("the heartbeat failed, and continues with another connection")
+                await self._wait()
             finally:
                 with contextlib.suppress(FabricError):
                     await engine.close()
 
-    async def _beat_on(self, engine: EngineAPI) -> None:
-        renew_at = keep_at = 0.0
+    async def _beat(self, engine: EngineAPI) -> None:
+        renew_at = refresh_at = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
-            alive = self._watch_loop(now - self._turned_at)
-            if alive and now >= renew_at:
+            is_alive = self._check_loop(now - self._loop_alive_at)
+            if is_alive and now >= renew_at:
                 renew_at = now + self._ttl_ms / 3000
-                for lease_id, why in await self._leases.renew_all(engine, self._ttl_ms):
-                    self._loop.call_soon_threadsafe(self._lost, lease_id, why)
+                for lease_id, error in await self._leases.renew_all(engine, self._ttl_ms):
+                    self._loop.call_soon_threadsafe(self._on_lost, lease_id, error)
                 if self._leases.failed_renewals == 1:
-                    renew_at = 0.0  # over another connection, and soon: a third of the lease is gone
-            if alive and now >= keep_at:
-                keep_at = now + self._presence.ttl_ms / 3000
+                    renew_at = 0.0  # retry soon, on another connection: a third of the lease has passed
+            if is_alive and now >= refresh_at:
+                refresh_at = now + self._presence.ttl_ms / 3000
                 await self._presence.refresh(engine)
-            await self._pause()
+            await self._wait()
 
-    async def _pause(self) -> None:
+    async def _wait(self) -> None:
         await asyncio.to_thread(self._stop.wait, min(LOOP_CHECK_INTERVAL_S, self._ttl_ms / 3000))
 
-    def _watch_loop(self, silent_s: float) -> bool:
-        """Report a loop that is blocked, once; False when it has been silent for so long that it counts as dead."""
-        if silent_s < BLOCKED_AFTER_S:
-            self._reported = self._gave_up = False
-        elif not self._reported:
-            self._reported = True
-            logger.warning("the event loop has been blocked for %.1f s by:\n%s", silent_s, self._blocker())
-        if silent_s < self._stall_limit_s:
+    def _check_loop(self, blocked_s: float) -> bool:
+        """Log once that the loop is blocked; False if it has been blocked for so long that it counts as dead."""
+        if blocked_s < BLOCKED_AFTER_S:
+            self._has_warned = self._has_given_up = False
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning("the event loop has been blocked for %.1f s by:\n%s", blocked_s, self._loop_stack())
+        if blocked_s < self._stall_limit_s:
             return True
-        if not self._gave_up:
-            self._gave_up = True
+        if not self._has_given_up:
+            self._has_given_up = True
             logger.error(
-                "the event loop has been blocked for %.1f s: its leases are renewed no more. Blocked by:\n%s",
-                silent_s,
-                self._blocker(),
+                "the event loop has been blocked for %.1f s: its leases are no longer renewed. Blocked by:\n%s",
+                blocked_s,
+                self._loop_stack(),
             )
         return False
 
-    def _blocker(self) -> str:
+    def _loop_stack(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)
         return "".join(traceback.format_stack(frame)) if frame else "(unknown)"
 
 
 class LoopHeartbeat:
-    """The same on the worker's own loop, for a store that lives there."""
+    """Renews on the worker's own loop, for a store in memory, which belongs to that loop."""
 
     def __init__(
         self,
@@ -245,28 +248,28 @@ class LoopHeartbeat:
         self._presence = presence
         self._engine = engine
         self._ttl_ms = lease_ttl_ms
-        self._lost = on_lost
+        self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start renewing."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._beat()), loop.create_task(self._stay())]
+        self._tasks = [loop.create_task(self._renew_leases()), loop.create_task(self._refresh_registration())]
 
     async def stop(self) -> None:
-        """End."""
+        """Stop renewing."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _beat(self) -> None:
+    async def _renew_leases(self) -> None:
         while True:
-            await self._leases.any_held.wait()  # so that virtual time has no beats to go through while nothing runs
+            await self._leases.any_held.wait()  # virtual time has no renewals to step through while nothing runs
             await asyncio.sleep(self._ttl_ms / 3000)
-            for lease_id, why in await self._leases.renew_all(self._engine, self._ttl_ms):
-                self._lost(lease_id, why)
+            for lease_id, error in await self._leases.renew_all(self._engine, self._ttl_ms):
+                self._on_lost(lease_id, error)
 
-    async def _stay(self) -> None:
+    async def _refresh_registration(self) -> None:
         while True:
             await asyncio.sleep(self._presence.ttl_ms / 3000)
             await self._presence.refresh(self._engine)

@@ -1,4 +1,4 @@
-"""Outcomes: the one word with which an attempt ends, wherever its handler ran."""
+"""Outcomes: how an attempt ends, made from a handler's result or exception, and reported to the engine."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from flowfabric.sdk.task import Task
 
 UNAUTHORIZED_DELAY_MS = 30_000
 MAX_REASON_BYTES = 8000
-MAX_CAUSES = 20  # of a failure that are looked through
+MAX_CAUSES = 20  # causes of an exception that are inspected
 MAX_CATEGORY_CHARS = 200
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag="done"):
-    """It returned; the result as JSON."""
+    """The handler returned; the result is JSON."""
 
     result: bytes
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """It raised."""
+    """The handler raised, or its result does not fit its annotation."""
 
     reason: str
     category: str
 
 
 class Postponed(msgspec.Struct, frozen=True, tag="later"):
-    """It wants to go on after a while, as the same attempt."""
+    """The attempt is delayed and continues later, which does not count as a retry."""
 
     after_ms: int
-    reason: str = ""  # for people
+    reason: str = ""
 
 
 class NothingToReport(msgspec.Struct, frozen=True, tag="away"):
-    """The run was put away, or the worker died on purpose: there is nothing to say any more."""
+    """There is nothing to report: the run was parked, its lease was lost, or a test simulated a crash."""
 
 
 Outcome = Succeeded | Failed | Postponed | NothingToReport
@@ -62,21 +62,21 @@ NOTHING_TO_REPORT = NothingToReport()
 
 
 def outcome_of_result(task: Task[..., Any], value: Any) -> Outcome:
-    """What a handler's value means; one that does not fit its annotation is a failure."""
+    """Return the outcome of a handler's result; a result that does not fit its annotation is a failure."""
     try:
         return Succeeded(task.signature.result_codec.to_json(value, "result"))
-    except InvalidInput as wrong:
-        return outcome_of_exception(wrong.with_traceback(None))  # it leads through our own pages only
+    except InvalidInput as error:
+        return outcome_of_exception(error.with_traceback(None))  # the traceback shows library code only
 
 
 def outcome_of_exception(failure: BaseException) -> Outcome:
-    """What a handler's exception means."""
+    """Return the outcome of an exception that a handler raised."""
     match failure:
         case BaseExceptionGroup():
-            return _together(failure)
+            return _outcome_of_group(failure)
         case RetryAfter():
             return Postponed(failure.after_ms)
-        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):  # that somebody mends, and no run ends for it
+        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):  # an operator will fix this; do not fail runs
             return Postponed(UNAUTHORIZED_DELAY_MS, str(failure))
         case Fatal() | InvalidInput():
             return Failed(failure_reason(failure), "permanent")
@@ -88,12 +88,12 @@ def outcome_of_exception(failure: BaseException) -> Outcome:
             return Failed(failure_reason(failure), type(failure).__name__[:MAX_CATEGORY_CHARS])
 
 
-def _together(group: BaseExceptionGroup) -> Outcome:
-    """What failures at once mean, as of a task group: one that no retry can mend is none among others either."""
-    each = [outcome_of_exception(one) for one in group.exceptions]
-    categories = {one.category for one in each if isinstance(one, Failed)}
+def _outcome_of_group(group: BaseExceptionGroup) -> Outcome:
+    """Return the outcome of an exception group: one permanent failure makes the whole group permanent."""
+    outcomes = [outcome_of_exception(error) for error in group.exceptions]
+    categories = {outcome.category for outcome in outcomes if isinstance(outcome, Failed)}
     if not categories:
-        return Postponed(max(one.after_ms for one in each if isinstance(one, Postponed)))
+        return Postponed(max(outcome.after_ms for outcome in outcomes if isinstance(outcome, Postponed)))
     if "permanent" in categories:
         return Failed(failure_reason(group), "permanent")
     category = categories.pop() if len(categories) == 1 else type(group).__name__
@@ -104,9 +104,9 @@ LEASE_LOST_KINDS = ("stale_lease", "lease_expired", "lease_revoked", "execution_
 
 
 def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
-    """The refusal that says that this run is no longer the handler's own, if that is why it failed."""
-    for one in _leaves(failure):
-        cause: BaseException | None = one
+    """Return the refusal that shows that the handler lost its lease, if that caused the failure."""
+    for leaf in _leaves(failure):
+        cause: BaseException | None = leaf
         for _ in range(MAX_CAUSES):
             if isinstance(cause, FabricError) and cause.kind in LEASE_LOST_KINDS and cause.execution_id == run_id:
                 return cause
@@ -117,72 +117,72 @@ def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
 
 
 def is_definitive(refusal: FabricError) -> bool:
-    """True if the store has judged an end; False if it could not be reached, or would not listen to this caller."""
+    """True if the store has decided about an outcome; False if it was not reached, or refused the request itself."""
     return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)
 
 
 def is_unstorable(refusal: FabricError) -> bool:
-    """True if what an end brings can never be kept, such as a result that is too large."""
+    """True if an outcome can never be stored, such as a result that is too large."""
     return isinstance(refusal, ValidationError) and is_definitive(refusal)
 
 
 async def report_outcome(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
-    """End the attempt with this word; a result that cannot be kept, being too large, is a failure."""
+    """Report the outcome of an attempt to the engine; a result that cannot be stored is reported as a failure."""
     try:
-        await _told(engine, handle, outcome)
-    except ValidationError as refused:
-        if not is_unstorable(refused):
+        await _send(engine, handle, outcome)
+    except ValidationError as error:
+        if not is_unstorable(error):
             raise
-        await _told(engine, handle, Failed(failure_reason(refused), "permanent"))
+        await _send(engine, handle, Failed(failure_reason(error), "permanent"))
 
 
-async def _told(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
+async def _send(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
     match outcome:
         case Succeeded(result=result):
             await engine.complete(handle, result=result, encoding="json")
         case Failed(reason=reason, category=category):
             await engine.fail(handle, reason=reason, category=category)
-        case Postponed(after_ms=after_ms, reason=why):
-            await engine.delay_for(handle, after_ms, reason=why)
+        case Postponed(after_ms=after_ms, reason=reason):
+            await engine.delay_for(handle, after_ms, reason=reason)
         case NothingToReport():
             pass
 
 
 def failure_reason(failure: BaseException) -> str:
-    """The failure in a line, and where it happened: where the application called what failed, and where that did.
+    """Return a failure as text: one line, and the first and the last two frames in the application's code.
 
-    Of several that were raised together the line names all, and each is told after it.
+    For an exception group the line names all exceptions in it, and each follows with its own frames.
     """
-    each = [*_leaves(failure)]
-    line = _line(failure)
-    if each != [failure]:
-        line = f"{'; '.join(map(_line, each))} ({line})"
-    told = [(line, failure), *((_line(one), one) for one in each if one is not failure)]
-    text = "\n".join(f"{words}\n{_where(one)}".rstrip("\n") for words, one in told)
+    leaves = [*_leaves(failure)]
+    summary = _summary(failure)
+    if leaves != [failure]:
+        summary = f"{'; '.join(map(_summary, leaves))} ({summary})"
+    parts = [(summary, failure), *((_summary(leaf), leaf) for leaf in leaves if leaf is not failure)]
+    text = "\n".join(f"{line}\n{_frames_text(error)}".rstrip("\n") for line, error in parts)
     return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace")[:MAX_REASON_BYTES].decode("utf-8", "ignore")
 
 
-def _where(failure: BaseException) -> str:
+def _frames_text(failure: BaseException) -> str:
     frames = [*traceback.extract_tb(failure.__traceback__)]
-    theirs = [frame for frame in frames if not frame.filename.startswith(PACKAGE_PREFIX)] or frames
-    return "".join(traceback.format_list(theirs if len(theirs) <= 3 else [theirs[0], *theirs[-2:]]))
+    frames = [frame for frame in frames if not frame.filename.startswith(PACKAGE_PREFIX)] or frames
+    return "".join(traceback.format_list(frames if len(frames) <= 3 else [frames[0], *frames[-2:]]))
 
 
-def _line(failure: BaseException) -> str:
+def _summary(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {_text(failure)}"
 
 
 def _leaves(failure: BaseException) -> Iterator[BaseException]:
-    """The failures in a group and in the groups within it; else the failure itself."""
+    """Yield the exceptions in a group and its nested groups; for any other exception itself."""
     if not isinstance(failure, BaseExceptionGroup):
         yield failure
         return
-    for one in failure.exceptions:
-        yield from _leaves(one)
+    for member in failure.exceptions:
+        yield from _leaves(member)
 
 
 def application_traceback(failure: BaseException) -> TracebackType | None:
-    """Its traceback from where it enters the application; the whole of it when it never does."""
+    """Return the traceback from the first frame outside this library; all of it if there is no such frame."""
     trace = failure.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE_PREFIX):
         trace = trace.tb_next
@@ -190,10 +190,10 @@ def application_traceback(failure: BaseException) -> TracebackType | None:
 
 
 def is_encodable(failure: BaseException) -> bool:
-    """Whether what it says can be written down as it is: half a character cannot."""
+    """True if its text can be encoded; a lone surrogate cannot."""
     try:
-        for one in (failure, *_leaves(failure)):
-            _text(one).encode()
+        for error in (failure, *_leaves(failure)):
+            _text(error).encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -202,5 +202,5 @@ def is_encodable(failure: BaseException) -> bool:
 def _text(failure: BaseException) -> str:
     try:
         return str(failure)
-    except Exception as fault:
-        return f"(its text cannot be made: {type(fault).__name__})"
+    except Exception as error:
+        return f"(its text cannot be made: {type(error).__name__})"

@@ -1,4 +1,4 @@
-"""Presence: a worker's entry in the registry, so that people see it and work that needs it is not called hopeless."""
+"""A worker's entry in the registry, which makes it visible, and tells the engine which capabilities are served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("flowfabric.worker")
 
 
 class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker is and what it offers; the entry lapses when nothing is heard of it for `ttl_ms`."""
+    """Keeps a worker in the registry. Its entry expires if it is not refreshed for `ttl_ms`."""
 
     namespace: str
     worker_id: str
@@ -25,7 +25,7 @@ class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ms: int
 
     async def register(self, engine: EngineAPI) -> None:
-        """Enter the registry; work that waited for these capabilities can be claimed from now on."""
+        """Register the worker, which unblocks executions that need its capabilities."""
         await engine.register_worker(
             namespace=self.namespace,
             worker_instance_id=self.instance_id,
@@ -36,19 +36,19 @@ class WorkerRegistrar(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def refresh(self, engine: EngineAPI) -> None:
-        """Stay in it; an entry that lapsed meanwhile is made anew. A store that is away is asked again next time."""
+        """Refresh the entry, or register again if it has expired. A failure is logged; the next refresh follows."""
         try:
-            heard = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
-            if isinstance(heard, NotRegistered):
+            answer = await engine.heartbeat_worker(namespace=self.namespace, worker_instance_id=self.instance_id)
+            if isinstance(answer, NotRegistered):
                 await self.register(engine)
         except SchemaTooNew:
             raise
-        except FabricError as refused:
-            logger.warning("the registry did not hear of this worker: %s", refused)
+        except FabricError as error:
+            logger.warning("the worker's registration was not refreshed: %s", error)
 
     async def deregister(self, engine: EngineAPI) -> None:
-        """Leave the registry; one that cannot be told finds out when the entry lapses."""
+        """Remove the entry; if that fails it expires by itself."""
         try:
             await engine.mark_worker_dead(namespace=self.namespace, worker_instance_id=self.instance_id, reason=STOPPED)
-        except FabricError as refused:
-            logger.info("the registry could not be told of the end: %s", refused)
+        except FabricError as error:
+            logger.info("the worker could not be deregistered: %s", error)

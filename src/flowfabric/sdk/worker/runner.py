@@ -1,7 +1,7 @@
-"""Attempts: a handler is called where it belongs, and what comes of it is one outcome.
+"""Runs the handlers of claimed executions, and turns each attempt into one outcome.
 
-`async def` handlers run on the worker's loop, plain ones in a thread, and those with `isolation="process"` in a process
-of their own that can be killed. A thread cannot: one that goes on after its time keeps its slot until it returns.
+`async def` handlers run on the worker's loop, plain ones in a thread, and those with `isolation="process"` in a
+subprocess that can be killed. A thread cannot be killed: after a timeout it keeps its slot until it returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNKNOWN_TASK_DELAY_MS = 5000
 
 
 class AttemptRunner:
-    """Calls the handlers of one worker."""
+    """Runs the handlers of one worker."""
 
     def __init__(
         self,
@@ -54,45 +54,48 @@ class AttemptRunner:
         on_outcome: Callable[[Claimed, Outcome | None], None],
         on_slot_freed: Callable[[], None],
     ) -> None:
-        """`until` tells the end of a lease; `ended` is called with what came of an attempt, None when it was cancelled
-        from outside; `freed` when a thread that was given up returns at last."""
+        """Prepare to run handlers on the running loop.
+
+        `on_outcome` is called once per attempt, with None if the attempt was cancelled from outside. `on_slot_freed`
+        is called when a stuck thread returns.
+        """
         self._app = app
         self._engine = engine
-        self._until = lease_expires_at
-        self._ended = on_outcome
-        self._freed = on_slot_freed
+        self._lease_expires_at = lease_expires_at
+        self._on_outcome = on_outcome
+        self._on_slot_freed = on_slot_freed
         self._loop = asyncio.get_running_loop()
-        self._turns = EagerRunner(self._perform)
+        self._eager_runner = EagerRunner(self._run)
         self._threads = DaemonThreadPool("flowfabric-task")
-        self._cells = SubprocessPool()
+        self._subprocesses = SubprocessPool()
         self._stuck: set[asyncio.Future[Any]] = set()
 
     @property
     def stuck_threads(self) -> int:
-        """How many threads run on although nobody waits for them."""
+        """The number of threads that are still running although their attempt is over."""
         return len(self._stuck)
 
     def close(self) -> None:
-        """End what can be ended."""
+        """End idle threads and subprocesses; a running thread cannot be ended."""
         self._threads.shutdown()
-        self._cells.close()
+        self._subprocesses.close()
 
     def start(self, claimed: Sequence[Claimed]) -> list[ClaimedAttempt]:
-        """Call the handlers of what was claimed, soon."""
-        begun = [ClaimedAttempt(one, self._context) for one in claimed]
-        self._turns.add(begun)
-        return begun
+        """Schedule the handlers of claimed executions."""
+        attempts = [ClaimedAttempt(row, self._make_context) for row in claimed]
+        self._eager_runner.add(attempts)
+        return attempts
 
-    def cancel(self, own: ClaimedAttempt, why: str) -> None:
-        """Cancel an attempt."""
-        if own.handler_task is not None:
-            own.handler_task.cancel(why)
-        else:  # then nothing of it ever runs
-            self._turns.discard(own)
-            self._ended(own.claimed, None)
+    def cancel(self, attempt: ClaimedAttempt, reason: str) -> None:
+        """Cancel an attempt; one that has not started never runs."""
+        if attempt.handler_task is not None:
+            attempt.handler_task.cancel(reason)
+        else:
+            self._eager_runner.discard(attempt)
+            self._on_outcome(attempt.claimed, None)
 
-    async def _perform(self, own: ClaimedAttempt, root: asyncio.Task[None]) -> None:
-        own.handler_task, claimed = root, own.claimed
+    async def _run(self, attempt: ClaimedAttempt, handler_task: asyncio.Task[None]) -> None:
+        attempt.handler_task, claimed = handler_task, attempt.claimed
         outcome: Outcome | None = None
         try:
             kind = claimed.payload.execution_kind if claimed.payload else ""
@@ -101,58 +104,62 @@ class AttemptRunner:
                 logger.warning("%s: no task %r here; left for a worker that knows it", claimed.execution_id, kind)
                 outcome = Postponed(UNKNOWN_TASK_DELAY_MS, f"the worker that had it knows no task {kind!r}")
             elif self._app.stubs and task in self._app.stubs:
-                outcome = await self._stubbed(claimed, task)
-            elif task.isolation == "process" and self._app.isolates:
-                outcome = await self._in_cell(own, task)
+                outcome = await self._run_stub(claimed, task)
+            elif task.isolation == "process" and self._app.use_subprocesses:
+                outcome = await self._run_in_subprocess(attempt, task)
             else:
-                outcome = await self._attempt(claimed, task, own)
+                outcome = await self._run_handler(claimed, task, attempt)
         except Exception:
-            logger.exception("%s: its end is not known", claimed.execution_id)
+            logger.exception("%s: its outcome is unknown", claimed.execution_id)
         finally:
-            self._ended(claimed, outcome)
+            self._on_outcome(claimed, outcome)
 
-    async def _attempt(self, claimed: Claimed, task: Task[..., Any], own: ClaimedAttempt) -> Outcome:
-        """Call the handler; raises only when the attempt was cancelled from outside."""
+    async def _run_handler(self, claimed: Claimed, task: Task[..., Any], attempt: ClaimedAttempt) -> Outcome:
+        """Call the handler and return its outcome; raises only if the attempt was cancelled from outside."""
         try:
             arguments = task.signature.load(
                 inline_input(claimed.payload) or await resolve_input(self._engine, claimed.payload, self._app.namespace)
             )
             try:
-                value = await self._call(task, own, arguments)
+                value = await self._call(task, attempt, arguments)
             finally:
-                if own.context is not None:
-                    own.context.end()
-            if own.context is not None:
-                await own.context.flush()
-        except (asyncio.CancelledError, HandlerUnwound) as ended:
-            if own.context is not None:
-                own.context.give_up()
-            if own.is_parked:
-                _forgive()
+                if attempt.context is not None:
+                    attempt.context.close()
+            if attempt.context is not None:
+                await attempt.context.flush()
+        except (asyncio.CancelledError, HandlerUnwound) as error:
+            if attempt.context is not None:
+                attempt.context.mark_cancelled()
+            if attempt.is_parked:
+                _uncancel()
                 return NOTHING_TO_REPORT
-            if _is_cancelled() or isinstance(ended, HandlerUnwound):
+            if _is_cancelled() or isinstance(error, HandlerUnwound):
                 raise
-            # Something that the handler waited for was cancelled, not the attempt.
-            return await _failed(claimed, task, own, ended)
+            # Something that the handler awaited was cancelled, not the attempt.
+            return await _failure_outcome(claimed, task, attempt, error)
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as failure:  # also `sys.exit()`: one handler must not end the others
-            if is_simulated_crash(failure):
-                logger.info("%s: crashed on purpose", claimed.execution_id)
+        except BaseException as error:  # also `sys.exit()`: one handler must not end the others
+            if is_simulated_crash(error):
+                logger.info("%s: simulated crash", claimed.execution_id)
                 return NOTHING_TO_REPORT
-            return _went_on(claimed, task) if own.is_parked else await _failed(claimed, task, own, failure)
-        return _went_on(claimed, task) if own.is_parked else _told(claimed, task, outcome_of_result(task, value))
+            if attempt.is_parked:
+                return _outcome_after_park(claimed, task)
+            return await _failure_outcome(claimed, task, attempt, error)
+        if attempt.is_parked:
+            return _outcome_after_park(claimed, task)
+        return _log_failure(claimed, task, outcome_of_result(task, value))
 
-    def _call(self, task: Task[..., Any], own: ClaimedAttempt, arguments: dict[str, Any]) -> Awaitable[Any]:
-        """What to await for the value of the handler."""
+    def _call(self, task: Task[..., Any], attempt: ClaimedAttempt, arguments: dict[str, Any]) -> Awaitable[Any]:
+        """Return an awaitable for the handler's result."""
         if not task.is_async:
-            return self._in_thread(task, own.get_context(), arguments)
-        set_current(own)
-        call: Awaitable[Any] = task.handler(**task.with_context(arguments, own.get_context))
-        return call if task.timeout_s is None else _in_time(call, task.name, task.timeout_s)
+            return self._run_in_thread(task, attempt.get_context(), arguments)
+        set_current(attempt)
+        call: Awaitable[Any] = task.handler(**task.with_context(arguments, attempt.get_context))
+        return call if task.timeout_s is None else _with_timeout(call, task.name, task.timeout_s)
 
-    def _context(self, own: ClaimedAttempt) -> Context:
-        claimed = own.claimed
+    def _make_context(self, attempt: ClaimedAttempt) -> Context:
+        claimed = attempt.claimed
         assert claimed.payload is not None
         task = self._app.tasks[claimed.payload.execution_kind]
         return Context(
@@ -160,26 +167,26 @@ class AttemptRunner:
             self._engine,
             claimed.handle,
             task,
-            root=own.handler_task if task.is_async else None,
+            handler_task=attempt.handler_task if task.is_async else None,
             loop=self._loop,
             budgets=budget_ids_by_name(claimed.payload),
-            lease_until=lambda: self._until(claimed.lease_id),
+            lease_until=lambda: self._lease_expires_at(claimed.lease_id),
         )
 
-    async def _stubbed(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
-        """What a test has put in the place of the handler; it gets the arguments without a context."""
+    async def _run_stub(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
+        """Call a test's stub instead of the handler; it gets the arguments without a context."""
         try:
             arguments = task.signature.load(await resolve_input(self._engine, claimed.payload, self._app.namespace))
             value = self._app.stubs[task](**arguments)
             return outcome_of_result(task, await value if inspect.isawaitable(value) else value)
-        except Exception as failure:
-            return outcome_of_exception(failure)
+        except Exception as error:
+            return outcome_of_exception(error)
 
-    async def _in_thread(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
-        surroundings = contextvars.copy_context()
-        surroundings.run(set_current, context)
-        given = task.with_context(arguments, lambda: context)
-        call = self._loop.run_in_executor(self._threads, lambda: surroundings.run(lambda: task.handler(**given)))
+    async def _run_in_thread(self, task: Task[..., Any], context: Context, arguments: dict[str, Any]) -> Any:
+        variables = contextvars.copy_context()
+        variables.run(set_current, context)
+        arguments = task.with_context(arguments, lambda: context)
+        call = self._loop.run_in_executor(self._threads, lambda: variables.run(lambda: task.handler(**arguments)))
         try:
             await asyncio.wait((call,), timeout=task.timeout_s)
             if call.done():
@@ -187,31 +194,31 @@ class AttemptRunner:
             raise TimeoutError(f"{task.name} has not returned after {task.timeout_s:g} s")
         finally:
             if not call.done():
-                context.give_up()
+                context.mark_cancelled()
                 self._keep_slot(call, context)
 
     def _keep_slot(self, call: asyncio.Future[Any], context: Context) -> None:
-        """A thread that nobody waits for any more still takes its slot."""
+        """Count a thread that runs on after its attempt as a used slot, until it returns."""
         logger.warning(
-            "%s: the thread of %s was told to end and goes on; it keeps its slot. Let it look at ctx.cancelled, or use "
-            'isolation="process"',
+            "%s: the thread of %s was cancelled but is still running; it keeps its slot. Let it poll ctx.cancelled, or "
+            'use isolation="process"',
             context.run_id,
             context.task,
         )
         self._stuck.add(call)
 
-        def over(_: asyncio.Future[Any]) -> None:
+        def on_done(_: asyncio.Future[Any]) -> None:
             self._stuck.discard(call)
             if not call.cancelled():
-                call.exception()
-            self._freed()
+                call.exception()  # retrieved, or asyncio would warn
+            self._on_slot_freed()
 
-        call.add_done_callback(over)
+        call.add_done_callback(on_done)
 
-    async def _in_cell(self, own: ClaimedAttempt, task: Task[..., Any]) -> Outcome:
-        claimed, handle = own.claimed, own.claimed.handle
-        own.is_process_starting = True
-        order = SubprocessCall(
+    async def _run_in_subprocess(self, attempt: ClaimedAttempt, task: Task[..., Any]) -> Outcome:
+        claimed, handle = attempt.claimed, attempt.claimed.handle
+        attempt.is_process_starting = True
+        call = SubprocessCall(
             module=task.module,
             task=task.name,
             input=await resolve_input(self._engine, claimed.payload, self._app.namespace),
@@ -224,64 +231,67 @@ class AttemptRunner:
             lease_expires_at=claimed.lease_expires_at,
         )
 
-        def begun() -> None:
-            own.is_process_starting = False
+        def on_started() -> None:
+            attempt.is_process_starting = False
 
-        return _told(claimed, task, await self._cells.run(order, task.timeout_s, begun))
+        return _log_failure(claimed, task, await self._subprocesses.run(call, task.timeout_s, on_started))
 
 
-async def _failed(claimed: Claimed, task: Task[..., Any], own: ClaimedAttempt, failure: BaseException) -> Outcome:
-    if (lost := find_lease_loss(failure, claimed.execution_id)) is not None:
+async def _failure_outcome(
+    claimed: Claimed, task: Task[..., Any], attempt: ClaimedAttempt, error: BaseException
+) -> Outcome:
+    """Return and log the outcome of a handler that raised."""
+    if (lost := find_lease_loss(error, claimed.execution_id)) is not None:
         logger.warning("%s: attempt %d of %s is over: %s", claimed.execution_id, claimed.attempt_index, task.name, lost)
         return NOTHING_TO_REPORT
-    if own.context is not None:
-        await own.context.keep_last_words()
-    outcome, which = outcome_of_exception(failure), (claimed.execution_id, claimed.attempt_index, task.name)
-    if isinstance(outcome, Failed) and is_encodable(failure):
-        logger.warning(
-            "%s: attempt %d of %s failed", *which, exc_info=(type(failure), failure, application_traceback(failure))
-        )
-    elif isinstance(outcome, Failed):  # a log could not be written with what it says
-        logger.warning("%s: attempt %d of %s failed: %s", *which, outcome.reason.rstrip())
+    if attempt.context is not None:
+        await attempt.context.flush_quietly()
+    outcome = outcome_of_exception(error)
+    if isinstance(outcome, Failed) and not is_encodable(error):  # its text would break the log
+        return _log_failure(claimed, task, outcome)
+    subject = (claimed.execution_id, claimed.attempt_index, task.name)
+    if isinstance(outcome, Failed):
+        trace = (type(error), error, application_traceback(error))
+        logger.warning("%s: attempt %d of %s failed", *subject, exc_info=trace)
     else:
-        logger.info("%s: attempt %d of %s goes on later: %s", *which, failure)
+        logger.info("%s: attempt %d of %s goes on later: %s", *subject, error)
     return outcome
 
 
-def _told(claimed: Claimed, task: Task[..., Any], outcome: Outcome) -> Outcome:
-    """The outcome of a handler that did not raise here: it ran elsewhere, or what it returned does not fit."""
+def _log_failure(claimed: Claimed, task: Task[..., Any], outcome: Outcome) -> Outcome:
+    """Log an outcome that is a failure by its reason, where there is no exception to log; return the outcome."""
     if isinstance(outcome, Failed):
-        which = (claimed.execution_id, claimed.attempt_index, task.name)
-        logger.warning("%s: attempt %d of %s failed: %s", *which, outcome.reason.rstrip())
+        subject = (claimed.execution_id, claimed.attempt_index, task.name)
+        logger.warning("%s: attempt %d of %s failed: %s", *subject, outcome.reason.rstrip())
     return outcome
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants the attempt to end: its worker, which stops or has lost the lease."""
+    """True if the attempt was cancelled by its worker, which stops or has lost the lease."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def _in_time(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
+async def _with_timeout(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             return await call
-    except TimeoutError as late:
-        if not limit.expired():  # then it is one of the handler's own
+    except TimeoutError as error:
+        if not limit.expired():  # the handler raised it itself
             raise
-        told = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
-        # The cancellation shows where the handler was. Before Python 3.11.4 it is the context of `late`, not its cause.
-        raise told.with_traceback((late.__cause__ or late.__context__ or late).__traceback__) from None
+        timeout = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
+        # The cancellation shows where the handler was. Before Python 3.11.4 it is the error's context, not its cause.
+        raise timeout.with_traceback((error.__cause__ or error.__context__ or error).__traceback__) from None
 
 
-def _went_on(claimed: Claimed, task: Task[..., Any]) -> Outcome:
-    logger.error("%s: %s went on after it was put away; its result is lost", claimed.execution_id, task.name)
+def _outcome_after_park(claimed: Claimed, task: Task[..., Any]) -> Outcome:
+    logger.error("%s: %s continued after the run was parked; its result is lost", claimed.execution_id, task.name)
     return NOTHING_TO_REPORT
 
 
-def _forgive() -> None:
-    """The cancellation was ours: the task that ran the handler goes on."""
+def _uncancel() -> None:
+    """Undo the cancellation that parking caused, so that the task can run further handlers."""
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()

@@ -1,8 +1,8 @@
-"""Cells: processes that run one handler at a time and can be killed in the middle of it.
+"""Subprocesses that run one handler at a time and can be killed in the middle of it.
 
-For work that keeps a processor busy, and for work that does not listen: a timeout, a cancelled run or a lost lease ends
-the process, whatever it is doing. A cell is told which function to call by its names and gets its input as JSON; it
-opens the store by its address when the handler uses its context. Nothing is pickled, and a cell ends with its worker.
+They are for handlers that keep a processor busy or ignore cancellation: a timeout, a cancelled run or a lost lease
+kills the process. A subprocess gets the names of the module and the task and the input as JSON, and opens the store by
+its URL. Nothing is pickled, and a subprocess ends with its worker.
 """
 
 from __future__ import annotations
@@ -37,113 +37,113 @@ from flowfabric.sdk.worker.outcome import (
 from flowfabric.sdk.worker.threads import DaemonThreadPool
 
 STARTED = b"begun"
-START_TIMEOUT_S = 60.0  # that a process may take to start and to import what its handler needs
+START_TIMEOUT_S = 60.0  # for a process to start and import the handler's module
 
 
 class SubprocessCall(msgspec.Struct, frozen=True):
-    """A handler to call: where it is defined, its name as a task, and its input."""
+    """The call of a handler in a subprocess: its module, the name of its task, and its input."""
 
     module: str
     task: str
     input: bytes
-    url: str | None  # of the store, if other processes can open it
+    url: str | None  # of the store; None if other processes cannot open it
     backend: int
     handle_kind: str
     handle: bytes
-    signature: bytes  # of the server that gave the handle out; empty on a store
+    signature: bytes  # of the handle, by the server that issued it; empty on a store
     budgets: dict[str, str]
     lease_expires_at: int
 
 
 class SubprocessPool:
-    """The cells of one worker: as many as are busy at once, kept for the next order."""
+    """The subprocesses of one worker: as many as are busy at once, reused for later calls."""
 
     def __init__(self) -> None:
         self._threads = DaemonThreadPool("flowfabric-cell")
-        self._idle: list[_Cell] = []
+        self._idle: list[_Subprocess] = []
 
-    async def run(self, order: SubprocessCall, timeout_s: float | None, begun: Callable[[], None]) -> Outcome:
-        """What comes of the order. When it takes too long, or nobody wants it any more, its process is killed.
+    async def run(self, call: SubprocessCall, timeout_s: float | None, on_started: Callable[[], None]) -> Outcome:
+        """Run a call and return its outcome. After a timeout, or if this is cancelled, the process is killed.
 
-        Its time begins when the handler does, and `begun` is called then: a process may take long to start.
+        `on_started` is called when the handler starts. The timeout begins then, since a process may take long to start.
         """
         loop = asyncio.get_running_loop()
-        cell = self._idle.pop() if self._idle else await self._start()
+        process = self._idle.pop() if self._idle else await self._start()
         try:
-            beginning = loop.run_in_executor(self._threads, cell.begin, order)
-            await asyncio.wait((beginning,), timeout=START_TIMEOUT_S)
-            if not beginning.done():
-                words = f"the process of {order.task} has not begun after {START_TIMEOUT_S:g} s; it was killed"
-                return Failed(words, "infra_crash")
-            if not beginning.result():
-                return _died(order, cell)
-            begun()
-            answer = loop.run_in_executor(self._threads, cell.end)
+            started = loop.run_in_executor(self._threads, process.start_call, call)
+            await asyncio.wait((started,), timeout=START_TIMEOUT_S)
+            if not started.done():
+                reason = f"the process of {call.task} has not begun after {START_TIMEOUT_S:g} s; it was killed"
+                return Failed(reason, "infra_crash")
+            if not started.result():
+                return _died(call, process)
+            on_started()
+            answer = loop.run_in_executor(self._threads, process.wait_for_outcome)
             await asyncio.wait((answer,), timeout=timeout_s)
             if not answer.done():
-                words = f"TimeoutError: {order.task} has not returned after {timeout_s:g} s; its process was killed"
-                return Failed(words, "timeout")
+                reason = f"TimeoutError: {call.task} has not returned after {timeout_s:g} s; its process was killed"
+                return Failed(reason, "timeout")
             outcome = answer.result()
             if outcome is None:
-                return _died(order, cell)
-            self._idle.append(cell)
+                return _died(call, process)
+            self._idle.append(process)
             return outcome
         finally:
-            if cell not in self._idle:
-                self._end(cell)
+            if process not in self._idle:
+                self._end(process)
 
-    async def _start(self) -> _Cell:
-        starting = asyncio.get_running_loop().run_in_executor(self._threads, _Cell)
+    async def _start(self) -> _Subprocess:
+        starting = asyncio.get_running_loop().run_in_executor(self._threads, _Subprocess)
         try:
             return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # it is there in a moment, and nobody would know of it
-            starting.add_done_callback(lambda started: self._end(started.result()))
+        except asyncio.CancelledError:  # the process will start all the same: end it then
+            starting.add_done_callback(lambda future: self._end(future.result()))
             raise
 
-    def _end(self, cell: _Cell) -> None:
-        cell.kill()
-        self._threads.submit(cell.bury)
+    def _end(self, process: _Subprocess) -> None:
+        process.kill()
+        self._threads.submit(process.release)
 
     def close(self) -> None:
-        """End the cells that have nothing to do; the others were killed or end with this process."""
-        for cell in self._idle:
-            self._end(cell)
+        """End idle subprocesses; the others were killed, or end with this process."""
+        for process in self._idle:
+            self._end(process)
         self._idle.clear()
         self._threads.shutdown()
 
 
-class _Cell:
-    """The worker's end of one cell."""
+class _Subprocess:
+    """The worker's side of one subprocess."""
 
     def __init__(self) -> None:
-        # A fresh interpreter: a fork would inherit threads, locks and connections in the middle of whatever they do.
+        # A new interpreter: a fork would inherit threads, locks and connections in an undefined state.
         spawn = multiprocessing.get_context("spawn")
-        self._wire, far = spawn.Pipe()
-        self._process = spawn.Process(target=subprocess_main, args=(far,), name="flowfabric-cell", daemon=True)
+        self._pipe, far_end = spawn.Pipe()
+        self._process = spawn.Process(target=subprocess_main, args=(far_end,), name="flowfabric-cell", daemon=True)
         self._process.start()
-        far.close()
-        self._in_use = threading.Lock()  # by the thread that waits for its answer
+        far_end.close()
+        self._pipe_lock = threading.Lock()  # held by the thread that waits for an answer
 
-    def begin(self, order: SubprocessCall) -> bool:
-        """Hand an order over; True when it has begun, False when the process died. Blocks its thread."""
-        with self._in_use:
+    def start_call(self, call: SubprocessCall) -> bool:
+        """Send a call; True if its handler has started, False if the process died. Blocks the thread."""
+        with self._pipe_lock:
             try:
-                self._wire.send_bytes(msgspec.msgpack.encode(order))
-                return self._wire.recv_bytes() == STARTED
+                self._pipe.send_bytes(msgspec.msgpack.encode(call))
+                return self._pipe.recv_bytes() == STARTED
             except (EOFError, OSError):
                 return False
 
-    def end(self) -> Outcome | None:
-        """What comes of the order; None when the process died. Blocks its thread."""
-        with self._in_use:
+    def wait_for_outcome(self) -> Outcome | None:
+        """Return the outcome of the call; None if the process died. Blocks the thread."""
+        with self._pipe_lock:
             try:
-                outcome: Outcome = msgspec.msgpack.decode(self._wire.recv_bytes(), type=Outcome)
+                outcome: Outcome = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Outcome)
                 return outcome
             except (EOFError, OSError):
                 return None
 
-    def how_it_ended(self) -> str:
-        """Its end in words."""
+    def describe_exit(self) -> str:
+        """Return the signal or the exit code with which the process ended."""
         self._process.join(5)
         code = self._process.exitcode
         if code is not None and code < 0:
@@ -152,100 +152,102 @@ class _Cell:
         return f"exit code {code}"
 
     def kill(self) -> None:
-        """End it at once; the thread that waits for its answer hears of it."""
+        """Kill the process; the thread that waits for its answer gets an end of file."""
         self._process.kill()
 
-    def bury(self) -> None:
-        """Let go of what was held for a process that was killed. Blocks its thread until that is gone."""
-        with self._in_use:  # who waits for its answer hears first: a closed wire could be somebody else's by then
+    def release(self) -> None:
+        """Release the resources of a killed process. Blocks the thread until the process has ended."""
+        with (
+            self._pipe_lock
+        ):  # after the waiting thread has returned: a closed descriptor may be reused by another pipe
             self._process.join()
             self._process.close()
-            self._wire.close()
+            self._pipe.close()
 
 
-def _died(order: SubprocessCall, cell: _Cell) -> Outcome:
-    return Failed(f"the process of {order.task} died ({cell.how_it_ended()})", "infra_crash")
+def _died(call: SubprocessCall, process: _Subprocess) -> Outcome:
+    return Failed(f"the process of {call.task} died ({process.describe_exit()})", "infra_crash")
 
 
-def subprocess_main(wire: Connection) -> None:
-    """The life of a cell: one order after the other, until the worker is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which decides what becomes of its cells
+def subprocess_main(pipe: Connection) -> None:
+    """Run calls one after the other, until the worker closes the pipe or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which decides about its subprocesses
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="flowfabric-cell-loop", daemon=True).start()
     while True:
         try:
-            order = msgspec.msgpack.decode(wire.recv_bytes(), type=SubprocessCall)
+            call = msgspec.msgpack.decode(pipe.recv_bytes(), type=SubprocessCall)
         except (EOFError, OSError):
             return
-        outcome = _perform(order, loop, lambda: wire.send_bytes(STARTED))
-        wire.send_bytes(msgspec.msgpack.encode(outcome))
+        outcome = _run_call(call, loop, lambda: pipe.send_bytes(STARTED))
+        pipe.send_bytes(msgspec.msgpack.encode(outcome))
 
 
 def _end_with_worker() -> None:
-    """A worker that was killed cannot tell its cells to stop; its lease goes, and so do they."""
+    """Exit when the worker ends: a killed worker cannot stop its subprocesses, and its leases expire."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _perform(order: SubprocessCall, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> Outcome:
-    """Find the handler and make its context; then begin, and call it."""
+def _run_call(call: SubprocessCall, loop: asyncio.AbstractEventLoop, on_started: Callable[[], None]) -> Outcome:
+    """Import the handler, create its context, and call it."""
     try:
-        task = _find(order)
+        task = _find_task(call)
         context = None
-        if order.url is not None:
-            context = asyncio.run_coroutine_threadsafe(_context(task, order), loop).result()
+        if call.url is not None:
+            context = asyncio.run_coroutine_threadsafe(_make_context(task, call), loop).result()
         elif task.signature.context_name is not None:
             raise RuntimeError("a store in memory cannot be reached from another process: this handler gets no context")
-        arguments = task.signature.load(order.input)
-    except Exception as failure:
-        begin()
-        return outcome_of_exception(failure)
-    begin()
+        arguments = task.signature.load(call.input)
+    except Exception as error:
+        on_started()
+        return outcome_of_exception(error)
+    on_started()
     if task.is_async:
-        return asyncio.run_coroutine_threadsafe(_await(task, arguments, context), loop).result()
-    return _call(task, arguments, context, loop)
+        return asyncio.run_coroutine_threadsafe(_run_async_handler(task, arguments, context), loop).result()
+    return _run_plain_handler(task, arguments, context, loop)
 
 
-def _find(order: SubprocessCall) -> Task[..., Any]:
-    """The task by its name, in the module that defines it."""
-    module = sys.modules.get(order.module) or importlib.import_module(order.module)
+def _find_task(call: SubprocessCall) -> Task[..., Any]:
+    """Return the task of this name in the module that defines it."""
+    module = sys.modules.get(call.module) or importlib.import_module(call.module)
     for value in vars(module).values():
-        if isinstance(value, Task) and value.name == order.task:
+        if isinstance(value, Task) and value.name == call.task:
             return value
-    raise LookupError(f"{order.module} has no task {order.task!r} at its top level, so no process can find it")
+    raise LookupError(f"{call.module} has no task {call.task!r} at its top level, so no process can find it")
 
 
-def _call(
+def _run_plain_handler(
     task: Task[..., Any], arguments: dict[str, Any], context: Context | None, loop: asyncio.AbstractEventLoop
 ) -> Outcome:
-    """Call a plain handler in this, the main thread; its context stands on the loop beside it."""
-    surroundings = contextvars.copy_context()
+    """Call a plain handler in the main thread; its context belongs to the loop in the other thread."""
+    variables = contextvars.copy_context()
     if context is not None:
-        surroundings.run(set_current, context)
+        variables.run(set_current, context)
         arguments = task.with_context(arguments, lambda: context)
     try:
-        value = surroundings.run(lambda: task.handler(**arguments))
+        value = variables.run(lambda: task.handler(**arguments))
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.flush(), loop).result()
     except HandlerUnwound:
         return NOTHING_TO_REPORT
-    except Exception as failure:
-        if context is not None and find_lease_loss(failure, context.run_id) is not None:
+    except Exception as error:
+        if context is not None and find_lease_loss(error, context.run_id) is not None:
             return NOTHING_TO_REPORT
         if context is not None:
-            asyncio.run_coroutine_threadsafe(context.keep_last_words(), loop).result()
-        return outcome_of_exception(failure)
+            asyncio.run_coroutine_threadsafe(context.flush_quietly(), loop).result()
+        return outcome_of_exception(error)
     return outcome_of_result(task, value)
 
 
-async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Context | None) -> Outcome:
-    """Call an `async def` handler on the cell's loop."""
+async def _run_async_handler(task: Task[..., Any], arguments: dict[str, Any], context: Context | None) -> Outcome:
+    """Call an `async def` handler on the subprocess's loop."""
     if context is not None:
-        context.root = asyncio.current_task()
+        context.handler_task = asyncio.current_task()
         set_current(context)
         arguments = task.with_context(arguments, lambda: context)
     try:
@@ -253,24 +255,24 @@ async def _await(task: Task[..., Any], arguments: dict[str, Any], context: Conte
             value = await task.handler(**arguments)
         finally:
             if context is not None:
-                context.end()
+                context.close()
         if context is not None:
             await context.flush()
-    except asyncio.CancelledError as ended:
-        return NOTHING_TO_REPORT if context is not None and context.is_parked else outcome_of_exception(ended)
-    except (Exception, SystemExit) as failure:  # an exit would end the loop, and nobody would hear of it
-        if context is not None and find_lease_loss(failure, context.run_id) is not None:
+    except asyncio.CancelledError as error:
+        return NOTHING_TO_REPORT if context is not None and context.is_parked else outcome_of_exception(error)
+    except (Exception, SystemExit) as error:  # a SystemExit would end the loop without an outcome
+        if context is not None and find_lease_loss(error, context.run_id) is not None:
             return NOTHING_TO_REPORT
         if context is not None:
-            await context.keep_last_words()
-        return outcome_of_exception(failure)
+            await context.flush_quietly()
+        return outcome_of_exception(error)
     return outcome_of_result(task, value)
 
 
-async def _context(task: Task[..., Any], order: SubprocessCall) -> Context:
+async def _make_context(task: Task[..., Any], call: SubprocessCall) -> Context:
     app = task.app
-    if order.url is not None:
-        app.url = order.url  # the worker may have been told another store than the module names
+    if call.url is not None:
+        app.url = call.url  # the worker may use another store than the module names
     engine = await app.claim()
-    handle = Handle(BackendTag(order.backend), HandleKind(order.handle_kind), order.handle, order.signature)
-    return Context(app, engine, handle, task, budgets=order.budgets, lease_until=lambda: order.lease_expires_at)
+    handle = Handle(BackendTag(call.backend), HandleKind(call.handle_kind), call.handle, call.signature)
+    return Context(app, engine, handle, task, budgets=call.budgets, lease_until=lambda: call.lease_expires_at)

@@ -1,4 +1,4 @@
-"""Threads for plain functions, and the way from a thread back to the event loop."""
+"""Threads for plain functions, and `Portal`, by which a thread runs coroutines on an event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class DaemonThreadPool(Executor):
-    """As many threads as are needed at once. One that never returns does not keep the process from ending."""
+    """An unbounded pool of daemon threads: one that never returns does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -23,7 +23,7 @@ class DaemonThreadPool(Executor):
         self._count = 0
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run it in a thread that has nothing to do, or in a new one."""
+        """Run a function in an idle thread, or in a new one."""
         future: Future[T] = Future()
         with self._lock:
             if self._idle:
@@ -35,67 +35,67 @@ class DaemonThreadPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let idle threads end, and the others when they are done; nobody waits for them."""
+        """End idle threads now and the others when they are done, without waiting for them."""
         for _ in range(self._count):
             self._work.put(None)
 
     def _run(self) -> None:
-        while (given := self._work.get()) is not None:
-            future, call = given
+        while (item := self._work.get()) is not None:
+            future, call = item
             value, error = None, None
-            wanted = future.set_running_or_notify_cancel()
-            if wanted:
+            is_wanted = future.set_running_or_notify_cancel()
+            if is_wanted:
                 try:
                     value = call()
                 except BaseException as raised:
                     error = raised
-            with self._lock:  # before the answer, so that whoever asks again at once finds this thread free
+            with self._lock:  # before the result is set, so that a caller that submits again finds this thread idle
                 self._idle += 1
-            if wanted and error is None:
+            if is_wanted and error is None:
                 future.set_result(value)
-            elif wanted:
+            elif is_wanted:
                 future.set_exception(error)
-            del given, future, call, value, error
+            del item, future, call, value, error  # an idle thread keeps nothing alive
 
 
 def call_future_safe(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Call it in a thread; what must not travel from there through a future is told as an error.
+    """Call a function, and turn exceptions that must not pass through a future into a `RuntimeError`.
 
-    Whoever waits for a `StopIteration` would wait for ever. What ends a process is the main thread's: Ctrl-C is told
-    there and nowhere else.
+    A future cannot raise `StopIteration`: its caller would wait forever. `KeyboardInterrupt` and `GeneratorExit` would
+    end the loop, although the real Ctrl-C arrives in the main thread only.
     """
     try:
         return function(*args, **kwargs)
     except StopIteration as stop:
-        told = RuntimeError("StopIteration was raised: a next() found nothing")
-        raise told.with_traceback(stop.__traceback__) from stop
-    except (KeyboardInterrupt, GeneratorExit) as end:
-        told = RuntimeError(f"{type(end).__name__} was raised in a thread")
-        raise told.with_traceback(end.__traceback__) from end
+        error = RuntimeError("StopIteration was raised: a next() found nothing")
+        raise error.with_traceback(stop.__traceback__) from stop
+    except (KeyboardInterrupt, GeneratorExit) as exit_:
+        error = RuntimeError(f"{type(exit_).__name__} was raised in a thread")
+        raise error.with_traceback(exit_.__traceback__) from exit_
 
 
 class ThreadScheduler(Protocol):
-    """Who decides when a thread that asked the loop for something goes on; for tests in virtual time."""
+    """Decides when a thread that called the loop continues; used by tests in virtual time."""
 
     def will_wait(self) -> None:
-        """The calling thread will ask the loop for something and wait."""
+        """Note that the calling thread is about to call the loop and wait."""
 
     def answered(self, thread: int) -> None:
-        """A thread has its answer; called on the loop."""
+        """Note that a thread has its answer; called on the loop."""
 
     def wait_turn(self) -> None:
-        """Wait until the calling thread may go on."""
+        """Block until the calling thread may continue."""
 
 
 class Portal:
-    """Lets threads run coroutines on a loop and wait for them."""
+    """Runs coroutines on an event loop for other threads, which block until they return."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, turns: ThreadScheduler | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, scheduler: ThreadScheduler | None = None) -> None:
         self._loop = loop
-        self._turns = turns
+        self._scheduler = scheduler
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns on the loop; this thread waits for it."""
+        """Run a coroutine on the loop and return its result; refused on a thread that runs a loop itself."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
@@ -103,18 +103,19 @@ class Portal:
         if running is not None:
             coroutine.close()
             raise RuntimeError("this would block the event loop that runs here: await the method without .sync instead")
-        if self._turns is None:
+        if self._scheduler is None:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        self._turns.will_wait()
-        asked = asyncio.run_coroutine_threadsafe(_in_turns(coroutine, self._turns, threading.get_ident()), self._loop)
+        self._scheduler.will_wait()
+        noted = _note_answer(coroutine, self._scheduler, threading.get_ident())
+        future = asyncio.run_coroutine_threadsafe(noted, self._loop)
         try:
-            return asked.result()
+            return future.result()
         finally:
-            self._turns.wait_turn()
+            self._scheduler.wait_turn()
 
 
-async def _in_turns(coroutine: Coroutine[Any, Any, T], turns: ThreadScheduler, thread: int) -> T:
+async def _note_answer(coroutine: Coroutine[Any, Any, T], scheduler: ThreadScheduler, thread: int) -> T:
     try:
         return await coroutine
     finally:
-        turns.answered(thread)
+        scheduler.answered(thread)

@@ -1,4 +1,9 @@
-"""A worker: takes what its slots have room for, runs handlers, and ends each attempt with one word."""
+"""`Worker`: claims executions for its free slots, runs their handlers, and reports the outcome of each attempt.
+
+The parts: `AttemptRunner` runs handlers, `OutcomeReporter` batches outcomes, `Heartbeat` renews leases from a thread
+with its own connection, and `WorkerRegistrar` keeps the worker in the registry. A slot belongs to a running handler
+only: the next execution is claimed while the outcome of the last one is in flight.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +40,19 @@ from flowfabric.sdk.worker.runner import AttemptRunner
 logger = logging.getLogger("flowfabric.worker")
 
 POLL_WAIT_MS = 10_000
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0  # between claims that find no store
-CANCEL_GRACE_S = 5.0  # how long handlers that were cancelled have to come to their end
-SHUTDOWN_TIMEOUT_S = (
-    5.0  # how long a store that is away is waited for when there is nothing to do but to tell it the end
-)
-COMMAND_LEASE_SHARE = 2 / 3  # of a lease, after which a command that has no answer is given up
-PARK_ANSWER_S = 5.0  # for the answer to a park, when a renewal was refused because of it
-UNREPORTED_PER_SLOT = 2  # how many ends a slot may be ahead of what is told
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0  # between claims while the store is unavailable
+CANCEL_GRACE_S = 5.0  # for cancelled handlers to finish
+SHUTDOWN_TIMEOUT_S = 5.0  # for the last commands of a worker that stops while the store is unavailable
+COMMAND_LEASE_SHARE = 2 / 3  # share of a lease after which a store command times out
+PARK_ANSWER_S = 5.0  # for the answer to a park, after a renewal was refused because of it
+UNREPORTED_PER_SLOT = 2  # outcomes not yet stored, per slot, beyond which nothing more is claimed
 
 
 class Worker:
-    """Claims and runs the work of an app's tasks, in a process of its own or beside other code on an event loop.
+    """Claims and runs executions of an app's tasks, in a process of its own or beside other code on an event loop.
 
-    `ff worker` and `app.run()` take a process. To work inside one that does other things, as a web service, run `work`
-    as a task, and at the end `stop` it and await that task:
+    `ff worker` and `app.run()` use a whole process. To run a worker inside another program, such as a web service,
+    start `work` as a task, and at the end `stop` it and await that task:
 
         worker = Worker(app, slots=10)
         working = asyncio.create_task(worker.work())
@@ -72,9 +75,12 @@ class Worker:
         worker_id: str | None = None,
         instance_id: str | None = None,
     ) -> None:
-        """`stall_limit` is how long the loop may be blocked before its work is left to others, `presence_ttl` how long
-        a worker that is not heard of stays in the registry: twice a lease, unless said otherwise. `instance_id` names
-        this worker and no other; it is random, but for tests."""
+        """Configure a worker; nothing is opened yet.
+
+        If the event loop is blocked for longer than `stall_limit`, leases are no longer renewed. A worker that is not
+        heard of for `presence_ttl`, by default twice the lease, leaves the registry. `instance_id` identifies this
+        worker among all others; it is random by default.
+        """
         self._app = app
         self._slots = validation.validate_int("slots", slots, minimum=1)
         self._lanes = validation.validate_lanes(lanes) if lanes is not None else _lanes_of(app)
@@ -92,180 +98,181 @@ class Worker:
             capabilities=self._capabilities,
             ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
-        self._leases = HeldLeases(self._time_of)
-        self._running: dict[str, ClaimedAttempt] = {}  # by lease
-        self._ends: OutcomeReporter | None = None
-        self._free = asyncio.Event()
+        self._leases = HeldLeases(self._handler_timeout_s)
+        self._running: dict[str, ClaimedAttempt] = {}  # by lease id
+        self._reporter: OutcomeReporter | None = None
+        self._capacity_changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: EngineAPI | None = None
-        self._newer: SchemaTooNew | None = None
+        self._schema_error: SchemaTooNew | None = None
 
     @property
     def running(self) -> int:
-        """How many handlers are under way."""
+        """The number of handlers that are running."""
         return len(self._running)
 
     @property
     def done(self) -> int:
-        """How many runs it has completed."""
-        return 0 if self._ends is None else self._ends.succeeded
+        """The number of runs it has completed."""
+        return 0 if self._reporter is None else self._reporter.succeeded
 
     @property
     def failed(self) -> int:
-        """How many attempts have failed, whether or not others follow."""
-        return 0 if self._ends is None else self._ends.failed
+        """The number of attempts that have failed, including those that are retried."""
+        return 0 if self._reporter is None else self._reporter.failed
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- lifecycle------------------------------------------------------------------------------------------------
 
     async def run_until_told(self) -> None:
-        """Work until SIGTERM or SIGINT; then drain."""
+        """Work until SIGTERM or SIGINT, then drain; a second signal releases the running work at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         try:
             await self.work()
         finally:
-            await _in_time(self._app.close())
+            await _within_shutdown_timeout(self._app.close())
 
     def stop(self) -> None:
-        """Take no more work and finish what runs; called again, hand it back at once."""
+        """Claim nothing more and let running handlers finish; called again, cancel and release them at once."""
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
-        self._free.set()
+        self._capacity_changed.set()
         if self._engine is not None:
             self._engine.wake_claims(self._lanes)
 
-    def abandon(self) -> None:
-        """Drop everything on the floor, as a killed process does; for tests."""
+    def simulate_kill(self) -> None:
+        """Drop all work without reporting it, as a killed process does; for tests."""
         self._cancel_all("abandoned")
-        if self._ends is not None:
-            self._ends.discard()
+        if self._reporter is not None:
+            self._reporter.discard()
 
-    def forsake(self, lease_id: str) -> None:
-        """Renew a lease no more although its handler goes on; for tests."""
+    def stop_renewing(self, lease_id: str) -> None:
+        """Stop renewing a lease although its handler is running; for tests."""
         self._leases.stop_renewing(lease_id)
 
     async def work(self) -> None:
-        """Work until `stop`; returns when everything was finished or handed back.
+        """Work until `stop`; return when all running work is finished or released.
 
-        Raises `SchemaTooNew` when a newer release has changed the store in a way that this one does not understand.
+        Raises `SchemaTooNew` if a newer release has changed the store's schema in a way that this one cannot handle.
         """
         engine = await self._start()
-        if engine is None:  # told to stop before there was a store
+        if engine is None:  # stopped before the store was available
             return
         self._attempts = AttemptRunner(
             self._app,
             engine,
             lease_expires_at=self._leases.expires_at,
-            on_outcome=self._ended,
-            on_slot_freed=self._free.set,
+            on_outcome=self._on_outcome,
+            on_slot_freed=self._capacity_changed.set,
         )
-        self._ends = ends = OutcomeReporter(engine, self._told, lease_expires_at=self._leases.expires_at)
+        self._reporter = reporter = OutcomeReporter(engine, self._on_reported, lease_expires_at=self._leases.expires_at)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
         try:
-            await self._pull(engine, ends)
-            if self._newer is not None:
+            await self._claim_until_stopped(engine, reporter)
+            if self._schema_error is not None:
                 self._cancel_all("the schema is newer")
-                ends.discard()  # what ran here is taken over by workers of the newer release
-                raise self._newer
-            left = await self._drain(ends)
-            await _in_time(self._take_leave(engine, ends, left))
+                reporter.discard()  # workers of the newer release claim this work when its leases expire
+                raise self._schema_error
+            unfinished = await self._drain(reporter)
+            await _within_shutdown_timeout(self._release_and_deregister(engine, reporter, unfinished))
         finally:
             await heartbeat.stop()
             self._attempts.close()
 
     async def _start(self) -> EngineAPI | None:
-        """Open the engine, and enter the registry; a store that is away is waited for. None when told to stop."""
-        pause_s = FIRST_BACKOFF_S
+        """Open the engine and register the worker, as soon as the store is available. None if stopped meanwhile."""
+        backoff_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
             try:
                 self._engine = engine = await self._app.claim()
                 engine.limit_commands(self._ttl_ms * COMMAND_LEASE_SHARE / 1000)
                 await self._app.declare(engine)
                 await self._presence.register(engine)
-            except StoreUnavailable as away:
-                if not away.retryable:
+            except StoreUnavailable as error:
+                if not error.retryable:
                     raise
-                logger.warning("not started yet: the store is away (%s); trying again", away)
+                logger.warning("not started yet: the store is unavailable (%s); trying again", error)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), pause_s)
-                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+                    await asyncio.wait_for(self._stopping.wait(), backoff_s)
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
             else:
                 engine.start_sweeps()
                 return engine
         return None
 
-    def _stop_for_newer_schema(self, newer: SchemaTooNew) -> None:
-        """Stop at once: nothing that this release writes would be right any more."""
-        if self._newer is None:
+    def _stop_for_newer_schema(self, error: SchemaTooNew) -> None:
+        """Stop at once: this release must not write to the newer schema."""
+        if self._schema_error is None:
             logger.error(
                 "the schema of the store is newer (%d) than this release knows (%d): this worker stops. Update it; "
                 "what ran here is taken over by workers of the newer release",
-                newer.found,
-                newer.known,
+                error.found,
+                error.known,
             )
-            self._newer = newer
+            self._schema_error = error
             self.stop()
 
     def _make_heartbeat(self, engine: EngineAPI) -> Heartbeat | LoopHeartbeat:
-        """A thread with a connection of its own; a store in memory is of one loop, so its leases are renewed there."""
+        """Return a heartbeat in a thread with its own connection; for a store in memory, one on this loop."""
         if not engine.is_shared:
             return LoopHeartbeat(
-                self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, on_lost=self._lease_lost
+                self._leases, self._presence, engine=engine, lease_ttl_ms=self._ttl_ms, on_lost=self._on_lease_lost
             )
         return Heartbeat(
             self._leases,
             self._presence,
-            # Without ears, or each hint would wake this process twice.
+            # Without wakeups, or each one would wake this process twice.
             connect=lambda: self._app.connect(hears=False, command_s=self._ttl_ms / 4000),
             lease_ttl_ms=self._ttl_ms,
-            on_lost=self._lease_lost,
+            on_lost=self._on_lease_lost,
             stall_limit_s=self._stall_limit_s,
             on_schema_too_new=self._stop_for_newer_schema,
         )
 
-    async def _pull(self, engine: EngineAPI, ends: OutcomeReporter) -> None:
-        pull = self._pulling(engine)
+    async def _claim_until_stopped(self, engine: EngineAPI, reporter: OutcomeReporter) -> None:
+        poller = self._make_poller(engine)
         max_wait_ms = max(POLL_WAIT_MS, engine.settings.poll_ms)
-        pause_s = FIRST_BACKOFF_S
+        backoff_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
-            # A slot is a handler's: the next one may be fetched while the end of the last one is on its way.
-            room = self._slots - len(self._running) - self._attempts.stuck_threads
-            if room <= 0 or len(ends) > UNREPORTED_PER_SLOT * self._slots:
+            free_slots = self._slots - len(self._running) - self._attempts.stuck_threads
+            if free_slots <= 0 or len(reporter) > UNREPORTED_PER_SLOT * self._slots:
                 engine.metrics.count("ff_worker_at_capacity")
-                self._free.clear()
-                await self._free.wait()
+                self._capacity_changed.clear()
+                await self._capacity_changed.wait()
                 continue
             try:
-                claimed = await pull.claim(room, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set())
-            except SchemaTooNew as newer:
-                self._stop_for_newer_schema(newer)
+                claimed = await poller.claim(
+                    free_slots, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set()
+                )
+            except SchemaTooNew as error:
+                self._stop_for_newer_schema(error)
                 continue
-            except (StoreUnavailable, Unauthorized) as away:  # a token may be good again when it has been rotated
-                logger.warning("no work: the store is away (%s); trying again", away)
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+            except (StoreUnavailable, Unauthorized) as error:  # Unauthorized: the token may be in rotation
+                logger.warning("no work: the store is unavailable (%s); trying again", error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
                 continue
-            pause_s = FIRST_BACKOFF_S
-            if foreign := [one for one in claimed if one.namespace not in (None, self._app.namespace)]:
+            backoff_s = FIRST_BACKOFF_S
+            if foreign := [row for row in claimed if row.namespace not in (None, self._app.namespace)]:
                 logger.info(
-                    "these lanes have work of namespace %s, too: from now on only that of %s is asked for, which takes "
-                    "longer; lanes of their own would be better",
+                    "these lanes also have work of namespace %s: from now on only that of %s is claimed, which takes "
+                    "longer; separate lanes would be better",
                     foreign[0].namespace,
                     self._app.namespace,
                 )
-                await asyncio.gather(*(_hand_back(engine, one) for one in foreign))
-                pull.close()
-                pull = self._pulling(engine, (self._app.namespace,))
-                claimed = [one for one in claimed if one not in foreign]
-            self._begin(claimed)
-        pull.close()
+                await asyncio.gather(*(_release(engine, row) for row in foreign))
+                poller.close()
+                poller = self._make_poller(engine, (self._app.namespace,))
+                claimed = [row for row in claimed if row not in foreign]
+            self._start_attempts(claimed)
+        poller.close()
 
-    def _pulling(self, engine: EngineAPI, namespaces: tuple[str, ...] | None = None) -> LanePollerAPI:
-        """Claims from the lanes; of all namespaces, which is the fastest way, until there are others than its own."""
+    def _make_poller(self, engine: EngineAPI, namespaces: tuple[str, ...] | None = None) -> LanePollerAPI:
+        """Return a poller of the lanes. It claims from all namespaces, which is faster, until it meets another one."""
         return engine.pulling(
             self._lanes,
             worker_id=self.worker_id,
@@ -275,113 +282,117 @@ class Worker:
             namespaces=namespaces,
         )
 
-    async def _drain(self, ends: OutcomeReporter) -> list[Claimed]:
-        """Finish what runs within the grace time; the rest is cancelled, and returned to be handed back."""
-        if not self._running and not ends:
+    async def _drain(self, reporter: OutcomeReporter) -> list[Claimed]:
+        """Let handlers finish within the grace time; cancel the rest, and return it to be released."""
+        if not self._running and not reporter:
             return []
-        logger.warning("draining: %d running, %g s of grace; once more hurries", len(self._running), self._grace_s)
+        logger.warning(
+            "draining: %d running, %g s of grace; stop again to release them at once", len(self._running), self._grace_s
+        )
         hurry = asyncio.create_task(self._hurry.wait())
-        finished = asyncio.create_task(self._finish(ends))
+        finished = asyncio.create_task(self._finish(reporter))
         await asyncio.wait((finished, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finished.cancel()
         hurry.cancel()
         running = list(self._running.values())
-        left = [*(own.claimed for own in running), *ends.discard()]
+        unfinished = [*(attempt.claimed for attempt in running), *reporter.discard()]
         self._cancel_all("the worker stops")
-        if roots := [own.handler_task for own in running if own.handler_task is not None]:
-            await asyncio.wait(roots, timeout=CANCEL_GRACE_S)  # whoever does not listen is not waited for
-        return left
+        if tasks := [attempt.handler_task for attempt in running if attempt.handler_task is not None]:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+        return unfinished
 
-    async def _take_leave(self, engine: EngineAPI, ends: OutcomeReporter, left: list[Claimed]) -> None:
-        """Hand back what is left, so that it goes on elsewhere and costs nothing, and leave the registry."""
-        await ends.flush()  # a handler may have had something to say all the same
-        await asyncio.gather(*(_hand_back(engine, claimed) for claimed in left))
+    async def _release_and_deregister(
+        self, engine: EngineAPI, reporter: OutcomeReporter, unfinished: list[Claimed]
+    ) -> None:
+        """Release unfinished work, so that other workers continue it without a retry; leave the registry."""
+        await reporter.flush()  # a cancelled handler may have produced an outcome
+        await asyncio.gather(*(_release(engine, claimed) for claimed in unfinished))
         await self._presence.deregister(engine)
 
-    async def _finish(self, ends: OutcomeReporter) -> None:
-        """Wait until every handler is over and every end is told."""
-        while self._running or ends:
+    async def _finish(self, reporter: OutcomeReporter) -> None:
+        """Wait until every handler has finished and every outcome is stored."""
+        while self._running or reporter:
             if self._running:
-                self._free.clear()
-                await self._free.wait()
-            await ends.flush()
+                self._capacity_changed.clear()
+                await self._capacity_changed.wait()
+            await reporter.flush()
 
-    # -- one piece of work ----------------------------------------------------------------------------------------
+    # -- attempts -------------------------------------------------------------------------------------------
 
-    def _begin(self, claimed: list[Claimed]) -> None:
+    def _start_attempts(self, claimed: list[Claimed]) -> None:
         self._leases.add(claimed)
-        self._running.update({own.claimed.lease_id: own for own in self._attempts.start(claimed)})
+        self._running.update({attempt.claimed.lease_id: attempt for attempt in self._attempts.start(claimed)})
 
-    def _ended(self, claimed: Claimed, outcome: Outcome | None) -> None:
-        """A handler is over: its slot is free, and its end is to be told."""
-        assert self._ends is not None
+    def _on_outcome(self, claimed: Claimed, outcome: Outcome | None) -> None:
+        """Free the slot of a handler that has finished, and report its outcome; None if there is nothing to report."""
+        assert self._reporter is not None
         del self._running[claimed.lease_id]
-        self._free.set()
+        self._capacity_changed.set()
         if outcome is None:
             self._leases.remove([claimed])
         else:
-            self._ends.add(claimed, outcome)
+            self._reporter.add(claimed, outcome)
 
-    def _time_of(self, claimed: Claimed) -> float | None:
-        """How many seconds its handler has; None when it has all the time, has yet to begin, or is over and untold."""
-        own = self._running.get(claimed.lease_id)
-        if own is None or own.is_process_starting or claimed.payload is None:
+    def _handler_timeout_s(self, claimed: Claimed) -> float | None:
+        """Return the timeout of an attempt's handler; None if it has no timeout, has not started, or has finished."""
+        attempt = self._running.get(claimed.lease_id)
+        if attempt is None or attempt.is_process_starting or claimed.payload is None:
             return None
         task = self._app.tasks.get(claimed.payload.execution_kind)
         return None if task is None else task.timeout_s
 
-    def _cancel_all(self, why: str) -> None:
-        for own in list(self._running.values()):
-            self._attempts.cancel(own, why)
+    def _cancel_all(self, reason: str) -> None:
+        for attempt in list(self._running.values()):
+            self._attempts.cancel(attempt, reason)
 
-    def _told(self, claimed: list[Claimed]) -> None:
+    def _on_reported(self, claimed: list[Claimed]) -> None:
         self._leases.remove(claimed)
-        self._free.set()
+        self._capacity_changed.set()
 
-    def _lease_lost(self, lease_id: str, why: FabricError) -> None:
-        own = self._running.get(lease_id)  # an end that is just being told lets the lease go, too
-        if own is None or own.is_parked:
+    def _on_lease_lost(self, lease_id: str, error: FabricError) -> None:
+        attempt = self._running.get(lease_id)  # None if its outcome is being reported, which also ends the lease
+        if attempt is None or attempt.is_parked:
             return
-        if _is_own_park(own.claimed, why):  # its answer is on its way, or something that this attempt did parked it
-            asyncio.get_running_loop().call_later(PARK_ANSWER_S, self._cancel_lost, lease_id, why)
+        if _is_own_park(attempt.claimed, error):  # the answer to the park is probably in flight
+            asyncio.get_running_loop().call_later(PARK_ANSWER_S, self._cancel_lost, lease_id, error)
         else:
-            self._cancel_lost(lease_id, why)
+            self._cancel_lost(lease_id, error)
 
-    def _cancel_lost(self, lease_id: str, why: FabricError) -> None:
-        own = self._running.get(lease_id)
-        if own is not None and not own.is_parked:
-            logger.warning("%s was taken away: %s", own.claimed.execution_id, why)
-            self._attempts.cancel(own, f"lease lost: {why}")
+    def _cancel_lost(self, lease_id: str, error: FabricError) -> None:
+        attempt = self._running.get(lease_id)
+        if attempt is not None and not attempt.is_parked:
+            logger.warning("%s lost its lease: %s", attempt.claimed.execution_id, error)
+            self._attempts.cancel(attempt, f"lease lost: {error}")
 
 
-def _is_own_park(claimed: Claimed, why: FabricError) -> bool:
+def _is_own_park(claimed: Claimed, error: FabricError) -> bool:
     """True if a renewal was refused because the execution was suspended under this very lease."""
     return (
-        isinstance(why, ExecutionNotActive)
-        and why.lifecycle_phase == LifecyclePhase.SUSPENDED
-        and (why.lease_epoch, why.attempt_id) == (claimed.lease_epoch, claimed.attempt_id)
+        isinstance(error, ExecutionNotActive)
+        and error.lifecycle_phase == LifecyclePhase.SUSPENDED
+        and (error.lease_epoch, error.attempt_id) == (claimed.lease_epoch, claimed.attempt_id)
     )
 
 
-async def _hand_back(engine: EngineAPI, claimed: Claimed) -> None:
+async def _release(engine: EngineAPI, claimed: Claimed) -> None:
     try:
         await engine.delay_for(claimed.handle, 0)
-        logger.info("%s was handed back", claimed.execution_id)
-    except FabricError as gone:
-        logger.info("%s could not be handed back: %s", claimed.execution_id, gone)
+        logger.info("%s was released", claimed.execution_id)
+    except FabricError as error:
+        logger.info("%s could not be released: %s", claimed.execution_id, error)
 
 
-async def _in_time(last: Coroutine[Any, Any, None]) -> None:
-    """Do the last things, unless they take too long: then the process ends, and its leases do so by their own time."""
+async def _within_shutdown_timeout(commands: Coroutine[Any, Any, None]) -> None:
+    """Await the last commands of a worker, but not for long: without them its leases expire by themselves."""
     try:
         async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-            await last
+            await commands
     except TimeoutError:
-        logger.warning("the store does not answer; the worker stops, and what it could not hand back is taken over")
+        logger.warning("the store does not answer; the worker stops, and its leases will expire")
 
 
 def _lanes_of(app: Fabric) -> tuple[str, ...]:
-    lanes = tuple(sorted({task.own.lane for task in app.tasks.values()}))
+    lanes = tuple(sorted({task.default_options.lane for task in app.tasks.values()}))
     if not lanes:
         raise InvalidInput("the app has no tasks; import the modules that define them before running a worker")
     return lanes
