@@ -44,11 +44,11 @@ def rotate_secret(
     secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
 
     async def rotate_keys(engine: EngineAPI) -> list[Any]:
-        from flowfabric.engine_api import EngineAPI
+        from flowfabric import Engine
         from flowfabric.errors import FabricError
         from flowfabric.sdk.durations import to_ms
 
-        assert isinstance(engine, EngineAPI), "check_is_store refuses servers"
+        assert isinstance(engine, Engine), "check_is_store refuses servers"
         rotations = await engine.rotate_waitpoint_hmac_secret_all(kid, secret, to_ms(grace, "grace"))
         for refused in (rotation.result for rotation in rotations if isinstance(rotation.result, FabricError)):
             raise refused

@@ -19,6 +19,7 @@ from flowfabric.cli.stores import (
 from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
+    from flowfabric import Engine
     from flowfabric.engine_api import EngineAPI
     from flowfabric.model.deployment import SnapshotHolder
 
@@ -130,7 +131,7 @@ def _run_checks(url: str) -> list[dict[str, Any]]:
 
 
 async def _check_store(url: str) -> list[dict[str, Any]]:
-    from flowfabric import connect
+    from flowfabric import Engine, connect
     from flowfabric.cli.stores import check_store_exists
 
     check_store_exists(url)
@@ -142,7 +143,7 @@ async def _check_store(url: str) -> list[dict[str, Any]]:
             _finding("store", True, f"{backend} answers" + ("" if release is None else ", behind the server")),
             _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
             *await _latency_and_clock(engine),
-            *(await _store_checks(engine) if isinstance(engine, EngineAPI) else []),
+            *(await _store_checks(engine) if isinstance(engine, Engine) else []),
             await _keystore(engine),
         ]
 
@@ -184,7 +185,7 @@ async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
     ]
 
 
-async def _store_checks(engine: EngineAPI) -> list[dict[str, Any]]:
+async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """Check what is visible only on the store itself, not through a server."""
     holders = await engine.snapshot_holders(MAX_NAMED)
     return [
