@@ -114,11 +114,9 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
         deadlines = msgspec.structs.replace(settings.deadlines, command_s=command_s)
         settings = msgspec.structs.replace(settings, deadlines=deadlines)
     token = token or os.environ.get("FLOWFABRIC_TOKEN") or os.environ.get("FF_API_TOKEN")
-    engine = await RemoteEngine.connect(
+    return await RemoteEngine.connect(
         url, token=None if token is None else Secret(token), settings=settings, minter=minter
     )
-    # It has the same signatures as the engine for all operations of applications; a test compares the two.
-    return engine
 
 
 def open_store(
