@@ -36,7 +36,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Every engine that is opened."""
     made = list[Engine]()
 
-    async def counted(*given: Any, **ways: Any) -> Engine:
+    async def counted(*given: Any, token: str | None = None, **ways: Any) -> Engine:
         made.append(await open_engine(*given, **ways))
         return made[-1]
 
