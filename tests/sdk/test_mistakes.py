@@ -83,7 +83,7 @@ def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa:
         (lambda app: app.task(Steer), "write a def"),
         (lambda app: app.task(yields), "it yields"),
         (lambda app: app.task(yields_later), "it yields"),
-        (lambda app: app.task(gathers), r"\*rest cannot be kept"),
+        (lambda app: app.task(gathers), r"\*rest cannot be stored"),
         (lambda app: app.task(by_place), "drop the /"),
         (lambda app: app.task(two_contexts), "both the context"),
         (lambda app: app.task(unknown_type), "'Nowhere' is not defined"),
