@@ -576,7 +576,7 @@ async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
     async with World(app):
         for task in (asks, receives):
             run = await task.submit()
-            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; hand over a type"):
+            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; pass a type"):
                 await run.result("1d")
 
 
