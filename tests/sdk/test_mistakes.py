@@ -83,7 +83,7 @@ def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa:
         (lambda app: app.task(Steer), "write a def"),
         (lambda app: app.task(yields), "it yields"),
         (lambda app: app.task(yields_later), "it yields"),
-        (lambda app: app.task(gathers), r"\*rest cannot be kept"),
+        (lambda app: app.task(gathers), r"\*rest cannot be stored"),
         (lambda app: app.task(by_place), "drop the /"),
         (lambda app: app.task(two_contexts), "both the context"),
         (lambda app: app.task(unknown_type), "'Nowhere' is not defined"),
@@ -576,7 +576,7 @@ async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
     async with World(app):
         for task in (asks, receives):
             run = await task.submit()
-            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; hand over a type"):
+            with pytest.raises(RunFailed, match="approve: .* cannot be asked for; pass a type"):
                 await run.result("1d")
 
 

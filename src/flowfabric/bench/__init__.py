@@ -1,6 +1,6 @@
-"""Measurements: what the engine makes of a store, beside what a bare table on the same server makes.
+"""Benchmarks of the engine on a store, compared with a control: a bare table on the same server.
 
-Only ratios of one run mean something: machines differ, and so do the moments of one machine. So the engine and its
-control take turns, round by round, and medians are told. Nothing here touches the store that was named: the work is
-done in a scratch database (or file) made beside it and removed in the end.
+Only ratios within one run are meaningful, since machines differ, and so does one machine over time. The engine and its
+control therefore take turns, round by round, and medians are reported. The named store is not touched: benchmarks run
+in a scratch database (or file) that is created beside it and removed at the end.
 """

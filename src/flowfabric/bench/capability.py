@@ -33,7 +33,7 @@ Offer = frozenset[str]
 
 
 class RoutingResult(msgspec.Struct, frozen=True):
-    """How a thousand tasks found their workers."""
+    """How tasks were routed to capable workers."""
 
     tasks: int
     workers: int
@@ -44,7 +44,7 @@ class RoutingResult(msgspec.Struct, frozen=True):
 
 
 class CapabilityReport(msgspec.Struct, frozen=True):
-    """What was measured; rates are medians over the rounds."""
+    """The results; rates are medians over the rounds."""
 
     store: str
     durability: str
@@ -71,30 +71,30 @@ async def capability(
     progress: ProgressCallback | None = None,
 ) -> CapabilityReport:
     """Measure on a scratch store beside the named one."""
-    tell = StepCounter(progress, 2 * rounds + 3)
-    chance = random.Random(0)
+    begin_step = StepCounter(progress, 2 * rounds + 3)
+    rng = random.Random(0)
     names = [f"cap{number}" for number in range(SETS)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await open_engine(place.url))
+        scratch = await stack.enter_async_context(scratch_store(url))
+        engine = await stack.enter_async_context(await open_engine(scratch.url))
         await _drain(engine, "bench-warm", min(jobs, 1000), names)
         plain, spread = [], []
         for number in range(rounds):
             gc.collect()
-            tell(f"round {number + 1}: no requirements")
+            begin_step(f"round {number + 1}: no requirements")
             plain.append(await _drain(engine, f"bench-plain-{number}", jobs, ()))
-            tell(f"round {number + 1}: {SETS} capability sets")
+            begin_step(f"round {number + 1}: {SETS} capability sets")
             spread.append(await _drain(engine, f"bench-sets-{number}", jobs, names))
         routings = []
         for scenario in (_happy, _partial, _scarce):
-            tell(scenario.__name__.removeprefix("_"))
-            needs, offers = scenario(names, tasks, workers, chance)
+            begin_step(scenario.__name__.removeprefix("_"))
+            needs, offers = scenario(names, tasks, workers, rng)
             routings.append(await _route(engine, f"bench-{scenario.__name__}", needs, offers))
-        tell.finish()
+        begin_step.finish()
     return CapabilityReport(
-        store=place.url.partition("://")[0],
-        durability=place.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        store=scratch.url.partition("://")[0],
+        durability=scratch.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
         cores=os.cpu_count() or 1,
         jobs=jobs,
         rounds=rounds,
@@ -113,12 +113,12 @@ async def capability(
 
 
 async def _drain(engine: Engine, lane: str, jobs: int, names: Sequence[str]) -> float:
-    """No-ops that require one of these capabilities each, drained by workers that have them all; how many a second."""
+    """Drain jobs that require one of these capabilities each by workers that have all; return the rate per second."""
     needs: list[Offer] = [frozenset({names[n % len(names)]}) if names else frozenset() for n in range(jobs)]
     await _submit(engine, lane, needs)
-    began = perf_counter()
+    started = perf_counter()
     done = sum(await asyncio.gather(*(_worker(engine, lane, f"{loop}", names) for loop in range(CLAIM_LOOPS))))
-    took = perf_counter() - began
+    took = perf_counter() - started
     if done != jobs:
         raise AssertionError(f"{jobs} executions were submitted and {done} completed")
     return done / took
@@ -134,14 +134,14 @@ async def _worker(engine: Engine, lane: str, name: str, offered: Sequence[str]) 
         capabilities=offered,
         lease_ttl_ms=LEASE_MS,
     ):
-        await asyncio.gather(*(engine.complete(one.handle, result=RESULT) for one in claimed))
+        await asyncio.gather(*(engine.complete(row.handle, result=RESULT) for row in claimed))
         done += len(claimed)
     return done
 
 
 async def _submit(engine: Engine, lane: str, needs: Sequence[Offer]) -> list[str]:
     policies = {need: _policy(need) for need in set(needs)}
-    asks = [
+    requests = [
         CreateExecution(
             execution_id=engine.new_execution_id(lane),
             partition=0,
@@ -152,10 +152,10 @@ async def _submit(engine: Engine, lane: str, needs: Sequence[Offer]) -> list[str
         )
         for need in needs
     ]
-    for answer in await engine.create_executions(asks):
+    for answer in await engine.create_executions(requests):
         if isinstance(answer, Exception):
             raise answer
-    return [ask.execution_id for ask in asks]
+    return [request.execution_id for request in requests]
 
 
 def _policy(need: Offer) -> str | None:
@@ -169,27 +169,27 @@ def _policy(need: Offer) -> str | None:
 # Routing
 
 
-def _happy(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
-    return [frozenset({chance.choice(names)}) for _ in range(tasks)], [frozenset(names)] * workers
+def _happy(names: Sequence[str], tasks: int, workers: int, rng: random.Random) -> tuple[list[Offer], list[Offer]]:
+    return [frozenset({rng.choice(names)}) for _ in range(tasks)], [frozenset(names)] * workers
 
 
-def _partial(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
+def _partial(names: Sequence[str], tasks: int, workers: int, rng: random.Random) -> tuple[list[Offer], list[Offer]]:
     rare, common = names[:EXCLUSIVE], names[EXCLUSIVE:]
     power = max(EXCLUSIVE, workers // 10)
-    offers = [frozenset({rare[n % EXCLUSIVE], *chance.sample(common, 3)}) for n in range(power)]
+    offers = [frozenset({rare[n % EXCLUSIVE], *rng.sample(common, 3)}) for n in range(power)]
     offers += [frozenset(common[(n + k) % len(common)] for k in range(3)) for n in range(workers - power)]
-    needs = [frozenset({chance.choice(rare if n % 2 else common)}) for n in range(tasks)]
+    needs = [frozenset({rng.choice(rare if n % 2 else common)}) for n in range(tasks)]
     return needs, offers
 
 
-def _scarce(names: Sequence[str], tasks: int, workers: int, chance: random.Random) -> tuple[list[Offer], list[Offer]]:
-    needs = [frozenset({names[0]} if n % 10 else {chance.choice(names[1:])}) for n in range(tasks)]
+def _scarce(names: Sequence[str], tasks: int, workers: int, rng: random.Random) -> tuple[list[Offer], list[Offer]]:
+    needs = [frozenset({names[0]} if n % 10 else {rng.choice(names[1:])}) for n in range(tasks)]
     return needs, [frozenset(names), *[frozenset({names[0]})] * (workers - 1)]
 
 
 async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequence[Offer]) -> RoutingResult:
-    """Workers that take one task at a time until all are done."""
-    began = perf_counter()
+    """Let workers claim one task at a time until all are done."""
+    started = perf_counter()
     required = dict(zip(await _submit(engine, lane, needs), needs, strict=True))
     left, calls, right = len(required), 0, 0
     times: list[float] = []
@@ -206,10 +206,10 @@ async def _route(engine: Engine, lane: str, needs: Sequence[Offer], offers: Sequ
                 lease_ttl_ms=LEASE_MS,
                 max_wait_ms=WAIT_MS,
             )
-            for one in claimed:
-                times.append((perf_counter() - began) * 1000)
-                right += required[one.execution_id] <= offered
-                await engine.complete(one.handle, result=RESULT)
+            for row in claimed:
+                times.append((perf_counter() - started) * 1000)
+                right += required[row.execution_id] <= offered
+                await engine.complete(row.handle, result=RESULT)
                 left -= 1
 
     await asyncio.gather(*(worker(name, offered) for name, offered in enumerate(offers)))

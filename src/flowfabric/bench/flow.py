@@ -1,4 +1,4 @@
-"""`ff bench flow`: chains, fan-out with a join, the cancel of a quorum's rest, through the engine of one process."""
+"""`ff bench flow`: chains, fan-out with a join, and the cancel of a quorum's rest, in the engine of one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LatencyPercentiles(msgspec.Struct, frozen=True):
 
 
 class FlowReport(msgspec.Struct, frozen=True):
-    """What was measured; rates are medians over the rounds."""
+    """The results; rates are medians over the rounds."""
 
     store: str
     durability: str
@@ -76,33 +76,33 @@ async def flow(
     progress: ProgressCallback | None = None,
 ) -> FlowReport:
     """Measure on a scratch store beside the named one."""
-    tell = StepCounter(progress, 2 * rounds + 4)
+    begin_step = StepCounter(progress, 2 * rounds + 4)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await open_engine(place.url))
+        scratch = await stack.enter_async_context(scratch_store(url))
+        engine = await stack.enter_async_context(await open_engine(scratch.url))
         await _chains(engine, "bench-warm", IN_FLIGHT * 4, steps)
         rates, bare = [], []
         for number in range(rounds):
-            tell(f"round {number + 1}: {chains} chains of {steps}")
+            begin_step(f"round {number + 1}: {chains} chains of {steps}")
             gc.collect()
             rates.append(await _chains(engine, f"bench-chains-{number}", chains, steps))
-            tell(f"round {number + 1}: bare chains")
-            if place.control is not None:
-                bare.append(await _bare_chains(place.control, chains, steps))
-        tell(f"fan-out of {fan} and join")
+            begin_step(f"round {number + 1}: bare chains")
+            if scratch.control is not None:
+                bare.append(await _bare_chains(scratch.control, chains, steps))
+        begin_step(f"fan-out of {fan} and join")
         async with _worker(engine, "bench-fan", slots=fan) as ended:
             fans = [await _fan(engine, "bench-fan", fan, ended) for _ in range(samples + 2)]
-        tell(f"cancel of {siblings - 1} siblings")
+        begin_step(f"cancel of {siblings - 1} siblings")
         cancels = [await _quorum(engine, f"bench-quorum-{number}", siblings) for number in range(samples + 2)]
-        tell(f"cancel of {siblings - 1} bare rows")
-        bare_cancels = [] if place.control is None else [await place.control.cancel(siblings - 1) for _ in cancels]
-        tell(f"one graph of {graph} nodes")
+        begin_step(f"cancel of {siblings - 1} bare rows")
+        bare_cancels = [] if scratch.control is None else [await scratch.control.cancel(siblings - 1) for _ in cancels]
+        begin_step(f"one graph of {graph} nodes")
         created_s = await _graph(engine, graph)
-        tell.finish()
+        begin_step.finish()
     return FlowReport(
-        store=place.url.partition("://")[0],
-        durability=place.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        store=scratch.url.partition("://")[0],
+        durability=scratch.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
         cores=os.cpu_count() or 1,
         rounds=rounds,
         steps=steps,
@@ -111,62 +111,62 @@ async def flow(
         control_chains_per_s=round(median(bare), 1) if bare else None,
         chains_ratio=round(median(map(truediv, rates, bare)), 3) if bare else None,
         fan=fan,
-        fan_out_and_join=_spread(fans[2:]),
+        fan_out_and_join=_percentiles(fans[2:]),
         siblings=siblings,
-        quorum_cancel=_spread(cancels[2:]),
-        control_cancel=_spread(bare_cancels[2:]) if bare_cancels else None,
+        quorum_cancel=_percentiles(cancels[2:]),
+        control_cancel=_percentiles(bare_cancels[2:]) if bare_cancels else None,
         graph_nodes=graph,
         graph_create_s=round(created_s, 2),
     )
 
 
-def _spread(times: Sequence[float]) -> LatencyPercentiles:
+def _percentiles(times: Sequence[float]) -> LatencyPercentiles:
     percentiles = quantiles(times, n=100, method="inclusive")
     return LatencyPercentiles(round(percentiles[49] * 1000, 1), round(percentiles[98] * 1000, 1), len(times))
 
 
 async def _chains(engine: Engine, lane: str, chains: int, steps: int) -> float:
-    """Chains that are created and worked off, so many of them at any time; how many a second."""
+    """Create and run chains, `IN_FLIGHT` at a time; return the rate per second."""
     left = iter(range(chains))
 
-    async def one_after_another() -> None:
+    async def run_chains() -> None:
         for _ in left:
-            flow_id, names = _names(engine, steps)
+            flow_id, names = _ids(engine, steps)
             edges = [GraphEdge(*pair) for pair in pairwise(names)]
             await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
             await ended(names[-1])
 
     async with _worker(engine, lane, slots=IN_FLIGHT) as ended:
-        began = perf_counter()
-        await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
-        return chains / (perf_counter() - began)
+        started = perf_counter()
+        await asyncio.gather(*(run_chains() for _ in range(IN_FLIGHT)))
+        return chains / (perf_counter() - started)
 
 
 async def _bare_chains(control: Control, chains: int, steps: int) -> float:
-    began = perf_counter()
+    started = perf_counter()
     ended = await control.chains(chains, steps, IN_FLIGHT)
-    took = perf_counter() - began
+    took = perf_counter() - started
     if ended != chains * steps:
         raise AssertionError(f"{chains * steps} bare steps were created and {ended} ended")
     return chains / took
 
 
-async def _fan(engine: Engine, lane: str, fan: int, ended: _Ends) -> float:
-    """One execution, many after it, one after all of these; seconds from the create to the last end."""
-    flow_id, names = _names(engine, fan + 2)
+async def _fan(engine: Engine, lane: str, fan: int, ended: _CompletionWaiter) -> float:
+    """Run a fan-out and its join; return the seconds from the create to the end of the join."""
+    flow_id, names = _ids(engine, fan + 2)
     first, *middle, last = names
     edges = [GraphEdge(first, name) for name in middle] + [GraphEdge(name, last) for name in middle]
-    began = perf_counter()
+    started = perf_counter()
     await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
     await ended(last)
-    took = perf_counter() - began
+    took = perf_counter() - started
     await engine.wait_for_dispatch()
     return took
 
 
 async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
-    """Many before one that needs the first of them; seconds from the first end to the last cancel."""
-    flow_id, names = _names(engine, siblings + 1)
+    """Run a quorum of one; return the seconds from the first completion to the last cancel of a sibling."""
+    flow_id, names = _ids(engine, siblings + 1)
     *many, last = names
     policy = {last: {"kind": "quorum", "k": 1, "on_satisfied": "cancel_remaining"}}
     edges = [GraphEdge(name, last) for name in many]
@@ -185,10 +185,10 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
 
     engine.runtime.on_write(count, Execution)
     try:
-        began = perf_counter()
+        started = perf_counter()
         await engine.complete(winner.handle, result=RESULT)
         await asyncio.wait_for(cancelled.wait(), TIMEOUT_MS / 1000)
-        took = perf_counter() - began
+        took = perf_counter() - started
     finally:
         engine.runtime.write_listeners[Execution].remove(count)
     await engine.wait_for_dispatch()
@@ -196,20 +196,20 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
 
 
 async def _graph(engine: Engine, size: int) -> float:
-    """A layered graph in which most nodes wait for two others; seconds until it is created."""
-    flow_id, names = _names(engine, size)
+    """Create a layered graph in which most nodes wait for two others; return the seconds that it takes."""
+    flow_id, names = _ids(engine, size)
     width = 100
     edges = [
         GraphEdge(names[place - width + step], names[place])
         for place in range(width, size)
         for step in ((0, 1) if (place + 1) % width else (0,))
     ]
-    began = perf_counter()
+    started = perf_counter()
     await engine.create_flow_graph(flow_id, _nodes("bench-graph", names), edges, namespace="bench")
-    return perf_counter() - began
+    return perf_counter() - started
 
 
-def _names(engine: Engine, count: int) -> tuple[FlowId, list[str]]:
+def _ids(engine: Engine, count: int) -> tuple[FlowId, list[str]]:
     flow_id = FlowId(str(uuid4()))
     return flow_id, [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(count)]
 
@@ -223,14 +223,14 @@ def _nodes(lane: str, names: Sequence[str]) -> list[CreateExecution]:
     ]
 
 
-class _Ends:
-    """Waits for ends that the worker of this process brings about."""
+class _CompletionWaiter:
+    """Waits for completions by the worker of this process."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._known: set[str] = set()
 
-    def told(self, execution_id: str) -> None:
+    def on_completed(self, execution_id: str) -> None:
         waiter = self._waiting.pop(execution_id, None)
         if waiter is None:
             self._known.add(execution_id)
@@ -245,37 +245,37 @@ class _Ends:
 
 
 @asynccontextmanager
-async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_Ends]:
-    """A worker as there is one in `flowfabric.sdk`, whose handlers do nothing, until the block is left.
+async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_CompletionWaiter]:
+    """Run a worker like that of `flowfabric.sdk`, whose handlers do nothing, until the block is left.
 
-    It claims what it has slots for, and while ends are on their way it claims again. It is one for many samples: to
-    cancel a claim that is on its way costs the store a connection.
+    It claims for its slots, and claims again while completions are in flight. One worker serves many samples, since
+    cancelling a claim in flight costs the store a connection.
     """
-    ends, begun = _Ends(), 0
+    completions, claimed_count = _CompletionWaiter(), 0
 
-    def told(over: list[Claimed]) -> None:
-        for one in over:
-            ends.told(one.execution_id)
+    def on_reported(attempts: list[Claimed]) -> None:
+        for claimed in attempts:
+            completions.on_completed(claimed.execution_id)
 
-    telling = OutcomeReporter(engine, told)
-    pull = engine.pulling([lane], worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS)
+    reporter = OutcomeReporter(engine, on_reported)
+    poller = engine.pulling([lane], worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS)
 
     async def work() -> None:
-        nonlocal begun
+        nonlocal claimed_count
         while True:
-            for one in await pull.claim(slots, max_wait_ms=TIMEOUT_MS):
-                begun += 1
-                telling.add(one, Succeeded(RESULT))
+            for claimed in await poller.claim(slots, max_wait_ms=TIMEOUT_MS):
+                claimed_count += 1
+                reporter.add(claimed, Succeeded(RESULT))
 
     working = asyncio.create_task(work())
     try:
-        yield ends
+        yield completions
     finally:
         working.cancel()
         with suppress(asyncio.CancelledError):
             await working
-        pull.close()
-        await telling.flush()
+        poller.close()
+        await reporter.flush()
         await engine.wait_for_dispatch()
-        if telling.succeeded < begun:
-            raise AssertionError(f"{begun - telling.succeeded} of {begun} ends were refused")
+        if reporter.succeeded < claimed_count:
+            raise AssertionError(f"{claimed_count - reporter.succeeded} of {claimed_count} ends were refused")

@@ -1,7 +1,7 @@
 """`ff bench http`: requests per second through the server, beside a bare FastAPI route, in one run.
 
-Both servers run in processes of their own behind the same uvicorn; 32 keep-alive connections ask as fast as they are
-answered. Ours also keeps what it is told: every create is durable before it is answered.
+Both servers run in separate processes with the same uvicorn; 32 keep-alive connections send requests without pause.
+Only FlowFabric stores something: every create is durable before it is answered.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LANE = "bench"
 
 
 class RequestRate(msgspec.Struct, frozen=True):
-    """Requests per second, and how long the slowest hundredth took at least."""
+    """Requests per second, and the 99th percentile of their latency."""
 
     per_s: float
     p99_ms: float
 
 
 class HttpReport(msgspec.Struct, frozen=True):
-    """What was measured; rates are medians over the rounds."""
+    """The results; rates are medians over the rounds."""
 
     store: str
     durability: str
@@ -60,43 +60,45 @@ async def http(
     """Measure on a scratch store beside the named one."""
     if find_spec("fastapi") is None:
         raise InvalidInput("the bare route to compare with needs FastAPI: pip install fastapi")
-    tell = StepCounter(progress, 4 * rounds)
-    found: dict[str, list[RequestRate]] = {"control": [], "create": [], "claim": [], "complete": []}
-    async with scratch_store(url) as place, _server("control") as control, _server("fabric", place.url) as ours:
+    begin_step = StepCounter(progress, 4 * rounds)
+    rates: dict[str, list[RequestRate]] = {"control": [], "create": [], "claim": [], "complete": []}
+    async with scratch_store(url) as scratch, _server("control") as control, _server("fabric", scratch.url) as ours:
         for number in range(1, rounds + 1):
-            tell(f"round {number}: bare route")
-            bodies = [_creation() for _ in range(requests)]
-            found["control"].append((await _asked(control, "/v1/executions", bodies, clients, 201))[0])
-            tell(f"round {number}: create")
-            found["create"].append((await _asked(ours, "/v1/executions", bodies, clients, 201))[0])
-            tell(f"round {number}: claim")
-            wishes = [_claim()] * requests
-            rate, answers = await _asked(ours, "/v1/workers/bench/claims", wishes, clients, 200)
-            found["claim"].append(rate)
-            tell(f"round {number}: complete")
-            ends = [_complete(work["handle"]) for answer in answers for work in msgspec.json.decode(answer)["claimed"]]
-            found["complete"].append((await _asked(ours, "/v1/leases/complete", ends, clients, 200))[0])
-        tell.finish()
-        middle = {name: _median(rates) for name, rates in found.items()}
+            begin_step(f"round {number}: bare route")
+            bodies = [_create_body() for _ in range(requests)]
+            rates["control"].append((await _measure(control, "/v1/executions", bodies, clients, 201))[0])
+            begin_step(f"round {number}: create")
+            rates["create"].append((await _measure(ours, "/v1/executions", bodies, clients, 201))[0])
+            begin_step(f"round {number}: claim")
+            claims = [_claim_body()] * requests
+            rate, answers = await _measure(ours, "/v1/workers/bench/claims", claims, clients, 200)
+            rates["claim"].append(rate)
+            begin_step(f"round {number}: complete")
+            completions = [
+                _complete_body(work["handle"]) for answer in answers for work in msgspec.json.decode(answer)["claimed"]
+            ]
+            rates["complete"].append((await _measure(ours, "/v1/leases/complete", completions, clients, 200))[0])
+        begin_step.finish()
+        medians = {name: _median(samples) for name, samples in rates.items()}
         return HttpReport(
-            store=place.url.partition("://")[0],
-            durability=place.durability,
-            versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+            store=scratch.url.partition("://")[0],
+            durability=scratch.durability,
+            versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
             cores=os.cpu_count() or 1,
             clients=clients,
             requests=requests,
             rounds=rounds,
-            create=middle["create"],
-            claim=middle["claim"],
-            complete=middle["complete"],
-            control=middle["control"],
+            create=medians["create"],
+            claim=medians["claim"],
+            complete=medians["complete"],
+            control=medians["control"],
             create_ratio=round(
-                median(ours.per_s / bare.per_s for ours, bare in zip(found["create"], found["control"], strict=True)), 3
+                median(ours.per_s / bare.per_s for ours, bare in zip(rates["create"], rates["control"], strict=True)), 3
             ),
         )
 
 
-def _creation() -> bytes:
+def _create_body() -> bytes:
     return msgspec.json.encode(
         {
             "execution_id": f"{{fp:7}}:{uuid.uuid4()}",
@@ -112,17 +114,17 @@ def _creation() -> bytes:
     )
 
 
-def _claim() -> bytes:
+def _claim_body() -> bytes:
     return msgspec.json.encode({"worker_instance_id": "bench-1", "lanes": [LANE], "lease_ttl_ms": 3_600_000})
 
 
-def _complete(handle: str) -> bytes:
+def _complete_body(handle: str) -> bytes:
     return msgspec.json.encode({"handle": handle, "result_b64": "e30="})
 
 
 @contextlib.asynccontextmanager
 async def _server(*arguments: str) -> AsyncIterator[int]:
-    """A server in a process of its own; its port."""
+    """Run a server in a separate process; yield its port."""
     command = (sys.executable, "-m", "flowfabric.bench.http_servers", *arguments)
     process: Process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     assert process.stdout is not None
@@ -133,10 +135,10 @@ async def _server(*arguments: str) -> AsyncIterator[int]:
         await process.wait()
 
 
-async def _asked(
+async def _measure(
     port: int, path: str, bodies: Sequence[bytes], clients: int, expected: int
 ) -> tuple[RequestRate, list[bytes]]:
-    """Ask everything, each client one after the other; the rate, and what was answered."""
+    """Send all requests from concurrent clients; return the rate and the answers."""
     left: Iterator[bytes] = iter(bodies)
     times: list[float] = []
     answers: list[bytes] = []
@@ -144,17 +146,17 @@ async def _asked(
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for body in left:
-            began = perf_counter()
+            started = perf_counter()
             writer.write(_request(path, body))
             status, answer = await _answer(reader)
-            times.append(perf_counter() - began)
+            times.append(perf_counter() - started)
             if status != expected:
                 raise RuntimeError(f"{path} answered {status}: {answer[:200]!r}")
             answers.append(answer)
 
-    began = perf_counter()
-    await asyncio.gather(*(client(*one) for one in connections))
-    took = perf_counter() - began
+    started = perf_counter()
+    await asyncio.gather(*(client(*connection) for connection in connections))
+    took = perf_counter() - started
     for _, writer in connections:
         writer.close()
     return RequestRate(round(len(bodies) / took), round(quantiles(times, n=100)[98] * 1000, 2)), answers
@@ -172,7 +174,9 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 def _median(rates: Sequence[RequestRate]) -> RequestRate:
-    return RequestRate(median(one.per_s for one in rates), median(one.p99_ms for one in rates))
+    return RequestRate(
+        median(connection.per_s for connection in rates), median(connection.p99_ms for connection in rates)
+    )
 
 
 def report_rows(report: HttpReport) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""The two servers that `ff bench http` compares, each in a process of its own: ours, and a bare FastAPI route."""
+"""The two servers that `ff bench http` compares, each in a separate process: FlowFabric's, and a bare FastAPI route."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class ControlCreateBody(BaseModel):
 
 
 async def create(body: ControlCreateBody) -> dict[str, Any]:
-    """The bare route: looks at the body and says that it was created."""
+    """Validate the body and answer as if an execution was created."""
     return {"Created": {"execution_id": body.execution_id, "public_state": "waiting"}}
 
 
 def control_server() -> uvicorn.Server:
-    """A FastAPI application with that one route."""
+    """Return a FastAPI application with that one route."""
     app = FastAPI()
     app.post("/v1/executions", status_code=201)(create)
     return uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off"))
 
 
 async def run_server(url: str) -> None:
-    """Our server on a store."""
+    """Run FlowFabric's server on a store."""
     from flowfabric.server.app import create_app
     from flowfabric.server.lifecycle import Server, engine_lifespan
     from flowfabric.server.settings import ServerSettings
@@ -53,7 +53,7 @@ async def run_server(url: str) -> None:
 
 
 async def _run(server: uvicorn.Server) -> None:
-    """Serve; the port is printed once there is one."""
+    """Serve, and print the port once it is known."""
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells nobody
         await asyncio.sleep(0.01)
@@ -62,7 +62,7 @@ async def _run(server: uvicorn.Server) -> None:
 
 
 def main() -> None:
-    """`control`, or `fabric URL`; ends when it is told to, or when its parent does."""
+    """Run `control` or `fabric URL` until SIGTERM."""
     event_loop.run(_run(control_server()) if sys.argv[1] == "control" else run_server(sys.argv[2]))
 
 

@@ -1,4 +1,4 @@
-"""The ground on Postgres: a scratch database on the named server, and a bare table in it through the same driver."""
+"""The scratch store on Postgres: a new database on the named server, and a bare table in it through the same driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.bench.scratch_store import BATCH, ScratchStore, paced
 from flowfabric.connector import parse_postgres_url
 from flowfabric.errors import InvalidInput, StoreUnavailable
 
-# A queue as one would write it by hand: found by queue and priority, watched for leases that end.
+# A queue as one would write it by hand: with an index for claims, and one for expired leases.
 _TABLE = """
 create table job (
     id bigint generated always as identity primary key, queue text not null default 'q',
@@ -45,7 +45,7 @@ update job set status = 2, result = x.result, done_at = now(), lease_until = nul
   from unnest($1::bigint[], $2::bytea[]) as x (id, result)
  where job.id = x.id and job.status = 1 and job.worker = 'w'
 """
-# Chains as one would write them by hand: the first step runs at once, and each end starts the step behind it.
+# Chains as one would write them by hand: the first step runs at once, and each completion starts the next step.
 _BEGIN = """
 insert into step (chain, place, status)
 select chain, place, case place when 1 then 1 else 0 end
@@ -66,7 +66,7 @@ returning step.id
 """
 _CANCEL = "update step set status = 3, done_at = now() where chain = $1 and status = 0"
 
-TIMEOUT_S = 10.0  # after which nobody will be told any more
+TIMEOUT_S = 10.0  # for a notification
 
 
 class PostgresControl:
@@ -93,21 +93,21 @@ class PostgresControl:
     async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
         worker = await _connect(self._url)
         try:
-            told = asyncio.Event()
-            await worker.add_listener("job", lambda *_: told.set())
+            notified = asyncio.Event()
+            await worker.add_listener("job", lambda *_: notified.set())
             submit = await self._connection.prepare(_SUBMIT)
             claim, finish = await worker.prepare(_CLAIM), await worker.prepare(_FINISH)
-            taken: list[float] = []
+            latencies_ms: list[float] = []
             async for _ in paced(count, per_second):
-                told.clear()
-                began = perf_counter()
+                notified.clear()
+                started = perf_counter()
                 submitted = asyncio.create_task(submit.fetch(payload))
-                await asyncio.wait_for(told.wait(), TIMEOUT_S)
+                await asyncio.wait_for(notified.wait(), TIMEOUT_S)
                 [row] = await claim.fetch(1)
-                taken.append((perf_counter() - began) * 1000)
+                latencies_ms.append((perf_counter() - started) * 1000)
                 await finish.fetch([row[0]], [b"done"])
                 await submitted
-            return taken
+            return latencies_ms
         finally:
             await worker.close()
 
@@ -115,7 +115,7 @@ class PostgresControl:
         first, go_on = await self._connection.prepare(_FIRST), await self._connection.prepare(_GO_ON)
         ended = 0
         for begun in range(0, chains, in_flight):
-            numbers = await self._begin(min(in_flight, chains - begun), steps)
+            numbers = await self._create_chains(min(in_flight, chains - begun), steps)
             running = await first.fetch(*numbers)
             while running:
                 ended += len(running)
@@ -123,13 +123,13 @@ class PostgresControl:
         return ended
 
     async def cancel(self, rows: int) -> float:
-        chain, _ = await self._begin(1, rows + 1)
-        began = perf_counter()
+        chain, _ = await self._create_chains(1, rows + 1)
+        started = perf_counter()
         await self._connection.execute(_CANCEL, chain)
-        return perf_counter() - began
+        return perf_counter() - started
 
-    async def _begin(self, chains: int, steps: int) -> tuple[int, int]:
-        """The numbers of the first and the last one."""
+    async def _create_chains(self, chains: int, steps: int) -> tuple[int, int]:
+        """Create chains; return the numbers of the first and the last one."""
         numbers = self._chains + 1, self._chains + chains
         self._chains += chains
         await self._connection.execute(_BEGIN, *numbers, steps)
@@ -141,7 +141,7 @@ class PostgresControl:
 
 @asynccontextmanager
 async def postgres_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
-    """A database of our own on the named server, dropped at the end; behind a pooler there is no bare table."""
+    """Create a database on the named server, dropped at the end; behind a pooler there is no control."""
     name = f"ff_bench_{token_hex(4)}"
     is_pooled = await _is_pooled(url)
     server = await _connect(url, is_pooled=is_pooled)
@@ -170,7 +170,7 @@ async def postgres_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
 
 
 async def _is_pooled(url: str) -> bool:
-    """Whether something in between refuses settings: the bare table's notifications would not get through it."""
+    """True if a pooler refuses settings: the notifications of the control would not pass through it."""
     try:
         connection = await _connect(url, server_settings={"plan_cache_mode": "auto"})
     except StoreUnavailable as refused:
@@ -193,7 +193,7 @@ async def _connect(url: str, *, is_pooled: bool = False, **options: Any) -> Any:
 
 async def _durability(connection: Any) -> str:
     names = ("fsync", "synchronous_commit", "full_page_writes")
-    async with connection.transaction():  # through a pooler only that keeps two trips on one server
+    async with connection.transaction():  # behind a pooler only a transaction stays on one server connection
         settings = [f"{name}={await connection.fetchval('select current_setting($1)', name)}" for name in names]
     return f"{', '.join(settings)}; acknowledged after the shared commit"
 

@@ -1,4 +1,4 @@
-"""The ground that is measured on: a scratch store, and a bare table beside it to compare with."""
+"""The scratch store that is measured, and the control beside it: a bare table to compare with."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ BATCH = 100  # rows that the control inserts, claims and finishes at a time
 
 
 class Control(Protocol):
-    """A bare table through the same driver: no fence, no history, no events; what the server can do at best."""
+    """A bare table through the same driver, without fences, history or events: the best that the server can do."""
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         """Insert these, `BATCH` at a time, each batch durable before the next."""
         ...
 
     async def drain(self) -> int:
-        """Claim `BATCH` rows, finish them with a result, until none is left; how many there were."""
+        """Claim and finish `BATCH` rows at a time until none is left; return how many there were."""
         ...
 
     async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
-        """Milliseconds from the insert of one row to its claim by whoever was told of it, at a low rate."""
+        """Return the milliseconds from the insert of a row to its claim by a notified worker, at a low rate."""
         ...
 
     async def chains(self, chains: int, steps: int, in_flight: int) -> int:
-        """Create chains and work them off, so many at a time: each end starts the next step; how many steps ended."""
+        """Create and run chains of steps, `in_flight` at a time; return how many steps were finished."""
         ...
 
     async def cancel(self, rows: int) -> float:
-        """Seconds that it takes to cancel so many rows that wait."""
+        """Return the seconds that it takes to cancel this many waiting rows."""
         ...
 
     async def vacuum(self) -> None:
-        """Do now what the server does by itself within a minute: clear away rows that are dead."""
+        """Remove dead rows now, which the server does by itself within a minute."""
         ...
 
 
 async def paced(count: int, per_second: int) -> AsyncIterator[int]:
-    """So many numbers, so many of them a second."""
-    begun = perf_counter()
+    """Yield the numbers up to `count`, at a rate of `per_second`."""
+    started = perf_counter()
     for number in range(count):
-        await asyncio.sleep(max(0.0, begun + number / per_second - perf_counter()))
+        await asyncio.sleep(max(0.0, started + number / per_second - perf_counter()))
         yield number
 
 
 class ScratchStore(msgspec.Struct, frozen=True):
-    """Where to measure."""
+    """An empty store to measure on."""
 
     url: str
     durability: str
     versions: dict[str, str]
     control: Control | None = None
-    shared: bool = True  # whether a second engine on this address sees the same rows
+    shared: bool = True  # True if a second engine on this URL sees the same rows
 
 
 def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
-    """An empty store of the named kind, on the same server or disk; removed at the end."""
+    """Create an empty store of the same kind, on the same server or disk; it is removed at the end."""
     match url.partition("://")[0]:
         case "sqlite":
             return _sqlite(url)
@@ -92,11 +92,14 @@ async def _sqlite(url: str) -> AsyncIterator[ScratchStore]:
     parts = urlsplit(url)
     with tempfile.TemporaryDirectory(prefix="ff-bench-", dir=Path(parts.path[1:]).parent) as folder:
         control = SQLiteControl(Path(folder) / "control.db")
-        own = f"sqlite:///{folder}/scratch.db" + (f"?{parts.query}" if parts.query else "")
+        scratch_url = f"sqlite:///{folder}/scratch.db" + (f"?{parts.query}" if parts.query else "")
         level = "NORMAL" if "synchronous=normal" in parts.query.lower() else "FULL"
         try:
             yield ScratchStore(
-                own, f"WAL, synchronous={level}; acknowledged after the shared commit", sqlite_versions(), control
+                scratch_url,
+                f"WAL, synchronous={level}; acknowledged after the shared commit",
+                sqlite_versions(),
+                control,
             )
         finally:
             control.close()

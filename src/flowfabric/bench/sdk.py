@@ -40,7 +40,7 @@ POLL_INTERVAL_S = 0.02
 
 
 class PeerReport(msgspec.Struct, frozen=True):
-    """What the other task queue made of the same jobs."""
+    """The results of the other task queue with the same jobs."""
 
     name: str
     version: str
@@ -50,7 +50,7 @@ class PeerReport(msgspec.Struct, frozen=True):
 
 
 class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured; rates are medians over the rounds, counted from the first start to the last."""
+    """The results; rates are medians over the rounds, from the first start of a job to the last."""
 
     store: str
     durability: str
@@ -87,38 +87,38 @@ async def sdk(
     on_postgres = url.startswith("postgres")
     jobs = jobs or (JOBS_ON_POSTGRES if on_postgres else JOBS)
     slots = slots or (SLOTS_ON_POSTGRES if on_postgres else SLOTS)
-    tell, load = StepCounter(progress, 3 * rounds + 2), os.getloadavg()[0]
-    tell("preparing")
+    begin_step, load = StepCounter(progress, 3 * rounds + 2), os.getloadavg()[0]
+    begin_step("preparing")
     peer, missing = _peer(url) if with_peer else (None, "not asked for")
     ours, theirs, durable = [], [], []
     with tempfile.TemporaryDirectory(prefix="ff-bench-") as name:
         folder = Path(name)
-        tell("submit → done")  # first: after the rounds a server is busy with tidying up
-        async with _app_on_its_own(url) as place:
-            times = await _latencies(place, folder / "latency", samples)
+        begin_step("submit → done")  # first: after the rounds a server is busy with tidying up
+        async with _app_on_scratch_store(url) as scratch:
+            times = await _latencies(scratch, folder / "latency", samples)
         for number in range(rounds):
             gc.collect()
-            tell(f"round {number + 1}: drain")
-            async with _app_on_its_own(url) as place:
-                ours.append(await _drain(place, folder / f"starts-{number}", jobs, slots))
-            tell(f"round {number + 1}: {peer.name if peer else 'no peer'}")
+            begin_step(f"round {number + 1}: drain")
+            async with _app_on_scratch_store(url) as scratch:
+                ours.append(await _drain(scratch, folder / f"starts-{number}", jobs, slots))
+            begin_step(f"round {number + 1}: {peer.name if peer else 'no peer'}")
             if peer is not None:
                 async with scratch_store(url) as beside:
                     theirs.append(await _peer_drain(peer, beside, folder / f"peer-{number}", jobs))
-            tell(f"round {number + 1}: durable functions")
-            async with _app_on_its_own(url) as place:
-                durable.append(await _durable(place, folder / "unused", functions))
-        tell.finish()
+            begin_step(f"round {number + 1}: durable functions")
+            async with _app_on_scratch_store(url) as scratch:
+                durable.append(await _durable(scratch, folder / "unused", functions))
+        begin_step.finish()
     percentiles = quantiles(times, n=100)
     drained, compared = median(ours), median(theirs) if theirs else None
     return SdkReport(
-        store=place.url.partition("://")[0],
-        durability=place.durability,
+        store=scratch.url.partition("://")[0],
+        durability=scratch.durability,
         versions={
             "flowfabric": __version__,
             "python": platform.python_version(),
             "loop": "uvloop" if find_spec("uvloop") else "asyncio",
-            **place.versions,
+            **scratch.versions,
         },
         cores=os.cpu_count() or 1,
         load=round(load, 2),
@@ -144,20 +144,20 @@ async def sdk(
 
 
 @asynccontextmanager
-async def _app_on_its_own(url: str) -> AsyncIterator[ScratchStore]:
-    """The app on a scratch store in which nothing else has been, as each peer has one."""
-    async with scratch_store(url) as place:
-        if not place.shared:
+async def _app_on_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
+    """Run the app on a new scratch store, as each peer has one."""
+    async with scratch_store(url) as scratch:
+        if not scratch.shared:
             raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
-        sdk_app.app.url = place.url
+        sdk_app.app.url = scratch.url
         async with sdk_app.app:
-            yield place
+            yield scratch
 
 
-async def _drain(place: ScratchStore, starts: Path, jobs: int, slots: int) -> float:
-    """Jobs that all stand in line when the worker starts; how many it started a second."""
+async def _drain(scratch: ScratchStore, starts: Path, jobs: int, slots: int) -> float:
+    """Submit all jobs before the worker starts; return how many it started per second."""
     runs = await sdk_app.noop.submit_many([body()] * jobs)
-    with _worker(place.url, starts, "--slots", str(slots), "--lanes", "noop"):
+    with _worker(scratch.url, starts, "--slots", str(slots), "--lanes", "noop"):
         await _started(starts, jobs)
         async with asyncio.timeout(TIMEOUT_S):
             for run in runs[-slots:]:
@@ -174,41 +174,41 @@ async def _any(engine: EngineAPI, state: str) -> bool:
     return bool((await engine.search_executions(public_state=state, limit=1)).executions)
 
 
-async def _durable(place: ScratchStore, starts: Path, functions: int) -> float:
-    """Durable functions, so many of them at any time; how many a second."""
+async def _durable(scratch: ScratchStore, starts: Path, functions: int) -> float:
+    """Run durable functions, `IN_FLIGHT` at a time; return the rate per second."""
     left = iter(range(functions))
 
-    async def one_after_another() -> None:
+    async def run_functions() -> None:
         for number in left:
             run = await sdk_app.ten_steps.submit(number)
             if await run.result(timeout=TIMEOUT_S) != number + sdk_app.STEPS:
                 raise AssertionError(f"{run} lost a step")
 
-    with _worker(place.url, starts, "--slots", str(IN_FLIGHT), "--lanes", "durable"):
+    with _worker(scratch.url, starts, "--slots", str(IN_FLIGHT), "--lanes", "durable"):
         await (await sdk_app.ten_steps.submit(0)).result(timeout=TIMEOUT_S)  # the worker is up
-        began = perf_counter()
-        await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
-        return functions / (perf_counter() - began)
+        started = perf_counter()
+        await asyncio.gather(*(run_functions() for _ in range(IN_FLIGHT)))
+        return functions / (perf_counter() - started)
 
 
-async def _latencies(place: ScratchStore, starts: Path, samples: int) -> list[float]:
-    """Milliseconds from the call that submits to its result, at a low rate."""
+async def _latencies(scratch: ScratchStore, starts: Path, samples: int) -> list[float]:
+    """Return the milliseconds from submit to result, at a low rate."""
     times: list[float] = []
 
-    async def one() -> None:
-        began = perf_counter()
+    async def submit_and_wait() -> None:
+        started = perf_counter()
         run = await sdk_app.noop.submit(body())
         await run.result(timeout=TIMEOUT_S)
-        times.append((perf_counter() - began) * 1000)
+        times.append((perf_counter() - started) * 1000)
 
-    with _worker(place.url, starts, "--slots", "10"):
+    with _worker(scratch.url, starts, "--slots", "10"):
         for _ in range(20):
-            await one()
+            await submit_and_wait()
         times.clear()
         begun, running = perf_counter(), []
         for number in range(samples):
             await asyncio.sleep(max(0.0, begun + number / PER_SECOND - perf_counter()))
-            running.append(asyncio.create_task(one()))
+            running.append(asyncio.create_task(submit_and_wait()))
         await asyncio.gather(*running)
     return times
 
@@ -224,7 +224,7 @@ def _worker(url: str, starts: Path, *arguments: str) -> Iterator[None]:
 
 
 def _peer(url: str) -> tuple[Peer | None, str | None]:
-    """The peer on this kind of store, ready to run, or why there is none."""
+    """Return the peer for this kind of store, ready to run, or the reason why there is none."""
     peer = HUEY if url.startswith("sqlite") else PGQUEUER
     try:
         peer.python()
@@ -237,16 +237,16 @@ def _share(peer: Peer, jobs: int) -> int:
     return max(2, round(jobs * peer.share))
 
 
-async def _peer_drain(peer: Peer, place: ScratchStore, starts: Path, jobs: int) -> float:
-    at = place.url if peer is PGQUEUER else str(Path(urlsplit(place.url).path[1:]).with_name("peer.db"))
-    some = _share(peer, jobs)
+async def _peer_drain(peer: Peer, scratch: ScratchStore, starts: Path, jobs: int) -> float:
+    at = scratch.url if peer is PGQUEUER else str(Path(urlsplit(scratch.url).path[1:]).with_name("peer.db"))
+    share = _share(peer, jobs)
     submitting = await asyncio.create_subprocess_exec(
-        *peer.command("submit", at, some), env={**os.environ, RECORD_VARIABLE: str(starts), "PYTHONPATH": ""}
+        *peer.command("submit", at, share), env={**os.environ, RECORD_VARIABLE: str(starts), "PYTHONPATH": ""}
     )
     if await submitting.wait():
         raise AssertionError(f"{peer.name} could not submit")
     with _process(peer.command("work", at), starts, {"PYTHONPATH": ""}):
-        await _started(starts, some)
+        await _started(starts, share)
     return per_second(str(starts))
 
 
@@ -254,7 +254,7 @@ async def _peer_drain(peer: Peer, place: ScratchStore, starts: Path, jobs: int) 
 
 
 async def _started(starts: Path, jobs: int) -> None:
-    """Wait until so many have started, for as long as more start."""
+    """Wait until this many jobs have started; fail if none has started for `TIMEOUT_S`."""
     seen, seen_at = 0, monotonic()
     while seen < jobs:
         await asyncio.sleep(POLL_INTERVAL_S)
@@ -267,21 +267,21 @@ async def _started(starts: Path, jobs: int) -> None:
 
 @contextmanager
 def _process(command: list[str], starts: Path, environ: Mapping[str, str]) -> Iterator[None]:
-    """A process and what it started, ended afterwards; what it said is told when something went wrong."""
+    """Run a process during the block and end it afterwards; its output is added to an error as a note."""
     log = starts.with_suffix(".log")
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         started = subprocess.Popen(
             command,
             env={**os.environ, RECORD_VARIABLE: str(starts), **environ},
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
     try:
         yield
-    except BaseException as fault:
-        fault.add_note(log.read_text()[-2000:])
+    except BaseException as error:
+        error.add_note(log.read_text()[-2000:])
         raise
     finally:
         started.terminate()

@@ -21,12 +21,12 @@ async def noop(job: dict[str, Any]) -> dict[str, bool]:
 
 @app.task(name="ten_steps", lane="durable")
 async def ten_steps(ctx: Context, number: int) -> int:
-    """Ten steps, each remembered before the next begins."""
+    """Run ten steps, each recorded before the next one starts."""
     for _ in range(STEPS):
         number = await ctx.step(add_one, number)
     return number
 
 
 async def add_one(number: int) -> int:
-    """A step that costs nothing but its memory."""
+    """Run a step that costs nothing but its record."""
     return number + 1

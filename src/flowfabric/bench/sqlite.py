@@ -10,7 +10,7 @@ import apsw
 
 from flowfabric.bench.scratch_store import BATCH, paced
 
-# A queue as one would write it by hand: found by queue and priority, watched for leases that end.
+# A queue as one would write it by hand: with an index for claims, and one for expired leases.
 _TABLE = """
 create table job (
     id integer primary key, queue text not null default 'q', status integer not null default 0,
@@ -33,7 +33,7 @@ returning id, payload
 _FINISH = """
 update job set status = 2, result = ?, done_at = 1, lease_until = null where id = ? and status = 1 and worker = 'w'
 """
-# Chains as one would write them by hand: the first step runs at once, and each end starts the step behind it.
+# Chains as one would write them by hand: the first step runs at once, and each completion starts the next step.
 _BEGIN = "insert into step (chain, place, status) values (?, ?, ?) returning id"
 _END = """
 update step set status = 2, result = ?, done_at = 1, lease_until = null where id = ? and status = 1
@@ -46,7 +46,7 @@ _CANCEL = "update step set status = 3, done_at = 1 where chain = ? and status = 
 
 
 class SQLiteControl:
-    """A bare table in a file of its own."""
+    """A bare table in a separate file."""
 
     def __init__(self, path: Path) -> None:
         self._db = apsw.Connection(str(path))
@@ -76,19 +76,19 @@ class SQLiteControl:
             done += len(claimed)
 
     async def latencies(self, payload: bytes, *, count: int, per_second: int) -> list[float]:
-        taken: list[float] = []
+        latencies_ms: list[float] = []
         async for _ in paced(count, per_second):
-            began = perf_counter()
+            started = perf_counter()
             self._db.execute(_INSERT, (payload,))
             [row] = self._db.execute(_CLAIM, (1,))
-            taken.append((perf_counter() - began) * 1000)
+            latencies_ms.append((perf_counter() - started) * 1000)
             self._db.execute(_FINISH, (b"done", row[0]))
-        return taken
+        return latencies_ms
 
     async def chains(self, chains: int, steps: int, in_flight: int) -> int:
         ended = 0
         for begun in range(0, chains, in_flight):
-            running = self._begin(min(in_flight, chains - begun), steps)
+            running = self._create_chains(min(in_flight, chains - begun), steps)
             while running:
                 self._db.execute("begin immediate")
                 behind = list(self._db.executemany(_END, [(b"done", row) for row in running]))
@@ -98,13 +98,13 @@ class SQLiteControl:
         return ended
 
     async def cancel(self, rows: int) -> float:
-        self._begin(1, rows + 1)
-        began = perf_counter()
+        self._create_chains(1, rows + 1)
+        started = perf_counter()
         self._db.execute(_CANCEL, (self._chains,))
-        return perf_counter() - began
+        return perf_counter() - started
 
-    def _begin(self, chains: int, steps: int) -> list[int]:
-        """The first steps of new chains."""
+    def _create_chains(self, chains: int, steps: int) -> list[int]:
+        """Create chains; return the ids of their first steps."""
         new = range(self._chains + 1, self._chains + chains + 1)
         self._chains += chains
         rows = [(chain, place, int(place == 1)) for chain in new for place in range(1, steps + 1)]
@@ -114,12 +114,12 @@ class SQLiteControl:
         return ids[::steps]
 
     async def vacuum(self) -> None:
-        """Nothing is left behind here: a row is written over in its place."""
+        """Do nothing: SQLite updates rows in place."""
 
     def close(self) -> None:
         self._db.close()
 
 
 def sqlite_versions() -> dict[str, str]:
-    """Of library and driver."""
+    """Return the versions of library and driver."""
     return {"sqlite": apsw.sqlite_lib_version(), "apsw": apsw.apsw_version()}

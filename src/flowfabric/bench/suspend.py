@@ -1,4 +1,4 @@
-"""`ff bench suspend`: how soon a signal has waiting work running again, and how fast output reaches its readers."""
+"""`ff bench suspend`: how soon a signal resumes a suspended execution, and how fast output reaches its readers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LEASE_MS = 600_000
 WARM_UP = 20
 FRAME = b'{"token":"word"}'
 WRITERS = 256  # tasks that write frames at the same time, each waiting for its own
-PAUSE_S = 0.005  # for whoever waits to be at rest
+PAUSE_S = 0.005  # for the waiting side to become idle
 
 T = TypeVar("T")
 
 
 class SuspendReport(msgspec.Struct, frozen=True):
-    """What was measured. Times are milliseconds."""
+    """The results; times are in milliseconds."""
 
     store: str
     durability: str
@@ -44,7 +44,7 @@ class SuspendReport(msgspec.Struct, frozen=True):
     signal_p50_ms: float
     running_p50_ms: float  # from the call of the signal to the claim that has the work
     commit_p50_ms: float  # the ground in the same run: one small guarded commit
-    resume_in_commits: float  # the whole way in units of it
+    resume_in_commits: float  # the totals way in units of it
     frames: int
     frames_per_s: float
     tails: int
@@ -61,33 +61,33 @@ async def suspend(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SuspendReport:
     """Measure on a scratch store beside the named one."""
-    tell = progress or (lambda what, done, steps: None)
+    report_progress = progress or (lambda what, done, steps: None)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await open_engine(place.url))
+        scratch = await stack.enter_async_context(scratch_store(url))
+        engine = await stack.enter_async_context(await open_engine(scratch.url))
         await engine.ensure_signing_key(secrets.token_hex(32))
-        tell("suspend, signal, claim", 0, 3)
-        times, ground_times = await _round_trips(engine, rounds)
-        tell("frames", 1, 3)
+        report_progress("suspend, signal, claim", 0, 3)
+        times, commit_times = await _round_trips(engine, rounds)
+        report_progress("frames", 1, 3)
         rate = await _frames(engine, frames)
-        tell("tail", 2, 3)
-        reader = await stack.enter_async_context(await open_engine(place.url)) if place.shared else engine
+        report_progress("tail", 2, 3)
+        reader = await stack.enter_async_context(await open_engine(scratch.url)) if scratch.shared else engine
         delays = await _tails(engine, reader, tails)
-        tell("done", 3, 3)
-        whole = [suspending + resuming for suspending, _, resuming in times]
+        report_progress("done", 3, 3)
+        totals = [suspending + resuming for suspending, _, resuming in times]
         return SuspendReport(
-            store=place.url.partition(":")[0],
-            durability=place.durability,
-            versions=place.versions,
+            store=scratch.url.partition(":")[0],
+            durability=scratch.durability,
+            versions=scratch.versions,
             cores=os.cpu_count() or 1,
             rounds=rounds,
-            resume_p50_ms=_ms(median(whole)),
-            resume_p99_ms=_p99(whole),
+            resume_p50_ms=_ms(median(totals)),
+            resume_p99_ms=_p99(totals),
             suspend_p50_ms=_ms(median(parts[0] for parts in times)),
             signal_p50_ms=_ms(median(parts[1] for parts in times)),
             running_p50_ms=_ms(median(parts[2] for parts in times)),
-            commit_p50_ms=_ms(median(ground_times)),
-            resume_in_commits=round(median(whole) / median(ground_times), 2),
+            commit_p50_ms=_ms(median(commit_times)),
+            resume_in_commits=round(median(totals) / median(commit_times), 2),
             frames=frames,
             frames_per_s=round(rate),
             tails=tails,
@@ -111,19 +111,19 @@ async def _claim(engine: Engine) -> Handle:
 
 
 async def _round_trips(engine: Engine, rounds: int) -> tuple[list[tuple[float, float, float]], list[float]]:
-    """Ways there and back, and before each the ground that they are measured on."""
+    """Return the times of suspend-and-resume round trips, and of a small commit before each."""
     _, held = await _claimed(engine)
-    ways, commits = [], []
+    round_trips, commits = [], []
     for _ in range(WARM_UP + rounds):
-        way, commit = await _round_trip(engine, held)
-        ways.append(way)
+        round_trip, commit = await _round_trip(engine, held)
+        round_trips.append(round_trip)
         commits.append(commit)
     await engine.complete(held)
-    return ways[WARM_UP:], commits[WARM_UP:]
+    return round_trips[WARM_UP:], commits[WARM_UP:]
 
 
 async def _round_trip(engine: Engine, held: Handle) -> tuple[tuple[float, float, float], float]:
-    """The lengths of a suspend, of the signal that ends it, of its way to a waiting worker; and that of a commit."""
+    """Return the seconds of a suspend, of its signal, and until a worker has claimed it; and those of a commit."""
     execution_id, handle = await _claimed(engine)
     claiming = asyncio.create_task(_timed(_claim(engine)))
     await asyncio.sleep(PAUSE_S)
@@ -176,7 +176,7 @@ async def _frames(engine: Engine, count: int) -> float:
 
 
 async def _tails(engine: Engine, reader: Engine, count: int) -> list[float]:
-    """How long after the call of append a waiting tail, in an engine of its own, has each frame."""
+    """Return the seconds from each append until a waiting reader, in another engine, has the frame."""
     execution_id, handle = await _claimed(engine)
     delays: list[float] = []
     after = "0-0"
@@ -195,7 +195,7 @@ async def _tails(engine: Engine, reader: Engine, count: int) -> list[float]:
 
 
 async def _timed(what: Awaitable[T]) -> tuple[T, float]:
-    """What came, and when."""
+    """Return the result and the time at which it arrived."""
     return await what, perf_counter()
 
 

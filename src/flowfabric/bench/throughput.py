@@ -26,7 +26,7 @@ CLAIMS = 50  # that are timed, in each of two stores
 
 
 class ThroughputReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured; rates are medians over the rounds, and so are ratios to the control of the same round."""
+    """The results; rates are medians over the rounds, and so are ratios to the control of the same round."""
 
     store: str
     durability: str
@@ -53,7 +53,7 @@ class ThroughputReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProgressCallback(Protocol):
-    """Hears what is being done."""
+    """Called with the name of each step, how many are done, and how many there are."""
 
     def __call__(self, what: str, done: int, steps: int) -> None: ...
 
@@ -69,29 +69,29 @@ async def throughput(
     progress: ProgressCallback | None = None,
 ) -> ThroughputReport:
     """Measure on a scratch store beside the named one."""
-    tell = StepCounter(progress, 5 * rounds + 1 + (2 if depth else 0))
-    chance = random.Random(0)
-    payloads = [chance.randbytes(payload_bytes) for _ in range(jobs)]
+    begin_step = StepCounter(progress, 5 * rounds + 1 + (2 if depth else 0))
+    rng = random.Random(0)
+    payloads = [rng.randbytes(payload_bytes) for _ in range(jobs)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(scratch_store(url))
-        engine = await stack.enter_async_context(await open_engine(place.url))
-        claimer = await stack.enter_async_context(await open_engine(place.url)) if place.shared else engine
-        tell("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
-        times = await _latencies(engine, claimer, place.control, payloads[0], WARM_UP + samples)
-        rates = [await _round(engine, place.control, number, payloads, tell) for number in range(rounds)]
+        scratch = await stack.enter_async_context(scratch_store(url))
+        engine = await stack.enter_async_context(await open_engine(scratch.url))
+        claimer = await stack.enter_async_context(await open_engine(scratch.url)) if scratch.shared else engine
+        begin_step("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
+        times = await _latencies(engine, claimer, scratch.control, payloads[0], WARM_UP + samples)
+        rates = [await _round(engine, scratch.control, number, payloads, begin_step) for number in range(rounds)]
         costs = None
         if depth:
             other = await stack.enter_async_context(scratch_store(url))
             empty = await stack.enter_async_context(await open_engine(other.url))
-            costs = await _claim_costs(empty, engine, place.control, depth, payloads[0], tell)
-        tell.finish()
-        return _report(place, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
+            costs = await _claim_costs(empty, engine, scratch.control, depth, payloads[0], begin_step)
+        begin_step.finish()
+        return _report(scratch, rates, times, costs, jobs=jobs, payload_bytes=payload_bytes, depth=depth)
 
 
 async def _latencies(
     engine: Engine, claimer: Engine, control: Control | None, payload: bytes, count: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds from submit to claim, of the engine and then of the control."""
+    """Return the milliseconds from submit to claim, of the engine and of the control."""
     own = await workload.latencies(engine, claimer, "bench-latency", payload, count=count, per_second=PER_SECOND)
     bare = [] if control is None else await control.latencies(payload, count=count, per_second=PER_SECOND)
     return own[WARM_UP:], bare[WARM_UP:]
@@ -108,7 +108,7 @@ class RoundRates(msgspec.Struct, frozen=True):
 
 
 class StepCounter:
-    """Tells which of so many steps is being done."""
+    """Reports which step of a benchmark is running."""
 
     def __init__(self, progress: ProgressCallback | None, steps: int) -> None:
         self._progress = progress
@@ -126,46 +126,46 @@ class StepCounter:
 
 
 async def _round(
-    engine: Engine, control: Control | None, number: int, payloads: Sequence[bytes], tell: Callable[[str], None]
+    engine: Engine, control: Control | None, number: int, payloads: Sequence[bytes], begin_step: Callable[[str], None]
 ) -> RoundRates:
-    """Engine and control in turns, so that a slow moment of the machine meets both."""
+    """Measure engine and control in turns, so that a slow moment of the machine affects both."""
     lane, name, insert, control_drain = f"bench-{number}", f"round {number + 1}: ", None, None
     gc.collect()
-    tell(name + "bulk submit")
+    begin_step(name + "bulk submit")
     bulk = await workload.bulk_submit(engine, lane, payloads)
-    tell(name + "bare insert")
+    begin_step(name + "bare insert")
     if control is not None:
-        began = perf_counter()
+        started = perf_counter()
         await control.insert(payloads)
-        insert = len(payloads) / (perf_counter() - began)
-    tell(name + "drain")
+        insert = len(payloads) / (perf_counter() - started)
+    begin_step(name + "drain")
     drained = await workload.drain(engine, lane, len(payloads))
-    tell(name + "bare drain")
+    begin_step(name + "bare drain")
     if control is not None:
-        began = perf_counter()
-        control_drain = await control.drain() / (perf_counter() - began)
-    tell(name + f"{workload.CALLERS} concurrent submits")
-    some = payloads[: max(1, len(payloads) // 4)]
-    single = await workload.single_submits(engine, lane, some)
-    await workload.drain(engine, lane, len(some))
+        started = perf_counter()
+        control_drain = await control.drain() / (perf_counter() - started)
+    begin_step(name + f"{workload.CALLERS} concurrent submits")
+    batch = payloads[: max(1, len(payloads) // 4)]
+    single = await workload.single_submits(engine, lane, batch)
+    await workload.drain(engine, lane, len(batch))
     return RoundRates(bulk, insert, drained, control_drain, single)
 
 
 async def _claim_costs(
-    empty: Engine, full: Engine, control: Control | None, depth: int, payload: bytes, tell: Callable[[str], None]
+    empty: Engine, full: Engine, control: Control | None, depth: int, payload: bytes, begin_step: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Milliseconds that a claim of 100 takes: in a store of its own, and with so many finished and waiting rows."""
+    """Return the milliseconds of a claim of 100 rows: in an empty store, and in one with `depth` other rows."""
     lane = "bench-depth"
-    tell(f"{depth} finished and {depth} waiting rows")
+    begin_step(f"{depth} finished and {depth} waiting rows")
     for begin in range(0, depth, 20_000):
-        some = [payload] * min(20_000, depth - begin)
-        await workload.bulk_submit(full, lane, some)
-        await workload.drain(full, lane, len(some))
+        batch = [payload] * min(20_000, depth - begin)
+        await workload.bulk_submit(full, lane, batch)
+        await workload.drain(full, lane, len(batch))
     for begin in range(0, depth, 20_000):
         await workload.bulk_submit(full, lane, [payload] * min(20_000, depth - begin))
     if control is not None:
         await control.vacuum()
-    tell("claims beside them, and in an empty store")
+    begin_step("claims beside them, and in an empty store")
     for engine in (empty, full):
         await workload.bulk_submit(engine, lane, [payload] * (workload.CLAIM_BATCH * (CLAIMS + 1)))
     pairs = [(await _claim_ms(empty, lane), await _claim_ms(full, lane)) for _ in range(CLAIMS + 1)]
@@ -174,7 +174,7 @@ async def _claim_costs(
 
 
 async def _claim_ms(engine: Engine, lane: str) -> float:
-    began = perf_counter()
+    started = perf_counter()
     claimed = await engine.claim_many(
         lane,
         workload.CLAIM_BATCH,
@@ -182,14 +182,14 @@ async def _claim_ms(engine: Engine, lane: str) -> float:
         worker_instance_id=workload.WORKER,
         lease_ttl_ms=3_600_000,
     )
-    took = perf_counter() - began
+    took = perf_counter() - started
     if len(claimed) != workload.CLAIM_BATCH:
         raise AssertionError(f"a claim of {workload.CLAIM_BATCH} got {len(claimed)}")
     return took * 1000
 
 
 def _report(
-    place: ScratchStore,
+    scratch: ScratchStore,
     rates: list[RoundRates],
     times: tuple[list[float], list[float]],
     costs: tuple[float, float] | None,
@@ -198,28 +198,28 @@ def _report(
     payload_bytes: int,
     depth: int,
 ) -> ThroughputReport:
-    drained, bulk = median(one.drain for one in rates), median(one.bulk for one in rates)
-    control_drain = _median([one.control_drain for one in rates])
-    insert = _median([one.insert for one in rates])
+    drained, bulk = median(rate.drain for rate in rates), median(rate.bulk for rate in rates)
+    control_drain = _median([rate.control_drain for rate in rates])
+    insert = _median([rate.insert for rate in rates])
     own, bare = times
     percentiles = quantiles(own, n=100)
     return ThroughputReport(
-        store=place.url.partition("://")[0],
-        durability=place.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **place.versions},
+        store=scratch.url.partition("://")[0],
+        durability=scratch.durability,
+        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
         cores=os.cpu_count() or 1,
         jobs=jobs,
         payload_bytes=payload_bytes,
         rounds=len(rates),
         drain_per_s=round(drained),
         bulk_submit_per_s=round(bulk),
-        single_submit_per_s=round(median(one.single for one in rates)),
+        single_submit_per_s=round(median(rate.single for rate in rates)),
         latency_p50_ms=round(percentiles[49], 2),
         latency_p99_ms=round(percentiles[98], 2),
         control_drain_per_s=None if control_drain is None else round(control_drain),
-        drain_ratio=_ratio([(one.drain, one.control_drain) for one in rates]),
+        drain_ratio=_ratio([(rate.drain, rate.control_drain) for rate in rates]),
         control_insert_per_s=None if insert is None else round(insert),
-        submit_ratio=_ratio([(one.bulk, one.insert) for one in rates]),
+        submit_ratio=_ratio([(rate.bulk, rate.insert) for rate in rates]),
         control_latency_p50_ms=round(median(bare), 2) if bare else None,
         latency_ratio=_ratio([(median(own), _median(bare))]),
         depth=depth or None,
@@ -230,8 +230,8 @@ def _report(
 
 
 def _ratio(pairs: Sequence[tuple[float, float | None]]) -> float | None:
-    found = _median([None if control is None else engine / control for engine, control in pairs])
-    return None if found is None else round(found, 3)
+    value = _median([None if control is None else engine / control for engine, control in pairs])
+    return None if value is None else round(value, 3)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

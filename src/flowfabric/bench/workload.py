@@ -1,4 +1,4 @@
-"""How the engine is driven while it is measured: the calls that a submitting service and a worker make."""
+"""The load on the engine during a benchmark: the calls that a submitting service and a worker make."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RESULT = b"done"
 
 
 async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> float:
-    """Create one execution per payload with a single call; how many a second."""
-    began = perf_counter()
+    """Create one execution per payload with a single call; return the rate per second."""
+    started = perf_counter()
     created = await engine.create_executions(
         CreateExecution(
             execution_id=engine.new_execution_id(lane),
@@ -32,7 +32,7 @@ async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> f
         )
         for payload in payloads
     )
-    took = perf_counter() - began
+    took = perf_counter() - started
     for answer in created:
         if isinstance(answer, Exception):
             raise answer
@@ -40,7 +40,7 @@ async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> f
 
 
 async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes], callers: int = CALLERS) -> float:
-    """Create one execution per payload with a call each, from many callers at once; how many a second."""
+    """Create one execution per call from many concurrent callers; return the rate per second."""
     waiting = iter(payloads)
 
     async def caller() -> None:
@@ -53,16 +53,16 @@ async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes], c
                 input_payload=payload,
             )
 
-    began = perf_counter()
+    started = perf_counter()
     await asyncio.gather(*(caller() for _ in range(callers)))
-    return len(payloads) / (perf_counter() - began)
+    return len(payloads) / (perf_counter() - started)
 
 
 async def drain(engine: Engine, lane: str, expected: int) -> float:
-    """Claim, do nothing, complete with a result, until the lane is empty; how many a second."""
-    began = perf_counter()
+    """Claim and complete executions until the lane is empty; return the rate per second."""
+    started = perf_counter()
     done = sum(await asyncio.gather(*(_drain_loop(engine, lane, f"{WORKER}-{loop}") for loop in range(CLAIM_LOOPS))))
-    took = perf_counter() - began
+    took = perf_counter() - started
     if done != expected:
         raise AssertionError(f"{expected} executions were submitted and {done} completed")
     return done / took
@@ -73,7 +73,7 @@ async def _drain_loop(engine: Engine, lane: str, instance: str) -> int:
     while claimed := await engine.claim_many(
         lane, CLAIM_BATCH, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
     ):
-        answered = await engine.complete_many([(one.handle, RESULT) for one in claimed])
+        answered = await engine.complete_many([(row.handle, RESULT) for row in claimed])
         done += sum(isinstance(answer, Completed) for answer in answered)
     return done
 
@@ -81,18 +81,18 @@ async def _drain_loop(engine: Engine, lane: str, instance: str) -> int:
 async def latencies(
     submitter: Engine, claimer: Engine, lane: str, payload: bytes, *, count: int, per_second: int
 ) -> list[float]:
-    """Milliseconds from the call that submits to the claim that has it, at a low rate, with a worker waiting."""
+    """Return the milliseconds from submit to claim by a waiting worker, at a low rate."""
     submitted: dict[str, float] = {}
-    taken: list[float] = []
+    latencies_ms: list[float] = []
 
     async def work() -> None:
-        while len(taken) < count:
+        while len(latencies_ms) < count:
             claimed = await claimer.claim(
                 lane, worker_id=WORKER, worker_instance_id=WORKER, lease_ttl_ms=LEASE_MS, max_wait_ms=10_000
             )
             if claimed is None:
                 raise AssertionError("a submitted execution was not claimed within ten seconds")
-            taken.append((perf_counter() - submitted[claimed.execution_id]) * 1000)
+            latencies_ms.append((perf_counter() - submitted[claimed.execution_id]) * 1000)
             await claimer.complete(claimed.handle, result=RESULT)
 
     worker = asyncio.create_task(work())
@@ -103,4 +103,4 @@ async def latencies(
             execution_id=execution_id, namespace="bench", lane_id=lane, execution_kind="noop", input_payload=payload
         )
     await worker
-    return taken
+    return latencies_ms

@@ -1,8 +1,8 @@
-"""What is true of every flow at every moment: counters are recounts, joins follow their policy, nobody starts early.
+"""Invariants of flows: counters equal recounts, joins follow their policy, and no node starts early.
 
-    await check_flow_invariants(engine)         # raises InvariantBroken with every sentence that does not hold
+    await check_flow_invariants(engine)         # raises InvariantBroken with every violation
 
-Rows are read one after the other, so nothing else may be under way meanwhile.
+Rows are read one after the other, so no operation may be in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 
 async def check_flow_invariants(engine: Engine) -> None:
-    """Look at every row of every flow; raises `InvariantBroken`."""
+    """Check every row of every flow; raises `InvariantBroken`."""
     store = engine.store
     executions = {row.execution_id: row for row in await scan_all(store, Execution)}
     flows, members = await scan_all(store, Flow), await scan_all(store, FlowMember)
@@ -41,7 +41,7 @@ async def check_flow_invariants(engine: Engine) -> None:
         await scan_all(store, EdgeGroup),
         await scan_all(store, Dependency),
     )
-    flagged = {(one.flow_id, one.downstream_execution_id) for one in await scan_all(store, PendingSiblingCancel)}
+    flagged = {(row.flow_id, row.downstream_execution_id) for row in await scan_all(store, PendingSiblingCancel)}
     broken = [
         *_broken_flows(flows, members, edges),
         *_broken_groups(groups, inbound, edges, executions, flagged),
@@ -54,7 +54,7 @@ async def check_flow_invariants(engine: Engine) -> None:
 
 
 def _broken_flows(flows: Sequence[Flow], members: Sequence[FlowMember], edges: Sequence[Edge]) -> Iterator[str]:
-    nodes, arrows = Counter(one.flow_id for one in members), Counter(one.flow_id for one in edges)
+    nodes, arrows = Counter(row.flow_id for row in members), Counter(edge.flow_id for edge in edges)
     for flow in flows:
         counted = (nodes[flow.flow_id], arrows[flow.flow_id])
         if (flow.node_count, flow.edge_count) != counted:
@@ -72,9 +72,9 @@ def _broken_groups(
 ) -> Iterator[str]:
     # By flow as well: a policy may be set for a downstream that is no member of the flow (and will never be).
     applied: dict[tuple[str, str], list[Dependency]] = defaultdict(list)
-    for one in inbound:
-        applied[one.flow_id, one.downstream_execution_id].append(one)
-    staged = Counter((one.flow_id, one.downstream_execution_id) for one in edges)
+    for edge in inbound:
+        applied[edge.flow_id, edge.downstream_execution_id].append(edge)
+    staged = Counter((edge.flow_id, edge.downstream_execution_id) for edge in edges)
     for group in groups:
         key = (group.flow_id, group.downstream_execution_id)
         child = executions.get(group.downstream_execution_id)
@@ -94,20 +94,20 @@ def _broken_groups(
 def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[str]:
     name = group.downstream_execution_id
     counted: Counter[str] = Counter()
-    for one in inbound:
-        if (one.state is DependencyState.UNSATISFIED) != (one.last_resolved_at is None):
-            yield f"{name}: edge {one.edge_id} is {one.state} and was resolved at {one.last_resolved_at}"
-        if one.unfolded_at is not None and (one.outcome is None or one.state is not DependencyState.UNSATISFIED):
-            yield f"{name}: edge {one.edge_id} is to be folded as {one.outcome} and is {one.state}"
-        if one.state is DependencyState.UNSATISFIED or one.outcome is None:
+    for edge in inbound:
+        if (edge.state is DependencyState.UNSATISFIED) != (edge.last_resolved_at is None):
+            yield f"{name}: edge {edge.edge_id} is {edge.state} and was resolved at {edge.last_resolved_at}"
+        if edge.unfolded_at is not None and (edge.outcome is None or edge.state is not DependencyState.UNSATISFIED):
+            yield f"{name}: edge {edge.edge_id} is to be folded as {edge.outcome} and is {edge.state}"
+        if edge.state is DependencyState.UNSATISFIED or edge.outcome is None:
             continue
-        if joins.satisfies(one.dependency_kind, one.outcome) != (one.state is DependencyState.SATISFIED):
-            yield f"{name}: edge {one.edge_id} of kind {one.dependency_kind} is {one.state} after {one.outcome}"
-        bucket = "succeeded" if one.state is DependencyState.SATISFIED else "failed"
-        counted[bucket if bucket == "succeeded" or one.outcome.value != "skipped" else "skipped"] += 1
-    found = (counted["succeeded"], counted["failed"], counted["skipped"], len(inbound))
-    if found != (group.succeeded, group.failed, group.skipped, group.n):
-        yield f"{name}: {group.succeeded}/{group.failed}/{group.skipped} of {group.n}, counted {found}"
+        if joins.satisfies(edge.dependency_kind, edge.outcome) != (edge.state is DependencyState.SATISFIED):
+            yield f"{name}: edge {edge.edge_id} of kind {edge.dependency_kind} is {edge.state} after {edge.outcome}"
+        bucket = "succeeded" if edge.state is DependencyState.SATISFIED else "failed"
+        counted[bucket if bucket == "succeeded" or edge.outcome.value != "skipped" else "skipped"] += 1
+    recount = (counted["succeeded"], counted["failed"], counted["skipped"], len(inbound))
+    if recount != (group.succeeded, group.failed, group.skipped, group.n):
+        yield f"{name}: {group.succeeded}/{group.failed}/{group.skipped} of {group.n}, counted {recount}"
     now = joins.evaluate(group, group.succeeded, group.failed + group.skipped)
     resolved = group.succeeded + group.failed + group.skipped
     if group.group_state is GroupState.PENDING and resolved and now is not GroupState.PENDING:
@@ -127,8 +127,8 @@ def _broken_child(group: EdgeGroup, child: Execution) -> Iterator[str]:
     if child.lifecycle_phase is LifecyclePhase.RUNNABLE and group.n > 0:
         if waits and group.group_state is GroupState.SATISFIED:
             yield f"{child.execution_id}: waits for dependencies that are met"
-        # One that ran before its edge was applied goes on as it is, and one that an operator gave another life to runs
-        # whatever it waited for; one that never started has to wait.
+        # A node that ran before its edge was applied continues, and a replayed node runs without its dependencies; a
+        # node that never started has to wait.
         untouched = child.started_at is None and child.replay_count == 0
         if not waits and untouched and group.group_state is GroupState.PENDING:
             yield f"{child.execution_id}: can start before its dependencies are met"
@@ -136,11 +136,11 @@ def _broken_child(group: EdgeGroup, child: Execution) -> Iterator[str]:
 
 def _broken_successors(executions: dict[str, Execution], inbound: Sequence[Dependency]) -> Iterator[str]:
     after: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for one in inbound:
-        after[one.upstream_execution_id].add((one.edge_id, one.downstream_execution_id))
+    for edge in inbound:
+        after[edge.upstream_execution_id].add((edge.edge_id, edge.downstream_execution_id))
     for row in executions.values():
         expected = after[row.execution_id]
-        named = {(one.edge_id, one.execution_id) for one in successors.named_successors(row)}
+        named = {(edge.edge_id, edge.execution_id) for edge in successors.named_successors(row)}
         if row.successors != successors.MANY and not expected <= named:
             yield f"{row.execution_id}: names {len(named)} successors and has {len(expected)}"
 
@@ -148,19 +148,19 @@ def _broken_successors(executions: dict[str, Execution], inbound: Sequence[Depen
 def _broken_notes(
     executions: dict[str, Execution], inbound: Sequence[Dependency], flagged: set[tuple[str, str]]
 ) -> Iterator[str]:
-    for one in inbound:
-        upstream = executions.get(one.upstream_execution_id)
-        if upstream is None or upstream.lifecycle_phase is not LifecyclePhase.TERMINAL or one.outcome is not None:
+    for edge in inbound:
+        upstream = executions.get(edge.upstream_execution_id)
+        if upstream is None or upstream.lifecycle_phase is not LifecyclePhase.TERMINAL or edge.outcome is not None:
             continue
-        # Many edges are told along a dispatch row, and those that a flow's cascade cancelled by a reconciler. Siblings
-        # that nobody needs are counted before their group is drained.
+        # Many edges are resolved through a dispatch row, and edges of cascade-cancelled members by a reconciler.
+        # Siblings that are no longer needed are counted before their group is drained.
         is_owed = upstream.successors == successors.MANY or upstream.cancelled_by == cancel.FLOW_CASCADE
-        if not is_owed and (one.flow_id, one.downstream_execution_id) not in flagged:
-            yield f"{one.downstream_execution_id}: edge {one.edge_id} does not know that its upstream has ended"
+        if not is_owed and (edge.flow_id, edge.downstream_execution_id) not in flagged:
+            yield f"{edge.downstream_execution_id}: edge {edge.edge_id} does not know that its upstream has ended"
 
 
 def _broken_backlogs(backlogs: Sequence[CancelBacklog], pending: Sequence[PendingMemberCancel]) -> Iterator[str]:
-    listed = Counter(one.flow_id for one in pending)
-    known = {one.flow_id: one.remaining for one in backlogs}
+    listed = Counter(row.flow_id for row in pending)
+    known = {row.flow_id: row.remaining for row in backlogs}
     if known != dict(listed):
         yield f"backlogs say {known}, counted {dict(listed)}"

@@ -1,9 +1,9 @@
-"""What is true of every execution at every moment, whatever was done to it: asked of the rows, lines and feeds.
+"""Invariants of executions, which hold at every moment: checked against rows, ready queues and feeds.
 
-    await check_invariants(engine)              # raises InvariantBroken with every sentence that does not hold
+    await check_invariants(engine)              # raises InvariantBroken with every violation
 
 `I1` to `I11` are the invariants of the specification (execution.md 2.3); the others follow from how attempts, leases
-and events belong together. Rows and feeds are read one after the other, so nothing else may be under way meanwhile.
+and events belong together. Rows and feeds are read one after the other, so no operation may be in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -49,70 +49,70 @@ ENDED_STATES = frozenset(
 
 
 class InvariantBroken(AssertionError):
-    """Something that is always true was not."""
+    """An invariant does not hold; the message lists every violation."""
 
 
 async def check_invariants(engine: Engine) -> None:
-    """Look at every row and event; raises `InvariantBroken`."""
+    """Check every row and event; raises `InvariantBroken`."""
     await InvariantChecker(engine).check()
 
 
 class InvariantChecker:
-    """Looks again and again: also notices what moves backwards between two looks."""
+    """Checks repeatedly, and also detects counters that decrease between two checks."""
 
     def __init__(self, engine: Engine) -> None:
         self._store: Store = engine.store
         self._rows: dict[str, Execution] = {}
-        self._told: dict[str, list[FeedEvent]] = defaultdict(list)
+        self._events: dict[str, list[FeedEvent]] = defaultdict(list)
         self._position = 0
-        self._whole_after = -1  # what was created later was heard of from its beginning
+        self._complete_after = -1  # for executions created later, all events were read
 
     async def check(self) -> None:
-        """Raises `InvariantBroken` with every sentence that does not hold now."""
+        """Raise `InvariantBroken` with every violation."""
         rows = {row.execution_id: row for row in await scan_all(self._store, Execution)}
         attempts: dict[str, list[Attempt]] = defaultdict(list)
         for attempt in await scan_all(self._store, Attempt):
             attempts[attempt.execution_id].append(attempt)
-        await self._listen()
-        for gone in self._rows.keys() - rows.keys():
-            del self._told[gone]  # its life is over; one that begins again under this id is another one
+        await self._read_feeds()
+        for removed in self._rows.keys() - rows.keys():
+            del self._events[removed]  # an execution that is created under this id again is another one
         broken = [
-            f"{execution_id}: {sentence}"
+            f"{execution_id}: {violation}"
             for execution_id, row in rows.items()
-            for sentence in self._broken(row, attempts.pop(execution_id, []))
+            for violation in self._violations(row, attempts.pop(execution_id, []))
         ]
         broken += [f"{owner}: attempts without an execution" for owner in attempts]
-        broken += [sentence async for sentence in _broken_lines(self._store, rows.values())]
+        broken += [violation async for violation in _queue_violations(self._store, rows.values())]
         self._rows = rows
         if broken:
             raise InvariantBroken("\n".join(broken))
 
-    async def _listen(self) -> None:
-        news: dict[int, FeedEvent] = {}
-        end, lost = self._position, False
+    async def _read_feeds(self) -> None:
+        new: dict[int, FeedEvent] = {}
+        end, has_gap = self._position, False
         for topic in Topic:
             position = self._position
             while True:
                 page = await self._store.feed(topic, position, PAGE_SIZE)
-                lost = lost or page.has_gap
-                news.update((told.position, told) for told in page.events)
+                has_gap = has_gap or page.has_gap
+                new.update((event.position, event) for event in page.events)
                 position = page.position
                 if not page.events:
                     break
             end = max(end, position)
-        if lost:  # events are kept for a while only, and executions may be older
-            kept_from = min((told.at for told in news.values()), default=await self._store.ping())
-            self._whole_after = max(self._whole_after, kept_from)
-        for position in sorted(news):
-            self._told[news[position].event.execution_id].append(news[position])
+        if has_gap:  # retention has trimmed events of older executions
+            kept_from = min((event.at for event in new.values()), default=await self._store.ping())
+            self._complete_after = max(self._complete_after, kept_from)
+        for position in sorted(new):
+            self._events[new[position].event.execution_id].append(new[position])
         self._position = end
 
-    def _broken(self, row: Execution, attempts: Sequence[Attempt]) -> Iterator[str]:
-        told = [one for one in self._told[row.execution_id] if one.at >= row.created_at]
+    def _violations(self, row: Execution, attempts: Sequence[Attempt]) -> Iterator[str]:
+        events = [event for event in self._events[row.execution_id] if event.at >= row.created_at]
         yield from row_violations(row)
         yield from attempt_violations(row, attempts)
-        if row.created_at > self._whole_after:
-            yield from event_violations(row, told)
+        if row.created_at > self._complete_after:
+            yield from event_violations(row, events)
         before = self._rows.get(row.execution_id)
         if before is not None and before.created_at == row.created_at:
             for name in ("lease_epoch", "total_attempt_count", "retry_count", "replay_count", "lease_reclaim_count"):
@@ -121,18 +121,18 @@ class InvariantChecker:
 
 
 async def scan_all(store: Store, row: type[msgspec.Struct]) -> list[Any]:
-    """All rows of a table, in key order."""
+    """Return all rows of a table, in key order."""
     key = TABLE[row].key
-    found: list[Any] = []
+    rows: list[Any] = []
     after: tuple[Any, ...] | None = None
     while page := await store.scan(Scan(row, (), key, after, PAGE_SIZE)):
-        found += page
+        rows += page
         after = tuple(getattr(page[-1], name) for name in key)
-    return found
+    return rows
 
 
 def row_violations(row: Execution) -> Iterator[str]:
-    """What is wrong with the sheet alone."""
+    """Yield violations in the execution's row alone."""
     terminal = row.lifecycle_phase is LifecyclePhase.TERMINAL
     active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     leased = row.ownership_state is OwnershipState.LEASED
@@ -156,10 +156,10 @@ def row_violations(row: Execution) -> Iterator[str]:
         yield f"I10 public state {row.public_state} is not derived"
     if scheduling_indexes(row) != expected_indexes(row):
         yield f"I11 stands in {sorted(scheduling_indexes(row))}, belongs into {sorted(expected_indexes(row))}"
-    yield from _broken_details(row, terminal=terminal, active=active)
+    yield from _detail_violations(row, terminal=terminal, active=active)
 
 
-def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator[str]:
+def _detail_violations(row: Execution, *, terminal: bool, active: bool) -> Iterator[str]:
     grant = grant_rules.stored_grant(row)
     if (grant.expires_at if grant else None) != row.granted_until:
         yield f"I9 a grant until {grant.expires_at if grant else None} in a slot until {row.granted_until}"
@@ -187,23 +187,23 @@ def _broken_details(row: Execution, *, terminal: bool, active: bool) -> Iterator
 
 
 def scheduling_indexes(row: Execution) -> set[str]:
-    """The scheduling indexes that the row's columns put it into.
+    """Return the scheduling indexes that contain the row, by its columns.
 
-    What budgets or quotas limit has one line for both: there it waits, and there it is taken over once it was active.
+    An execution with budgets or quotas has one ready queue for claims and for takeovers.
     """
     takes_over = row.lifecycle_phase is LifecyclePhase.ACTIVE or queue.queue_of(row) != queue.takeover_queue(row)
-    found = {
+    indexes = {
         "line": row.line is not None and not (row.line.guarded and takes_over),
         "takeover": row.line is not None and row.line.guarded and takes_over,
         "delayed": row.delay_until is not None,
         "lease": row.lease_expires_at is not None,
         "kept": row.purge_at is not None,
     }
-    return {name for name, present in found.items() if present}
+    return {name for name, present in indexes.items() if present}
 
 
 def expected_indexes(row: Execution) -> set[str]:
-    """The one place that belongs to the row's state; a lease that expired is both listed and up for takeover."""
+    """Return the indexes that belong to the row's state; an expired lease is in two of them."""
     match row.lifecycle_phase, row.ownership_state, row.eligibility_state:
         case LifecyclePhase.TERMINAL, _, _:
             return {"kept"}
@@ -222,7 +222,7 @@ def expected_indexes(row: Execution) -> set[str]:
 
 
 def attempt_violations(row: Execution, ended: Sequence[Attempt]) -> Iterator[str]:
-    """What is wrong with the attempts: the ended ones, and the open one in the sheet."""
+    """Yield violations in the attempts: the ended ones, and the open one in the execution's row."""
     is_open = lease.has_open_attempt(row) or lease.holds_successful_attempt(row)
     indexes = [attempt.attempt_index for attempt in ended] + [row.attempt_index] * is_open
     if indexes != list(range(row.total_attempt_count)):
@@ -237,9 +237,9 @@ def attempt_violations(row: Execution, ended: Sequence[Attempt]) -> Iterator[str
             yield f"attempt {attempt.attempt_index} ended as {attempt.attempt_state} at {attempt.ended_at}"
 
 
-def event_violations(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]:
-    """What is wrong with what was told of the execution since it was created."""
-    events = [one.event for one in told]
+def event_violations(row: Execution, feed_events: Sequence[FeedEvent]) -> Iterator[str]:
+    """Yield violations in the events of the execution since it was created."""
+    events = [feed_event.event for feed_event in feed_events]
     acquired = [event.lease_epoch for event in events if event.lease in ("acquired", "reclaimed")]
     if acquired != list(range(1, row.lease_epoch + 1)):
         yield f"I7 leases acquired under epochs {acquired}, current epoch {row.lease_epoch}"
@@ -265,17 +265,17 @@ def event_violations(row: Execution, told: Sequence[FeedEvent]) -> Iterator[str]
         yield "replays and what was told of them differ"
 
 
-async def _broken_lines(store: Store, rows: Iterable[Execution]) -> AsyncIterator[str]:
-    """Every line holds exactly the rows that name it, in the order of rank and id."""
-    standing: dict[QueueKey, list[tuple[int, str]]] = defaultdict(list)
+async def _queue_violations(store: Store, rows: Iterable[Execution]) -> AsyncIterator[str]:
+    """Yield ready queues that do not hold exactly the rows that name them, ordered by position and id."""
+    queued: dict[QueueKey, list[tuple[int, str]]] = defaultdict(list)
     for row in rows:
         if row.line is not None:
-            standing[row.line].append((row.rank, row.execution_id))
+            queued[row.line].append((row.rank, row.execution_id))
     known = set(await store.queues())
-    for line in standing.keys() - known:
-        yield f"rows stand in an unknown line {line}"
-    for line in known:
-        expected = sorted(standing[line])
-        scan = Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=len(expected) + 1)
+    for key in queued.keys() - known:
+        yield f"rows are in an unknown queue {key}"
+    for key in known:
+        expected = sorted(queued[key])
+        scan = Scan(Execution, (Where("line", "=", key),), ("rank", "execution_id"), limit=len(expected) + 1)
         if [(row.rank, row.execution_id) for row in await store.scan(scan)] != expected:
-            yield f"{line} does not hold its rows in order"
+            yield f"{key} does not hold its rows in order"

@@ -1,8 +1,8 @@
-"""What is true of every budget and quota policy at every moment: counters are recounts.
+"""Invariants of budgets and quota policies: counters equal recounts.
 
-    await check_limit_invariants(engine)        # raises InvariantBroken with every sentence that does not hold
+    await check_limit_invariants(engine)        # raises InvariantBroken with every violation
 
-Rows are read one after the other, so nothing else may be under way meanwhile.
+Rows are read one after the other, so no operation may be in flight meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 
 async def check_limit_invariants(engine: Engine) -> None:
-    """Look at every row of every budget and quota policy; raises `InvariantBroken`."""
+    """Check every row of every budget and quota policy; raises `InvariantBroken`."""
     store = engine.store
     broken = [
         *_broken_policies(await scan_all(store, QuotaPolicy), await scan_all(store, QuotaSlot)),
@@ -39,15 +39,17 @@ def _broken_policies(policies: Sequence[QuotaPolicy], slots: Sequence[QuotaSlot]
         name = _policy(policy)
         if policy.active != counted[name]:
             yield f"quota {name}: {policy.active} active, counted {counted[name]}"
-    yield from (f"quota {name}: slots without a policy" for name in counted.keys() - {_policy(one) for one in policies})
+    yield from (
+        f"quota {name}: slots without a policy" for name in counted.keys() - {_policy(policy) for policy in policies}
+    )
 
 
 def _broken_dimensions(
     dimensions: Sequence[BudgetDimension], reservations: Sequence[BudgetReservation], spends: Sequence[BudgetSpend]
 ) -> Iterator[str]:
     reserved, spent = Counter[tuple[NamespacedId, str]](), Counter[tuple[NamespacedId, str]]()
-    for one in reservations:
-        reserved[_budget(one), one.dimension] += one.amount
+    for reservation in reservations:
+        reserved[_budget(reservation), reservation.dimension] += reservation.amount
     for spend in spends:
         spent[_budget(spend), spend.dimension] += spend.amount
     for row in dimensions:
@@ -59,13 +61,13 @@ def _broken_dimensions(
 
 
 def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[BudgetReservation]) -> Iterator[str]:
-    ends: dict[NamespacedId, int] = {}
-    for one in reservations:
-        ends[_budget(one)] = min(one.expires_at, ends.get(_budget(one), one.expires_at))
+    first_expiry: dict[NamespacedId, int] = {}
+    for row in reservations:
+        first_expiry[_budget(row)] = min(row.expires_at, first_expiry.get(_budget(row), row.expires_at))
     for budget in budgets:
-        first = ends.get(_budget(budget))
+        first = first_expiry.get(_budget(budget))
         if budget.lapse_at != first:
-            yield f"budget {_budget(budget)}: looks again at {budget.lapse_at}, the first reservation ends at {first}"
+            yield f"budget {_budget(budget)}: checked at {budget.lapse_at}, its first reservation expires at {first}"
 
 
 def _budget(row: Budget | BudgetDimension | BudgetSpend | BudgetReservation) -> NamespacedId:

@@ -1,6 +1,6 @@
-"""Other task queues, measured in the same run: each in an environment of its own, told what to do on its command line.
+"""Other task queues, measured in the same run: each in its own virtual environment, controlled by its command line.
 
-The pages `with_*.py` run there, without FlowFabric: they import the standard library, their peer, and `starts`.
+The scripts `with_*.py` run there, without FlowFabric: they import the standard library, their peer, and `starts`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Peer(msgspec.Struct, frozen=True):
         return self.packages[0].partition("==")[2]
 
     def python(self) -> Path:
-        """The interpreter of its environment, which is made when it is first asked for."""
+        """Return the interpreter of its environment, which is created on first use."""
         home = Path(os.environ.get(HOME_VARIABLE) or ".dev/peers").absolute() / f"{self.name}-{self.version}"
         python = home / "bin" / "python"
         if not (home / "complete").exists():
@@ -69,7 +69,7 @@ class Peer(msgspec.Struct, frozen=True):
                 )
 
     def command(self, *words: object) -> list[str]:
-        """What to run."""
+        """Return the command line that runs its script with these arguments."""
         return [str(self.python()), str(HERE / f"with_{self.name}.py"), *map(str, words)]
 
 

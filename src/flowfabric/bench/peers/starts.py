@@ -1,4 +1,4 @@
-"""When jobs started: one short append each, from any number of processes. Standard library only."""
+"""A record of when jobs started: one short append each, from any number of processes. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _file() -> int:
 
 
 def count(path: str) -> int:
-    """How many have started."""
+    """Return how many jobs have started."""
     return os.path.getsize(path) // _STAMP.size if os.path.exists(path) else 0  # noqa: PTH202, PTH110 - asked often
 
 
 def per_second(path: str) -> float:
-    """How many started a second, from the first to the last."""
+    """Return the rate of starts per second, from the first to the last."""
     with open(path, "rb") as file:  # noqa: PTH123
         times: list[int] = sorted(stamp for (stamp,) in _STAMP.iter_unpack(file.read()))
     return (len(times) - 1) / ((times[-1] - times[0]) / 1e9)
 
 
 def body(size: int = 1024) -> dict[str, object]:
-    """An input of about this many bytes as JSON."""
+    """Return an input of about this many bytes as JSON."""
     known = {"order": 123456, "user": "u-00001", "items": [1, 2, 3], "note": ""}
     return known | {"note": "x" * max(0, size - 70)}

@@ -23,14 +23,14 @@ SLOTS = 100
 
 
 async def submit(dsn: str, jobs: int) -> None:
-    """Make its tables and hand the jobs in."""
+    """Create its tables and submit the jobs."""
     connection = await asyncpg.connect(dsn)
     queries = Queries(AsyncpgDriver(connection))
     await queries.install()
     payload = json.dumps(body()).encode()
     for begin in range(0, jobs, BATCH):
-        some = min(BATCH, jobs - begin)
-        await queries.enqueue(["noop"] * some, [payload] * some, [0] * some)
+        size = min(BATCH, jobs - begin)
+        await queries.enqueue(["noop"] * size, [payload] * size, [0] * size)
     await connection.close()
 
 
