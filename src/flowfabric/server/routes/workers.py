@@ -272,7 +272,7 @@ def _told(ask: Request[Any]) -> dict[str, Any]:
     """What the body says of a worker; refused beyond the token's namespaces, and with names that are none."""
     ask.require_namespace(ask.body.namespace)
     check_worker_names(ask.path_params[0], ask.body.worker_instance_id, *getattr(ask.body, "lanes", ()))
-    told: dict[str, Any] = ask.body.told()
+    told: dict[str, Any] = ask.body.to_kwargs()
     return told
 
 
