@@ -1,7 +1,7 @@
 """Where claims begin to read a ready queue that is full of dead index entries.
 
 A claimed row leaves the index of queues, but its entry stays until no snapshot can see it any more. One idle
-transaction holds all of them back (horizon.sql says which ones do); then each claim steps over every entry that was
+transaction holds all of them back (snapshot_holders.sql lists them); then each claim steps over every entry that was
 claimed since, and costs more and more. The server tells how many entries a claim stepped over. Up to `BLOATED` nothing
 changes: a claim reads its queues from the head. Beyond that this page decides what a claim reads:
 
