@@ -108,7 +108,7 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
 
 
 async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> None:
-    [plan] = await plans_of(filled, lambda store: store.standing("mail"))
+    [plan] = await plans_of(filled, lambda store: store.nonempty_queues("mail"))
 
     assert sum("USING COVERING INDEX ff_exec_core_line (line>?)" in step for step in plan) == 2, plan
     assert not [step for step in plan if re.match(r"SCAN (ff_\w+|[el])\b", step)], plan
@@ -146,7 +146,7 @@ async def test_counts_are_made_by_an_index(filled: Path, each: tuple[QueueKey, .
         (line, "INDEX ff_exec_core_line"),
         (asleep, "INDEX ff_suspension_due_at"),
     ):
-        plans = await plans_of(filled, lambda store, tally=tally: store.tally(tally))
+        plans = await plans_of(filled, lambda store, tally=tally: store.count_grouped(tally))
         steps = [step for plan in plans for step in plan]
         assert [step for step in steps if index in step], steps
         assert not [step for step in steps if re.match(r"SCAN ff_\w+$", step)], steps
