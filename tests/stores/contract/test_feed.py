@@ -220,7 +220,7 @@ async def test_nothing_stands_in_an_empty_store(store: Store) -> None:
 
 
 async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
-    known, refused = change(lines=(LINES[3], LINES[5])), change(lines=(LINES[0],), not_before=2**62)
+    known, refused = change(queues=(LINES[3], LINES[5])), change(queues=(LINES[0],), not_before=2**62)
     assert (await store.commit([known, refused]))[1] is None
 
     assert set(await store.queues()) >= {LINES[3], LINES[5]}
