@@ -304,7 +304,7 @@ async def test_a_load_of_many_finds_its_rows_by_key(planner: Planner) -> None:
 
 
 async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
-    await planner.explain(event_log.statement("read", Topic.LEASE), 4)
+    await planner.explain(event_log.statement("read_events", Topic.LEASE), 4)
 
     assert {index for _, _, index in planner.scans()} == {"ff_batch_position", "ff_batch_unnumbered"}
     assert '"Sort"' not in json.dumps(planner.plans)  # which would read all batches of a window for a short page
