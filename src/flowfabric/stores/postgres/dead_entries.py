@@ -1,28 +1,27 @@
-"""Where claims begin to read a ready queue that is full of dead index entries.
+"""Dead index entries: decides which parts of a ready queue a claim reads.
 
-A claimed row leaves the index of queues, but its entry stays until no snapshot can see it any more. One idle
-transaction holds all of them back (snapshot_holders.sql lists them); then each claim steps over every entry that was
-claimed since, and costs more and more. The server tells how many entries a claim stepped over. Up to `BLOATED` nothing
-changes: a claim reads its queues from the head. Beyond that this page decides what a claim reads:
+A claimed row leaves the queue index, but its entry stays until no snapshot can see it. One idle transaction keeps all
+of these entries (snapshot_holders.sql lists such transactions); then each claim reads every entry that was claimed
+since, and becomes slower and slower. The server reports how many entries a claim has read. Up to `BLOAT_THRESHOLD` a
+claim reads its queues from the head. Beyond that a claim reads:
 
-* The part behind the floor, always. The floor lies behind the last row that was claimed, and a little before the time
-  of the last claim that left nothing: nothing can be created before it, but by commits that take longer than
-  `LEEWAY_MS`.
-* Of what lies before the floor one slice, of about `SLICE` entries, if this process may afford it: `RATE` entries a
-  second. Rows that return to their old position (retries, delays, priorities) are found there. A claim that would come
-  back with nothing goes on with further slices.
+* Always the part above the floor. The floor is the position of the last claimed row, or a little before the time of the
+  last claim that drained the queue: only commits that take longer than `LEEWAY_MS` can create rows below it.
+* One slice of about `SLICE_ENTRIES` below the floor, within the budget of this process: `ENTRIES_PER_S`. Rows that
+  return to their old position (retries, delays, priorities) are found there. A claim without a result continues with
+  further slices.
 
-So a claim reads a bounded number of entries, and a row that can be claimed waits no longer than the whole round takes:
-one second for each `RATE` dead entries, and the poll interval of a worker.
+So a claim reads a bounded number of entries, and a claimable row waits no longer than one round over all slices: one
+second for each `ENTRIES_PER_S` dead entries, plus the poll interval of a worker.
 
-Every other read of an ordered index works alike. A list of the first rows of several queues (claims by plan), and the
-search for queues that have work, count each part that they read (`parts`, `note_part`). Such a read claims nothing, so
-the floor stays before the first row that it found. Rows that it finds in a slice are wanted next: that slice is read
-again, up to `REREADS` times, before the next one has its turn. The look for due rows of any table is the same with
-instants as positions. There the floor lies before the first row found, or just before the time of the look.
+Every other read of an ordered index works alike. Scans of the first rows of several queues (guarded claims) and the
+search for nonempty queues count each part that they read (`parts`, `note_part`). Such a read claims nothing, so the
+floor stays below the first row that it found. Rows found in a slice will be claimed next: that slice is read again, up
+to `REREADS` times, before the next slice. The search for due rows of any table is the same with instants as positions;
+there the floor is below the first row found, or just before the time of the search.
 
 When a round finds few entries, because the transaction has ended, claims read from the head again. A process that
-starts beside many dead entries walks over all of them once, and divides slices that turn out to be too large.
+starts beside many dead entries reads all of them once, and divides slices that turn out to be too large.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hints between processes: a datagram to each of those that have the same file open.
+"""Notifications between processes: a datagram to each process that has the same file open.
 
-Each listener binds a socket in a folder beside the file; whoever has something to tell sends to all of them. Nobody
-waits for anybody: a hint that does not fit is lost, and a socket whose owner is gone is removed by the next sender.
+Each listener binds a socket in a folder beside the file; a notifier sends to all of them. Nothing blocks: a
+notification that does not fit into a buffer is lost, and the next sender removes the socket of a dead process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Callback = Callable[[frozenset[str]], None]
 
 
 class SQLiteNotifier:
-    """The bell of one store."""
+    """Sends and receives the notifications of one store."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -39,7 +39,7 @@ class SQLiteNotifier:
         self._read_at = 0  # the time of the folder's last change that `_known` knows of
 
     def listen(self, callback: Callback) -> bool:
-        """Call back for each hint of another process; False when no socket can be had here."""
+        """Call back for each notification of another process; return False if no socket can be bound here."""
         loop = asyncio.get_running_loop()
         if self._socket is None and not self._bind(loop):
             return False
@@ -47,7 +47,7 @@ class SQLiteNotifier:
         return True
 
     def notify(self, topics: frozenset[str]) -> None:
-        """Tell the others."""
+        """Notify the other processes."""
         with contextlib.suppress(OSError):
             if others := self._others():
                 hint = _SEPARATOR.join(topics).encode()
