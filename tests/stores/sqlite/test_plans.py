@@ -99,7 +99,7 @@ def only_searches(plans: Sequence[Sequence[str]]) -> bool:
 
 async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> None:
     for lines in (LINES[:1], LINES):
-        plans = await plans_of(filled, lambda store, lines=lines: store.take(a_take(10, *lines)))
+        plans = await plans_of(filled, lambda store, lines=lines: store.claim_rows(a_take(10, *lines)))
         heads = next(plan for plan in plans if any("ff_exec_core_line" in step for step in plan))
         assert sum("USING INDEX ff_exec_core_line (line=?)" in step for step in heads) == len(lines)
         assert only_searches([heads])
