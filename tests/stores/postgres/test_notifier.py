@@ -188,7 +188,7 @@ class TestAHintThatGoesWithACommit:
         """What is handed over to be sent after a commit; it is kept back."""
         sent: list[frozenset[str]] = []
         for ear in ears:
-            monkeypatch.setattr(ear.store._notifier, "send", sent.append)
+            monkeypatch.setattr(ear.store._notifier, "notify", sent.append)
         return sent
 
     @pytest.fixture
