@@ -1,1 +1,1 @@
-"""Where rows are kept. A store knows rows, guards, lines and feeds, and no behaviour."""
+"""Stores: they keep rows, guards, queues and the event feed, and decide no behaviour."""

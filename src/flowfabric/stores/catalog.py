@@ -1,7 +1,7 @@
-"""The rows that stores keep: table names, keys, roots and indexes, told once for all stores.
+"""The catalog of tables: names, keys, aggregate roots and indexes, defined once for all stores.
 
-A *root* carries a revision and can be guarded; every other row belongs to a root. Columns and their types come from
-the record types; stores derive their statements from this page, and a test compares it with each store's schema.
+An *aggregate root* has a revision and can be guarded; every other row belongs to a root. Columns and their types come
+from the record types. Stores derive their statements from the catalog, and a test compares it with each store's schema.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from flowfabric.model.api_token import ApiToken
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.deployment import Deployment, SweepLease
-from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
+from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
     CompletionDispatch,
@@ -38,7 +38,7 @@ from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 
 
 class Column(msgspec.Struct, frozen=True):
-    """One column: its kind is one of int, str, bytes, bool, float, line, or an enum stored as its member's place."""
+    """A column of kind int, str, bytes, bool, float, `QueueKey`, or an enum that is stored as its member's ordinal."""
 
     name: str
     kind: type[Any]
@@ -50,18 +50,18 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """An ordered index; rows whose first column is unset are not in it."""
+    """An ordered index; it omits rows whose first column is null."""
 
     columns: tuple[str, ...]
 
 
 class Table(msgspec.Struct, frozen=True):
-    """One kind of row."""
+    """A table and its record type."""
 
     name: str
     row: type[msgspec.Struct]
     key: tuple[str, ...]
-    aggregate_root: type[msgspec.Struct]  # the row itself when it is a root
+    aggregate_root: type[msgspec.Struct]  # `row` itself if it is a root
     columns: tuple[Column, ...]
     indexes: tuple[Index, ...] = ()
 
@@ -76,14 +76,14 @@ class Table(msgspec.Struct, frozen=True):
 
 def _columns(row: type[msgspec.Struct]) -> tuple[Column, ...]:
     hints = get_type_hints(row)
-    found = []
+    columns = []
     for field in row.__struct_fields__:
         hint, optional = hints[field], False
         if get_origin(hint) in (Union, types.UnionType):
             inner = [arg for arg in get_args(hint) if arg is not type(None)]
             hint, optional = inner[0], True
-        found.append(Column(field, hint, optional))
-    return tuple(found)
+        columns.append(Column(field, hint, optional))
+    return tuple(columns)
 
 
 def _table(
@@ -223,9 +223,5 @@ TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES
 
 
 def index_columns(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
-    """The columns of the index that begins with this one."""
+    """Return the columns of the index that starts with this column."""
     return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)
-
-
-# A line is kept as a small number; the store's line table says which number stands for which key.
-LINE_COLUMN = QueueKey

@@ -1,9 +1,8 @@
-"""The rows of a take that a store did by itself: what it was told about them, and what it heard back.
+"""Decoder of claimed rows, for stores that compute a claim natively.
 
-A store answers only with the columns that nobody could know before; the others are those of the take. Columns that
-hardly any claimed row has set travel together, as a list that is missing where nothing is set: what is not told need
-not be written down, read and put in its place. Rows are put together a column at a time, which costs a third of doing
-it row by row.
+A store returns only the columns that the caller cannot know; the others follow from the request. Columns that hardly
+any claimed row has set (sparse columns) are returned as one list, which is null if none of them is set. Rows are
+assembled column by column, which costs a third of assembling them row by row.
 """
 
 from __future__ import annotations
@@ -19,95 +18,97 @@ from flowfabric.stores.codec import CODEC, QueueDecoder, members_by_code
 
 PAYLOAD_COLUMNS = tuple(name for name in CODEC[Payload].columns if name != "execution_id")
 
-# Optional columns that many a row has set when it is claimed, because of how it was created or by the claim itself.
-_USUAL = {"flow_id", "tags", "required_capabilities", "terms", "parent_id", "successors", "next_type"}
-_USUAL |= {"started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at"}
+# Optional columns that many claimed rows have set, at their creation or by the claim itself.
+_DENSE = {"flow_id", "tags", "required_capabilities", "terms", "parent_id", "successors", "next_type"}
+_DENSE |= {"started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at"}
 
 
 @cache
-def dense_columns(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns that a store answers with for each row, when all taken rows get these fields."""
-    return tuple(name for name in _heard(becomes) if name not in sparse_columns(becomes))
+def dense_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns that a store returns for each row of a claim with these shared fields."""
+    return tuple(name for name in _returned_columns(shared_fields) if name not in sparse_columns(shared_fields))
 
 
 @cache
-def sparse_columns(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns that are told together, of rows where one of them is set."""
+def sparse_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns that are returned as one list, for rows where one of them is set."""
     column = CODEC[Execution].column
-    return tuple(name for name in _heard(becomes) if column[name].optional and name not in _USUAL)
+    return tuple(name for name in _returned_columns(shared_fields) if column[name].optional and name not in _DENSE)
 
 
 @cache
-def overwritten_columns(becomes: tuple[str, ...]) -> frozenset[str]:
-    """The columns of which nothing is left in a taken row, whatever they were."""
-    return frozenset({*becomes, *_stamped(ClaimRequest((), (), "", "", 0, {}), (), 0)})
+def overwritten_columns(shared_fields: tuple[str, ...]) -> frozenset[str]:
+    """Return the columns that a claim overwrites, whatever their values were."""
+    return frozenset({*shared_fields, *_claim_columns(ClaimRequest((), (), "", "", 0, {}), (), 0)})
 
 
 @cache
-def _heard(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    told = overwritten_columns(becomes) | {"current_lane"}
-    return tuple(name for name in CODEC[Execution].columns if name not in told)
+def _returned_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
+    known = overwritten_columns(shared_fields) | {"current_lane"}
+    return tuple(name for name in CODEC[Execution].columns if name not in known)
 
 
 def decode_claimed_rows(
-    take: ClaimRequest,
-    stamps: Sequence[LeaseIds],
+    request: ClaimRequest,
+    lease_ids: Sequence[LeaseIds],
     now: int,
-    rarities: Sequence[list[Any] | None],
-    answer: Iterable[Sequence[Any]],
-    line_at: QueueDecoder,
+    sparse: Sequence[list[Any] | None],
+    result: Iterable[Sequence[Any]],
+    decode_queue: QueueDecoder,
 ) -> list[tuple[Execution, Payload]]:
-    """The rows, of which the n-th got the n-th stamp; `answer` has the usual columns, then those of the payload."""
-    columns = iter(answer)
-    found: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in take.shared_fields.items()}
-    found |= _stamped(take, stamps, now)
-    becomes = tuple(take.shared_fields)
-    found.update(zip(dense_columns(becomes), columns, strict=False))
-    found |= _set_apart(sparse_columns(becomes), rarities)
-    found["current_lane"] = found["lane_id"]
-    for name in _encoded(becomes):
-        found[name] = _decoded(name, found[name], line_at)
-    rows = map(Execution, *(found[name] for name in Execution.__struct_fields__))
-    return list(zip(rows, map(Payload, found["execution_id"], *columns), strict=True))
+    """Decode rows, of which the n-th got the n-th lease ids; `result` has the dense columns, then the payload's."""
+    columns = iter(result)
+    values_by_column: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in request.shared_fields.items()}
+    values_by_column |= _claim_columns(request, lease_ids, now)
+    shared_fields = tuple(request.shared_fields)
+    values_by_column.update(zip(dense_columns(shared_fields), columns, strict=False))
+    values_by_column |= _spread_sparse(sparse_columns(shared_fields), sparse)
+    values_by_column["current_lane"] = values_by_column["lane_id"]
+    for name in _encoded_columns(shared_fields):
+        values_by_column[name] = _decode_column(name, values_by_column[name], decode_queue)
+    rows = map(Execution, *(values_by_column[name] for name in Execution.__struct_fields__))
+    return list(zip(rows, map(Payload, values_by_column["execution_id"], *columns), strict=True))
 
 
-def _set_apart(names: tuple[str, ...], rarities: Sequence[list[Any] | None]) -> dict[str, Iterable[Any]]:
-    if not any(rarities):
-        return dict.fromkeys(names, [None] * len(rarities))
-    nothing = [None] * len(names)
-    return dict(zip(names, zip(*(one or nothing for one in rarities), strict=True), strict=True))
+def _spread_sparse(names: tuple[str, ...], sparse: Sequence[list[Any] | None]) -> dict[str, Iterable[Any]]:
+    if not any(sparse):
+        return dict.fromkeys(names, [None] * len(sparse))
+    nulls = [None] * len(names)
+    return dict(zip(names, zip(*(values or nulls for values in sparse), strict=True), strict=True))
 
 
-def _stamped(take: ClaimRequest, stamps: Sequence[LeaseIds], now: int) -> dict[str, Iterable[Any]]:
-    """The columns that a take sets in the same way whatever the row, for each of its rows."""
+def _claim_columns(request: ClaimRequest, lease_ids: Sequence[LeaseIds], now: int) -> dict[str, Iterable[Any]]:
+    """Return the columns that a claim sets independently of the row."""
     return {
-        "lease_id": [stamp.lease_id for stamp in stamps],
-        "worker_id": repeat(take.worker_id),
-        "worker_instance_id": repeat(take.worker_instance_id),
+        "lease_id": [ids.lease_id for ids in lease_ids],
+        "worker_id": repeat(request.worker_id),
+        "worker_instance_id": repeat(request.worker_instance_id),
         "lease_acquired_at": repeat(now),
         "lease_renewed_at": repeat(now),
-        "lease_expires_at": repeat(now + take.lease_ttl_ms),
+        "lease_expires_at": repeat(now + request.lease_ttl_ms),
         "last_transition_at": repeat(now),
         "last_mutation_at": repeat(now),
-        "revision": [stamp.revision for stamp in stamps],
+        "revision": [ids.revision for ids in lease_ids],
     }
 
 
 _COLUMNS = CODEC[Execution].column.values()
 _MEMBERS = {column.name: members_by_code(column.kind) for column in _COLUMNS if column.is_enum}
-_LINES = {column.name for column in _COLUMNS if column.kind is QueueKey}
+_QUEUES = {column.name for column in _COLUMNS if column.kind is QueueKey}
 _BOOLS = {column.name for column in _COLUMNS if column.kind is bool}
 
 
 @cache
-def _encoded(becomes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the columns that are heard that are not kept as they are."""
-    return tuple(name for name in _heard(becomes) if name in _MEMBERS or name in _LINES or name in _BOOLS)
+def _encoded_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the returned columns that have to be decoded."""
+    return tuple(
+        name for name in _returned_columns(shared_fields) if name in _MEMBERS or name in _QUEUES or name in _BOOLS
+    )
 
 
-def _decoded(name: str, values: Iterable[Any], line_at: QueueDecoder) -> Iterable[Any]:
-    if (kinds := _MEMBERS.get(name)) is not None:
-        return [None if code is None else kinds[code] for code in values]
-    if name in _LINES:
-        return [None if line is None else line_at(line) for line in values]
+def _decode_column(name: str, values: Iterable[Any], decode_queue: QueueDecoder) -> Iterable[Any]:
+    if (members := _MEMBERS.get(name)) is not None:
+        return [None if code is None else members[code] for code in values]
+    if name in _QUEUES:
+        return [None if queue_id is None else decode_queue(queue_id) for queue_id in values]
     return map(bool, values)

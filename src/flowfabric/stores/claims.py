@@ -1,4 +1,4 @@
-"""claims: split from flowfabric.stores.base."""
+"""Claims of the store port: what a claim or a renewal asks for, what a claim writes to a row, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric.model.execution import Execution, Payload, QueueKey
 
 
 class LeaseIds(msgspec.Struct, frozen=True, gc=False):
-    """The identities that the n-th taken row gets."""
+    """The new identifiers for one claimed row."""
 
     lease_id: str
     attempt_id: str
@@ -18,20 +18,21 @@ class LeaseIds(msgspec.Struct, frozen=True, gc=False):
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, gc=False):
-    """A uniform claim of the first rows of some lines: the batched form of `rules.lease.acquire`.
+    """A claim of the first rows of some fast queues: the batched form of `rules.execution.lease.acquire`.
 
-    `becomes` are the fields that every taken row gets alike, decided by that rule. The rest is the arithmetic of any
-    claim, for the n-th row with the n-th stamp and the store's `now`:
+    `shared_fields` are the fields that every claimed row gets alike, as that rule decided. The rest is the arithmetic
+    of every claim. The n-th row gets the n-th `LeaseIds`; `now` is the store's time.
 
-    * lease: `lease_id`, `worker_id`, `worker_instance_id` as given, `lease_epoch` + 1,
-      `lease_acquired_at` = `lease_renewed_at` = now, `lease_expires_at` = now + ttl, `current_lane` = `lane_id`;
-    * a row with a `next_type` begins an attempt: `attempt_id` of the stamp, `attempt_type` = `next_type`,
+    * Lease: `lease_id`, `worker_id` and `worker_instance_id` as given, `lease_epoch` + 1,
+      `lease_acquired_at` = `lease_renewed_at` = now, `lease_expires_at` = now + ttl, `current_lane` = `lane_id`.
+    * A row with a `next_type` starts an attempt: the new `attempt_id`, `attempt_type` = `next_type`,
       `attempt_index` = `total_attempt_count`, which then grows by 1, `attempt_started_at` = now,
-      `attempt_resumed_at` unset; one without continues its attempt: only `attempt_resumed_at` = now;
-    * `started_at` = now unless set; `attempt_timeout_at` = now + `next_timeout_ms`, unset without one;
-    * `last_transition_at` = `last_mutation_at` = now; `revision` of the stamp.
+      `attempt_resumed_at` = null. A row without one continues its attempt: only `attempt_resumed_at` = now.
+    * `started_at` = now unless set; `attempt_timeout_at` = now + `next_timeout_ms`, null without one.
+    * `last_transition_at` = `last_mutation_at` = now; the new `revision`.
 
-    Each row adds an event: lease `acquired`, the new lease and attempt, `reason` = `claim_resumed` when it continues.
+    Each row emits one `acquired` event with the new lease and attempt; its `reason` is `claim_resumed` if the attempt
+    continues.
     """
 
     queues: tuple[QueueKey, ...]
@@ -41,11 +42,11 @@ class ClaimRequest(msgspec.Struct, frozen=True, gc=False):
     lease_ttl_ms: int
     shared_fields: dict[str, Any]
 
-    def fields_for(self, row: Execution, stamp: LeaseIds, now: int) -> dict[str, Any]:
-        """What the claim makes of this row: the arithmetic above, for stores that have no native telling of it."""
+    def fields_for(self, row: Execution, ids: LeaseIds, now: int) -> dict[str, Any]:
+        """Return the fields that the claim sets on this row, for stores that do not compute them natively."""
         fields = {
             **self.shared_fields,
-            "lease_id": stamp.lease_id,
+            "lease_id": ids.lease_id,
             "worker_id": self.worker_id,
             "worker_instance_id": self.worker_instance_id,
             "lease_epoch": row.lease_epoch + 1,
@@ -56,12 +57,12 @@ class ClaimRequest(msgspec.Struct, frozen=True, gc=False):
             "attempt_timeout_at": None if row.next_timeout_ms is None else now + row.next_timeout_ms,
             "last_transition_at": now,
             "last_mutation_at": now,
-            "revision": stamp.revision,
+            "revision": ids.revision,
         }
         if row.next_type is None:
             fields["attempt_resumed_at"] = now
         else:
-            fields["attempt_id"] = stamp.attempt_id
+            fields["attempt_id"] = ids.attempt_id
             fields["attempt_type"] = row.next_type
             fields["attempt_index"] = row.total_attempt_count
             fields["total_attempt_count"] = row.total_attempt_count + 1
@@ -73,16 +74,16 @@ class ClaimRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class ClaimedRows(msgspec.Struct, frozen=True, gc=False):
-    """The rows as they are now, in rank order, each with its payload."""
+    """The claimed rows after the claim, by position, each with its payload."""
 
     now: int
     rows: list[tuple[Execution, Payload]]
 
 
 class CommitAndClaimResult(msgspec.Struct, frozen=True, gc=False):
-    """What a commit that hands over came to: its verdicts, and the rows that were claimed, as a take has them.
+    """The verdicts of a commit, and the rows that it claimed.
 
-    `emptied` says that a take right after it would find nothing more.
+    `drained` says that a claim right after it would find no more rows.
     """
 
     verdicts: list[int | None]
@@ -91,7 +92,7 @@ class CommitAndClaimResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeaseRef(msgspec.Struct, frozen=True, gc=False):
-    """A lease to renew."""
+    """A lease to renew, identified by all its fields."""
 
     execution_id: str
     attempt_index: int

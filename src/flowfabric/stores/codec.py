@@ -1,7 +1,7 @@
-"""Rows to columns and back, told once for all stores that have columns.
+"""The row codec: converts rows to columns and back, for all stores that have columns.
 
-An enum is kept as its member's place, a line as the small number that the store's line table gives it, `FromNow` as the
-instant that it means; everything else is kept as it is.
+An enum is stored as the ordinal of its member, a queue as its id in the store's queue table, and `FromNow` as the
+instant that it stands for. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ EVENT_COLUMNS: tuple[str, ...] = Event.__struct_fields__
 
 
 def members_by_code(kind: type[Enum]) -> dict[int, Enum]:
-    """The members of an enum by their stored code. Not a list: what is less than nothing would count from its end."""
+    """Return the members of an enum by their stored code. A dict, because a negative code must not index a list."""
     return dict(enumerate(kind))
 
 
-# By identity: members are singletons, their hash is slow, and equal texts of two vocabularies have different codes.
+# By identity: members are singletons, their hash is slow, and equal texts of two enums have different codes.
 CODES: dict[int, int] = {
     id(member): code
     for table in TABLES
@@ -46,7 +46,7 @@ CODES: dict[int, int] = {
 
 
 class RowCodec:
-    """How the rows of one table become columns and back."""
+    """Converts the rows of one table to columns and back."""
 
     def __init__(self, table: Table) -> None:
         names = table.column_names
@@ -57,87 +57,88 @@ class RowCodec:
         self.revision_ordinal = names.index("revision") if table.is_aggregate_root and "revision" in names else None
         self._row: Callable[..., Any] = table.row
         self._enums = [(i, members_by_code(c.kind)) for i, c in enumerate(table.columns) if c.is_enum]
-        self._lines = [i for i, c in enumerate(table.columns) if c.kind is QueueKey]
+        self._queues = [i for i, c in enumerate(table.columns) if c.kind is QueueKey]
         self._bools = [i for i, c in enumerate(table.columns) if c.kind is bool]
 
     def key(self, row: msgspec.Struct) -> tuple[Any, ...]:
-        """The key of a row."""
+        """Return the key of a row."""
         values = astuple(row)
-        return tuple(values[place] for place in self.key_ordinals)
+        return tuple(values[ordinal] for ordinal in self.key_ordinals)
 
-    def decode(self, stored: Sequence[Any], line_at: QueueDecoder) -> Any:
-        """The row whose columns these are, in the order of the catalogue; `Corruption` for a code of no member."""
+    def decode(self, stored: Sequence[Any], decode_queue: QueueDecoder) -> Any:
+        """Decode a row from its columns, in the order of the catalog; raise `Corruption` for an unknown enum code."""
         values = list(stored)
         try:
-            for place, kinds in self._enums:
-                code = values[place]
+            for ordinal, members in self._enums:
+                code = values[ordinal]
                 if code is not None:
-                    values[place] = kinds[code]
-        except KeyError as fault:
-            raise self._unreadable(stored) from fault
-        for place in self._lines:
-            if values[place] is not None:
-                values[place] = line_at(values[place])
-        for place in self._bools:
-            if values[place] is not None:
-                values[place] = bool(values[place])
+                    values[ordinal] = members[code]
+        except KeyError as error:
+            raise self._corruption(stored) from error
+        for ordinal in self._queues:
+            if values[ordinal] is not None:
+                values[ordinal] = decode_queue(values[ordinal])
+        for ordinal in self._bools:
+            if values[ordinal] is not None:
+                values[ordinal] = bool(values[ordinal])
         return self._row(*values)
 
-    def decode_scanned(self, scan: Scan, stored: Sequence[Any], line_at: QueueDecoder) -> Any:
-        """The same for a row of a list; of a tolerant one, `Unreadable` in place of a row that cannot be read."""
+    def decode_scanned(self, scan: Scan, stored: Sequence[Any], decode_queue: QueueDecoder) -> Any:
+        """Decode a row of a scan; a tolerant scan gets an `UnreadableRow` for a row that cannot be decoded."""
         if not scan.tolerant:
-            return self.decode(stored, line_at)
+            return self.decode(stored, decode_queue)
         try:
-            return self.decode(stored, line_at)
-        except Corruption as fault:
+            return self.decode(stored, decode_queue)
+        except Corruption as error:
             values = dict(zip(self.columns, stored, strict=True))
-            return UnreadableRow(tuple(values[name] for name in scan.full_order), fault)
+            return UnreadableRow(tuple(values[name] for name in scan.full_order), error)
 
-    def _unreadable(self, stored: Sequence[Any]) -> Corruption:
-        wrong = next(place for place, kinds in self._enums if (stored[place] or 0) not in kinds)
+    def _corruption(self, stored: Sequence[Any]) -> Corruption:
+        wrong = next(ordinal for ordinal, members in self._enums if (stored[ordinal] or 0) not in members)
         name = self.table.name.removeprefix("ff_")
-        return Corruption(f"{name}: {self.columns[wrong]}: {stored[wrong]} stands for nothing")
+        return Corruption(f"{name}: {self.columns[wrong]}: {stored[wrong]} is not a known code")
 
 
-def decode_counts(by: Sequence[str], found: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
-    """Counts by the values of an execution's columns, of which the stores keep codes; each ends with its number.
+def decode_counts(group_by: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[tuple[Any, ...], int]:
+    """Decode rows of (value of each column…, count), where the values are columns of executions.
 
-    A code of no member is left out: who reads that execution is told.
+    Rows with an unknown enum code are omitted; a load of such an execution reports the corruption.
     """
-    columns = [CODEC[Execution].column[name] for name in by]
-    kinds = [(place, members_by_code(column.kind)) for place, column in enumerate(columns) if column.is_enum]
+    columns = [CODEC[Execution].column[name] for name in group_by]
+    members = [(ordinal, members_by_code(column.kind)) for ordinal, column in enumerate(columns) if column.is_enum]
     counts: dict[tuple[Any, ...], int] = {}
-    for *values, count in found:
-        if all(values[place] in codes for place, codes in kinds):
-            for place, codes in kinds:
-                values[place] = codes[values[place]]
+    for *values, count in rows:
+        if all(values[ordinal] in codes for ordinal, codes in members):
+            for ordinal, codes in members:
+                values[ordinal] = codes[values[ordinal]]
             counts[tuple(values)] = count
     return counts
 
 
-def encode_column(values: Sequence[Any], line_of: QueueEncoder, now: int) -> Sequence[Any]:
-    """The values that many rows have for one column, as they are stored at `now`.
+def encode_column(values: Sequence[Any], encode_queue: QueueEncoder, now: int) -> Sequence[Any]:
+    """Encode one column of many rows, at the store's time `now`.
 
-    A column at a time, because most columns hold one value, or nothing that needs encoding, and that is quickly seen.
+    Whole columns are encoded because most of them hold one value, or only values that are stored as they are, and that
+    is quick to detect.
     """
     if values.count(values[0]) == len(values):
-        return encode_row(values[:1], line_of, now) * len(values)
-    kinds = set(map(type, values))
-    if kinds <= _TEXT:
-        if str in kinds and "\0" in "".join(filter(None, values)):
+        return encode_row(values[:1], encode_queue, now) * len(values)
+    types = set(map(type, values))
+    if types <= _TEXT:
+        if str in types and "\0" in "".join(filter(None, values)):
             raise Unstorable("a text contains NUL")
         return values
-    if kinds <= STORED_AS_IS:
+    if types <= STORED_AS_IS:
         return values
-    if FromNow in kinds:
+    if FromNow in types:
         values = [value.offset + now if type(value) is FromNow else value for value in values]
-    elif all(issubclass(kind, Enum) for kind in kinds):
+    elif all(issubclass(kind, Enum) for kind in types):
         return [*map(CODES.__getitem__, map(id, values))]
-    return [value if type(value) in STORED_AS_IS else encode(value, line_of) for value in values]
+    return [value if type(value) in STORED_AS_IS else encode(value, encode_queue) for value in values]
 
 
-def encode_row(values: Sequence[Any], line_of: QueueEncoder, now: int) -> list[Any]:
-    """The same for the columns of a row that is written alone: looking at each column costs more than it saves."""
+def encode_row(values: Sequence[Any], encode_queue: QueueEncoder, now: int) -> list[Any]:
+    """Encode the columns of a single row."""
     encoded = []
     for value in values:
         kind = type(value)
@@ -146,32 +147,32 @@ def encode_row(values: Sequence[Any], line_of: QueueEncoder, now: int) -> list[A
         elif kind is str:
             if "\0" in value:
                 raise Unstorable("a text contains NUL")
-        elif kind not in _BARE:
-            value = encode(value, line_of)
+        elif kind not in _NO_ENCODING:
+            value = encode(value, encode_queue)
         encoded.append(value)
     return encoded
 
 
 _TEXT = frozenset({str, type(None)})
-_BARE = frozenset({int, type(None), bytes, bool, float})
-STORED_AS_IS = _TEXT | _BARE  # types whose values every column of theirs keeps as they are
+_NO_ENCODING = frozenset({int, type(None), bytes, bool, float})
+STORED_AS_IS = _TEXT | _NO_ENCODING
 
 
-def encode(value: Any, line_of: QueueEncoder) -> Any:
-    """One value as its column keeps it."""
+def encode(value: Any, encode_queue: QueueEncoder) -> Any:
+    """Encode one value; raise `Unstorable` for a type that no column holds."""
     if type(value) in STORED_AS_IS:
         return value
     if type(value) is QueueKey:
-        return line_of(value)
+        return encode_queue(value)
     code = CODES.get(id(value))
     if code is None:
-        raise Unstorable(f"no column keeps a {type(value).__name__}")
+        raise Unstorable(f"no column holds a {type(value).__name__}")
     return code
 
 
-def refuse_queue(line: QueueKey) -> int:
-    """Where no line may be named."""
-    raise Unstorable(f"no line may stand here: {line}")
+def refuse_queue(queue: QueueKey) -> int:
+    """Raise `Unstorable`: the encoder for values that must not be queues."""
+    raise Unstorable(f"a queue is not allowed here: {queue}")
 
 
 CODEC: dict[type[msgspec.Struct], RowCodec] = {table.row: RowCodec(table) for table in TABLES}
@@ -185,17 +186,17 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 _KEY = {table.row: _key_of(table.key) for table in TABLES}
 
 
-# By type, not by instance: a look at the class alone costs a tenth, and every write of a batch is asked.
+# This is a hot path: `type(...) is` costs a tenth of `isinstance` here.
 
 
 def row_type_of(write: Write) -> type[msgspec.Struct]:
-    """The kind of row that is written."""
+    """Return the type of the written row."""
     row: Any = write.row
     return row if type(write) is Patch or type(write) is Delete else type(row)
 
 
 def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
-    """The row that is written, as a guard would name it."""
+    """Return the type and key of the written row, as a guard names it."""
     if type(write) is Patch or type(write) is Delete:
         return write.row, write.key
     row: Any = write.row
@@ -203,46 +204,46 @@ def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
 
 
 def expand_bulk_inserts(writes: Sequence[Write]) -> Sequence[RowWrite]:
-    """The writes with copies told row by row, for whoever has no shorter way."""
-    found: list[RowWrite] = []
+    """Return the writes with bulk inserts replaced by single inserts."""
+    expanded: list[RowWrite] = []
     for write in writes:
         if isinstance(write, BulkInsert):
-            found += write.inserts()
+            expanded += write.inserts()
         else:
-            found.append(write)
-    return found
+            expanded.append(write)
+    return expanded
 
 
-def bulk_insert_columns(copies: BulkInsert, change_id: int) -> list[Sequence[Any]]:
-    """What each column of such rows holds: a value a row, or a single one where all of them are alike."""
-    codec, own = CODEC[type(copies.row)], copies.columns
-    if unknown := own.keys() - codec.column.keys():
+def bulk_insert_columns(insert: BulkInsert, change_id: int) -> list[Sequence[Any]]:
+    """Return the columns of a bulk insert: one value per row, or a single value where all rows agree."""
+    codec, listed = CODEC[type(insert.row)], insert.columns
+    if unknown := listed.keys() - codec.column.keys():
         raise Unstorable(f"{codec.table.name} has no column {sorted(unknown)}")
-    columns = [own.get(name, (value,)) for name, value in zip(codec.columns, astuple(copies.row), strict=True)]
+    columns = [listed.get(name, (value,)) for name, value in zip(codec.columns, astuple(insert.row), strict=True)]
     if codec.revision_ordinal is not None:
         columns[codec.revision_ordinal] = (change_id,)
     return columns
 
 
 def check_value(column: Column, value: Any) -> None:
-    """Refuse a value that some store could not keep in this column."""
+    """Refuse a value that some store cannot keep in this column."""
     if value is None:
         if not column.optional:
             raise Unstorable(f"{column.name} is not optional")
     elif type(value) is not column.kind:
-        raise Unstorable(f"{column.name} does not keep a {type(value).__name__}")
+        raise Unstorable(f"{column.name} does not hold a {type(value).__name__}")
     else:
-        _check_plain(column.name, value)
+        _check_range(column.name, value)
 
 
 def check_events(events: Sequence[Event]) -> None:
-    """Refuse an event that some store could not keep."""
+    """Refuse an event that some store cannot keep."""
     for event in events:
         for name, value in zip(EVENT_COLUMNS, astuple(event), strict=True):
-            _check_plain(name, value)
+            _check_range(name, value)
 
 
-def _check_plain(name: str, value: Any) -> None:
+def _check_range(name: str, value: Any) -> None:
     if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
         raise Unstorable(f"{name} needs more than 64 bits")
     if isinstance(value, str):

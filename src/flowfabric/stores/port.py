@@ -1,16 +1,19 @@
-"""The store port: what the engine needs of a place that keeps rows.
+"""The store port: the operations that the engine needs from a database.
 
-A store answers yes or no to a change and never says why: after a no the engine loads again and asks the rule again.
-It owns the clock: every verb reads the store's time once and judges and stamps everything with that one reading.
+A store accepts or refuses a change and never says why. After a refusal the engine loads the rows again and asks the
+rule again. The store owns the clock: every operation reads the store's time once and uses that one reading for all its
+comparisons and timestamps.
 
-What each verb promises when the process dies or an answer is lost:
+What each operation guarantees when the process dies or a reply is lost:
 
-* `load`, `due`, `scan`, `feed` write nothing.
-* `commit`: each change is written whole or not at all, on its own merits: a change whose guards fail does not disturb
-  its neighbours. An error means that nothing was written (`StoreUnavailable.in_doubt` False, `Unstorable`) or that
-  nobody knows (`in_doubt` True): then a root that shows the change's id as its revision tells that it was applied.
-* `take`: like a commit; the rows carry the lease ids of the stamps, so that a lost answer can be found by them.
-* `renew`: may be repeated at will.
+* `load`, `due`, `scan` and `feed` write nothing.
+* `commit` writes each change completely or not at all. A change whose guards fail does not affect the other changes of
+  the batch. An error means either that nothing was written (`Unstorable`, or `StoreUnavailable` with `in_doubt` False)
+  or that the outcome is unknown (`in_doubt` True). An aggregate root whose revision is the change's id then proves that
+  the change was applied.
+* `claim_rows` behaves like a commit. The claimed rows carry the lease ids of the request, so they can be found by those
+  ids after a lost reply.
+* `renew` is idempotent.
 """
 
 from __future__ import annotations
@@ -31,174 +34,173 @@ from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read,
 
 
 class Unstorable(Exception):
-    """The store refused a value; nothing of this batch was written, and one of its changes is at fault."""
+    """The store refused a value of one change; nothing of the batch was written."""
 
 
 class Collision(Unstorable):
-    """A row that a change wanted to insert appeared meanwhile; nothing of this batch was written."""
+    """A row to be inserted was inserted concurrently; nothing of the batch was written."""
 
 
 class SchemaVersion(msgspec.Struct, frozen=True, gc=False):
-    """The version of the schema that an opened store was found with, and the one that it has now; 0 is none."""
+    """The schema version before and after opening a store; 0 means that there was no schema."""
 
     found: int
     current: int
-    compatible: bool = True  # False if a migration was applied beside which the release before cannot run
+    compatible: bool = True  # False if a migration was applied that the previous release cannot run on
 
 
 class TransactionView(Protocol):
-    """A store as seen from inside a caller's own transaction: what is written is kept or lost with that."""
+    """A store inside a caller's transaction: its writes are committed or rolled back with that transaction."""
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        """The rows asked for, and the time."""
+    async def load(self, reads: Sequence[Read]) -> Loaded:
+        """Load the requested rows and the store's time."""
         ...
 
     async def commit(self, change: Change) -> int | None:
-        """The time when all guards held and all was written, None when nothing was."""
+        """Write the change and return the store's time if all guards hold; otherwise write nothing and return None."""
         ...
 
     async def notify(self, topics: frozenset[str]) -> None:
-        """Tell all processes to look at these topics when the transaction commits."""
+        """Notify all processes about these topics when the transaction commits."""
         ...
 
 
 @runtime_checkable
 class SupportsSnapshotHolders(Protocol):
-    """A store whose server knows who holds old snapshots."""
+    """A store whose server can report which sessions hold old snapshots."""
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
-        """The holders, the oldest first."""
+        """List the holders, oldest snapshot first."""
         ...
 
 
 @runtime_checkable
 class SupportsCallerTransaction(Protocol):
-    """A store that lives in a database where callers have transactions of their own."""
+    """A store in a database that callers use with transactions of their own."""
 
     async def join_transaction(self, connection: Any) -> TransactionView:
-        """Join the transaction of this connection."""
+        """Join the open transaction of this connection."""
         ...
 
 
 class Store(Protocol):
-    """A place that keeps rows. All verbs are safe to call from many tasks at once."""
+    """A database of rows. All operations may be called from many tasks at once."""
 
     tag: BackendTag
-    concurrent_commits: int  # how many commits are worth having under way at once
-    batch_limit: int  # how many changes are worth putting into one commit
-    clock: Clock | None  # the store's own, where it can be read without asking the store
-    executes_in_order: (
-        bool  # whether a take that is called after a commit sees what that writes, before it has answered
-    )
+    concurrent_commits: int  # the number of commits that are worth having in flight at once
+    batch_limit: int  # the number of changes that are worth putting into one commit
+    clock: Clock | None  # the store's clock, if it can be read without asking the store
+    executes_in_order: bool  # True if a claim sent after a commit sees its writes, even before the commit has returned
 
     async def open(self, *, migrate: bool) -> SchemaVersion:
-        """Connect; apply the missing migrations when asked to; refuse a schema newer than this code."""
+        """Connect, apply missing migrations if `migrate` is set, and refuse a schema newer than this code."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything; a second call does nothing."""
+        """Release all resources; a second call does nothing."""
         ...
 
     async def ping(self) -> int:
-        """The store's time; raises StoreUnavailable when it cannot be reached."""
+        """Return the store's time; raise `StoreUnavailable` if the store cannot be reached."""
         ...
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        """The rows asked for, and the time."""
+    async def load(self, reads: Sequence[Read]) -> Loaded:
+        """Load the requested rows and the store's time."""
         ...
 
-    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
-        """The same if it can be had in less time than it takes to wait for it; else None, whatever the reason."""
+    def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
+        """Load the rows synchronously if that is faster than waiting for `load`; otherwise return None."""
         ...
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
-        """Per change: the commit's time when all its guards held and all was written, None when nothing was.
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+        """Commit changes; return, per change, the commit's time if its guards held and it was written, else None.
 
-        No two changes of one call guard or write the same root, but that one may delete all roots that begin like a
-        key and another one write one of those. When something was written, other processes are told
-        to look at the topics of `hint`, as by `notify`: with the commit or right after it, as suits the store.
+        No two changes of one call may guard or write the same aggregate root, with one exception: one change may delete
+        all roots whose key has a prefix while another writes one of those roots. If anything was written, other
+        processes are notified about `topics`, with the commit or right after it.
         """
         ...
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
-        """Commit, and take right after it, as far as that costs no further trip.
+        """Commit the changes and claim rows right after, as far as that costs no further round trip.
 
-        The rows are the first that the take would find then, perhaps fewer than there are, perhaps none. A store that
-        keeps the order hands nothing over: there a take that follows needs no trip of its own.
+        The claimed rows are the first ones that a separate claim would return. They may be fewer than the request could
+        get, or none. A store that executes in order claims nothing here, because a following claim needs no round trip.
         """
         ...
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
-        """Claim up to one row per stamp from the heads of the lines, best rank first (then execution id).
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        """Claim the first rows of some queues, at most one per `LeaseIds`, ordered by position and execution id.
 
-        Passes over rows with a grant in force. Adds one `acquired` event a row.
+        Rows with an unexpired grant are skipped. Each claimed row emits one `acquired` event.
         """
         ...
 
     async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        """Per lease: its new end when it is in force, not marked as expired, and everything matches; else None.
+        """Extend leases; return, per lease, its new expiry, or None if it was refused.
 
-        Adds `renewed` events.
+        A lease is refused if it has expired, is marked as expired, or differs in any field. Each renewal emits a
+        `renewed` event.
         """
         ...
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        """Rows whose `column` is an instant that has come."""
+        """Return the rows whose `column` holds an instant that has passed, earliest first."""
         ...
 
     async def scan(self, scan: Scan) -> list[Any]:
-        """The rows of a list."""
+        """Return the rows of a scan, in its order."""
         ...
 
-    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
-        """How many rows there are, by the values of the columns asked for."""
+    async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
+        """Count rows by the values of the `group_by` columns."""
         ...
 
     async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
-        """The lines that were ever written to, of one lane or of all."""
+        """List the queues that were ever written to, of one lane or of all lanes."""
         ...
 
     async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
-        """The lines of a lane in which something stands, in order; however many there ever were."""
+        """List the nonempty queues of a lane, in order; the cost does not depend on how many empty queues exist."""
         ...
 
     async def executions_in_missing_queues(self, limit: int) -> list[str]:
-        """The executions whose ready queue is missing from the store's list of queues, by id: no claim finds them."""
+        """List executions whose queue is missing from the store's queue table: no claim finds them."""
         ...
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
-        """The lanes that were ever written to, ascending."""
+        """List the lanes that were ever written to, ascending, strictly after `after`."""
         ...
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
-        """Committed events of a topic strictly after a position, in an order that never changes afterwards.
+        """Return committed events of a topic strictly after a position, in an order that never changes.
 
-        Positions never restart: a store that lost its newest events gives later ones higher positions than those had.
+        Positions never restart: a store that lost its newest events gives higher positions to later ones.
         """
         ...
 
     async def feed_end(self) -> int:
-        """The position such that everything committed from now on lies strictly after it."""
+        """Return a position such that everything committed from now on lies strictly after it."""
         ...
 
     async def trim_feed(self, before: int, limit: int) -> int:
-        """Drop the oldest events that were told before an instant, about `limit` of them; how many went."""
+        """Delete about `limit` of the oldest events emitted before an instant; return the number of deleted events."""
         ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
-        """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
+        """Return the newest events of an execution, oldest first, except those that the topic names `without`."""
         ...
 
     def notify(self, topics: frozenset[str]) -> None:
-        """Tell other processes to look at these topics now. A lost hint costs them at most a poll interval."""
+        """Notify other processes about these topics. A lost notification delays them by at most a poll interval."""
         ...
 
     def limit_commands(self, command_s: float) -> None:
-        """Take no longer than this for one statement from now on, where the store is a server that may go silent."""
+        """Bound the duration of each further statement. A store without a server ignores this."""
         ...
 
     def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
-        """Call back, on the event loop, when another process may have changed something."""
+        """Call back on the event loop when another process may have changed something."""
         ...

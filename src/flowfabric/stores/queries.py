@@ -1,4 +1,4 @@
-"""queries: split from flowfabric.stores.base."""
+"""Read queries of the store port: loads by key, scans, counts, due rows and feed pages, with their results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flowfabric.stores.catalog import TABLE
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):
-    """Rows to load: those whose key begins like this, in key order."""
+    """A load of the rows whose key starts with `key`, in key order."""
 
     row: type[msgspec.Struct]
     key: tuple[Any, ...]
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """The rows of each want, and the store's time."""
+    """The rows of each `Read`, and the store's time."""
 
     now: int
     rows: list[list[Any]]
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):
-    """Rows whose instant has come, earliest first, and the next instant to come (None: there is none)."""
+    """Rows whose instant has passed, earliest first, and the next future instant; None if there is none."""
 
     now: int
     rows: list[Any]
@@ -38,7 +38,7 @@ Op = Literal["=", "<", "<=", ">", ">=", "in", "set", "unset", "starts"]
 
 
 class Where(msgspec.Struct, frozen=True, gc=False):
-    """One condition on one column; `set` and `unset` ask for a value and for none."""
+    """A condition on one column; `set` means not null, `unset` means null, `starts` means a text prefix."""
 
     column: str
     op: Op
@@ -46,27 +46,27 @@ class Where(msgspec.Struct, frozen=True, gc=False):
 
 
 def prefix_upper_bound(prefix: str) -> str | None:
-    """The first text after all that begin like this; None when there is none."""
-    kept = prefix.rstrip("\U0010ffff")
-    if not kept:
+    """Return the smallest text greater than every text with this prefix; None if there is none."""
+    stem = prefix.rstrip("\U0010ffff")
+    if not stem:
         return None
-    last = ord(kept[-1]) + 1
-    return kept[:-1] + chr(0xE000 if last == 0xD800 else last)  # the half characters between are no text
+    last = ord(stem[-1]) + 1
+    return stem[:-1] + chr(0xE000 if last == 0xD800 else last)  # surrogates are not valid in texts
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """A list: rows of one table that meet all conditions, ordered, strictly after a place.
+    """A scan: the rows of one table that meet all conditions, ordered, strictly after the sort key `after`.
 
-    `each` names a column that an `in` condition gives values for, or a `starts` condition several prefixes (none
-    of them empty): the limit then holds for each of these, so that the first rows of many lines or ranges come in one
-    trip. With `values`, a `starts` condition with one prefix stands for the values of an indexed text column that begin
-    with it, in order and at most so many: the limit holds for each value. A `>` condition on that column skips values.
+    `limit_by` names a column with an `in` condition, or with a `starts` condition that lists several nonempty prefixes.
+    The limit then applies to each value or prefix, so that one round trip reads the first rows of many queues. With
+    `max_values`, a `starts` condition with one prefix stands for the values of an indexed text column that have this
+    prefix, in order and at most `max_values` of them; the limit applies to each value. A `>` condition on that column
+    skips values.
 
-    A row that cannot be read fails the list with `Corruption`, unless it is `tolerant`: then an `Unreadable` stands in
-    its place.
+    A row that cannot be decoded fails the scan with `Corruption`. A `tolerant` scan returns an `UnreadableRow` instead.
 
-    A `partial` list of the first rows of some queues may leave out rows where it would cost too much to find them. A
-    later list finds them: Postgres says when (its `dead_entries.py`), and the other stores leave out nothing.
+    A `partial` scan of the first rows of some queues may omit rows that are too expensive to find. A later scan finds
+    them. Only Postgres does this (see its `dead_entries.py`).
     """
 
     row: type[msgspec.Struct]
@@ -81,53 +81,54 @@ class Scan(msgspec.Struct, frozen=True):
 
     @property
     def full_order(self) -> tuple[str, ...]:
-        """The columns that the rows are ordered by, the key included."""
+        """The columns that the rows are ordered by, including the key."""
         return self.order + tuple(name for name in TABLE[self.row].key if name not in self.order)
 
     def split_by_value(self) -> list[Scan]:
-        """The same as one list for each value, for stores that read them one after the other."""
-        named = self.limit_by_condition
-        op: Op = "=" if named.op == "in" else "starts"
+        """Split into one scan per value, for stores that read them one after the other."""
+        condition = self.limit_by_condition
+        op: Op = "=" if condition.op == "in" else "starts"
+        others = self.other_conditions
         return [
-            msgspec.structs.replace(self, where=(Where(named.column, op, value), *self.other_conditions), limit_by=None)
-            for value in dict.fromkeys(named.value)
+            msgspec.structs.replace(self, where=(Where(condition.column, op, value), *others), limit_by=None)
+            for value in dict.fromkeys(condition.value)
         ]
 
     def with_values(self, values: Iterable[str]) -> Scan:
-        """The same list for these values, which were found in the index."""
+        """Return this scan for values that were found in the index."""
         where = (Where(self.limit_by_condition.column, "in", tuple(values)), *self.other_conditions)
         return msgspec.structs.replace(self, where=where, max_values=None)
 
     @property
     def other_conditions(self) -> tuple[Where, ...]:
-        """The conditions that every row has to meet, whichever value it is listed for."""
+        """The conditions that apply to every row, whichever value it belongs to."""
         if self.max_values is not None:
-            return tuple(one for one in self.where if one.column != self.limit_by)
-        return tuple(one for one in self.where if one is not self.limit_by_condition)
+            return tuple(condition for condition in self.where if condition.column != self.limit_by)
+        return tuple(condition for condition in self.where if condition is not self.limit_by_condition)
 
     @property
     def values_after(self) -> str | None:
-        """The value behind which the values of the `each` column begin; None for the first."""
-        return next((one.value for one in self.where if one.column == self.limit_by and one.op == ">"), None)
+        """The exclusive lower bound of the values of the `limit_by` column; None if they are not bounded."""
+        return next((where.value for where in self.where if where.column == self.limit_by and where.op == ">"), None)
 
     @property
     def limit_by_condition(self) -> Where:
-        """The condition that `each` is about."""
-        return next(one for one in self.where if one.column == self.limit_by and one.op in ("in", "starts"))
+        """The condition that lists the values or prefixes of `limit_by`."""
+        return next(where for where in self.where if where.column == self.limit_by and where.op in ("in", "starts"))
 
 
 class UnreadableRow(msgspec.Struct, frozen=True):
-    """A row of a tolerant list that cannot be read: its place in the order of the list, and what is wrong with it."""
+    """A row of a tolerant scan that cannot be decoded: its sort key and the error."""
 
     sort_key: tuple[Any, ...]
     error: Corruption
 
 
 class GroupedCount(msgspec.Struct, frozen=True):
-    """A count: rows that are set in an indexed column, by some columns of the execution that each belongs to.
+    """A count of the rows whose indexed `column` is not null, grouped by columns of the execution they belong to.
 
-    `execution` names the column that says which execution that is. The rows are looked at by the index, no more than
-    `limit` of them, or of each value in `each` when there are such.
+    `execution_column` names the column that holds the execution's id. At most `limit` rows are read through the index,
+    or at most `limit` for each of `values` if these are given.
     """
 
     row: type[msgspec.Struct]
@@ -139,11 +140,11 @@ class GroupedCount(msgspec.Struct, frozen=True):
 
 
 class FeedPage(msgspec.Struct, frozen=True, gc=False):
-    """Events in order, and how far the feed was read: the place to go on from, events or not.
+    """Events in order, and the position to continue from, which advances even if no event matched.
 
-    `lost` says that events of this topic after the place that was asked for are no longer kept. `diverged` says that
-    the place itself is not in this feed: what was read up to it was lost, as by a failover or a restore. The page goes
-    on with everything that came after the loss, and `position` may lie before the place that was asked for.
+    `has_gap` says that events of this topic after the requested position have been trimmed. `diverged` says that the
+    requested position is not in this feed, because its events were lost in a failover or a restore. The page then
+    contains everything after the loss, and `position` may be lower than the requested one.
     """
 
     events: list[FeedEvent]

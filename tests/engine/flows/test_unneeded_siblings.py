@@ -89,7 +89,7 @@ def cannot_be_read(crew: Crew, broken: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     async def loads(wants: Sequence[Read]) -> Loaded:
         if Read(Execution, (crew.names[broken],)) in wants:
-            raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
+            raise errors.Corruption("exec_core: attempt_state: 99 is not a known code")
         return await load(wants)
 
     monkeypatch.setattr(crew.store, "load", loads)

@@ -174,5 +174,5 @@ async def test_a_list_that_is_not_tolerant_says_what_cannot_be_read(flow: Flowin
     await flow.edge("a", "b")
     await spoil("ff_edge", "dependency_kind", "true")
 
-    with pytest.raises(errors.Corruption, match="edge: dependency_kind: 99 stands for nothing"):
+    with pytest.raises(errors.Corruption, match="edge: dependency_kind: 99 is not a known code"):
         await flow.engine.list_outgoing_edges(flow.id, flow.names["a"])

@@ -110,7 +110,7 @@ def test_a_code_of_no_member_is_corruption_of_its_column(code: int) -> None:
     codec = CODEC[Execution]
     stored = [code if name == "attempt_state" else None for name in codec.columns]
 
-    with pytest.raises(errors.Corruption, match=f"exec_core: attempt_state: {code} stands for nothing"):
+    with pytest.raises(errors.Corruption, match=f"exec_core: attempt_state: {code} is not a known code"):
         codec.decode(stored, lambda _: None)  # type: ignore[arg-type,return-value]
 
 
@@ -126,7 +126,7 @@ async def test_only_those_hear_of_an_unreadable_row_who_asked_for_it(play: Play)
 
     async def loads(wants: Any) -> Loaded:
         if Read(Execution, (bad,)) in wants:
-            raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
+            raise errors.Corruption("exec_core: attempt_state: 99 is not a known code")
         return await load(wants)
 
     play.store.load = loads  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 
     async def loads(wants: Sequence[Read]) -> Loaded:
         if Read(Execution, (flow.names[name],)) in wants:
-            raise errors.Corruption("exec_core: attempt_state: 99 stands for nothing")
+            raise errors.Corruption("exec_core: attempt_state: 99 is not a known code")
         return await load(wants)
 
     monkeypatch.setattr(flow.engine.store, "try_load_now", lambda _: None)

@@ -39,7 +39,7 @@ from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.postgres.pool import SESSION_SETTINGS
-from flowfabric.stores.postgres.queue_reads import STANDING
+from flowfabric.stores.postgres.queue_reads import NONEMPTY_QUEUES
 from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
 from tests.conftest import migrate
 from tests.servers import postgres
@@ -206,7 +206,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
 
 async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
     plan = await planner.connection.fetchval(
-        f"explain (analyze, buffers, format json) {STANDING}", None, [-1], [2**63 - 1]
+        f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1]
     )
 
     read = json.loads(plan)[0]["Plan"]
@@ -304,7 +304,7 @@ async def test_a_load_of_many_finds_its_rows_by_key(planner: Planner) -> None:
 
 
 async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
-    await planner.explain(event_log.statement("read", Topic.LEASE), 4)
+    await planner.explain(event_log.statement("read_events", Topic.LEASE), 4)
 
     assert {index for _, _, index in planner.scans()} == {"ff_batch_position", "ff_batch_unnumbered"}
     assert '"Sort"' not in json.dumps(planner.plans)  # which would read all batches of a window for a short page

@@ -290,7 +290,7 @@ async def test_work_that_has_begun_is_not_given_up(folder: Path, monkeypatch: py
         if looks == 3:
             looked.set()
 
-    monkeypatch.setattr(connection_thread.ConnectionJob, "give_up", give_up)
+    monkeypatch.setattr(connection_thread.ConnectionJob, "fail_if_unstarted", give_up)
     assert await store._writer.run(lambda db: looked.wait(20)), "three times it was too late to give it up"
     await store.close()
 

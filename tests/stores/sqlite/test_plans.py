@@ -99,7 +99,7 @@ def only_searches(plans: Sequence[Sequence[str]]) -> bool:
 
 async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> None:
     for lines in (LINES[:1], LINES):
-        plans = await plans_of(filled, lambda store, lines=lines: store.take(a_take(10, *lines)))
+        plans = await plans_of(filled, lambda store, lines=lines: store.claim_rows(a_take(10, *lines)))
         heads = next(plan for plan in plans if any("ff_exec_core_line" in step for step in plan))
         assert sum("USING INDEX ff_exec_core_line (line=?)" in step for step in heads) == len(lines)
         assert only_searches([heads])
@@ -108,7 +108,7 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
 
 
 async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> None:
-    [plan] = await plans_of(filled, lambda store: store.standing("mail"))
+    [plan] = await plans_of(filled, lambda store: store.nonempty_queues("mail"))
 
     assert sum("USING COVERING INDEX ff_exec_core_line (line>?)" in step for step in plan) == 2, plan
     assert not [step for step in plan if re.match(r"SCAN (ff_\w+|[el])\b", step)], plan
@@ -146,7 +146,7 @@ async def test_counts_are_made_by_an_index(filled: Path, each: tuple[QueueKey, .
         (line, "INDEX ff_exec_core_line"),
         (asleep, "INDEX ff_suspension_due_at"),
     ):
-        plans = await plans_of(filled, lambda store, tally=tally: store.tally(tally))
+        plans = await plans_of(filled, lambda store, tally=tally: store.count_grouped(tally))
         steps = [step for plan in plans for step in plan]
         assert [step for step in steps if index in step], steps
         assert not [step for step in steps if re.match(r"SCAN ff_\w+$", step)], steps

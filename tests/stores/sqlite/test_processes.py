@@ -23,7 +23,7 @@ from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite.notifier import SQLiteNotifier
 from tests.stores.samples import execution, one, write
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ async def test_a_hint_to_a_process_that_died_is_lost_and_its_bell_removed(tmp_pa
         "async def main():\n"
         "    store = SQLiteStore(sys.argv[1])\n"
         "    await store.open(migrate=True)\n"
-        "    store.on_wake(print)\n"
+        "    store.on_notify(print)\n"
         "    os._exit(0)\n"
         "asyncio.run(main())\n"
     )

@@ -1,4 +1,4 @@
-"""index: split from flowfabric.stores.memory."""
+"""Tables of the memory store: rows by key, with the ordered indexes of the catalog and the scans over them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Key = tuple[Any, ...]
 
 
 class MemoryTable:
-    """The rows of one table by key, their keys in order, and the indexes of the catalogue."""
+    """The rows of one table by key, their keys in order, and the indexes of the catalog."""
 
-    def __init__(self, codec: RowCodec, line_of: Callable[[QueueKey], int]) -> None:
+    def __init__(self, codec: RowCodec, encode_queue: Callable[[QueueKey], int]) -> None:
         self.codec = codec
         self.rows: dict[Key, Any] = {}
         self.keys: list[Key] = []
         self.indexes: dict[str, list[tuple[Any, ...]]] = {index.columns[0]: [] for index in codec.table.indexes}
         self._columns = {index.columns[0]: index.columns for index in codec.table.indexes}
-        self._line_of = line_of
+        self._encode_queue = encode_queue
 
     def set_row(self, key: Key, row: Any | None) -> Any | None:
-        """Set, replace or (None) drop a row; the row that was there."""
+        """Set, replace or (None) delete a row; return the previous row."""
         old = self.rows.pop(key, None)
         if old is not None:
             for entry, entries in self._entries(key, old):
@@ -43,34 +43,37 @@ class MemoryTable:
         return old
 
     def keys_with_prefix(self, prefix: Key) -> list[Key]:
-        """The keys that begin like this, in order."""
+        """Return the keys with this prefix, in order."""
         keys = islice(self.keys, bisect_left(self.keys, prefix), None)
         return [*takewhile(lambda key: key[: len(prefix)] == prefix, keys)]
 
     def encoded_value(self, row: Any, column: str) -> Any:
-        """A column as conditions and orders see it."""
-        return encode(getattr(row, column), self._line_of)
+        """Return a column's value as conditions and sort keys compare it."""
+        return encode(getattr(row, column), self._encode_queue)
 
     def candidates(self, scan: Scan) -> Iterator[Any]:
-        """Rows among which are all that a list may hold: those of an index or a key that its conditions name."""
-        for one in scan.where:
-            if one.op in ("=", "in") and one.value is not None and one.column in self.indexes:
-                values = one.value if one.op == "in" else (one.value,)
-                codes = {encode(value, self._line_of) for value in values if value is not None}
-                return chain.from_iterable(self.rows_by_index(one.column, code) for code in codes)
-        return self._among(scan)
+        """Return a superset of the rows of a scan, through an index or a key that its conditions name."""
+        for condition in scan.where:
+            if condition.op in ("=", "in") and condition.value is not None and condition.column in self.indexes:
+                values = condition.value if condition.op == "in" else (condition.value,)
+                codes = {encode(value, self._encode_queue) for value in values if value is not None}
+                return chain.from_iterable(self.rows_by_index(condition.column, code) for code in codes)
+        return self._candidates_by_key(scan)
 
-    def _among(self, scan: Scan) -> Iterator[Any]:
-        """Those whose key begins with what the conditions say, after the place of the list."""
+    def _candidates_by_key(self, scan: Scan) -> Iterator[Any]:
+        """Yield the rows whose key starts with the values of the conditions, from the scan's `after` on."""
         first = self.codec.table.key[0]
-        start = next((one.value for one in scan.where if one.op == "starts" and one.column == first), None)
+        start = next(
+            (condition.value for condition in scan.where if condition.op == "starts" and condition.column == first),
+            None,
+        )
         if start:
             keys = islice(self.keys, bisect_left(self.keys, (start,)), None)
             yield from (self.rows[key] for key in takewhile(lambda key: key[0].startswith(start), keys))
             return
-        given = {one.column: one.value for one in scan.where if one.op == "="}
+        equal = {condition.column: condition.value for condition in scan.where if condition.op == "="}
         names = self.codec.table.key
-        prefix = tuple(given[name] for name in takewhile(given.__contains__, names))
+        prefix = tuple(equal[name] for name in takewhile(equal.__contains__, names))
         if not prefix:
             yield from self.rows.values()
             return
@@ -83,37 +86,37 @@ class MemoryTable:
             yield self.rows[key]
 
     def matches(self, row: Any, where: Sequence[Where]) -> bool:
-        """Whether the row meets all conditions."""
-        return all(self._meets(self.encoded_value(row, one.column), one) for one in where)
+        """True if the row meets all conditions."""
+        return all(self._meets(self.encoded_value(row, condition.column), condition) for condition in where)
 
     def rows_by_index(self, column: str, value: Any) -> Iterator[Any]:
-        """Rows by an index: those that have this value."""
-        entries, width = self.indexes[column], len(self.codec.table.key)
-        place = bisect_left(entries, (value,))
-        while place < len(entries) and entries[place][0] == value:
-            yield self.rows[entries[place][-width:]]
-            place += 1
+        """Yield the rows that have this value in an indexed column."""
+        entries, key_length = self.indexes[column], len(self.codec.table.key)
+        index = bisect_left(entries, (value,))
+        while index < len(entries) and entries[index][0] == value:
+            yield self.rows[entries[index][-key_length:]]
+            index += 1
 
     def distinct_values(self, column: str, prefix: str, after: str | None) -> Iterator[str]:
-        """The distinct values of an index that begin with a prefix and come after a value, in order."""
-        # No text holds NUL: a value with one behind it comes directly after all entries of the value.
+        """Yield the distinct values of an index that have a prefix and come after a value, in order."""
+        # No text contains NUL, so a value followed by NUL sorts directly after all entries of the value.
         entries = self.indexes[column]
-        place = bisect_left(entries, (prefix,))
+        index = bisect_left(entries, (prefix,))
         if after is not None:
-            place = max(place, bisect_left(entries, (after + "\0",)))
-        while place < len(entries) and entries[place][0].startswith(prefix):
-            yield (value := entries[place][0])
-            place = bisect_left(entries, (value + "\0",), place)
+            index = max(index, bisect_left(entries, (after + "\0",)))
+        while index < len(entries) and entries[index][0].startswith(prefix):
+            yield (value := entries[index][0])
+            index = bisect_left(entries, (value + "\0",), index)
 
-    def _meets(self, value: Any, one: Where) -> bool:
-        if one.op in ("set", "unset"):
-            return (value is None) == (one.op == "unset")
-        if value is None or one.value is None:
+    def _meets(self, value: Any, condition: Where) -> bool:
+        if condition.op in ("set", "unset"):
+            return (value is None) == (condition.op == "unset")
+        if value is None or condition.value is None:
             return False
-        if one.op == "in":
-            return value in [encode(choice, self._line_of) for choice in one.value]
-        wanted = encode(one.value, self._line_of)
-        return bool(value.startswith(wanted) if one.op == "starts" else _COMPARE[one.op](value, wanted))
+        if condition.op == "in":
+            return value in [encode(choice, self._encode_queue) for choice in condition.value]
+        operand = encode(condition.value, self._encode_queue)
+        return bool(value.startswith(operand) if condition.op == "starts" else _COMPARE[condition.op](value, operand))
 
     def _entries(self, key: Key, row: Any) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
         for first, columns in self._columns.items():

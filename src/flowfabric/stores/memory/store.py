@@ -1,4 +1,4 @@
-"""Rows in dictionaries under one lock: for tests, for trying out, and as the plainest telling of the port."""
+"""The memory store: rows in dictionaries under one lock; the simplest implementation of the port."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read,
 
 
 class MemoryStore:
-    """Rows of one process; they are gone when it ends."""
+    """A store in the memory of one process; its rows are lost when the process ends."""
 
     tag = BackendTag.MEMORY
     concurrent_commits = 1
@@ -52,35 +52,35 @@ class MemoryStore:
         self.clock: Callable[[], int] | None = self._clock
         self._lock = threading.Lock()
         self._queue_ids: dict[QueueKey, int] = {}
-        self._tables = {table.row: MemoryTable(CODEC[table.row], self._line_id) for table in TABLES}
+        self._tables = {table.row: MemoryTable(CODEC[table.row], self._queue_id) for table in TABLES}
         self._feed: list[FeedEvent] = []
-        self._trimmed = 0  # how many events are no longer kept
-        self._lost: dict[Topic, int] = dict.fromkeys(Topic, 0)  # the last of each topic that is no longer kept
+        self._trimmed = 0  # the number of trimmed events
+        self._last_trimmed: dict[Topic, int] = dict.fromkeys(Topic, 0)  # last trimmed position by topic
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
     async def open(self, *, migrate: bool) -> SchemaVersion:
-        """Nothing to connect to, and no schema."""
+        """Do nothing: there is no schema."""
         return SchemaVersion(0, 0)
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there are no connections."""
 
     async def ping(self) -> int:
         return self._clock()
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
+    async def load(self, reads: Sequence[Read]) -> Loaded:
         with self._lock:
-            return Loaded(self._clock(), [self._starting(want.row, want.key) for want in wants])
+            return Loaded(self._clock(), [self._rows_by_prefix(read.row, read.key) for read in reads])
 
-    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
+    def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
         with self._lock:
             now = self._clock()
-            lines = len(self._queue_ids)
+            queue_count = len(self._queue_ids)
             undo: list[tuple[MemoryTable, Key, Any]] = []
-            # Judged before anything is written, like everywhere: no two changes of one call meet in a root.
+            # As in every store, all changes are judged before any is written.
             verdicts = [self._judge(change, now) for change in changes]
             changes = [
                 expand(change, self._tables[change.template.row].rows[change.guards[0].key])
@@ -94,131 +94,132 @@ class MemoryStore:
                         self._write(change, now, undo)
                         check_events(change.events)
             except Unstorable:
-                for shelf, key, row in reversed(undo):
-                    shelf.set_row(key, row)
-                self._queue_ids = dict(islice(self._queue_ids.items(), lines))
+                for table, key, row in reversed(undo):
+                    table.set_row(key, row)
+                self._queue_ids = dict(islice(self._queue_ids.items(), queue_count))
                 raise
             for change, accepted in zip(changes, verdicts, strict=True):
                 if accepted:
-                    self._tell(change.events, now)
-            if hint and any(verdicts):
-                self.notify(hint)
+                    self._append_events(change.events, now)
+            if topics and any(verdicts):
+                self.notify(topics)
             return [now if accepted else None for accepted in verdicts]
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
-        verdicts, taken = await self.commit(changes, hint), await self.claim_rows(take)
+        verdicts, claimed = await self.commit(changes, topics), await self.claim_rows(request)
         with self._lock:
-            left = any(True for line in take.queues for _ in self._free(line, taken.now))
-        return CommitAndClaimResult(verdicts, taken.rows, drained=not left)
+            has_more = any(True for queue in request.queues for _ in self._claimable(queue, claimed.now))
+        return CommitAndClaimResult(verdicts, claimed.rows, drained=not has_more)
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         with self._lock:
             now = self._clock()
-            shelf, payloads = self._tables[Execution], self._tables[Payload]
-            heads = merge(*(self._free(line, now) for line in set(take.queues)))
-            chosen = [(shelf.rows[key,], stamp) for (_, key), stamp in zip(heads, take.lease_ids, strict=False)]
+            table, payloads = self._tables[Execution], self._tables[Payload]
+            heads = merge(*(self._claimable(queue, now) for queue in set(request.queues)))
+            chosen = [(table.rows[key,], ids) for (_, key), ids in zip(heads, request.lease_ids, strict=False)]
             rows = []
-            for row, stamp in chosen:
-                taken = replace(row, **take.fields_for(row, stamp, now))
-                shelf.set_row((row.execution_id,), taken)
+            for row, ids in chosen:
+                claimed = replace(row, **request.fields_for(row, ids, now))
+                table.set_row((row.execution_id,), claimed)
                 reason = "claim_resumed" if row.next_type is None else None
-                self._tell([lease_event(taken, "acquired", reason=reason)], now)
-                rows.append((taken, payloads.rows[row.execution_id,]))
+                self._append_events([lease_event(claimed, "acquired", reason=reason)], now)
+                rows.append((claimed, payloads.rows[row.execution_id,]))
             return ClaimedRows(now, rows)
 
     async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         with self._lock:
             now = self._clock()
-            return [self._renew(held, now) for held in leases]
+            return [self._renew(lease, now) for lease in leases]
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         with self._lock:
             now, rows, next_at = self._clock(), list[Any](), None
-            shelf = self._tables[row]
-            entries = shelf.indexes[column]
-            width = len(shelf.codec.table.key)
+            table = self._tables[row]
+            entries = table.indexes[column]
+            width = len(table.codec.table.key)
             for entry in entries:
                 if entry[0] <= now and len(rows) == limit:
                     continue
-                one = shelf.rows[entry[-width:]]
-                if not shelf.matches(one, where):
+                candidate = table.rows[entry[-width:]]
+                if not table.matches(candidate, where):
                     continue
                 if entry[0] > now:
                     next_at = entry[0]
                     break
-                rows.append(one)
+                rows.append(candidate)
             return Due(now, rows, next_at)
 
     async def scan(self, scan: Scan) -> list[Any]:
         with self._lock:
-            shelf = self._tables[scan.row]
-            order = scan.order + tuple(name for name in shelf.codec.table.key if name not in scan.order)
+            table = self._tables[scan.row]
+            order = scan.order + tuple(name for name in table.codec.table.key if name not in scan.order)
             if scan.max_values is not None:
-                values = shelf.distinct_values(
+                values = table.distinct_values(
                     scan.limit_by_condition.column, scan.limit_by_condition.value, scan.values_after
                 )
                 scan = scan.with_values(islice(values, scan.max_values))
-            found = [self._listed(shelf, one, order) for one in (scan.split_by_value() if scan.limit_by else [scan])]
-            return [row for _, row in merge(*found, key=operator.itemgetter(0))]
+            scans = scan.split_by_value() if scan.limit_by else [scan]
+            results = [self._scan_rows(table, part, order) for part in scans]
+            return [row for _, row in merge(*results, key=operator.itemgetter(0))]
 
-    def _listed(self, shelf: MemoryTable, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
-        after = scan.after and tuple(encode(value, self._line_id) for value in scan.after)
+    def _scan_rows(self, table: MemoryTable, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
+        after = scan.after and tuple(encode(value, self._queue_id) for value in scan.after)
         found = []
-        for row in shelf.candidates(scan):
-            if not shelf.matches(row, scan.where):
-                continue  # before its place is looked at: only a row that meets the conditions has to have one
-            place = tuple(shelf.encoded_value(row, column) for column in order)
-            if after is None or place[: len(after)] > after:
-                found.append((place, row))
+        for row in table.candidates(scan):
+            if not table.matches(row, scan.where):
+                continue  # checked first: only rows that meet the conditions have to have a sort key
+            sort_key = tuple(table.encoded_value(row, column) for column in order)
+            if after is None or sort_key[: len(after)] > after:
+                found.append((sort_key, row))
         return nsmallest(scan.limit, found, key=operator.itemgetter(0))
 
-    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
+    async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         with self._lock:
-            shelf, executions = self._tables[tally.row], self._tables[Execution].rows
-            if tally.values is None:
-                width = len(shelf.codec.table.key)
-                found = [shelf.rows[entry[-width:]] for entry in shelf.indexes[tally.column][: tally.limit]]
+            table, executions = self._tables[query.row], self._tables[Execution].rows
+            if query.values is None:
+                width = len(table.codec.table.key)
+                found = [table.rows[entry[-width:]] for entry in table.indexes[query.column][: query.limit]]
             else:
-                codes = {encode(value, self._line_id) for value in tally.values}
-                found = [row for code in codes for row in islice(shelf.rows_by_index(tally.column, code), tally.limit)]
-            names = [(getattr(row, tally.execution_column),) for row in found]
-            rows = [executions[name] for name in names if name in executions]
-            return Counter(tuple(getattr(row, column) for column in tally.group_by) for row in rows)
+                codes = {encode(value, self._queue_id) for value in query.values}
+                found = [row for code in codes for row in islice(table.rows_by_index(query.column, code), query.limit)]
+            keys = [(getattr(row, query.execution_column),) for row in found]
+            rows = [executions[key] for key in keys if key in executions]
+            return Counter(tuple(getattr(row, column) for column in query.group_by) for row in rows)
 
     async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         with self._lock:
-            return sorted(line for line in self._queue_ids if lane_id in (None, line.lane_id))
+            return sorted(queue for queue in self._queue_ids if lane_id in (None, queue.lane_id))
 
     async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         with self._lock:
             entries = self._tables[Execution].indexes["line"]
-            taken = {number for number, *_ in entries}
+            nonempty = {queue_id for queue_id, *_ in entries}
             return sorted(
-                line for line, number in self._queue_ids.items() if number in taken and line.lane_id == lane_id
+                queue for queue, id_ in self._queue_ids.items() if id_ in nonempty and queue.lane_id == lane_id
             )
 
     async def executions_in_missing_queues(self, limit: int) -> list[str]:
-        return []  # a process loses its memory as a whole
+        return []  # a process loses all its memory at once
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         with self._lock:
-            lanes = sorted({line.lane_id for line in self._queue_ids})
+            lanes = sorted({queue.lane_id for queue in self._queue_ids})
             return [lane for lane in lanes if after is None or lane > after][:limit]
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
         with self._lock:
             field = TOPIC_FIELDS[topic]
-            # Positions count from 1, so the entry after a position stands at that index.
-            news = islice(self._feed, max(0, after - self._trimmed), None)
-            lost, end = after < self._lost[topic], self._trimmed + len(self._feed)
+            # Positions start at 1, so the entry after a position is at that index.
+            newer = islice(self._feed, max(0, after - self._trimmed), None)
+            has_gap, end = after < self._last_trimmed[topic], self._trimmed + len(self._feed)
             if after > end:
-                return FeedPage([], end, lost, diverged=True)
-            events = list(islice((one for one in news if getattr(one.event, field) is not None), limit))
+                return FeedPage([], end, has_gap, diverged=True)
+            events = list(islice((entry for entry in newer if getattr(entry.event, field) is not None), limit))
             if len(events) < limit:
-                return FeedPage(events, max(after, end), lost)
-            return FeedPage(events, events[-1].position if events else after, lost)
+                return FeedPage(events, max(after, end), has_gap)
+            return FeedPage(events, events[-1].position if events else after, has_gap)
 
     async def feed_end(self) -> int:
         with self._lock:
@@ -226,45 +227,45 @@ class MemoryStore:
 
     async def trim_feed(self, before: int, limit: int) -> int:
         with self._lock:
-            old = [*takewhile(lambda told: told.at < before, islice(self._feed, limit))]
+            old = [*takewhile(lambda entry: entry.at < before, islice(self._feed, limit))]
             del self._feed[: len(old)]
             self._trimmed += len(old)
-            for told in old:
-                self._forget(told)
+            for entry in old:
+                self._forget(entry)
                 for topic, field in TOPIC_FIELDS.items():
-                    if getattr(told.event, field) is not None:
-                        self._lost[topic] = told.position
+                    if getattr(entry.event, field) is not None:
+                        self._last_trimmed[topic] = entry.position
             return len(old)
 
-    def _forget(self, told: FeedEvent) -> None:
-        """Take an event out of its execution's history, and the history away with the last one."""
-        history = self._history[told.event.execution_id]
-        history.remove(told)
+    def _forget(self, entry: FeedEvent) -> None:
+        """Remove an event from its execution's history, and an empty history altogether."""
+        history = self._history[entry.event.execution_id]
+        history.remove(entry)
         if not history:
-            del self._history[told.event.execution_id]
+            del self._history[entry.event.execution_id]
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
         with self._lock:
             field = TOPIC_FIELDS[topic]
-            told = self._history.get(execution_id, ())
-            newest = (one for one in reversed(told) if getattr(one.event, field) not in (None, without))
+            entries = self._history.get(execution_id, ())
+            newest = (entry for entry in reversed(entries) if getattr(entry.event, field) not in (None, without))
             return list(islice(newest, limit))[::-1]
 
     def notify(self, topics: frozenset[str]) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
     def limit_commands(self, command_s: float) -> None:
-        """There is no server."""
+        """Do nothing: there is no server."""
 
     def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
-    def _line_id(self, line: QueueKey) -> int:
-        return self._queue_ids.setdefault(line, len(self._queue_ids) + 1)
+    def _queue_id(self, queue: QueueKey) -> int:
+        return self._queue_ids.setdefault(queue, len(self._queue_ids) + 1)
 
-    def _starting(self, row: type[msgspec.Struct], key: Key) -> list[Any]:
-        shelf = self._tables[row]
-        return [shelf.rows[found] for found in shelf.keys_with_prefix(key)]
+    def _rows_by_prefix(self, row: type[msgspec.Struct], prefix: Key) -> list[Any]:
+        table = self._tables[row]
+        return [table.rows[key] for key in table.keys_with_prefix(prefix)]
 
     def _judge(self, change: Change, now: int) -> bool:
         if change.not_before is not None and now < change.not_before:
@@ -276,42 +277,42 @@ class MemoryStore:
     def _holds(self, guard: Guard, now: int) -> bool:
         row = self._tables[guard.row].rows.get(guard.key)
         if guard.expected is not None:
-            looks = guard.expected.fields | dict(zip(guard.expected.per_row, guard.expected_values, strict=True))
-            return row is not None and all(getattr(row, name) == value for name, value in looks.items())
+            expected = guard.expected.fields | dict(zip(guard.expected.per_row, guard.expected_values, strict=True))
+            return row is not None and all(getattr(row, name) == value for name, value in expected.items())
         if row is None or guard.revision is None:
             return row is None and guard.revision is None
         return row.revision == guard.revision and (guard.lease is None or _has_lease(row, guard.lease, now))
 
     def _write(self, change: Change, now: int, undo: list[tuple[MemoryTable, Key, Any]]) -> None:
-        for line in change.queues:
-            self._line_id(line)
+        for queue in change.queues:
+            self._queue_id(queue)
         for write in expand_bulk_inserts(change.writes):
             if isinstance(write, Insert | Upsert):
-                shelf = self._tables[type(write.row)]
-                key = shelf.codec.key(write.row)
-                if isinstance(write, Insert) and key in shelf.rows:
-                    raise Collision(f"{shelf.codec.table.name} {key}")
-                self._set(shelf, key, write.row, {}, change.id, now, undo)
+                table = self._tables[type(write.row)]
+                key = table.codec.key(write.row)
+                if isinstance(write, Insert) and key in table.rows:
+                    raise Collision(f"{table.codec.table.name} {key}")
+                self._set(table, key, write.row, {}, change.id, now, undo)
             else:
-                shelf = self._tables[write.row]
+                table = self._tables[write.row]
                 if isinstance(write, Delete):
-                    undo += [(shelf, key, shelf.set_row(key, None)) for key in shelf.keys_with_prefix(write.key)]
+                    undo += [(table, key, table.set_row(key, None)) for key in table.keys_with_prefix(write.key)]
                 else:
-                    self._patch(shelf, write, change.id, now, undo)
+                    self._patch(table, write, change.id, now, undo)
 
     def _patch(
-        self, shelf: MemoryTable, patch: Patch, change_id: int, now: int, undo: list[tuple[MemoryTable, Key, Any]]
+        self, table: MemoryTable, patch: Patch, change_id: int, now: int, undo: list[tuple[MemoryTable, Key, Any]]
     ) -> None:
-        if unknown := set(patch.fields) - set(shelf.codec.columns):
-            raise Unstorable(f"{shelf.codec.table.name} has no column {sorted(unknown)}")
-        row = shelf.rows.get(patch.key)
+        if unknown := set(patch.fields) - set(table.codec.columns):
+            raise Unstorable(f"{table.codec.table.name} has no column {sorted(unknown)}")
+        row = table.rows.get(patch.key)
         if row is None or (patch.unless_set is not None and getattr(row, patch.unless_set) is not None):
             return
-        self._set(shelf, patch.key, row, patch.fields, change_id, now, undo)
+        self._set(table, patch.key, row, patch.fields, change_id, now, undo)
 
     def _set(
         self,
-        shelf: MemoryTable,
+        table: MemoryTable,
         key: Key,
         row: Any,
         fields: dict[str, Any],
@@ -319,43 +320,43 @@ class MemoryStore:
         now: int,
         undo: list[tuple[MemoryTable, Key, Any]],
     ) -> None:
-        values = dict(zip(shelf.codec.columns, astuple(row), strict=True)) | fields
-        if shelf.codec.revision_ordinal is not None:
+        values = dict(zip(table.codec.columns, astuple(row), strict=True)) | fields
+        if table.codec.revision_ordinal is not None:
             values["revision"] = change_id
         for name, value in values.items():
             if type(value) is FromNow:
                 values[name] = now + value.offset
-            check_value(shelf.codec.column[name], values[name])
-        undo.append((shelf, key, shelf.set_row(key, type(row)(**values))))
+            check_value(table.codec.column[name], values[name])
+        undo.append((table, key, table.set_row(key, type(row)(**values))))
 
-    def _tell(self, events: Sequence[Event], now: int) -> None:
+    def _append_events(self, events: Sequence[Event], now: int) -> None:
         for event in events:
-            told = FeedEvent(self._trimmed + len(self._feed) + 1, now, event)
-            self._feed.append(told)
-            self._history[event.execution_id].append(told)
+            entry = FeedEvent(self._trimmed + len(self._feed) + 1, now, event)
+            self._feed.append(entry)
+            self._history[event.execution_id].append(entry)
 
-    def _free(self, line: QueueKey, now: int) -> Iterator[tuple[int, str]]:
-        """Rank and id of the rows of a line without a grant in force, best first."""
-        shelf = self._tables[Execution]
-        entries, number = shelf.indexes["line"], self._queue_ids.get(line, 0)
-        for entry in islice(entries, bisect_left(entries, (number,)), bisect_right(entries, (number + 1,))):
-            granted_until = shelf.rows[entry[2],].granted_until
+    def _claimable(self, queue: QueueKey, now: int) -> Iterator[tuple[int, str]]:
+        """Yield position and id of the rows of a queue without an unexpired grant, in order."""
+        table = self._tables[Execution]
+        entries, queue_id = table.indexes["line"], self._queue_ids.get(queue, 0)
+        for entry in islice(entries, bisect_left(entries, (queue_id,)), bisect_right(entries, (queue_id + 1,))):
+            granted_until = table.rows[entry[2],].granted_until
             if granted_until is None or granted_until <= now:
                 yield entry[1], entry[2]
 
-    def _renew(self, held: LeaseRef, now: int) -> int | None:
-        shelf = self._tables[Execution]
-        row = shelf.rows.get((held.execution_id,))
-        if row is None or (row.attempt_index, row.attempt_id) != (held.attempt_index, held.attempt_id):
+    def _renew(self, lease: LeaseRef, now: int) -> int | None:
+        table = self._tables[Execution]
+        row = table.rows.get((lease.execution_id,))
+        if row is None or (row.attempt_index, row.attempt_id) != (lease.attempt_index, lease.attempt_id):
             return None
-        if not _has_lease(row, LeaseCheck(LeaseRequirement.LIVE, held.lease_id, held.lease_epoch), now):
+        if not _has_lease(row, LeaseCheck(LeaseRequirement.LIVE, lease.lease_id, lease.lease_epoch), now):
             return None
         if row.lease_expired_at is not None:
             return None
-        until = now + held.lease_ttl_ms
-        shelf.set_row((held.execution_id,), replace(row, lease_expires_at=until, lease_renewed_at=now))
-        self._tell([lease_event(row, "renewed")], now)
-        return until
+        expires_at = now + lease.lease_ttl_ms
+        table.set_row((lease.execution_id,), replace(row, lease_expires_at=expires_at, lease_renewed_at=now))
+        self._append_events([lease_event(row, "renewed")], now)
+        return expires_at
 
 
 def _has_lease(row: Any, check: LeaseCheck, now: int) -> bool:

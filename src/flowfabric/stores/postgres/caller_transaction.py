@@ -1,8 +1,8 @@
-"""Within somebody else's transaction: reads and writes on a connection that is not ours, kept or lost with its commit.
+"""Caller transactions: reads and writes on a caller's connection, committed or rolled back with its transaction.
 
-The connection is one of asyncpg, of psycopg 3 (async or not), or SQLAlchemy's connection or session (async or not) over
-either of them; what the statements of the store need of a driver is a handful of verbs. A savepoint keeps a row that
-somebody else inserts at the same moment from spoiling the whole transaction.
+The connection is one of asyncpg, of psycopg 3 (sync or async), or a connection or session of SQLAlchemy (sync or async)
+over one of them. The statements of the store need only a few methods of a driver. A savepoint keeps a concurrent insert
+of the same row from aborting the whole transaction.
 """
 
 from __future__ import annotations
@@ -28,91 +28,91 @@ ACCEPTED_CONNECTIONS = "a connection of asyncpg or psycopg 3, or a connection or
 
 
 class CallerConnection(Protocol):
-    """What the statements of this store need of a connection: asyncpg's own verbs."""
+    """The methods that the store needs of a connection, named as in asyncpg."""
 
-    async def fetch(self, words: str, *values: Any) -> list[Any]: ...
-    async def fetchrow(self, words: str, *values: Any) -> Any: ...
-    async def execute(self, words: str, *values: Any) -> Any: ...
+    async def fetch(self, statement: str, *values: Any) -> list[Any]: ...
+    async def fetchrow(self, statement: str, *values: Any) -> Any: ...
+    async def execute(self, statement: str, *values: Any) -> Any: ...
     def is_in_transaction(self) -> bool: ...
 
 
 class CallerTransaction:
-    """The store as seen from inside a caller's transaction."""
+    """The store inside a caller's transaction."""
 
-    def __init__(self, link: CallerConnection, lines: PostgresQueueIds, clock: Callable[[], int | None]) -> None:
-        self._link = link
-        self._lines = lines
-        self._habits = ParameterShapes(lines.checked_id)
+    def __init__(self, adapted: CallerConnection, queue_ids: PostgresQueueIds, clock: Callable[[], int | None]) -> None:
+        self._connection = adapted
+        self._queue_ids = queue_ids
+        self._shapes = ParameterShapes(queue_ids.checked_id)
         self._clock = clock
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        """The rows asked for, those of this transaction among them."""
-        answer = await reads.fetch_rows(self._link, wants, self._clock())
-        return await self._lines.decode(lambda line_at: reads.decode_rows(answer, wants, line_at))
+    async def load(self, requested: Sequence[Read]) -> Loaded:
+        """Load the requested rows, including uncommitted rows of this transaction."""
+        result = await reads.fetch_rows(self._connection, requested, self._clock())
+        return await self._queue_ids.decode(lambda decode_queue: reads.decode_rows(result, requested, decode_queue))
 
     async def commit(self, change: Change) -> int | None:
-        """Write a change as part of the transaction; None when a guard does not hold."""
-        batch = await self._batch(change)
-        await self._link.execute("savepoint ff_submit")
+        """Write a change as part of the transaction; return None if a guard does not hold."""
+        plan = await self._plan(change)
+        await self._connection.execute("savepoint ff_submit")
         try:
-            # The queues were committed beside this transaction. Its snapshot may not show them, and to add them once
-            # more would be a conflict.
-            now, [accepted], _ = (await commit(self._link, batch, self._clock(), ensure_queues=False))[0]
+            # The queues were committed outside this transaction. Its snapshot may not contain them, and inserting them
+            # again would be a conflict.
+            now, [accepted], _ = (await commit(self._connection, plan, self._clock(), ensure_queues=False))[0]
         except Exception as error:
             state = getattr(error, "sqlstate", None)
-            await self._link.execute("rollback to savepoint ff_submit")
+            await self._connection.execute("rollback to savepoint ff_submit")
             if state == UNIQUE_VIOLATION:
                 await self._refuse_old_snapshot(error)
-                return None  # somebody else has just committed such a row
+                return None  # a concurrent transaction has just committed such a row
             if state == UNDEFINED_TABLE:
                 raise InvalidInput("using: this connection leads to another database than the store") from error
             raise
-        await self._link.execute("release savepoint ff_submit")
+        await self._connection.execute("release savepoint ff_submit")
         return now if accepted else None
 
-    async def _batch(self, change: Change) -> CommitPlan:
-        lines = queues_written([change]) | {*change.queues}
+    async def _plan(self, change: Change) -> CommitPlan:
+        queue_ids = queues_written([change]) | {*change.queues}
         while True:
-            await self._lines.register(lines)
+            await self._queue_ids.register(queue_ids)
             try:
-                batch = CommitPlan([change], self._habits)
-            except UnknownQueue:  # a connection broke since: every queue is to be checked again
+                plan = CommitPlan([change], self._shapes)
+            except UnknownQueue:  # after a lost connection every queue has to be registered again
                 continue
-            batch.queues = self._lines.drain_written(lines)
-            return batch
+            plan.queues = self._queue_ids.drain_written(queue_ids)
+            return plan
 
     async def _refuse_old_snapshot(self, collision: Exception) -> None:
-        """Raise when the row that was met will never be seen here, so that no other look would tell of it."""
-        [isolation] = await self._link.fetchrow("show transaction_isolation")
+        """Raise if this transaction's snapshot can never see the conflicting row, so that a reload would not help."""
+        [isolation] = await self._connection.fetchrow("show transaction_isolation")
         if isolation not in ("read committed", "read uncommitted"):
             detail = f"using: somebody has committed the same since this {isolation} transaction began; begin it anew"
             raise RetryExhausted(detail) from collision
 
     async def notify(self, topics: frozenset[str]) -> None:
-        """Hints that are sent when the transaction commits, and not if it does not."""
+        """Notify about topics when the transaction commits."""
         for payload in encode_payloads(topics):
-            await self._link.execute(f"select pg_notify('{CHANNEL}', $1)", payload)
+            await self._connection.execute(f"select pg_notify('{CHANNEL}', $1)", payload)
 
 
 async def adapt_connection(connection: Any) -> CallerConnection:
-    """The verbs of a connection that is in a transaction; `InvalidInput` for anything else."""
+    """Adapt a connection that is in a transaction; raise `InvalidInput` for anything else."""
     if isinstance(connection, LoopBoundValue):
         return _OtherLoopConnection(await connection.run(adapt_connection(connection.value)), connection)
     driver = await _driver(connection)
     home = type(driver).__module__.partition(".")[0]
     if home == "asyncpg" and hasattr(driver, "is_in_transaction"):
-        link: CallerConnection = driver
+        adapted: CallerConnection = driver
     elif home == "psycopg" and hasattr(driver, "cursor"):
-        link = _PsycopgConnection(driver)
+        adapted = _PsycopgConnection(driver)
     else:
         raise InvalidInput(f"using: {type(connection).__name__} is not {ACCEPTED_CONNECTIONS}")
-    if not link.is_in_transaction():
+    if not adapted.is_in_transaction():
         raise InvalidInput("using: the connection is not in a transaction; begin one, and commit it afterwards")
-    return link
+    return adapted
 
 
 async def _driver(connection: Any) -> Any:
-    """The driver's own connection; SQLAlchemy's begins its transaction with the first statement."""
+    """Return the driver's connection; SQLAlchemy begins its transaction with the first statement."""
     if not type(connection).__module__.startswith("sqlalchemy."):
         return connection
     of_session = getattr(type(connection), "connection", None)
@@ -130,36 +130,36 @@ async def _driver(connection: Any) -> Any:
 
 
 class _OtherLoopConnection:
-    """A connection of another event loop, on which its statements run."""
+    """A connection of another event loop; its statements run on that loop."""
 
-    def __init__(self, link: CallerConnection, outside: LoopBoundValue) -> None:
-        self._link = link
-        self._outside = outside
+    def __init__(self, adapted: CallerConnection, other_loop: LoopBoundValue) -> None:
+        self._connection = adapted
+        self._other_loop = other_loop
 
-    async def fetch(self, words: str, *values: Any) -> list[Any]:
-        return await self._outside.run(self._link.fetch(words, *values))
+    async def fetch(self, statement: str, *values: Any) -> list[Any]:
+        return await self._other_loop.run(self._connection.fetch(statement, *values))
 
-    async def fetchrow(self, words: str, *values: Any) -> Any:
-        return await self._outside.run(self._link.fetchrow(words, *values))
+    async def fetchrow(self, statement: str, *values: Any) -> Any:
+        return await self._other_loop.run(self._connection.fetchrow(statement, *values))
 
-    async def execute(self, words: str, *values: Any) -> Any:
-        return await self._outside.run(self._link.execute(words, *values))
+    async def execute(self, statement: str, *values: Any) -> Any:
+        return await self._other_loop.run(self._connection.execute(statement, *values))
 
     def is_in_transaction(self) -> bool:
-        return self._link.is_in_transaction()
+        return self._connection.is_in_transaction()
 
 
 class _Record(tuple[Any, ...]):
-    """A row that knows its columns by name, too."""
+    """A row whose columns can also be read by name."""
 
     names: dict[str, int]
 
-    def __getitem__(self, place: Any) -> Any:
-        return super().__getitem__(self.names[place] if isinstance(place, str) else place)
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(self.names[index] if isinstance(index, str) else index)
 
 
 class _PsycopgConnection:
-    """psycopg 3 with the verbs of asyncpg."""
+    """A psycopg 3 connection with the methods of asyncpg."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -172,31 +172,31 @@ class _PsycopgConnection:
         connection = self._connection
         return not connection.autocommit or connection.info.transaction_status != self._idle
 
-    async def fetch(self, words: str, *values: Any) -> list[Any]:
+    async def fetch(self, statement: str, *values: Any) -> list[Any]:
         if not self._is_async:
-            return await asyncio.to_thread(self._fetch, words, values)
+            return await asyncio.to_thread(self._fetch, statement, values)
         async with self._cursor(self._connection, row_factory=_records) as cursor:
-            await cursor.execute(words, _arrays(values), binary=True)  # as text, records would have no types
+            await cursor.execute(statement, _arrays(values), binary=True)  # in text format, records have no types
             return list(await cursor.fetchall()) if cursor.description else []
 
-    async def fetchrow(self, words: str, *values: Any) -> Any:
-        found = await self.fetch(words, *values)
-        return found[0] if found else None
+    async def fetchrow(self, statement: str, *values: Any) -> Any:
+        rows = await self.fetch(statement, *values)
+        return rows[0] if rows else None
 
-    async def execute(self, words: str, *values: Any) -> Any:
-        return await self.fetch(words, *values)
+    async def execute(self, statement: str, *values: Any) -> Any:
+        return await self.fetch(statement, *values)
 
-    def _fetch(self, words: str, values: Sequence[Any]) -> list[Any]:
+    def _fetch(self, statement: str, values: Sequence[Any]) -> list[Any]:
         with self._cursor(self._connection, row_factory=_records) as cursor:
-            cursor.execute(words, _arrays(values), binary=True)
+            cursor.execute(statement, _arrays(values), binary=True)
             return list(cursor.fetchall()) if cursor.description else []
 
 
 def _arrays(values: Sequence[Any]) -> list[Any]:
-    """asyncpg takes any sequence for an array; psycopg wants lists."""
+    """Convert tuples to lists: asyncpg accepts any sequence as an array, psycopg only lists."""
     return [list(value) if isinstance(value, tuple) else value for value in values]
 
 
 def _records(cursor: Any) -> Callable[[Sequence[Any]], _Record]:
-    names = {column.name: place for place, column in enumerate(cursor.description or ())}
+    names = {column.name: index for index, column in enumerate(cursor.description or ())}
     return type("Record", (_Record,), {"names": names})

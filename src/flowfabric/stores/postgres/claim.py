@@ -1,6 +1,6 @@
-"""Claiming and renewing: the two verbs whose arithmetic the server does itself, for many rows in one trip.
+"""Claim and renew: the server computes the new values itself, for many rows in one round trip.
 
-The rule that a take equals is `Take.fields` in the port; the contract tests compare the two.
+A claim equals `ClaimRequest.fields_for`; the contract tests compare the two.
 """
 
 from __future__ import annotations
@@ -34,101 +34,106 @@ QueueCount = Literal["one", "few", "many"]
 
 ENTRIES_READ_SQL = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_line")
 RANGE_PARAMETERS = ("low_ranks", "low_ids", "high_ranks", "high_ids")
-_IN_RANGES = (
-    "unnest(:lines::bigint[], :low_ranks::bigint[], :low_ids::text[], :high_ranks::bigint[], :high_ids::text[])"
-    " as wanted (line, low_rank, low_id, high_rank, high_id)"
+_RANGES_SQL = (
+    "unnest(:queue_ids::bigint[], :low_ranks::bigint[], :low_ids::text[], :high_ranks::bigint[], :high_ids::text[])"
+    " as queue (line, low_rank, low_id, high_rank, high_id)"
 )
-_WITHIN_RANGE = (
-    " and (e.rank, e.execution_id) > (wanted.low_rank, wanted.low_id)"
-    " and (e.rank, e.execution_id) <= (wanted.high_rank, wanted.high_id)"
+_WITHIN_RANGE_SQL = (
+    " and (e.rank, e.execution_id) > (queue.low_rank, queue.low_id)"
+    " and (e.rank, e.execution_id) <= (queue.high_rank, queue.high_id)"
 )
-MANY_QUEUES = 16  # lines
-HEADS_PER_ROW = 2  # how many heads are looked at for each row that is wanted
-HEADS_PER_ROW_ON_RETRY = 8  # and when others held so many of them that too few were left
+MANY_QUEUES = 16
+HEADS_PER_ROW = 2  # the number of heads that are read for each requested row
+HEADS_PER_ROW_ON_RETRY = 8  # the same after concurrent claims had locked so many heads that too few were left
 
 
 class ClaimStatement:
-    """A take with the given fields in `becomes`: its statement, and how its answer becomes rows."""
+    """The statement of a claim that sets these shared fields, and the decoder of its result."""
 
-    def __init__(self, becomes: tuple[str, ...], lines: QueueCount, ranged: bool) -> None:
-        """Lines that are `ranged` are read within ranges of positions."""
-        one = lines == "one" and not ranged
-        words = _STATEMENTS["take"].format(
+    def __init__(self, shared_fields: tuple[str, ...], queue_count: QueueCount, ranged: bool) -> None:
+        """`ranged` claims read only given ranges of positions in each queue."""
+        one = queue_count == "one" and not ranged
+        heads = "" if one else _heads_sql(queue_count, ranged)
+        statement = _STATEMENTS["claim_rows"].format(
             clock=_NOW,
             entries=ENTRIES_READ_SQL,
-            locked=fragment("locked_in_one") if one else fragment("locked_in_some").format(heads=_heads(lines, ranged)),
-            more="" if one else "(select count(*) from heads) = :reach or ",
-            number=NEXT_BATCH_ID_SQL,
-            acquired=fragment("acquired").format(rows="taken"),
-            told=result_columns(becomes),
-            payloads=JOIN_PAYLOADS,
-            **claim_fragments(becomes),
+            locked=fragment("lock_heads_of_one_queue") if one else fragment("lock_heads_of_queues").format(heads=heads),
+            more="" if one else "(select count(*) from heads) = :max_heads or ",
+            next_batch_id=NEXT_BATCH_ID_SQL,
+            claim_events=fragment("claim_events").format(rows="claimed"),
+            result_columns=result_columns(shared_fields),
+            join_payloads=JOIN_PAYLOADS,
+            **claim_fragments(shared_fields),
         )
         self.limits_heads = not one
-        names = ["clock", "lines", "wanted", *CLAIM_PARAMETERS, *(f"value_{name}" for name in becomes)]
-        names += ["reach"] if self.limits_heads else []
-        self.sql = number_parameters(words, [*names, *RANGE_PARAMETERS] if ranged else names)
+        names = ["clock", "queue_ids", "max_rows", *CLAIM_PARAMETERS, *(f"value_{name}" for name in shared_fields)]
+        names += ["max_heads"] if self.limits_heads else []
+        self.sql = number_parameters(statement, [*names, *RANGE_PARAMETERS] if ranged else names)
 
     def decode(
-        self, answer: list[Any], take: ClaimRequest, stamps: Sequence[LeaseIds], line_at: QueueDecoder
+        self, result: list[Any], request: ClaimRequest, lease_ids: Sequence[LeaseIds], decode_queue: QueueDecoder
     ) -> list[tuple[Execution, Payload]]:
-        """The rows of the server's answer."""
-        return decode_claim_result(answer, 3, take, stamps, line_at)
+        """Decode the claimed rows of the statement's result."""
+        return decode_claim_result(result, 3, request, lease_ids, decode_queue)
 
 
-def _heads(lines: QueueCount, ranged: bool) -> str:
-    return fragment("heads_of_many" if lines == "many" else "heads_of_few").format(
-        wanted=_IN_RANGES if ranged else "unnest(:lines::bigint[]) as wanted (line)",
-        within=_WITHIN_RANGE if ranged else "",
+def _heads_sql(queue_count: QueueCount, ranged: bool) -> str:
+    return fragment("heads_of_many_queues" if queue_count == "many" else "heads_of_few_queues").format(
+        queues=_RANGES_SQL if ranged else "unnest(:queue_ids::bigint[]) as queue (line)",
+        within=_WITHIN_RANGE_SQL if ranged else "",
     )
 
 
-_claim = cache(ClaimStatement)
+_cached_statement = cache(ClaimStatement)
 
 
-def claim_statement(take: ClaimRequest, lines: Sequence[int], *, ranged: bool = False) -> ClaimStatement:
-    """How to do this take from these lines."""
-    count: QueueCount = "one" if len(lines) == 1 else "few" if len(lines) <= MANY_QUEUES else "many"
-    return _claim(tuple(take.shared_fields), count, ranged)
+def claim_statement(request: ClaimRequest, queue_ids: Sequence[int], *, ranged: bool = False) -> ClaimStatement:
+    """Return the statement for this claim from these queues."""
+    count: QueueCount = "one" if len(queue_ids) == 1 else "few" if len(queue_ids) <= MANY_QUEUES else "many"
+    return _cached_statement(tuple(request.shared_fields), count, ranged)
 
 
 async def claim_rows(
     connection: Any,
-    take: ClaimRequest,
-    stamps: Sequence[LeaseIds],
-    lines: list[int],
-    reach: int,
+    request: ClaimRequest,
+    lease_ids: Sequence[LeaseIds],
+    queue_ids: list[int],
+    max_heads: int,
     clock: int | None,
-    line_of: QueueEncoder,
+    encode_queue: QueueEncoder,
     ranges: Sequence[IndexRange] = (),
 ) -> list[Any]:
-    """Claim up to one row a stamp, of several lines not looking at more heads than `reach`; the server's answer.
+    """Claim up to one row per lease id and return the statement's result.
 
-    With `ranges` only these parts of the lines are read.
+    Of several queues at most `max_heads` heads are read. With `ranges` only these parts of the queues are read.
     """
-    how = claim_statement(take, lines, ranged=bool(ranges))
-    values = [*claim_arguments(take, stamps, line_of), *([reach] if how.limits_heads else ())]
+    statement = claim_statement(request, queue_ids, ranged=bool(ranges))
+    values = [
+        *claim_arguments(request, lease_ids, encode_queue),
+        *([max_heads] if statement.limits_heads else ()),
+    ]
     if ranges:
-        lines = [part.key for part in ranges]
+        queue_ids = [part.key for part in ranges]
         values += [[part.low[0] for part in ranges], [part.low[1] for part in ranges]]
         values += [[part.high[0] for part in ranges], [part.high[1] for part in ranges]]
-    answer: list[Any] = await connection.fetch(how.sql, clock, lines, len(stamps), *values)
-    return answer
+    result: list[Any] = await connection.fetch(statement.sql, clock, queue_ids, len(lease_ids), *values)
+    return result
 
 
 _RENEW = number_parameters(
-    _STATEMENTS["renew"].format(clock=_NOW, number=NEXT_BATCH_ID_SQL),
-    ("clock", "places", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
+    _STATEMENTS["renew_leases"].format(clock=_NOW, next_batch_id=NEXT_BATCH_ID_SQL),
+    ("clock", "ordinals", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
 )
 
 
 async def renew(connection: Any, leases: Sequence[LeaseRef], clock: int | None) -> list[int | None]:
-    """Per lease its new end, or None."""
-    places = sorted(range(len(leases)), key=lambda place: leases[place].execution_id)
-    ordered = [leases[place] for place in places]
+    """Renew leases; return, per lease, its new expiry, or None if it was refused."""
+    # Sorted by id, so that concurrent renewals lock rows in the same order.
+    ordinals = sorted(range(len(leases)), key=lambda ordinal: leases[ordinal].execution_id)
+    ordered = [leases[ordinal] for ordinal in ordinals]
     fields = ("execution_id", "attempt_index", "attempt_id", "lease_id", "lease_epoch", "lease_ttl_ms")
     columns = [list(map(attrgetter(field), ordered)) for field in fields]
-    ends: list[int | None] = [None] * len(leases)
-    for place, until in await connection.fetch(_RENEW, clock, places, *columns):
-        ends[place] = until
-    return ends
+    expiries: list[int | None] = [None] * len(leases)
+    for ordinal, expires_at in await connection.fetch(_RENEW, clock, ordinals, *columns):
+        expiries[ordinal] = expires_at
+    return expiries

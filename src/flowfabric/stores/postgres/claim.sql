@@ -1,70 +1,70 @@
--- name: take
--- Claim the first rows of some lines: at most one a stamp, best rank first, then by id.
+-- name: claim_rows
+-- Claim the first rows of some queues: at most one per lease id, ordered by position and execution id.
 --
--- Rows are locked in the order of the lines, one by one, passing over what someone else holds, until enough are locked;
--- a locked row is asked again whether it still stands there. It is written at the `spot` where it was locked, which
--- costs no second search. A row that someone changed between this statement's snapshot and its lock has its spot where
--- the snapshot sees nothing: it is passed over, too. The n-th gets the n-th stamp, and what `becomes` says of all of
--- them; no state is named here. Stamps come as texts, since the driver is slow with arrays.
+-- Rows are locked one by one in queue order, skipping rows that others have locked, until enough are locked. A locked
+-- row is checked again for still being in its queue. It is updated at its ctid (`row_tid`), which saves a second index
+-- search. A row that was changed between this statement's snapshot and its lock has a ctid that the snapshot cannot
+-- see, so it is skipped, too. The n-th row gets the n-th lease id, and all rows get `shared_fields`; no state is named
+-- here. Lease ids arrive as texts, because the driver is slow with arrays.
 --
--- Answers with the time, whether a second look might find more, how many entries of the index of lines it stepped over,
--- and the rows as they are now with their payloads, in no order; with one row of nothing when nothing was taken. Columns that the caller has just given it does not hear back,
--- and those that are rarely set are one list, if one of them is.
+-- Returns the time, whether a second claim might find more rows, how many entries of the queue index were read, and
+-- the claimed rows with their payloads, in no order; one row of nulls if nothing was claimed. Columns that the caller
+-- has supplied are not returned. Columns that are rarely set are returned as one list, if any of them is set.
 with clock as materialized (select {clock} as now),
 before as materialized (select {entries} as entries),
 {locked},
-stamped as materialized (
+with_lease_ids as materialized (
     select s.*
-      from unnest(array(select spot from locked), {lease_ids}, {attempt_ids}, {revisions})
-           with ordinality as s (spot, lease_id, attempt_id, revision, place)
-     where s.spot is not null
+      from unnest(array(select row_tid from locked), {lease_ids}, {attempt_ids}, {revisions})
+           with ordinality as s (row_tid, lease_id, attempt_id, revision, ordinal)
+     where s.row_tid is not null
 ),
-number as materialized ({number} where exists (select 1 from stamped)),
-taken as (
+new_batch as materialized ({next_batch_id} where exists (select 1 from with_lease_ids)),
+claimed as (
     update ff_exec_core e
-       set {claimed}
-      from stamped s, clock c
-     where e.ctid = s.spot
- returning {heard}
+       set {claim_set}
+      from with_lease_ids s, clock c
+     where e.ctid = s.row_tid
+ returning {returning}
 ),
 batch as (
     insert into ff_batch (batch_id, at, events)
-    select n.batch_id, c.now, {acquired}
-      from number n, clock c
-     where exists (select 1 from taken)
+    select n.batch_id, c.now, {claim_events}
+      from new_batch n, clock c
+     where exists (select 1 from claimed)
 )
-select c.now, {more}(select count(*) from stamped) > (select count(*) from taken) as more,
-       (select {entries} - before.entries from before) as entries, {told}
+select c.now, {more}(select count(*) from with_lease_ids) > (select count(*) from claimed) as more,
+       (select {entries} - before.entries from before) as entries, {result_columns}
   from clock c
-  left join taken t on true
-  {payloads};
+  left join claimed t on true
+  {join_payloads};
 
--- name: hand
--- Parts of a commit (commit.py): claim the rows that it would put into lines, unless somebody stands there. The writes
--- that would put them there are held back then; both ask the one row of `lone`.
-lone as materialized (
+-- name: claim_in_commit
+-- CTEs of a commit (commit/statement.py): claim the rows that it would enqueue, unless these queues have other rows. The
+-- writes that would enqueue them are then skipped; both depend on the one row of `queues_empty`.
+queues_empty as materialized (
     select not exists (
            select 1
-             from unnest(:lines::bigint[]) as wanted (line)
+             from unnest(:queue_ids::bigint[]) as queue (line)
             cross join lateral (
-                  select 1 from ff_exec_core e where e.line = wanted.line order by e.rank, e.execution_id limit 1) other
-           ) as so
+                  select 1 from ff_exec_core e where e.line = queue.line order by e.rank, e.execution_id limit 1) other
+           ) as holds
 ),
-handed as (
+claimed as (
     update ff_exec_core e
-       set {claimed}
-      from unnest({execution_ids}, {numbers}, {lease_ids}, {attempt_ids}, {revisions})
-           with ordinality as s (execution_id, no, lease_id, attempt_id, revision, place), clock c
+       set {claim_set}
+      from unnest({execution_ids}, {change_numbers}, {lease_ids}, {attempt_ids}, {revisions})
+           with ordinality as s (execution_id, change_no, lease_id, attempt_id, revision, ordinal), clock c
      where e.execution_id = s.execution_id
-       and (select yes from verdict)[s.no]
-       and (select so from lone)
- returning {heard}
+       and (select accepted from verdict)[s.change_no]
+       and (select holds from queues_empty)
+ returning {returning}
 ),
-acquired as materialized (select {acquired} as events);
+claim_events as materialized (select {claim_events} as events);
 
--- name: claimed
--- What a claim makes of a row `e` with a stamp `s`, at the time of `c`.
-{becomes}lease_id = s.lease_id,
+-- name: claim_set
+-- The assignments that claim a row `e` with the lease ids `s` at the time of `c`.
+{shared_fields}lease_id = s.lease_id,
            worker_id = :worker_id::text,
            worker_instance_id = :worker_instance_id::text,
            lease_epoch = e.lease_epoch + 1,
@@ -85,114 +85,114 @@ acquired as materialized (select {acquired} as events);
            revision = s.revision,
            told = {pointer};
 
--- name: heard
--- What there is to hear of a claimed row.
-s.place, s.lease_id as stamp, e.attempt_resumed_at is not null as is_resumed,
-           case when num_nonnulls({rare}) > 0 then json_build_array({rare})::text end as rare, {columns};
+-- name: claim_returning
+-- The columns that are returned of a claimed row.
+s.ordinal, s.lease_id as new_lease_id, e.attempt_resumed_at is not null as is_resumed,
+           case when num_nonnulls({sparse}) > 0 then json_build_array({sparse})::text end as sparse, {columns};
 
--- name: acquired
--- What is told of claimed rows.
+-- name: claim_events
+-- The events of claimed rows.
 array(
-           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.stamp, t.lease_epoch,
+           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.new_lease_id, t.lease_epoch,
                       t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
                       case when t.is_resumed then 'claim_resumed' end,
                       null, null, null, null)::ff_told
              from {rows} t
-            order by t.place);
+            order by t.ordinal);
 
--- name: payloads
+-- name: join_payloads
 -- The payloads of claimed rows `t`.
 left join lateral (
        select * from ff_payload p where p.execution_id = t.execution_id offset 0) p on true;
 
--- name: locked_in_one
--- The best rows of one line: the index of lines has them in order.
+-- name: lock_heads_of_one_queue
+-- The first rows of one queue, in the order of the queue index.
 locked as materialized (
-    select e.ctid as spot
+    select e.ctid as row_tid
       from ff_exec_core e
-     where e.line = (select (:lines::bigint[])[1] from before)
+     where e.line = (select (:queue_ids::bigint[])[1] from before)
        and (e.granted_until is null or e.granted_until <= (select now from clock))
      order by e.rank, e.execution_id
-     limit :wanted::bigint
+     limit :max_rows::bigint
        for update skip locked
 );
 
--- name: locked_in_some
--- The heads of several lines are read without locks, some more than wanted.
+-- name: lock_heads_of_queues
+-- The heads of several queues are read without locks, a few more than needed, and then locked.
 {heads},
 locked as materialized (
-    select held.spot
+    select locked_head.row_tid
       from heads head
      cross join lateral (
-           select e.ctid as spot
+           select e.ctid as row_tid
              from ff_exec_core e
             where e.execution_id = head.execution_id
               and e.line = head.line
               and e.rank = head.rank
               and (e.granted_until is null or e.granted_until <= (select now from clock))
-              for update skip locked) held
-     limit :wanted::bigint
+              for update skip locked) locked_head
+     limit :max_rows::bigint
 );
 
--- name: heads_of_few
--- The best rows of some lines: the first of each line, through the index of lines, merged.
+-- name: heads_of_few_queues
+-- The first rows of some queues: the heads of each queue, read through the queue index and merged.
 heads as materialized (
     select head.line, head.rank, head.execution_id
       from before
-     cross join {wanted}
+     cross join {queues}
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
-            where e.line = wanted.line{within}
+            where e.line = queue.line{within}
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id
-            limit :reach) head
+            limit :max_heads) head
      order by head.rank, head.execution_id
-     limit :reach
+     limit :max_heads
 );
 
--- name: heads_of_many
--- The same for many lines, without reading that many rows of each: a few rows of each line tell up to which rank the
--- wanted ones can lie at most, and only those are read.
+-- name: heads_of_many_queues
+-- The same for many queues without reading `max_heads` rows of each: a sample of each queue bounds the position of the
+-- rows to claim, and only rows up to this bound are read.
 sample as materialized (
     select head.rank
       from before
-     cross join {wanted}
+     cross join {queues}
      cross join lateral (
            select e.rank
              from ff_exec_core e
-            where e.line = wanted.line{within}
+            where e.line = queue.line{within}
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id
-            limit 1 + :reach / cardinality(:lines)) head
+            limit 1 + :max_heads / cardinality(:queue_ids)) head
 ),
 bound as materialized (
-    select coalesce((select rank from sample order by rank offset :reach - 1 limit 1), 9223372036854775807) as rank
+    select coalesce((select rank from sample order by rank offset :max_heads - 1 limit 1), 9223372036854775807) as rank
 ),
 heads as materialized (
     select head.line, head.rank, head.execution_id
-      from {wanted}
+      from {queues}
      cross join lateral (
            select e.line, e.rank, e.execution_id
              from ff_exec_core e
-            where e.line = wanted.line{within}
+            where e.line = queue.line{within}
               and e.rank <= (select rank from bound)
               and (e.granted_until is null or e.granted_until <= (select now from clock))
             order by e.rank, e.execution_id
-            limit :reach) head
+            limit :max_heads) head
      order by head.rank, head.execution_id
-     limit :reach
+     limit :max_heads
 );
 
--- name: renew
--- Move the end of leases that are in force and match in everything; per lease, by its place, the new end.
--- The rows are locked in the order in which they are given, by id; the clock is read when all locks are held. Where it
--- is told stands beside the row, not in it: a row that is renewed for days shall not grow.
-with held as materialized (
-    select given.place, given.ttl, e.*
-      from unnest(:places::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
+-- name: renew_leases
+-- Extend leases that have not expired and match in every field; return the ordinal and the new expiry of each.
+-- The rows are locked in the given order, by id; the clock is read when all locks are held. The pointer to the event's
+-- batch is a row of its own, not an element of the execution's row: a row that is renewed for days must not grow.
+with matched as materialized (
+    select given.ordinal, given.ttl, e.*
+      from unnest(:ordinals::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
                   :lease_ids::text[], :lease_epochs::bigint[], :ttls::bigint[])
-           as given (place, execution_id, attempt_index, attempt_id, lease_id, lease_epoch, ttl)
+           as given (ordinal, execution_id, attempt_index, attempt_id, lease_id, lease_epoch, ttl)
      cross join lateral (
            select e.execution_id, e.namespace, e.tags, e.flow_id, e.lease_id, e.lease_epoch, e.attempt_id,
                   e.attempt_index, e.worker_id, e.worker_instance_id, e.lease_expires_at
@@ -205,9 +205,9 @@ with held as materialized (
               and e.lease_expired_at is null
               for update) e
 ),
-clock as materialized (select {clock} as now where (select count(*) from held) >= 0),
+clock as materialized (select {clock} as now where (select count(*) from matched) >= 0),
 live as materialized (
-    select h.*, c.now, c.now + h.ttl as until from held h, clock c where h.lease_expires_at > c.now
+    select m.*, c.now, c.now + m.ttl as until from matched m, clock c where m.lease_expires_at > c.now
 ),
 renewed as (
     update ff_exec_core e
@@ -215,7 +215,7 @@ renewed as (
       from live l
      where e.execution_id = l.execution_id
 ),
-number as materialized ({number} where exists (select 1 from live)),
+new_batch as materialized ({next_batch_id} where exists (select 1 from live)),
 batch as (
     insert into ff_batch (batch_id, at, events)
     select n.batch_id, c.now, array(
@@ -223,12 +223,12 @@ batch as (
                       l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id,
                       null, null, null, null, null)::ff_told
              from live l
-            order by l.place)
-      from number n, clock c
+            order by l.ordinal)
+      from new_batch n, clock c
 ),
 pointers as (
     insert into ff_told_in (execution_id, batch_id)
-    select l.execution_id, n.batch_id from live l, number n
+    select l.execution_id, n.batch_id from live l, new_batch n
     on conflict do nothing
 )
-select place, until from live;
+select ordinal, until from live;

@@ -1,6 +1,7 @@
-"""Claimed rows: the words that make them so and tell of them, and how an answer becomes rows.
+"""SQL fragments that claim rows and return them, and the decoder of the returned rows.
 
-A take (take.py) finds its rows in lines; a commit that hands over (hand.py) knows them by name. The rest is the same.
+A claim (claim.py) finds its rows in queues. A commit-and-claim (commit/claim.py) knows its rows by id. Both share the
+fragments and the decoder of this page.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ from flowfabric.stores.postgres.commit.fragments import APPEND_POINTER_SQL
 from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
 from flowfabric.stores.postgres.sql import column_list, column_type, load_statements
 
-# The parameters of `given`, but for what becomes of all rows.
+# The parameters of `claim_arguments` without the shared fields.
 CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", "worker_id", "worker_instance_id", "lease_ttl_ms")
 
 
 def fragment(name: str) -> str:
-    """A part of a statement, without the lines that say what it is for."""
+    """Return a fragment of claim.sql without its leading comment."""
     return "\n".join(dropwhile(lambda line: line.startswith("--"), load_statements("claim.sql")[name].splitlines()))
 
 
-JOIN_PAYLOADS = fragment("payloads")
+JOIN_PAYLOADS = fragment("join_payloads")
 
 
-def claim_fragments(becomes: tuple[str, ...]) -> dict[str, str]:
-    """What the words for claimed rows have in common."""
+def claim_fragments(shared_fields: tuple[str, ...]) -> dict[str, str]:
+    """Return the fragments that every claiming statement contains, by placeholder."""
     columns = CODEC[Execution].column
     return {
-        "claimed": fragment("claimed").format(
-            becomes="".join(f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in becomes),
+        "claim_set": fragment("claim_set").format(
+            shared_fields="".join(
+                f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in shared_fields
+            ),
             pointer=APPEND_POINTER_SQL.format(row="e"),
         ),
-        "heard": fragment("heard").format(
-            rare=column_list(sparse_columns(becomes), "e."), columns=column_list(dense_columns(becomes), "e.")
+        "returning": fragment("claim_returning").format(
+            sparse=column_list(sparse_columns(shared_fields), "e."),
+            columns=column_list(dense_columns(shared_fields), "e."),
         ),
         "lease_ids": array_from_text("text", ":lease_ids"),
         "attempt_ids": array_from_text("text", ":attempt_ids"),
@@ -50,40 +54,47 @@ def claim_fragments(becomes: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def result_columns(becomes: tuple[str, ...]) -> str:
-    """The columns in which an answer tells of claimed rows `t`."""
-    return ", ".join(("t.place, t.rare", column_list(dense_columns(becomes), "t."), column_list(PAYLOAD_COLUMNS, "p.")))
+def result_columns(shared_fields: tuple[str, ...]) -> str:
+    """Return the columns of claimed rows `t` and their payloads `p`."""
+    dense = column_list(dense_columns(shared_fields), "t.")
+    return f"t.ordinal, t.sparse, {dense}, {column_list(PAYLOAD_COLUMNS, 'p.')}"
 
 
 def decode_claim_result(
-    answer: list[Any], before: int, take: ClaimRequest, stamps: Sequence[LeaseIds], line_at: QueueDecoder
+    result: list[Any],
+    first_column: int,
+    request: ClaimRequest,
+    lease_ids: Sequence[LeaseIds],
+    decode_queue: QueueDecoder,
 ) -> list[tuple[Execution, Payload]]:
-    """The rows of an answer that begins with the time and has so many columns before those that tell of rows."""
-    if answer[0][before] is None:
+    """Decode a result that has the time in its first column and the claimed rows from `first_column` on."""
+    if result[0][first_column] is None:
         return []
-    answer.sort(key=itemgetter(before))
-    now = answer[0][0]
-    places, listed, *columns = list(zip(*answer, strict=True))[before:]
-    rarities = [one and msgspec.json.decode(one) for one in listed]
-    return decode_claimed_rows(take, [stamps[place - 1] for place in places], now, rarities, columns, line_at)
+    result.sort(key=itemgetter(first_column))
+    now = result[0][0]
+    ordinals, sparse_lists, *columns = list(zip(*result, strict=True))[first_column:]
+    sparse = [values and msgspec.json.decode(values) for values in sparse_lists]
+    ids = [lease_ids[ordinal - 1] for ordinal in ordinals]
+    return decode_claimed_rows(request, ids, now, sparse, columns, decode_queue)
 
 
-def claim_arguments(take: ClaimRequest, stamps: Sequence[LeaseIds], line_of: QueueEncoder) -> tuple[Any, ...]:
-    """The stamps and the taker as the statements get them."""
+def claim_arguments(
+    request: ClaimRequest, lease_ids: Sequence[LeaseIds], encode_queue: QueueEncoder
+) -> tuple[Any, ...]:
+    """Return the arguments for `CLAIM_PARAMETERS` and the shared fields."""
     return (
-        _text([stamp.lease_id for stamp in stamps]),
-        _text([stamp.attempt_id for stamp in stamps]),
-        " ".join([str(stamp.revision) for stamp in stamps]),
-        take.worker_id,
-        take.worker_instance_id,
-        take.lease_ttl_ms,
-        *(encode(value, line_of) for value in take.shared_fields.values()),
+        _joined([ids.lease_id for ids in lease_ids]),
+        _joined([ids.attempt_id for ids in lease_ids]),
+        " ".join([str(ids.revision) for ids in lease_ids]),
+        request.worker_id,
+        request.worker_instance_id,
+        request.lease_ttl_ms,
+        *(encode(value, encode_queue) for value in request.shared_fields.values()),
     )
 
 
-def _text(names: list[str]) -> str:
-    """The names as one text."""
-    text = join_texts(names)
+def _joined(ids: list[str]) -> str:
+    text = join_texts(ids)
     if text is None:
-        raise Unstorable("a stamp that the server could not tell from others")
+        raise Unstorable("a lease or attempt id contains a separator character")
     return text

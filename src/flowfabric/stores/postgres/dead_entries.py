@@ -1,28 +1,27 @@
-"""Where claims begin to read a ready queue that is full of dead index entries.
+"""Dead index entries: decides which parts of a ready queue a claim reads.
 
-A claimed row leaves the index of queues, but its entry stays until no snapshot can see it any more. One idle
-transaction holds all of them back (horizon.sql says which ones do); then each claim steps over every entry that was
-claimed since, and costs more and more. The server tells how many entries a claim stepped over. Up to `BLOATED` nothing
-changes: a claim reads its queues from the head. Beyond that this page decides what a claim reads:
+A claimed row leaves the queue index, but its entry stays until no snapshot can see it. One idle transaction keeps all
+of these entries (snapshot_holders.sql lists such transactions); then each claim reads every entry that was claimed
+since, and becomes slower and slower. The server reports how many entries a claim has read. Up to `BLOAT_THRESHOLD` a
+claim reads its queues from the head. Beyond that a claim reads:
 
-* The part behind the floor, always. The floor lies behind the last row that was claimed, and a little before the time
-  of the last claim that left nothing: nothing can be created before it, but by commits that take longer than
-  `LEEWAY_MS`.
-* Of what lies before the floor one slice, of about `SLICE` entries, if this process may afford it: `RATE` entries a
-  second. Rows that return to their old position (retries, delays, priorities) are found there. A claim that would come
-  back with nothing goes on with further slices.
+* Always the part above the floor. The floor is the position of the last claimed row, or a little before the time of the
+  last claim that drained the queue: only commits that take longer than `LEEWAY_MS` can create rows below it.
+* One slice of about `SLICE_ENTRIES` below the floor, within the budget of this process: `ENTRIES_PER_S`. Rows that
+  return to their old position (retries, delays, priorities) are found there. A claim without a result continues with
+  further slices.
 
-So a claim reads a bounded number of entries, and a row that can be claimed waits no longer than the whole round takes:
-one second for each `RATE` dead entries, and the poll interval of a worker.
+So a claim reads a bounded number of entries, and a claimable row waits no longer than one round over all slices: one
+second for each `ENTRIES_PER_S` dead entries, plus the poll interval of a worker.
 
-Every other read of an ordered index works alike. A list of the first rows of several queues (claims by plan), and the
-search for queues that have work, count each part that they read (`parts`, `note_part`). Such a read claims nothing, so
-the floor stays before the first row that it found. Rows that it finds in a slice are wanted next: that slice is read
-again, up to `REREADS` times, before the next one has its turn. The look for due rows of any table is the same with
-instants as positions. There the floor lies before the first row found, or just before the time of the look.
+Every other read of an ordered index works alike. Scans of the first rows of several queues (guarded claims) and the
+search for nonempty queues count each part that they read (`parts`, `note_part`). Such a read claims nothing, so the
+floor stays below the first row that it found. Rows found in a slice will be claimed next: that slice is read again, up
+to `REREADS` times, before the next slice. The search for due rows of any table is the same with instants as positions;
+there the floor is below the first row found, or just before the time of the search.
 
 When a round finds few entries, because the transaction has ended, claims read from the head again. A process that
-starts beside many dead entries walks over all of them once, and divides slices that turn out to be too large.
+starts beside many dead entries reads all of them once, and divides slices that turn out to be too large.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from typing import Any, NamedTuple
 
 from flowfabric.model.execution import Execution
 
-BLOAT_THRESHOLD = 500  # entries that a claim steps over before it does not read from the head any more
-SLICE_ENTRIES = 1024  # entries of a slice before the floor
-ENTRIES_PER_S = 10_000  # entries before floors that a process reads in a second
+BLOAT_THRESHOLD = 500  # entries read by a claim beyond which claims no longer read from the head
+SLICE_ENTRIES = 1024  # entries of a slice below the floor
+ENTRIES_PER_S = 10_000  # the budget of a process for entries below floors
 LEEWAY_MS = 200
 NEXT_DUE_TTL_S = 1.0
-REREADS = 3  # of a slice with rows that somebody may want to claim
-MOST_PORTIONS = 64  # that a slice is divided into at once
-LEAST_COST = 16  # entries that a slice is taken to have at least, so that a read has few slices
+REREADS = 3  # of a slice that has rows to claim
+MOST_PORTIONS = 64  # the number of slices that one slice is divided into at once
+LEAST_COST = 16  # the least number of entries that a slice counts for, so that a read has few slices
 
 Position = tuple[int, str]
 
-# Where the first slices of a queue end, before the floor, in milliseconds: another priority, a day, an hour ...
+# The initial bounds of slices, in milliseconds below the floor: another priority, a day, an hour ...
 INITIAL_SLICE_OFFSETS_MS = (10**11, 86_400_000, 3_600_000, 600_000, 60_000, 10_000, 2_000)
 
 LOWEST: Position = (-(2**63), "")
@@ -54,7 +53,7 @@ HIGHEST: Position = (2**63 - 1, "")
 
 
 class IndexRange(NamedTuple):
-    """A part of a queue or of another list: behind one position, up to another one."""
+    """A range of a queue or of another index: after one position, up to another one."""
 
     key: Any
     low: Position = LOWEST
@@ -62,7 +61,7 @@ class IndexRange(NamedTuple):
 
 
 class IndexSlice:
-    """A part before the floor, and how many entries it had when it was last read."""
+    """A range below the floor, and the number of entries it had when it was last read."""
 
     __slots__ = ("entries", "high", "low", "rereads")
 
@@ -73,7 +72,7 @@ class IndexSlice:
         self.rereads = 0  # since it was found to have rows
 
     def divided(self) -> list[IndexSlice]:
-        """The same as slices of about `SLICE` entries, if these lie evenly; as one when it cannot be divided."""
+        """Divide into slices of about `SLICE_ENTRIES`, assuming that entries are spread evenly."""
         count = min(self.entries // SLICE_ENTRIES + 1, MOST_PORTIONS, self.high[0] - self.low[0])
         if count < 2:
             return [self]
@@ -83,12 +82,12 @@ class IndexSlice:
 
 
 class BloatedQueue:
-    """What is known of one queue with many dead entries: the floor, and slices that lead up to it in turns."""
+    """A queue with many dead entries: its floor, and the slices below it, which are read in turn."""
 
     __slots__ = ("bloated", "floor", "newest", "slices", "unread")
 
     def __init__(self, floor: Position, entries: int, bloated: int = BLOAT_THRESHOLD) -> None:
-        """`bloated` is the number of entries that is too much for this queue."""
+        """`bloated` is the number of entries from which this queue counts as bloated."""
         self.floor = floor
         self.bloated = bloated
         whole = IndexSlice(LOWEST, floor, entries)
@@ -97,7 +96,7 @@ class BloatedQueue:
         self.unread = len(self.slices)  # of this round
 
     def raise_floor(self, floor: Position, entries: int) -> None:
-        """Let the floor follow the claims."""
+        """Raise the floor after a claim; `entries` is the number of entries between the two floors."""
         if floor <= self.floor:
             return
         if self.newest.entries + entries > SLICE_ENTRIES or self.newest.high != self.floor:
@@ -108,14 +107,14 @@ class BloatedQueue:
         self.newest.entries += entries
 
     def record_read(self, part: IndexSlice, entries: int, *, is_wanted: bool = False) -> None:
-        """Note what reading a slice cost; it comes up again in the next round, or next if its rows are wanted."""
+        """Record the entries of a slice. It is read again in the next round, or next if it has rows to claim."""
         part.entries = entries
         if is_wanted and part.rereads < REREADS:
             part.rereads += 1
             return
         try:
             self.slices.remove(part)
-        except ValueError:  # somebody else has read it at the same time, and divided it
+        except ValueError:  # a concurrent read has divided it
             return
         part.rereads = 0
         is_whole = not self.slices
@@ -127,29 +126,29 @@ class BloatedQueue:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the next slice has rows that somebody may want to claim."""
+        """True if the next slice has rows to claim."""
         return self.slices[0].rereads > 0
 
     @property
     def is_clean(self) -> bool:
-        """Whether a whole round found few entries."""
+        """True if a complete round found few entries."""
         return self.unread <= 0 and sum(part.entries for part in self.slices) < self.bloated // 2
 
     def begin_round(self) -> None:
-        """Read every slice once more."""
+        """Start a new round over all slices if the last one is complete."""
         if self.unread <= 0:
             self.unread = len(self.slices)
 
 
 def _near_the_end(whole: IndexSlice) -> list[IndexSlice]:
-    """Slices that become shorter towards the end, where most entries are."""
+    """Divide into slices that become shorter towards the end, where most entries are."""
     high = whole.high
     bounds = [whole.low, *((high[0] - distance, "") for distance in INITIAL_SLICE_OFFSETS_MS), high]
     return [IndexSlice(low, high, whole.entries) for low, high in itertools.pairwise(bounds)]
 
 
 class Part(NamedTuple):
-    """A part that is read and counted by itself: a slice, what is behind the floor, or a whole queue without one."""
+    """A range that is read and counted separately: a slice, the range above a floor, or a queue without a floor."""
 
     key: Hashable
     range: IndexRange
@@ -158,7 +157,7 @@ class Part(NamedTuple):
 
 
 class DeadEntries:
-    """The queues of one store whose heads are not read by every claim."""
+    """The bloated queues of one store, and the budget for reading below their floors."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, BloatedQueue] = {}
@@ -166,13 +165,13 @@ class DeadEntries:
         self._at = monotonic()
 
     def may_hide_rows(self, lines: Iterable[Hashable]) -> bool:
-        """Whether some of these queues may hold rows that a claim does not read."""
+        """True if some of these queues may have rows that a claim does not read."""
         return bool(self._queues) and any(line in self._queues for line in lines)
 
     def ranges_to_read(
         self, lines: Sequence[Hashable]
     ) -> tuple[list[IndexRange], tuple[BloatedQueue, IndexSlice] | None]:
-        """What a claim of these queues shall read, and which slice is part of that."""
+        """Return the ranges that a claim of these queues reads, and the slice among them."""
         known = [(line, self._queues.get(line)) for line in lines]
         parts = [IndexRange(line) if queue is None else IndexRange(line, queue.floor) for line, queue in known]
         waiting = [(line, queue) for line, queue in known if queue is not None]
@@ -193,7 +192,7 @@ class DeadEntries:
         found: int,
         floor: Position,
     ) -> None:
-        """Learn from a claim how many entries it stepped over, how many rows it found, and where it left nothing."""
+        """Record the number of entries and rows that a claim has read, and the floor below which it left no row."""
         behind = entries
         if part is not None:
             queue, read = part
@@ -210,13 +209,13 @@ class DeadEntries:
                 self._queues[line] = BloatedQueue(floor, entries)
 
     def tracked_numbers(self) -> list[int]:
-        """The ready queues that have a floor, by number."""
+        """Return the ids of the ready queues that have a floor."""
         return sorted(key for key in self._queues if isinstance(key, int))
 
     def parts(self, values: Mapping[Hashable, Any]) -> list[Part]:
-        """What a read of these queues shall read, each part counted by itself; `values` are what the index has.
+        """Return the parts that a read of these queues reads; `values` are the queues' values in the index.
 
-        The first slices of as many of them come along as have about `SLICE` entries together.
+        The parts include the next slices of some queues, up to about `SLICE_ENTRIES` together.
         """
         known = [(key, value, self._queues.get(key)) for key, value in values.items()]
         found = [Part(key, IndexRange(value, queue.floor if queue else LOWEST), queue) for key, value, queue in known]
@@ -233,7 +232,7 @@ class DeadEntries:
         return found
 
     def note_part(self, part: Part, entries: int, found: int, floor: Position, share: int = BLOAT_THRESHOLD) -> None:
-        """Learn from a part how many entries it has, how many rows were found and stay, and where nothing is before.
+        """Record the number of entries of a part, the number of rows found, and the floor below which there is none.
 
         `share` is the number of dead entries that one queue may have.
         """
@@ -250,9 +249,9 @@ class DeadEntries:
                 del self._queues[part.key]
 
     def note_all(self, keys: Sequence[Hashable], entries: int, found: int, floor: Position) -> None:
-        """Learn from a read of the heads of some queues how many entries they have together.
+        """Record the number of entries that a read of the heads of some queues has read in total.
 
-        If these are too many, the next read counts each queue by itself.
+        If these are too many, the next read counts each queue separately.
         """
         if entries - found > BLOAT_THRESHOLD + 3 * found:
             share = share_of(len(keys))
@@ -260,16 +259,16 @@ class DeadEntries:
                 self._queues.setdefault(key, BloatedQueue(floor, (entries - found) // len(keys), share))
 
     def spend(self, entries: int) -> None:
-        """Take entries that were read before floors from what this process may afford."""
+        """Charge entries below floors to the budget of this process."""
         self._allowance -= entries
 
     @property
     def affords_more(self) -> bool:
-        """Whether this process may read entries before floors."""
+        """True if the budget allows reading entries below floors."""
         return self._affords()
 
     def may_read_more(self, lines: Sequence[Hashable]) -> bool:
-        """Whether a claim that found nothing may read a further slice of these queues, of which some is unread."""
+        """True if a claim without a result may read a further slice of these queues."""
         return any(line in self._queues and self._queues[line].unread > 0 for line in lines) and self._affords()
 
     def _affords(self) -> bool:
@@ -280,31 +279,31 @@ class DeadEntries:
 
 
 class NextDueCache:
-    """The next instant of a list, kept for a moment where it costs many dead entries to find it.
+    """Caches the next due instant of an index for a short time if finding it costs many dead entries.
 
-    Rows that have left the list meanwhile make it too early, which costs a look. One that has come since with a shorter
-    time may be missed for `KEPT_S`.
+    A cached instant is too early if its row has left the index, which costs one search. A row with an earlier instant
+    that was added since may be missed for `NEXT_DUE_TTL_S`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[int | None, float]] = {}
 
     def has(self, key: Hashable) -> bool:
-        """Whether the next instant, or that there is none, need not be looked for."""
+        """True if the next instant, or its absence, is cached."""
         return key in self._kept and monotonic() < self._kept[key][1]
 
     def get(self, key: Hashable) -> int | None:
-        """The instant that is kept."""
+        """Return the cached instant."""
         return self._kept[key][0]
 
     def put(self, key: Hashable, at: int | None, entries: int) -> None:
-        """Keep an instant that so many entries were stepped over for."""
+        """Cache an instant if the search has read many entries."""
         if entries > BLOAT_THRESHOLD:
             self._kept[key] = (at, monotonic() + NEXT_DUE_TTL_S)
 
 
 def floor_of_claim(rows: Sequence[Execution], *, full: bool, now: int) -> Position:
-    """Where a claim left nothing before: behind the last of its rows, or if there were too few just before now."""
+    """Return the floor after a claim: its last row, or just before `now` if it found fewer rows than requested."""
     if not full or not rows:
         return (now - LEEWAY_MS, "")
     last = max(rows, key=lambda row: (row.rank, row.execution_id))
@@ -313,15 +312,15 @@ def floor_of_claim(rows: Sequence[Execution], *, full: bool, now: int) -> Positi
 
 
 def share_of(queues: int) -> int:
-    """How many dead entries one of so many queues may have that are read together."""
+    """Return the number of dead entries that each of several queues may have if they are read together."""
     return max(4, BLOAT_THRESHOLD // max(1, queues))
 
 
 def floor_of_heads(ranks: Sequence[int], now: int, *, full: bool, dead: int) -> Position:
-    """Where a read that claimed nothing shall begin the next time: before its first row, and before now.
+    """Return the floor after a read that claimed nothing: below its first row, and before `now`.
 
-    If it stepped over more than a slice has, rows that stay keep the floor too low. Then it is behind the last row, and
-    those before it are found in slices.
+    If the read met more dead entries than a slice has, unclaimed rows keep the floor too low. Then the floor is the
+    last row, and the rows below it are found in slices.
     """
     latest = now - LEEWAY_MS
     if not ranks:
@@ -332,7 +331,7 @@ def floor_of_heads(ranks: Sequence[int], now: int, *, full: bool, dead: int) -> 
 
 
 def floor_of_due(rows: Sequence[Any], column: str, now: int, *, full: bool, dead: int) -> Position:
-    """The same for a look for due rows, whose positions are instants; a slice may be part of it."""
+    """Return the floor after a search for due rows, whose positions are instants; it may include a slice."""
     instants = [getattr(row, column) for row in rows]
     instant, _ = floor_of_heads(instants, now, full=full, dead=dead - 2 * SLICE_ENTRIES)
     return (instant - 1, "")

@@ -1,30 +1,28 @@
-"""The feed: committed events in an order that never changes, without a word about transactions.
+"""The event log: committed events in an order that never changes, whatever transactions are in flight.
 
-Each statement that has something to tell inserts one row into `ff_batch`, which holds all its events. The batch takes
-its number from a sequence, in the same statement and only when all its row locks are held. So two batches that touch
-one execution have numbers in the order of their commits: the second gets its locks, and then its number, after the
-first has committed.
+Each statement that emits events inserts one row into `ff_batch`, which holds all its events. The batch draws its id
+from a sequence, in the same statement and only when all its row locks are held. So two batches about one execution have
+ids in the order of their commits: the second one gets its locks, and then its id, after the first has committed.
 
-A number of a sequence is no place in a feed. A batch may commit long after a later one did; a reader that went by the
-number would have passed it. The usual cures look at what transactions are under way, and then one idle transaction,
-even in another database, stalls every reader; and what they remember means nothing after a dump and restore. Here
-batches are numbered a second time, after the fact: whoever reads gives the committed batches that have no position yet
-the next positions, in the order of their numbers (`number` in event_log.sql). A batch that commits late gets a late
-position. Once given a position never changes; it is a column like any other, so it survives dump and restore.
+A batch id is not a position in the feed. A batch may commit long after a later one did, and a reader that follows the
+ids would have passed it. The usual remedies inspect the transactions in flight; then one idle transaction, even in
+another database, stalls every reader, and their state means nothing after a dump and restore. Here batches are numbered
+a second time, after their commit: a reader assigns the next positions to the committed batches that have none, in the
+order of their ids (`assign_positions` in event_log.sql). A batch that commits late gets a late position. An assigned
+position never changes. It is an ordinary column, so it survives dump and restore.
 
-Positions never restart. After a failover that lost the newest batches, or a restore, later ones get higher positions
-than those had. A cursor into what was lost is noticed: no batch has its position. It goes on with everything that came
-since, and its holder is told of the gap.
+Positions never restart. After a failover that lost the newest batches, or after a restore, later batches get higher
+positions than the lost ones had. A cursor into the lost part is detected, because no batch has its position. The reader
+continues with everything since, and is informed of the gap.
 
-Why the order holds for each execution: a snapshot that sees a batch sees all that were committed before it, so the
-numberer meets the earlier batch of an execution not later than the second, and puts them in the order of their
-numbers.
+The order holds for each execution: a snapshot that contains a batch contains all that were committed before it. So the
+earlier batch of an execution is numbered together with the second or before it, and in the order of their ids.
 
-A place in the feed is (position of the batch, place in the batch) as one integer, so a cursor is a plain number.
+A feed position is (position of the batch, index in the batch) as one integer, so a cursor is a plain number.
 
-No index leads to the events of one execution. Whoever tells of it leaves the number of the batch: a claim or an end in
-the row that it writes anyway (`told`, which is no column of the catalogue), everything else in a row of `ff_told_in`,
-and so does whoever deletes the row. What points to a batch goes when the batch is trimmed.
+No index leads to the events of one execution. Instead a writer stores a pointer, the batch id: claims and completions
+in the execution's row, which they write anyway (`told`, which is not in the catalog), everything else in a row of
+`ff_told_in`. A delete of the execution moves its pointers there. Pointers are deleted when their batch is trimmed.
 """
 
 from __future__ import annotations
@@ -40,82 +38,83 @@ from flowfabric.stores.queries import FeedPage
 
 _STATEMENTS = load_statements("event_log.sql")
 _NAMES = column_list(Event.__struct_fields__)
-TRIM = number_parameters(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
-_WINDOW = 1000  # batches that are looked through in one trip
+TRIM = number_parameters(_STATEMENTS["trim_batches"].format(names=_NAMES), ("limit", "before", "max_events"))
+_WINDOW = 1000  # batches that are read in one round trip
 
 
 class EventLog:
-    """The readers' side of the feed."""
+    """Reads, numbers and trims the feed."""
 
-    def __init__(self, links: ConnectionPool) -> None:
-        self._links = links
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
 
     async def read(self, topic: Topic, after: int, limit: int) -> FeedPage:
-        """Events of a topic strictly after a place; how far was read."""
-        words = statement("read", topic)
-        lost = diverged = False
+        """Return events of a topic strictly after a position, and the position to continue from."""
+        sql = statement("read_events", topic)
+        has_gap = diverged = False
         while True:
-            first, ord_ = divmod(after, MAX_EVENTS_PER_BATCH)
-            answer = await self._fetchrow(words, first, ord_, _WINDOW, limit)
-            lost = lost or after < answer["lost"]
-            diverged = diverged or not answer["known"]
-            events = [_event(record) for record in answer["events"]]
+            first, index = divmod(after, MAX_EVENTS_PER_BATCH)
+            row = await self._fetchrow(sql, first, index, _WINDOW, limit)
+            has_gap = has_gap or after < row["last_trimmed"]
+            diverged = diverged or not row["known"]
+            events = [_event(record) for record in row["events"]]
             if len(events) >= limit:
-                return FeedPage(events, events[-1].position if events else after, lost, diverged)
-            if answer["last"] is not None:
-                after = _end(answer["last"])
+                return FeedPage(events, events[-1].position if events else after, has_gap, diverged)
+            if row["last"] is not None:
+                after = _end(row["last"])
                 if events:
-                    return FeedPage(events, after, lost, diverged)
-            elif answer["news"]:
-                await self._number()
+                    return FeedPage(events, after, has_gap, diverged)
+            elif row["unnumbered"]:
+                await self._assign_positions()
             else:
-                end = _end(answer["numbered"])
-                return FeedPage(events, end if first > answer["numbered"] else max(after, end), lost, diverged)
+                end = _end(row["numbered"])
+                return FeedPage(events, end if first > row["numbered"] else max(after, end), has_gap, diverged)
 
     async def end(self) -> int:
-        """A place that everything committed so far does not lie after, and everything later does."""
+        """Return a position such that everything committed from now on lies strictly after it."""
         while True:
-            answer = await self._fetchrow(_STATEMENTS["end"])
-            if not answer["news"]:
-                return _end(answer["numbered"])
-            await self._number()
+            row = await self._fetchrow(_STATEMENTS["read_end"])
+            if not row["unnumbered"]:
+                return _end(row["numbered"])
+            await self._assign_positions()
 
     async def trim(self, before: int, limit: int) -> int:
-        """Drop the oldest events that were told before an instant; how many went."""
-        await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
+        """Delete the oldest events emitted before an instant; return the number of deleted events."""
+        await self.end()  # assigns all positions: a gap can only be reported for batches that have one
         values = (limit, before, MAX_EVENTS_PER_BATCH)
-        return int(await self._links.write(lambda connection: connection.fetchval(TRIM, *values)))
+        return int(await self._pool.write(lambda connection: connection.fetchval(TRIM, *values)))
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
-        """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
-        words = statement("history", topic)
+        """Return the newest events of an execution, oldest first, except those that the topic names `without`."""
+        sql = statement("history", topic)
         while True:
-            found = await self._links.read(lambda connection: connection.fetch(words, execution_id, limit, without))
-            if all(record[0] is not None for record in found):
-                return sorted((_event(record) for record in found), key=lambda one: one.position)
-            await self._number()
+            records = await self._pool.read(lambda connection: connection.fetch(sql, execution_id, limit, without))
+            if all(record[0] is not None for record in records):
+                return sorted((_event(record) for record in records), key=lambda event: event.position)
+            await self._assign_positions()
 
-    async def _number(self) -> None:
-        await self._links.write(lambda connection: connection.execute(_STATEMENTS["number"]), own_transaction=True)
+    async def _assign_positions(self) -> None:
+        assign = _STATEMENTS["assign_positions"]
+        await self._pool.write(lambda connection: connection.execute(assign), own_transaction=True)
 
-    async def _fetchrow(self, words: str, *values: Any) -> Any:
-        return await self._links.read(lambda connection: connection.fetchrow(words, *values))
+    async def _fetchrow(self, sql: str, *values: Any) -> Any:
+        return await self._pool.read(lambda connection: connection.fetchrow(sql, *values))
 
 
 @cache
 def statement(name: str, topic: Topic) -> str:
-    """The words to read one topic."""
+    """Return a statement that reads one topic."""
     events = column_list(Event.__struct_fields__, "e.")
-    words = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
-    parameters = {"read": ("first", "ord", "window", "limit"), "history": ("execution_id", "limit", "without")}
-    return number_parameters(words, parameters[name])
+    sql = _STATEMENTS[name].format(events=events, names=_NAMES, topic=TOPIC_FIELDS[topic])
+    parameters = {"read_events": ("first", "ord", "window", "limit"), "history": ("execution_id", "limit", "without")}
+    return number_parameters(sql, parameters[name])
 
 
 def _end(position: int) -> int:
-    """The last place of a batch."""
+    """Return the last feed position of a batch."""
     return position * MAX_EVENTS_PER_BATCH + MAX_EVENTS_PER_BATCH - 1
 
 
 def _event(record: Any) -> FeedEvent:
-    position, ord_, at, *fields = record
-    return FeedEvent(position * MAX_EVENTS_PER_BATCH + ord_, at, Event(*fields))
+    position, index, at, *fields = record
+    return FeedEvent(position * MAX_EVENTS_PER_BATCH + index, at, Event(*fields))

@@ -1,7 +1,7 @@
-"""The schema and how it grows: numbered files, forward only, each applied once and under one lock.
+"""Schema migrations: numbered files, forward only, each applied once and under one lock.
 
-A running process learns of a newer schema when it connects, when a statement does not fit the schema, and by looking
-every few seconds (`Watch`).
+A running process detects a newer schema when it connects, when a statement does not fit the schema, and by a check
+every few seconds (`SchemaWatch`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flowfabric import errors
 from flowfabric.stores.compatibility import is_compatible, refuse_newer
 from flowfabric.stores.port import SchemaVersion
 
-# Whoever migrates holds this lock until its transaction ends, so that two processes that start together do not.
+# An advisory lock that is held until the transaction ends, so that only one of several starting processes migrates.
 _LOCK = 0x666C6F7766616272
 
-MIGRATION_TIMEOUT_S = 3600.0  # which the steps may take together; a dead connection is noticed by the kernel
-MIN_SERVER_VERSION = 13  # of the servers whose words our statements use
-SUPPORTED_ENCODINGS = ("UTF8", "SQL_ASCII")  # that keep every text; in others a run could not tell how it failed
+MIGRATION_TIMEOUT_S = 3600.0  # for all migrations together; the kernel detects a dead connection
+MIN_SERVER_VERSION = 13
+SUPPORTED_ENCODINGS = ("UTF8", "SQL_ASCII")  # these store every text; in others an error message could be unstorable
 
 _CREATE_VERSION_TABLE = """
 create table if not exists ff_schema_version (
@@ -37,11 +37,11 @@ _NEWEST = """
 select version, coalesce((to_jsonb(v) ->> 'compatible')::boolean, false)
   from ff_schema_version v order by version desc limit 1
 """
-CHECK_INTERVAL_S = 5.0  # between two looks at the version
+CHECK_INTERVAL_S = 5.0
 
 
 class Migration(NamedTuple):
-    """One step of the schema."""
+    """One migration of the schema."""
 
     version: int
     name: str
@@ -49,13 +49,13 @@ class Migration(NamedTuple):
 
     @property
     def compatible(self) -> bool:
-        """True if the release before may run on the schema that this step makes."""
+        """True if the previous release may run on the schema after this migration."""
         return is_compatible(self.text)
 
 
 @cache
 def migrations() -> tuple[Migration, ...]:
-    """All steps, in order."""
+    """Return all migrations, in order."""
     found = []
     for file in resources.files(__package__).joinpath("migrations").iterdir():
         number, _, name = file.name.removesuffix(".sql").partition("_")
@@ -65,13 +65,12 @@ def migrations() -> tuple[Migration, ...]:
 
 
 async def ensure_schema(connection: Any, *, migrate: bool) -> SchemaVersion:
-    """Make the schema the one this code knows, or refuse: a newer one always, an older one unless `migrate`.
+    """Check the schema, and apply missing migrations if `migrate` is set; otherwise an older schema is refused.
 
-    A server that is too old, or a database that cannot keep every text, is refused as well.
-
-    The caller wraps this in a transaction, so that a schema is changed whole or not at all.
+    A newer schema, a server that is too old, and a database that cannot store every text are refused. The caller wraps
+    this in a transaction, so that all migrations are applied or none.
     """
-    _check(connection)
+    _check_server(connection)
     known = migrations()[-1].version
     found, compatible = await _newest(connection)
     first = found
@@ -81,24 +80,24 @@ async def ensure_schema(connection: Any, *, migrate: bool) -> SchemaVersion:
         await connection.execute(_CREATE_VERSION_TABLE)
         await connection.execute(_COMPATIBLE)
         found, compatible = await _newest(connection)
-        for step in migrations():
-            if step.version > found:
-                await connection.execute(step.text)
+        for migration in migrations():
+            if migration.version > found:
+                await connection.execute(migration.text)
                 await connection.execute(
                     "insert into ff_schema_version (version, name, compatible) values ($1, $2, $3)",
-                    *(step.version, step.name, step.compatible),
+                    *(migration.version, migration.name, migration.compatible),
                 )
         found = max(found, known)
     refuse_newer(found, known, compatible=compatible)
     if found < known:
         detail = "the database has no FlowFabric schema" if found == 0 else f"the schema is at version {found}"
         raise errors.Unavailable("open", f"{detail}, this release needs version {known}: migrate first")
-    applied = [step for step in migrations() if step.version > first > 0]
-    return SchemaVersion(first, found, all(step.compatible for step in applied))
+    applied = [migration for migration in migrations() if migration.version > first > 0]
+    return SchemaVersion(first, found, all(migration.compatible for migration in applied))
 
 
-def _check(connection: Any) -> None:
-    """Refuse what the store cannot work on, by what a server tells of itself at the start."""
+def _check_server(connection: Any) -> None:
+    """Refuse a server version or an encoding that the store cannot work with."""
     major, encoding = connection.get_server_version().major, connection.get_settings().server_encoding
     if major < MIN_SERVER_VERSION:
         raise errors.InvalidInput(
@@ -111,7 +110,7 @@ def _check(connection: Any) -> None:
 
 
 async def _newest(connection: Any) -> tuple[int, bool]:
-    """The newest version that was applied, 0 for none, and whether it is compatible."""
+    """Return the newest applied version, 0 for none, and whether it is compatible."""
     if await connection.fetchval(_EXISTS) is None:
         return 0, False
     found, compatible = await connection.fetchrow(_NEWEST) or (0, False)
@@ -119,27 +118,27 @@ async def _newest(connection: Any) -> tuple[int, bool]:
 
 
 class SchemaWatch:
-    """Notices that the schema of a store has become newer than what this release runs on."""
+    """Detects that the schema has become too new for this release while it is running."""
 
     def __init__(self) -> None:
         self._check_at = 0.0
         self._refusal: errors.SchemaTooNew | None = None
 
     def raise_if_too_new(self) -> None:
-        """Raise `SchemaTooNew` if that was found out before."""
+        """Raise `SchemaTooNew` if an earlier check has found it."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
 
     def is_due(self) -> bool:
-        """True if the next call shall look at the version first."""
+        """True if the next call must check the version first."""
         return monotonic() >= self._check_at
 
     def check_soon(self) -> None:
-        """Look with the next call, whenever the last look was."""
+        """Check with the next call, whenever the last check was."""
         self._check_at = 0.0
 
     async def check(self, connection: Any) -> None:
-        """Raise `SchemaTooNew` if this release does not run on the schema any more."""
+        """Raise `SchemaTooNew` if this release can no longer run on the schema."""
         self._check_at = monotonic() + CHECK_INTERVAL_S
         found, compatible = await _newest(connection)
         try:

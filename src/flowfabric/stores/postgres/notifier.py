@@ -1,14 +1,14 @@
-"""Hints between processes: LISTEN and NOTIFY.
+"""Notifications between processes: LISTEN and NOTIFY.
 
-A hint that goes out with a commit is heard at the instant of that commit. But a transaction that notifies queues behind
-all others that do, through their fsync. So only a process at rest lets its commit carry the hint: one that has carried
-none for a while, longer where commits take longer, and hears few. All other hints are sent after their commits, on a
-connection beside the others: those of one moment together, in transactions that do not wait for the disk. A commit with
-much to tell shows that this process is busy: its hints wait a little for those of the next ones.
+A notification that is part of a commit arrives at the instant of that commit. But transactions that notify are
+serialized, including their fsync. So only an idle process attaches notifications to its commits: one that has attached
+none for a while (longer if commits take longer) and receives few. All other notifications are sent after their commits
+on a separate connection, batched, in transactions that do not wait for the disk. A commit with many topics shows that
+this process is busy: its notifications wait a little for those of the next commits.
 
-Losing a hint costs the others a poll interval, so every failure here is met by trying again later, or not at all.
-Through a pooler nothing is heard, and everything else works: LISTEN would stay behind in a session that is not ours,
-and tell the pooler what nobody waits for. Those who are connected to the server itself hear what is sent through it.
+A lost notification delays other processes by a poll interval, so failures are retried later or ignored. Through a
+pooler nothing is received, and everything else works: LISTEN would stay in a session that is not ours. Processes that
+are connected to the server directly receive what is sent through a pooler.
 """
 
 from __future__ import annotations
@@ -35,23 +35,21 @@ MAX_PAYLOAD_BYTES = 7900  # of topics; the server refuses messages of 8000 and m
 SENDER_PREFIX = "from:"  # begins what a message says first: who sent it
 MIN_IDLE_S = 0.005  # of a process between two commits that carry a hint, at least ...
 MIN_IDLE_COMMITS = 4  # ... and so many times as long as its commits take
-LOOP_YIELDS = (
-    6  # of the loop, after which whoever goes on in this process has sent what follows (engine.finishing.TURNS)
-)
+LOOP_YIELDS = 6  # loop iterations after which the follow-up work of this process has been sent
 MANY_TOPICS = 64  # topics of one commit
-BATCH_DELAY_S = 0.02  # that these wait at most
-CLOSE_FLUSH_S = 0.2  # that a process which ends has to send what it has not sent yet
-MAX_RECENT_MESSAGES = 4  # when so many hints, of whomever, were heard in that time, no commit carries one
+BATCH_DELAY_S = 0.02  # the longest wait of these
+CLOSE_FLUSH_S = 0.2  # the time that a closing store has to send the rest
+MAX_RECENT_MESSAGES = 4  # after this many messages within that time, no commit carries one
 _SEND = f"select set_config('synchronous_commit', 'off', true), pg_notify('{CHANNEL}', $1)"
 
 Callback = Callable[[frozenset[str]], None]
 
 
 class PostgresNotifier:
-    """Sends the hints of this process and hears those of others."""
+    """Sends the notifications of this process and receives those of others."""
 
-    def __init__(self, links: ConnectionPool) -> None:
-        self._links = links
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._name = SENDER_PREFIX + token_hex(6)
         self._callbacks: list[Callback] = []
         self._commit_s = 0.0  # seconds that commits take of late
@@ -66,7 +64,7 @@ class PostgresNotifier:
         self._closed = False
 
     def notify(self, topics: frozenset[str]) -> None:
-        """Tell other processes, soon."""
+        """Notify other processes soon."""
         if not topics:
             return
         self._unsent |= topics
@@ -78,10 +76,10 @@ class PostgresNotifier:
 
     @contextmanager
     def attach_to_commit(self, topics: frozenset[str]) -> Iterator[str | None]:
-        """The message that a commit shall carry, or None when the topics are to be sent after it."""
+        """Yield the message to send with a commit, or None if the topics have to be sent after it."""
         began = monotonic()
-        at_rest = began - max(self._attached_at, self._heard_at[0]) > max(MIN_IDLE_S, MIN_IDLE_COMMITS * self._commit_s)
-        messages = list(encode_payloads(topics, self._name)) if at_rest else []
+        is_idle = began - max(self._attached_at, self._heard_at[0]) > max(MIN_IDLE_S, MIN_IDLE_COMMITS * self._commit_s)
+        messages = list(encode_payloads(topics, self._name)) if is_idle else []
         carries = len(messages) == 1
         if carries:
             self._attached_at = inf  # one at a time
@@ -94,12 +92,12 @@ class PostgresNotifier:
                 self._attached_at = ended
 
     def on_notify(self, callback: Callback) -> None:
-        """Call back whenever another process sent something."""
+        """Call back for each notification of another process."""
         self._callbacks.append(callback)
         self._stir()
 
     async def close(self) -> None:
-        """Stop; what cannot be sent soon is lost."""
+        """Stop; notifications that cannot be sent soon are lost."""
         if not self._all_sent.is_set() and not self._closed:
             self._stir()
             with suppress(TimeoutError):
@@ -125,12 +123,12 @@ class PostgresNotifier:
     async def _run(self) -> None:
         while True:
             with suppress(FabricError, *CONNECTION_ERRORS):
-                connection = await self._links.connect()
+                connection = await self._pool.connect()
                 try:
                     await self._serve(connection)
                 finally:
                     connection.terminate()
-                    self._links.report_connection_lost()
+                    self._pool.report_connection_lost()
             await asyncio.sleep(0.2)
 
     async def _serve(self, connection: Any) -> None:
@@ -138,18 +136,18 @@ class PostgresNotifier:
         connection.add_termination_listener(lambda _: self._work.set())
         listening = False
         while not connection.is_closed():
-            if self._callbacks and not listening and self._links.caches_statements:
+            if self._callbacks and not listening and self._pool.caches_statements:
                 listening = True
                 with suppress(asyncpg.PostgresError):
-                    async with self._links.command_timeout():
+                    async with self._pool.command_timeout():
                         await connection.add_listener(CHANNEL, self._heard)
             self._work.clear()  # with nothing awaited before what there is to do is taken
             if connection.is_closed():
                 return
             topics, self._unsent = self._unsent, set()
-            async with self._links.command_timeout():
+            async with self._pool.command_timeout():
                 for payload in encode_payloads(topics, self._name):
-                    if self._links.caches_statements:
+                    if self._pool.caches_statements:
                         await _notify(connection, payload)
                     else:
                         await in_transaction(connection, partial(_notify, payload=payload))
@@ -160,26 +158,26 @@ class PostgresNotifier:
                 await asyncio.sleep(0)
 
     async def _wait_for_work(self, connection: Any, listening: bool) -> None:
-        """Wait until there is something to send; a connection that only listens is asked now and then if it lives."""
+        """Wait until there is something to send; check a connection that only listens from time to time."""
         while True:
             try:
-                async with asyncio.timeout(self._links.deadlines.command_s or None if listening else None):
+                async with asyncio.timeout(self._pool.deadlines.command_s or None if listening else None):
                     await self._work.wait()
                 return
             except TimeoutError:
-                async with self._links.command_timeout():
+                async with self._pool.command_timeout():
                     await connection.execute("select 1")
 
     def _heard(self, connection: Any, pid: int, channel: str, payload: str) -> None:
-        """A message came, perhaps one of our own, or one that was on its way when the connection ended."""
+        """Handle a message, which may be our own, or have been in flight when the connection ended."""
         self._heard_at.append(monotonic())
         with suppress(msgspec.DecodeError):
             topics = msgspec.json.decode(payload, type=list[str])
             if self._name in topics:
                 return
-            told = frozenset(topic for topic in topics if not topic.startswith(SENDER_PREFIX))
+            received = frozenset(topic for topic in topics if not topic.startswith(SENDER_PREFIX))
             for callback in self._callbacks:
-                callback(told)
+                callback(received)
 
 
 async def _notify(connection: Any, payload: str) -> None:
@@ -187,9 +185,9 @@ async def _notify(connection: Any, payload: str) -> None:
 
 
 def encode_payloads(topics: Iterable[str], sender: str = SENDER_PREFIX) -> Iterator[str]:
-    """The topics as messages that are short enough; a topic that is too long on its own is left out.
+    """Encode topics as messages within the size limit; a topic that is too long on its own is omitted.
 
-    Without a sender they are for everybody, the own process as well.
+    Without a sender the messages reach all processes, this one included.
     """
     ordered = sorted(topics)
     whole = msgspec.json.encode([sender, *ordered])
@@ -197,16 +195,16 @@ def encode_payloads(topics: Iterable[str], sender: str = SENDER_PREFIX) -> Itera
         if ordered:
             yield whole.decode()
         return
-    some: list[str] = []
+    batch: list[str] = []
     size = 2
     for topic in ordered:
         bytes_ = len(msgspec.json.encode(topic)) + 1
         if bytes_ > MAX_PAYLOAD_BYTES:
             continue
-        if some and size + bytes_ > MAX_PAYLOAD_BYTES:
-            yield msgspec.json.encode([sender, *some]).decode()
-            some, size = [], 2
-        some.append(topic)
+        if batch and size + bytes_ > MAX_PAYLOAD_BYTES:
+            yield msgspec.json.encode([sender, *batch]).decode()
+            batch, size = [], 2
+        batch.append(topic)
         size += bytes_
-    if some:
-        yield msgspec.json.encode([sender, *some]).decode()
+    if batch:
+        yield msgspec.json.encode([sender, *batch]).decode()

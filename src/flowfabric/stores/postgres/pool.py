@@ -1,19 +1,18 @@
-"""Connections: a few that are shared by all calls, made when needed and thrown away when in doubt.
+"""The connection pool: a few connections that all calls share, opened on demand and closed when their state is unknown.
 
-No call leaves anything behind in a session, so a pooler may hand each transaction to another server. Only prepared
-statements would stay there: the next one to meet that server may not know them, or know another one by that name. So
-they are cached where sessions are our own, as settings show that took effect, or where the caller says so. Without them
-each call is wrapped in a transaction of its own: the driver parses and runs in two trips, and only a transaction keeps
-both on one server.
+No call leaves state in a session, so a pooler may send each transaction to another server session. Only prepared
+statements would stay there: another session may not have them, or have a different one by the same name. So they are
+cached only if sessions are our own, which is proved by settings that took effect, or if the caller says so. Without
+the cache each call is wrapped in a transaction: the driver parses and executes in two round trips, and only a
+transaction keeps both in one session.
 
-A call that ends badly, by an error of the connection, a time limit or a cancelled task, costs its connection: nobody
-can tell what is still on its way there. Errors of the server that ended the statement orderly leave it as it was.
+A call that ends with a connection error, a timeout or a cancelled task closes its connection, because the state of the
+exchange is unknown. A server error that ended the statement regularly keeps the connection.
 
-A connection that goes silent without an end is given up when a call on it has taken too long. What that call was to
-write is in doubt. The idle connections are closed with it: they went the same way and are likely to be as dead.
+A silent connection is closed when a call on it times out. The outcome of that call's writes is unknown. The idle
+connections are closed, too: they used the same network path and are probably dead as well.
 
-After a failed attempt to connect the next one waits a little, longer each time, so that a server which is starting
-again is not flooded.
+After a failed connection attempt the next one waits, with a growing backoff, to spare a restarting server.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from flowfabric.stores.postgres.errors import (
 from flowfabric.stores.postgres.migrator import SchemaWatch
 
 T = TypeVar("T")
-_RANDOM = random.SystemRandom()  # the application's own generator is left alone
+_RANDOM = random.SystemRandom()  # does not disturb the application's seeded generator
 Work = Callable[[Any], Awaitable[T]]
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
-STATEMENT_CACHE_SIZE = 200  # statements of a connection
-MAX_SENDS = 8  # of a statement that meets deadlocks
+STATEMENT_CACHE_SIZE = 200  # statements per connection
+MAX_SENDS = 8  # attempts of a statement that meets deadlocks
 
-# Statements know their rows by key or walk an index, and their plans are kept. A plan that was made while a table was
-# almost empty shall not read all of it later on, so other ways are ruled out. Where a pooler does not pass this on,
-# plans are not kept for long. A statement that waited for a lock goes on with the row as it is then, whatever isolation
-# a role or a database has by default; where that is not passed on, each transaction says it.
+# Statements find their rows by key or by an index, and their plans are cached. A plan that was made while a table was
+# almost empty must not scan the whole table later, so other access paths are disabled. If a pooler does not forward
+# these settings, plans are cached for a short time only. Statements rely on read committed: after waiting for a lock
+# they continue with the current row. If that is not forwarded, each transaction sets it.
 SESSION_SETTINGS = {
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
@@ -63,10 +62,10 @@ SESSION_SETTINGS = {
     "jit": "off",
     "default_transaction_isolation": "read committed",
 }
-# One message, so that it needs no transaction: it fails unless this session has our settings.
+# One message, so that it needs no transaction. It fails unless the session has our settings.
 CHECK_SETTINGS_SQL = "select 1 / (current_setting('plan_cache_mode') = 'force_generic_plan')::int"
 PLAN_LIFETIME_S = 30
-# A role or a database may have shorter limits of its own, which are somebody's choice.
+# Shorter limits that are configured for the role or the database are kept.
 LOWER_LIMITS_SQL = """
 select set_config(name, least, false) from (values {limits}) as wanted (name, least) join pg_settings using (name)
  where setting::bigint = 0 or setting::bigint > least::bigint
@@ -77,100 +76,106 @@ class ConnectionPool:
     """The connections of one store."""
 
     def __init__(self, dsn: str, *, size: int, statement_cache: bool | None, deadlines: Deadlines) -> None:
-        """Whether statements are cached is found out, unless the caller says it."""
+        """With `statement_cache=None` the pool detects whether statements can be cached."""
         self.dsn = dsn
         self.deadlines = deadlines
-        self.schema_watch: SchemaWatch | None = None  # of the schema, once it is one that this release runs on
+        self.schema_watch: SchemaWatch | None = None  # set once the store is open
         self.caches_statements = statement_cache is not False
         self._free = size
         self._idle: list[Any] = []
         self._busy: set[Any] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._pause = 0.0
+        self._backoff_s = 0.0
         self._not_before = 0.0
-        self._unsure = statement_cache is None
-        self._asks = statement_cache is None
+        self._is_undetected = statement_cache is None
+        self._detects = statement_cache is None
         self._tuned = self.caches_statements
         self._closed = False
         self._break_callbacks: list[Callable[[], None]] = []
 
     @property
     def has_own_sessions(self) -> bool:
-        """Whether no pooler stands between, as far as was found out; never where the caller has said what to do."""
-        return self._asks and not self._unsure and self.caches_statements
+        """True if the pool has detected that there is no pooler; False if the caller has set `statement_cache`."""
+        return self._detects and not self._is_undetected and self.caches_statements
 
     def on_connection_lost(self, callback: Callable[[], None]) -> None:
-        """Call back when a connection turns out to be broken: the next one may lead to another server."""
+        """Call back when a connection is lost: the next one may lead to another server."""
         self._break_callbacks.append(callback)
 
     def report_connection_lost(self) -> None:
-        """Report a broken connection."""
+        """Report a lost connection to the callbacks."""
         for callback in self._break_callbacks:
             callback()
 
     async def read(self, work: Work[T]) -> T:
-        """Do something that may be done twice: a connection that breaks meanwhile is replaced once."""
-        return await self._insist(work, twice=True)
+        """Run idempotent work; after a lost connection it is repeated once on another one."""
+        return await self._run_with_retries(work, retry_lost=True)
 
     async def write(self, work: Work[T], *, own_transaction: bool = False, command_s: float | None = None) -> T:
-        """Do something that is not to be done twice; `alone` says that it brings its own transaction, `command_s` that
-        it may take longer than other calls."""
-        return await self._insist(work, alone=own_transaction, command_s=command_s)
+        """Run work that must not be repeated after a lost connection.
 
-    async def _insist(
-        self, work: Work[T], *, twice: bool = False, alone: bool = False, command_s: float | None = None
+        `own_transaction` says that the work begins and ends its transaction; `command_s` replaces the usual time limit.
+        """
+        return await self._run_with_retries(work, own_transaction=own_transaction, command_s=command_s)
+
+    async def _run_with_retries(
+        self, work: Work[T], *, retry_lost: bool = False, own_transaction: bool = False, command_s: float | None = None
     ) -> T:
-        """Do it, again and again while the server undoes it for a deadlock or a conflict of snapshots."""
+        """Run work, and retry it after deadlocks and serialization failures."""
         for sent in range(1, MAX_SENDS):
             try:
-                return await self._run(work, twice=twice, alone=alone, command_s=command_s)
+                return await self._run(
+                    work, retry_lost=retry_lost, own_transaction=own_transaction, command_s=command_s
+                )
             except TransactionConflict:
                 await asyncio.sleep(_RANDOM.uniform(0, 0.002 * 2**sent))
-        return await self._run(work, twice=twice, alone=alone, command_s=command_s)
+        return await self._run(work, retry_lost=retry_lost, own_transaction=own_transaction, command_s=command_s)
 
     def command_timeout(self, command_s: float | None = None) -> asyncio.Timeout:
-        """A limit for what is asked of a connection, after which it counts as dead."""
+        """Return a time limit for a call; after it the connection is considered dead."""
         return asyncio.timeout((self.deadlines.command_s if command_s is None else command_s) or None)
 
-    async def _run(self, work: Work[T], *, twice: bool, alone: bool, command_s: float | None = None) -> T:
-        """Do it on a connection; errors of the driver come out as those of the port."""
+    async def _run(
+        self, work: Work[T], *, retry_lost: bool, own_transaction: bool, command_s: float | None = None
+    ) -> T:
+        """Run work on a connection; driver errors are translated to errors of the port."""
         if self.schema_watch is not None:
             self.schema_watch.raise_if_too_new()
         connection = await self._acquire()
-        fault = CallProgress()
+        progress = CallProgress()
         try:
             async with self.command_timeout(command_s):
                 if self.schema_watch is not None and self.schema_watch.is_due():
-                    await self._look_at_schema(connection)
-                if self.caches_statements or alone:
-                    fault.sent = True
+                    await self._check_schema(connection)
+                if self.caches_statements or own_transaction:
+                    progress.sent = True
                     return await work(connection)
-                return await in_transaction(connection, work, fault)
+                return await in_transaction(connection, work, progress)
         except Exception as error:
             if self.schema_watch is not None and _is_of_schema(error):
                 with suppress(*CONNECTION_ERRORS):
                     async with self.command_timeout():
-                        await self._look_at_schema(connection)
-            raised = translate_error(error, fault, closed=connection.is_closed())
+                        await self._check_schema(connection)
+            raised = translate_error(error, progress, closed=connection.is_closed())
             if isinstance(raised, Unstorable):
                 await self._end_exchange(connection)
-            if fault.connection_lost or fault.wrong_server:
+            if progress.connection_lost or progress.wrong_server:
                 connection.terminate()
                 self.report_connection_lost()
-            if fault.connection_lost:
+            if progress.connection_lost:
                 self._close_idle()
-            if not (fault.connection_lost and twice):
+            if not (progress.connection_lost and retry_lost):
                 if raised is error:
                     raise
                 raise raised from error
         except BaseException:
-            connection.terminate()  # cancelled: what was sent is still under way
+            connection.terminate()  # cancelled: the statement may still be in flight
             raise
         finally:
             self._release(connection)
-        return await self._run(work, twice=False, alone=alone, command_s=command_s)
+        return await self._run(work, retry_lost=False, own_transaction=own_transaction, command_s=command_s)
 
-    async def _look_at_schema(self, connection: Any) -> None:
+    async def _check_schema(self, connection: Any) -> None:
         assert self.schema_watch is not None
         await (
             self.schema_watch.check(connection)
@@ -179,12 +184,12 @@ class ConnectionPool:
         )
 
     def _close_idle(self) -> None:
-        """Use none of the connections again that were idle when another one was lost."""
+        """Close the connections that were idle when another one was lost."""
         for connection in self._idle:
             connection.terminate()
 
     async def _end_exchange(self, connection: Any) -> None:
-        """A value that the driver refuses leaves the server waiting, locks in hand, for the rest of the exchange."""
+        """End the protocol exchange after the driver refused a value; the server would keep its locks otherwise."""
         try:
             async with self.command_timeout():
                 await connection.execute("select 1")
@@ -193,7 +198,7 @@ class ConnectionPool:
             raise
 
     async def connect(self) -> Any:
-        """A new connection, after the pause that earlier failures ask for; the caller owns it."""
+        """Open a connection that the caller owns, after the backoff of earlier failures."""
         loop = asyncio.get_running_loop()
         if (wait := self._not_before - loop.time()) > 0:
             await asyncio.sleep(wait)
@@ -202,11 +207,11 @@ class ConnectionPool:
                 connection = await self._connect()
         except (*CONNECTION_ERRORS, ValueError, OverflowError) as error:
             if isinstance(error, ValueError | OverflowError) and not isinstance(error, OSError):
-                raise InvalidInput(f"url: {error}") from error  # the driver cannot make sense of it
-            self._pause = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, self._pause * 2))
-            self._not_before = loop.time() + self._pause * _RANDOM.uniform(0.5, 1)
+                raise InvalidInput(f"url: {error}") from error  # the driver cannot parse the URL
+            self._backoff_s = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, self._backoff_s * 2))
+            self._not_before = loop.time() + self._backoff_s * _RANDOM.uniform(0.5, 1)
             raise translate_error(error, CallProgress(connecting=True), closed=True) from error
-        self._pause = 0.0
+        self._backoff_s = 0.0
         if self.schema_watch is not None:
             self.schema_watch.check_soon()
         return connection
@@ -217,21 +222,23 @@ class ConnectionPool:
         if self._tuned:
             tuned = options | {"statement_cache_size": STATEMENT_CACHE_SIZE, "max_cached_statement_lifetime": 0}
             try:
-                told = settings | SESSION_SETTINGS | self.deadlines.server_settings()
-                connection = self._kept_alive(await asyncpg.connect(self.dsn, server_settings=told, **tuned))
+                all_settings = settings | SESSION_SETTINGS | self.deadlines.server_settings()
+                connection = self._with_keep_alive(
+                    await asyncpg.connect(self.dsn, server_settings=all_settings, **tuned)
+                )
             except (asyncpg.ProtocolViolationError, asyncpg.FeatureNotSupportedError):
-                self._pooled()
+                self._mark_pooled()
             else:
-                if await self._is_own(connection):
-                    return await self._limited(connection)
+                if await self._has_own_session(connection):
+                    return await self._with_limits(connection)
         options |= {
             "statement_cache_size": STATEMENT_CACHE_SIZE if self.caches_statements else 0,
             "max_cached_statement_lifetime": PLAN_LIFETIME_S,
         }
-        return self._kept_alive(await asyncpg.connect(self.dsn, server_settings=settings, **options))
+        return self._with_keep_alive(await asyncpg.connect(self.dsn, server_settings=settings, **options))
 
-    async def _limited(self, connection: Any) -> Any:
-        """Let the server give up on what takes too long, too."""
+    async def _with_limits(self, connection: Any) -> Any:
+        """Set the time limits of the server."""
         if limits := self.deadlines.server_limits():
             try:
                 await connection.execute(
@@ -242,35 +249,35 @@ class ConnectionPool:
                 raise
         return connection
 
-    def _kept_alive(self, connection: Any) -> Any:
-        """Let the kernel notice when the other side has gone; the driver leaves its sockets as they are."""
-        found = connection._transport.get_extra_info("socket")
-        if found is not None and found.family != getattr(socket, "AF_UNIX", None):
-            with socket.socket(fileno=os.dup(found.fileno())) as same:  # uvloop's own object has no options
+    def _with_keep_alive(self, connection: Any) -> Any:
+        """Enable TCP keep-alive, so that the kernel detects a dead peer; the driver does not set it."""
+        wrapped = connection._transport.get_extra_info("socket")
+        if wrapped is not None and wrapped.family != getattr(socket, "AF_UNIX", None):
+            with socket.socket(fileno=os.dup(wrapped.fileno())) as same:  # uvloop's object has no setsockopt
                 for option in self.deadlines.socket_options():
                     same.setsockopt(*option)
         return connection
 
-    async def _is_own(self, connection: Any) -> bool:
-        """Whether this session is ours alone; asked once, before the first statement is prepared."""
-        if self._unsure:
+    async def _has_own_session(self, connection: Any) -> bool:
+        """True if there is no pooler; checked once, before the first statement is prepared."""
+        if self._is_undetected:
             try:
                 await connection.execute(CHECK_SETTINGS_SQL)
-                self._unsure = False
+                self._is_undetected = False
             except asyncpg.DivisionByZeroError:
-                self._pooled()
+                self._mark_pooled()
             except BaseException:
                 connection.terminate()
                 raise
-        if not self._tuned:  # as another connection may have found out meanwhile
+        if not self._tuned:  # another connection may have detected a pooler meanwhile
             connection.terminate()
         return self._tuned
 
-    def _pooled(self) -> None:
-        """Settings did not get through, so there is a pooler in between, and sessions may change under our hands."""
-        self._tuned = False  # they are a help, not a need
-        if self._unsure:
-            self._unsure = self.caches_statements = False
+    def _mark_pooled(self) -> None:
+        """Record that settings did not take effect: there is a pooler, which may switch sessions."""
+        self._tuned = False  # the settings are an optimization only
+        if self._is_undetected:
+            self._is_undetected = self.caches_statements = False
 
     async def _acquire(self) -> Any:
         while True:
@@ -289,17 +296,17 @@ class ConnectionPool:
                     connection = await self.connect()
                 except BaseException:
                     self._free += 1
-                    self._let_one_in()
+                    self._wake_waiter()
                     raise
                 self._busy.add(connection)
                 return connection
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
             try:
-                await turn
+                await waiter
             except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._let_one_in()
+                if waiter.done() and not waiter.cancelled():
+                    self._wake_waiter()
                 raise
 
     def _release(self, connection: Any) -> None:
@@ -309,20 +316,20 @@ class ConnectionPool:
             self._free += 1
         else:
             self._idle.append(connection)
-        self._let_one_in()
+        self._wake_waiter()
 
-    def _let_one_in(self) -> None:
+    def _wake_waiter(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
 
     async def close(self) -> None:
-        """Let go of all connections; calls that are still under way end with `StoreUnavailable`."""
+        """Close all connections; calls that are in flight end with `StoreUnavailable`."""
         self._closed = True
         while self._waiting:
-            self._let_one_in()
+            self._wake_waiter()
         for connection in self._busy:
             connection.terminate()
         while self._idle:
@@ -333,23 +340,23 @@ class ConnectionPool:
 
 
 def _is_of_schema(error: Exception) -> bool:
-    """True if a statement failed as it would on a schema that it was not written for (class 42, and stale plans)."""
+    """True if the error may come from a schema that the statement was not written for (class 42, stale plans)."""
     code: str = getattr(error, "sqlstate", None) or ""
     return code.startswith("42") or code == "0A000"
 
 
-async def in_transaction(connection: Any, work: Work[T], fault: CallProgress | None = None) -> T:
-    """Do something in one transaction whose statements each see what is committed when they begin."""
+async def in_transaction(connection: Any, work: Work[T], progress: CallProgress | None = None) -> T:
+    """Run work in one read committed transaction."""
     if connection.is_in_transaction():
         return await work(connection)
     await connection.execute("begin isolation level read committed")
     try:
-        done = await work(connection)
+        result = await work(connection)
     except Exception:
         if not connection.is_closed():
             await connection.execute("rollback")
         raise
-    if fault is not None:
-        fault.sent = True
+    if progress is not None:
+        progress.sent = True
     await connection.execute("commit")
-    return done
+    return result

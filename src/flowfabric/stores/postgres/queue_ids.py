@@ -1,14 +1,14 @@
-"""Ready queues and their numbers.
+"""Ready queues and their ids.
 
-A queue's number is the first 63 bits of the digest of its key. So a number means the same queue on every server and
-after every failover, restore or crash, whatever of the queue table was lost. The table says which queues a lane has,
-and what key stands behind a number that this process has not made itself.
+A queue's id is the first 63 bits of the digest of its key. So an id means the same queue on every server and after
+every failover, restore or crash, even if rows of the queue table were lost. The table lists the queues of a lane, and
+the keys of ids that this process has not computed itself.
 
-A process checks a queue once: the row exists, and no other key has the same number. It checks again after a connection
-broke, since the next server may have lost the row. And a commit that puts work into a queue adds the queue's row where
-it is missing (`ensure` in queue_ids.sql): a row that stands in a queue is committed with the queue, or after it on the
-same server, and is never kept without it. A session that is our own ends with its server, so its first such commit will
-do; behind a pooler every commit does it.
+A process registers a queue once: it makes sure that the row exists and that no other key has the same id. It registers
+the queue again after a connection was lost, because the next server may have lost the row. In addition, a commit that
+enqueues work inserts the queue's row if it is missing (`ensure_queues` in queue_ids.sql). So an enqueued execution is
+committed with its queue's row, or after it on the same server, and never survives without it. A session of our own ends
+with its server, so its first such commit is enough; behind a pooler every commit does it.
 """
 
 from __future__ import annotations
@@ -32,115 +32,116 @@ T = TypeVar("T")
 
 _COLUMNS = QueueKey.__struct_fields__
 _STATEMENTS = load_statements("queue_ids.sql")
-_ADD = number_parameters(_STATEMENTS["add"], ("numbers", "digests", *_COLUMNS))
-_FIND = number_parameters(_STATEMENTS["find"], ("numbers",))
-_UNLISTED = number_parameters(_STATEMENTS["unlisted"], ("limit",))
+_ADD = number_parameters(_STATEMENTS["add_queues"], ("queue_ids", "digests", *_COLUMNS))
+_FIND = number_parameters(_STATEMENTS["find_queues"], ("queue_ids",))
+_IN_MISSING_QUEUES = number_parameters(_STATEMENTS["executions_in_missing_queues"], ("limit",))
 _NONE: frozenset[int] = frozenset()
-ENSURE_QUEUES = _STATEMENTS["ensure"]
-MAX_CACHED_ROW_SETS = 1000  # sets of queues whose rows are kept ready to be sent
-_READ = number_parameters(_STATEMENTS["read"], ("lane_id",))
+ENSURE_QUEUES = _STATEMENTS["ensure_queues"]
+MAX_CACHED_ROW_SETS = 1000  # sets of queues whose encoded rows are cached
+_QUEUES = number_parameters(_STATEMENTS["queues"], ("lane_id",))
 _LANES = number_parameters(_STATEMENTS["lanes"], ("after", "limit"))
 
 
 class UnknownQueue(LookupError):
-    """The queue was not checked yet, or the table has no key for its number."""
+    """The queue is not registered yet, or the table has no key for its id."""
 
 
 class PostgresQueueIds:
-    """The queue table, and what of it this process knows."""
+    """The queue table, with a cache of the ids and keys that this process has met."""
 
-    def __init__(self, links: ConnectionPool) -> None:
-        self._links = links
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._checked: dict[QueueKey, int] = {}
         self._keys: dict[int, QueueKey] = {}
         self._written: set[QueueKey] = set()
         self._rows: dict[tuple[QueueKey, ...], tuple[list[int], str]] = {}
         self._ensured: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
-        links.on_connection_lost(self.invalidate)
+        pool.on_connection_lost(self.invalidate)
 
     def invalidate(self) -> None:
-        """Check every queue again before something is written to it. What a number means stays known."""
+        """Require every queue to be registered again before a write. The keys of ids stay cached."""
         self._checked.clear()
 
-    def checked_id(self, line: QueueKey) -> int:
-        """The number of a queue for a write; `UnknownLine` for one that was not checked. `written` collects it."""
-        number = self._checked.get(line)
-        if number is None:
-            raise UnknownQueue(line)
-        self._written.add(line)
-        return number
+    def checked_id(self, queue: QueueKey) -> int:
+        """Return the id of a queue for a write, and record it for `drain_written`; raise `UnknownQueue` if the queue
+        is not registered."""
+        id_ = self._checked.get(queue)
+        if id_ is None:
+            raise UnknownQueue(queue)
+        self._written.add(queue)
+        return id_
 
     def drain_written(self, more: Iterable[QueueKey] = ()) -> tuple[list[int], str] | None:
-        """The queues that were asked for since the last call, as `ensure` gets them; None when there are none."""
+        """Return the ids and rows of `more` and of the queues written since the last call; None if there are none."""
         self._written.update(more)
         if not self._written:
             return None
-        lines, self._written = tuple(self._written), set()
-        rows = self._rows.get(lines)
+        queues, self._written = tuple(self._written), set()
+        rows = self._rows.get(queues)
         if rows is None:
             if len(self._rows) >= MAX_CACHED_ROW_SETS:
                 self._rows.clear()
-            ordered = sorted(lines, key=queue_id)
-            keys = [[_digest(line).hex(), *astuple(line)] for line in ordered]
-            rows = self._rows[lines] = [queue_id(line) for line in ordered], msgspec.json.encode(keys).decode()
+            ordered = sorted(queues, key=queue_id)
+            keys = [[_digest(queue).hex(), *astuple(queue)] for queue in ordered]
+            rows = self._rows[queues] = [queue_id(queue) for queue in ordered], msgspec.json.encode(keys).decode()
         return rows
 
-    def is_ensured(self, connection: Any, numbers: list[int]) -> bool:
-        """Whether the server behind this session is known to have these queues."""
-        return self._links.has_own_sessions and self._ensured.get(connection, _NONE).issuperset(numbers)
+    def is_ensured(self, connection: Any, ids: list[int]) -> bool:
+        """True if the server of this session is known to have the rows of these queues."""
+        return self._pool.has_own_sessions and self._ensured.get(connection, _NONE).issuperset(ids)
 
-    def mark_ensured(self, connection: Any, numbers: list[int]) -> None:
-        """Note a commit of this session that made sure of these queues."""
-        if self._links.has_own_sessions:
-            self._ensured.setdefault(connection, set()).update(numbers)
+    def mark_ensured(self, connection: Any, ids: list[int]) -> None:
+        """Record that a commit of this session inserted the missing rows of these queues."""
+        if self._pool.has_own_sessions:
+            self._ensured.setdefault(connection, set()).update(ids)
 
-    def key_of(self, number: int) -> QueueKey:
-        """The queue behind a number that was seen before."""
+    def key_of(self, id_: int) -> QueueKey:
+        """Return the key of a cached id; raise `UnknownQueue` for others."""
         try:
-            return self._keys[number]
+            return self._keys[id_]
         except KeyError:
-            raise UnknownQueue(number) from None
+            raise UnknownQueue(id_) from None
 
-    def key_or_missing(self, number: int) -> QueueKey:
-        """The queue behind a number, or `MISSING_QUEUE` if the table has lost it."""
-        return self._keys.get(number, MISSING_QUEUE)
+    def key_or_missing(self, id_: int) -> QueueKey:
+        """Return the key of an id, or `MISSING_QUEUE` if the table has no row for it."""
+        return self._keys.get(id_, MISSING_QUEUE)
 
-    async def register(self, lines: Iterable[QueueKey]) -> None:
-        """Make sure that these queues exist, committed, under their own numbers."""
-        missing = sorted({line for line in lines if line not in self._checked})
+    async def register(self, queues: Iterable[QueueKey]) -> None:
+        """Make sure that the rows of these queues are committed, and that no two queues share an id."""
+        missing = sorted({queue for queue in queues if queue not in self._checked})
         if not missing:
             return
         if MISSING_QUEUE in missing:
             raise Unstorable("an execution cannot be put into a missing ready queue")
-        digests = [_digest(line) for line in missing]
-        numbers = [queue_id(line) for line in missing]
-        columns = list(zip(*[astuple(line) for line in missing], strict=True))
-        # Found in a second statement, since the first does not see what another process adds at the same time.
-        await self._links.write(lambda connection: connection.fetch(_ADD, numbers, digests, *columns))
-        found = await self._links.read(lambda connection: connection.fetch(_FIND, numbers))
-        self._learn(found)
-        for line, number in zip(missing, numbers, strict=True):
-            other = self._keys.get(number)
-            if other != line:
-                raise Unstorable(f"the ready queue {line} has the same number as {other}")
-            self._checked[line] = number
+        digests = [_digest(queue) for queue in missing]
+        ids = [queue_id(queue) for queue in missing]
+        columns = list(zip(*[astuple(queue) for queue in missing], strict=True))
+        # A second statement, because the first one does not see rows that another process inserts at the same time.
+        await self._pool.write(lambda connection: connection.fetch(_ADD, ids, digests, *columns))
+        result = await self._pool.read(lambda connection: connection.fetch(_FIND, ids))
+        self._cache(result)
+        for queue, id_ in zip(missing, ids, strict=True):
+            other = self._keys.get(id_)
+            if other != queue:
+                raise Unstorable(f"the ready queue {queue} has the same id as {other}")
+            self._checked[queue] = id_
 
     async def load_keys(self, lane_id: str | None) -> list[QueueKey]:
-        """All lines, or those of a lane, in order."""
-        found = await self._links.read(lambda connection: connection.fetch(_READ, lane_id))
-        return sorted(self._learn(found))
+        """Load the keys of all queues, or of those of a lane, in order."""
+        result = await self._pool.read(lambda connection: connection.fetch(_QUEUES, lane_id))
+        return sorted(self._cache(result))
 
-    async def keys_of(self, numbers: Iterable[int]) -> list[QueueKey]:
-        """The queues behind some numbers, as far as the table has them."""
-        asked = set(numbers)
+    async def keys_of(self, ids: Iterable[int]) -> list[QueueKey]:
+        """Return the keys of some ids, without those that the table does not have."""
+        asked = set(ids)
         if unknown := sorted(asked - self._keys.keys()):
-            self._learn(await self._links.read(lambda connection: connection.fetch(_FIND, unknown)))
-        return [self._keys[number] for number in asked if number in self._keys]
+            self._cache(await self._pool.read(lambda connection: connection.fetch(_FIND, unknown)))
+        return [self._keys[id_] for id_ in asked if id_ in self._keys]
 
     async def decode(self, decode: Callable[[QueueDecoder], T]) -> T:
-        """Decode rows; when one stands in a queue that another process made, learn the queues first.
+        """Decode rows; load the queue table first if a row is in a queue that another process created.
 
-        A queue that the table has lost is no reason not to read the row: it shows `MISSING_QUEUE`.
+        A row whose queue is missing from the table is decoded with `MISSING_QUEUE`.
         """
         try:
             return decode(self.key_of)
@@ -149,29 +150,29 @@ class PostgresQueueIds:
             return decode(self.key_or_missing)
 
     async def executions_in_missing_queues(self, limit: int) -> list[str]:
-        """The executions that stand in a queue which the table does not have, by id."""
-        found = await self._links.read(lambda connection: connection.fetch(_UNLISTED, limit))
-        return [row["execution_id"] for row in found]
+        """List executions whose queue has no row in the table."""
+        result = await self._pool.read(lambda connection: connection.fetch(_IN_MISSING_QUEUES, limit))
+        return [row["execution_id"] for row in result]
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
-        """The lanes that have a line, ascending."""
-        found = await self._links.read(lambda connection: connection.fetch(_LANES, after, limit))
-        return [row["lane_id"] for row in found]
+        """List the lanes that have a queue, ascending."""
+        result = await self._pool.read(lambda connection: connection.fetch(_LANES, after, limit))
+        return [row["lane_id"] for row in result]
 
-    def _learn(self, found: list[Any]) -> list[QueueKey]:
+    def _cache(self, result: list[Any]) -> list[QueueKey]:
         keys = []
-        for number, *values in found:
+        for id_, *values in result:
             key = QueueKey(*values)
-            self._keys[number] = key
+            self._keys[id_] = key
             keys.append(key)
         return keys
 
 
 @lru_cache(maxsize=10_000)
-def queue_id(line: QueueKey) -> int:
-    """The number of a queue."""
-    return int.from_bytes(_digest(line)[:8]) >> 1
+def queue_id(queue: QueueKey) -> int:
+    """Compute the id of a queue."""
+    return int.from_bytes(_digest(queue)[:8]) >> 1
 
 
-def _digest(line: QueueKey) -> bytes:
-    return hashlib.sha256(msgspec.json.encode(astuple(line))).digest()
+def _digest(queue: QueueKey) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(astuple(queue))).digest()

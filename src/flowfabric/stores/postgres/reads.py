@@ -1,8 +1,8 @@
-"""Reading: the statements for `load`, `due` and `scan`, composed from the catalogue.
+"""Reads: the statements of `load`, `due`, `scan` and `count_grouped`, composed from the catalog.
 
-A load answers all its wants from one snapshot in one trip, so that no row of it is newer than its root: each kind of
-row comes beside the others, a few rows as an array of records. Of many the driver would take very long to take such an
-array apart: they come as one array for each column, and when there is no other kind as rows.
+A load reads everything from one snapshot in one round trip, so that no row is newer than its aggregate root. Each row
+type is a column of the result: a few rows are an array of records. The driver is slow to decode such an array of many
+rows, so these are sent as one array per column, and as plain rows if there is only one row type.
 """
 
 from __future__ import annotations
@@ -28,80 +28,80 @@ from flowfabric.stores.postgres.sql import (
 )
 from flowfabric.stores.queries import Due, GroupedCount, Loaded, Read, Scan, Where, prefix_upper_bound
 
-MANY_READS = 50  # wants of one kind
-# Entries of an index that this transaction has stepped over, dead ones as well; 0 where the server does not count.
+MANY_READS = 50  # reads of one row type
+# Index entries that this transaction has read, dead ones included; 0 if the server does not count.
 ENTRIES_READ_TEMPLATE = "coalesce(pg_stat_get_xact_tuples_returned('{index}'::regclass), 0)"
 
 
 class LoadShape(NamedTuple):
-    """How the rows of one kind are asked for, and how they come."""
+    """How the rows of one type are requested and returned."""
 
     row: RowType
-    encodings: tuple[int, ...]  # of the numbers of the wants, and of their keys
+    encodings: tuple[int, ...]  # of the numbers of the reads, and of their keys
     columnar: bool
 
 
 class LoadResult(NamedTuple):
-    """What the server said."""
+    """The undecoded result of a load."""
 
     shapes: tuple[LoadShape, ...]
-    rows: Any  # a list of rows when there is one kind, of many rows; else one row with everything
+    rows: Any  # a list of rows if there are many of one type only; else one row with everything
 
 
-async def fetch_rows(connection: Any, wants: Sequence[Read], clock: int | None) -> LoadResult:
-    """The server's answer to these wants, for `loaded`."""
+async def fetch_rows(connection: Any, reads: Sequence[Read], clock: int | None) -> LoadResult:
+    """Fetch the rows of these reads, for `decode_rows`."""
     kinds: dict[tuple[RowType, int], list[tuple[Any, ...]]] = {}
-    for number, want in enumerate(wants):
-        kinds.setdefault((want.row, len(want.key)), []).append((number, *want.key))
-    # Any number of rows may begin like a key; beside other kinds they are mostly few.
-    many = 1 if len(kinds) == 1 and _is_start(wants[0]) else MANY_READS
+    for number, read in enumerate(reads):
+        kinds.setdefault((read.row, len(read.key)), []).append((number, *read.key))
+    # Any number of rows may match a key prefix; beside other row types they are mostly few.
+    many = 1 if len(kinds) == 1 and _is_prefix(reads[0]) else MANY_READS
     shapes: list[LoadShape] = []
     lists: list[Any] = []
-    for (row, width), given in kinds.items():
-        types = ("int", *KEY_TYPES[row][:width])
-        habit, values = zip(*map(encode_list, types, zip(*given, strict=True)), strict=True)
-        shapes.append(LoadShape(row, habit, len(given) >= many))
+    for (row, key_length), keys in kinds.items():
+        types = ("int", *KEY_TYPES[row][:key_length])
+        encodings, values = zip(*map(encode_list, types, zip(*keys, strict=True)), strict=True)
+        shapes.append(LoadShape(row, encodings, len(keys) >= many))
         lists += values
-    asked = tuple(shapes)
-    if len(asked) == 1 and asked[0].columnar:
-        return LoadResult(asked, await connection.fetch(_load_rows_words(asked[0]), clock, *lists))
-    return LoadResult(asked, await connection.fetchrow(_load_words(asked), clock, *lists))
+    load_shapes = tuple(shapes)
+    if len(load_shapes) == 1 and load_shapes[0].columnar:
+        return LoadResult(load_shapes, await connection.fetch(_load_many_statement(load_shapes[0]), clock, *lists))
+    return LoadResult(load_shapes, await connection.fetchrow(_load_statement(load_shapes), clock, *lists))
 
 
-def _is_start(want: Read) -> bool:
-    return len(want.key) < len(TABLE[want.row].key)
+def _is_prefix(read: Read) -> bool:
+    return len(read.key) < len(TABLE[read.row].key)
 
 
-def decode_rows(answer: LoadResult, wants: Sequence[Read], line_at: QueueDecoder) -> Loaded:
-    """The rows of each want."""
-    rows: list[list[Any]] = [[] for _ in wants]
+def decode_rows(answer: LoadResult, reads: Sequence[Read], decode_queue: QueueDecoder) -> Loaded:
+    """Decode the rows of each read."""
+    rows: list[list[Any]] = [[] for _ in reads]
     if type(answer.rows) is list:
-        decode = CODEC[wants[0].row].decode
+        decode = CODEC[reads[0].row].decode
         for _, number, *columns in answer.rows:
             if number is not None:
-                rows[number].append(decode(columns, line_at))
+                rows[number].append(decode(columns, decode_queue))
         return Loaded(answer.rows[0]["now"], rows)
     now, *values = answer.rows
     rest = iter(values)
     for row, _, many in answer.shapes:
         codec = CODEC[row]
         found: Iterable[Sequence[Any]] = next(rest)
-        if many:  # an array for each column; null when there are no rows
+        if many:  # one array per column; null if there are no rows
             columns = [*islice(rest, len(codec.columns))]
             found = zip(found, *columns, strict=True) if found else ()
         for number, *cells in found:
-            rows[number].append(codec.decode(cells, line_at))
+            rows[number].append(codec.decode(cells, decode_queue))
     return Loaded(now, rows)
 
 
 @cache
-def _load_words(shapes: tuple[LoadShape, ...]) -> str:
+def _load_statement(shapes: tuple[LoadShape, ...]) -> str:
     parameters = ParameterNumbering()
     answers = [CLOCK_SQL.format(given=parameters.add("bigint"))]
     beside: list[str] = []
-    for row, habit, many in shapes:
+    for row, encodings, many in shapes:
         columns = [f't."{name}"' for name in TABLE[row].column_names]
-        found = _found(parameters, row, habit)
+        found = _rows_source(parameters, row, encodings)
         if many:
             name = f"many_{len(beside)}"
             arrays = ", ".join(f"array_agg({column})" for column in ("x.number", *columns))
@@ -113,103 +113,103 @@ def _load_words(shapes: tuple[LoadShape, ...]) -> str:
 
 
 @cache
-def _load_rows_words(shape: LoadShape) -> str:
-    """The same for one kind of row: the time, with nothing beside it when nothing is found, and the rows."""
+def _load_many_statement(shape: LoadShape) -> str:
+    """Return the statement for many rows of one type; without rows it returns the time and nulls."""
     parameters = ParameterNumbering()
     clock = CLOCK_SQL.format(given=parameters.add("bigint"))
     columns = table_column_list(TABLE[shape.row], "t.")
-    found = f"select x.number as asked, {columns} from {_found(parameters, shape.row, shape.encodings)}"
+    found = f"select x.number as asked, {columns} from {_rows_source(parameters, shape.row, shape.encodings)}"
     return (
         f"with clock as materialized (select {clock} as now)"
         f" select c.now, t.asked, {columns} from clock c left join ({found} offset 0) t on true"
     )
 
 
-def _found(parameters: ParameterNumbering, row: RowType, habit: tuple[int, ...]) -> str:
-    """The wants of one kind as `x`, and as `t` the rows of each, in key order."""
+def _rows_source(parameters: ParameterNumbering, row: RowType, encodings: tuple[int, ...]) -> str:
+    """Return the reads of one row type as `x`, joined with the rows of each as `t`, in key order."""
     table = TABLE[row]
-    start = table.key[: len(habit) - 1]
+    start = table.key[: len(encodings) - 1]
     types = ("int", *KEY_TYPES[row][: len(start)])
-    arrays = ", ".join(list_parameter(parameters, *each) for each in zip(types, habit, strict=True))
+    arrays = ", ".join(list_parameter(parameters, *each) for each in zip(types, encodings, strict=True))
     where = columns_equal(start, "t", "x") or "true"
     found = f"select * from {table.name} t where {where} order by {column_list(table.key)}"
     return f"unnest({arrays}) as x ({column_list(['number', *start])}), lateral ({found}) t"
 
 
 class ConditionBuilder:
-    """Conditions of a list as words, and the values that they compare with."""
+    """Builds the conditions of a query and collects their arguments."""
 
-    def __init__(self, row: RowType, line_of: QueueEncoder) -> None:
+    def __init__(self, row: RowType, encode_queue: QueueEncoder) -> None:
         self.table = TABLE[row]
         self.values: list[Any] = []
         self._columns = CODEC[row].column
-        self._line_of = line_of
+        self._encode_queue = encode_queue
 
     def parameter(self, value: Any, kind: str) -> str:
-        """A parameter."""
+        """Add an argument; return its parameter."""
         self.values.append(value)
         return f"${len(self.values)}::{kind}"
 
     def column_parameter(self, column: str, value: Any) -> str:
-        """A parameter that is compared with a column."""
-        return self.parameter(encode(value, self._line_of), column_type(self._columns[column]))
+        """Add an argument that is compared with a column; return its parameter."""
+        return self.parameter(encode(value, self._encode_queue), column_type(self._columns[column]))
 
     def value_source(self, scan: Scan) -> tuple[str, str]:
-        """The values that a list is made for as `v`, and how a row meets one of them."""
-        named = scan.limit_by_condition
-        kind = column_type(self._columns[named.column]) + "[]"
-        column = f't."{named.column}"'
+        """Return the `limit_by` values of a scan as relation `v`, and the condition that a row has one of them."""
+        condition = scan.limit_by_condition
+        kind = column_type(self._columns[condition.column]) + "[]"
+        column = f't."{condition.column}"'
         if scan.max_values is not None:
             return self.distinct_value_source(scan), f"{column} = v.each"
-        if named.op == "in":
-            values = {encode(value, self._line_of) for value in named.value} - {None}
+        if condition.op == "in":
+            values = {encode(value, self._encode_queue) for value in condition.value} - {None}
             return f"unnest({self.parameter(sorted(values), kind)}) as v(each)", f"{column} = v.each"
-        ranges = {
-            start: prefix_upper_bound(start) for start in named.value
-        }  # both ends, so that an index finds each range
+        ranges = {start: prefix_upper_bound(start) for start in condition.value}  # both bounds, for an index range scan
         lists = f"{self.parameter([*ranges], kind)}, {self.parameter([*ranges.values()], kind)}"
         return f"unnest({lists}) as v(each, until)", f"{column} >= v.each and {column} < v.until"
 
     def distinct_value_source(self, scan: Scan) -> str:
-        """The first values that begin with a prefix as `v`: one index search each, however many rows share a value."""
-        named, after = scan.limit_by_condition, scan.values_after
-        column, table = f't."{named.column}"', self.table.name
-        until = self.column_parameter(named.column, prefix_upper_bound(named.value))
+        """Return the first values with a prefix as `v`. Each costs one index search, however many rows share it."""
+        condition, after = scan.limit_by_condition, scan.values_after
+        column, table = f't."{condition.column}"', self.table.name
+        until = self.column_parameter(condition.column, prefix_upper_bound(condition.value))
         if after is None:
-            beyond = f"{column} >= {self.column_parameter(named.column, named.value)}"
+            lower_bound = f"{column} >= {self.column_parameter(condition.column, condition.value)}"
         else:
-            beyond = f"{column} > {self.column_parameter(named.column, max(named.value, after))}"
-        first = f"select {column} from {table} t where {beyond} and {column} < {until} order by {column} limit 1"
+            lower_bound = f"{column} > {self.column_parameter(condition.column, max(condition.value, after))}"
+        first = f"select {column} from {table} t where {lower_bound} and {column} < {until} order by {column} limit 1"
         following = (
             f"select {column} from {table} t where {column} > found.each and {column} < {until}"
             f" order by {column} limit 1"
         )
-        most = self.parameter(scan.max_values, "bigint")
+        limit_sql = self.parameter(scan.max_values, "bigint")
         return (
             f"(with recursive found(each) as (({first}) union all"
             f" select ({following}) from found where found.each is not null)"
-            f" select each from found where each is not null limit {most}) as v"
+            f" select each from found where each is not null limit {limit_sql}) as v"
         )
 
-    def condition(self, one: Where) -> str:
-        """The condition in words."""
-        column = f't."{one.column}"'
-        match one.op:
+    def condition(self, clause: Where) -> str:
+        """Return a condition as SQL."""
+        column = f't."{clause.column}"'
+        match clause.op:
             case "set":
                 return f"{column} is not null"
             case "unset":
                 return f"{column} is null"
             case "in":
-                values = [encode(value, self._line_of) for value in one.value]
-                return f"{column} = any({self.parameter(values, column_type(self._columns[one.column]) + '[]')})"
+                values = [encode(value, self._encode_queue) for value in clause.value]
+                return f"{column} = any({self.parameter(values, column_type(self._columns[clause.column]) + '[]')})"
             case "starts":
-                until = prefix_upper_bound(one.value)  # or an index would be read to its end
-                start = f"{column} >= {self.column_parameter(one.column, one.value)}"
+                until = prefix_upper_bound(clause.value)  # without it the index would be read to its end
+                start = f"{column} >= {self.column_parameter(clause.column, clause.value)}"
                 return (
-                    start if until is None else f"({start} and {column} < {self.column_parameter(one.column, until)})"
+                    start
+                    if until is None
+                    else f"({start} and {column} < {self.column_parameter(clause.column, until)})"
                 )
             case _:
-                return f"{column} {one.op} {self.column_parameter(one.column, one.value)}"
+                return f"{column} {clause.op} {self.column_parameter(clause.column, clause.value)}"
 
 
 def due_statement(
@@ -218,27 +218,27 @@ def due_statement(
     limit: int,
     where: tuple[Where, ...],
     clock: int | None,
-    line_of: QueueEncoder,
+    encode_queue: QueueEncoder,
     *,
     ranges: Sequence[IndexRange] = (),
     include_next: bool = True,
 ) -> tuple[str, list[Any]]:
-    """The rows whose instant has come, and the next instant: both by the index of that column.
+    """Return the statement for the rows whose instant has passed, and the next instant, both read through the index.
 
-    With `ranges` only these parts of the index are read. `began`, `ended` and `last` count its entries before the rows,
-    behind them and behind the next instant; the server evaluates an answer's columns in their order.
+    With `ranges` only these parts of the index are read. `began`, `ended` and `last` are the numbers of index entries
+    read before the rows, after them, and after the next instant; the server evaluates result columns in order.
     """
-    conditions = ConditionBuilder(row, line_of)
+    conditions = ConditionBuilder(row, encode_queue)
     now = CLOCK_SQL.format(given=conditions.parameter(clock, "bigint"))
-    most = conditions.parameter(limit, "bigint")
+    limit_sql = conditions.parameter(limit, "bigint")
     table = conditions.table
-    and_where = "".join(f" and {conditions.condition(one)}" for one in where)
+    and_where = "".join(f" and {conditions.condition(clause)}" for clause in where)
     index = next((index.columns for index in table.indexes if index.columns[0] == column), (column,))
     order = column_list([*index, *(name for name in table.key if name not in index)], "t.")
     is_indexed = any(index.columns[0] == column for index in table.indexes)
     entries = f"(select {ENTRIES_READ_TEMPLATE.format(index=f'{table.name}_{column}')})" if is_indexed else "0"
     is_due = f't."{column}" <= (select now from clock){and_where}'
-    found = f"{table.name} t where {is_due} order by {order} limit {most}"
+    found = f"{table.name} t where {is_due} order by {order} limit {limit_sql}"
     if ranges:
         bounds = [
             conditions.parameter([part.low[0] for part in ranges], "bigint[]"),
@@ -246,35 +246,35 @@ def due_statement(
         ]
         found = (
             f"unnest({', '.join(bounds)}) as r (low, high), lateral (select * from {table.name} t"
-            f' where t."{column}" >= r.low and t."{column}" < r.high and {is_due} order by {order} limit {most}) t'
-            f" order by {order} limit {most}"
+            f' where t."{column}" >= r.low and t."{column}" < r.high and {is_due} order by {order} limit {limit_sql}) t'
+            f" order by {order} limit {limit_sql}"
         )
     ahead = (
         f'(select t."{column}" from {table.name} t where t."{column}" > (select now from clock){and_where}'
         f' order by t."{column}" limit 1)'
     )
-    words = (
+    statement = (
         f"with clock as materialized (select {now} as now)"
         f" select {entries} as began, now, array(select row({table_column_list(table, 't.')}) from {found})"
         f" as rows,"
         f" {entries} as ended, {ahead if include_next else 'null'} as next_at, {entries} as last from clock"
     )
-    return words, conditions.values
+    return statement, conditions.values
 
 
-def decode_due(answer: Any, row: RowType, line_at: QueueDecoder) -> Due:
-    """The rows of the server's answer."""
+def decode_due(answer: Any, row: RowType, decode_queue: QueueDecoder) -> Due:
+    """Decode the result of `due_statement`."""
     decode = CODEC[row].decode
-    return Due(answer["now"], [decode(record, line_at) for record in answer["rows"]], answer["next_at"])
+    return Due(answer["now"], [decode(record, decode_queue) for record in answer["rows"]], answer["next_at"])
 
 
-def scan_statement(scan: Scan, line_of: QueueEncoder) -> tuple[str, list[Any]]:
-    """The rows of a list, in its order and then by key."""
-    conditions = ConditionBuilder(scan.row, line_of)
+def scan_statement(scan: Scan, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:
+    """Return the statement for the rows of a scan, in its order and then by key."""
+    conditions = ConditionBuilder(scan.row, encode_queue)
     table = conditions.table
     each, is_one = ("", "") if scan.limit_by is None else conditions.value_source(scan)
     own = scan.where if scan.limit_by is None else scan.other_conditions
-    met = [conditions.condition(one) for one in own]
+    met = [conditions.condition(clause) for clause in own]
     order = scan.full_order
     if scan.after is not None:
         names = order[: len(scan.after)]
@@ -287,39 +287,38 @@ def scan_statement(scan: Scan, line_of: QueueEncoder) -> tuple[str, list[Any]]:
     limited = f"limit {conditions.parameter(scan.limit, 'bigint')}"
     if scan.limit_by is None:
         return f"select {table_column_list(table, 't.')} {meeting} {ordered} {limited}", conditions.values
-    # By value, or the first rows of all of them together would be looked for in one heap.
-    words = (
+    # One lateral query per value, so that each reads its first rows from the index instead of sorting all rows.
+    statement = (
         f"select {table_column_list(table, 't.')} from {each}, lateral (select t.* {meeting}"
         f" and {is_one} {ordered} {limited}) t {ordered}"
     )
-    return words, conditions.values
+    return statement, conditions.values
 
 
-def count_statement(tally: GroupedCount, line_of: QueueEncoder) -> tuple[str, list[Any]]:
-    """How many rows, by columns of their executions; the rows are found by the index of their column."""
-    conditions = ConditionBuilder(tally.row, line_of)
+def count_statement(query: GroupedCount, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:
+    """Return the statement that counts rows by columns of their executions; the rows are read through the index."""
+    conditions = ConditionBuilder(query.row, encode_queue)
     table = conditions.table
-    order = column_list(index_columns(tally.row, tally.column), "t.")
-    limited = f"order by {order} limit {conditions.parameter(tally.limit, 'bigint')}"
-    if tally.values is None:
-        chosen = f'from {table.name} t where t."{tally.column}" is not null {limited}'
+    order = column_list(index_columns(query.row, query.column), "t.")
+    limited = f"order by {order} limit {conditions.parameter(query.limit, 'bigint')}"
+    if query.values is None:
+        chosen = f'from {table.name} t where t."{query.column}" is not null {limited}'
     else:
-        values = sorted({encode(value, line_of) for value in tally.values})
-        kind = column_type(CODEC[tally.row].column[tally.column])
+        values = sorted({encode(value, encode_queue) for value in query.values})
+        kind = column_type(CODEC[query.row].column[query.column])
         chosen = (
             f"from unnest({conditions.parameter(values, kind + '[]')}) as v(each),"
-            f' lateral (select * from {table.name} t where t."{tally.column}" = v.each {limited}) t'
+            f' lateral (select * from {table.name} t where t."{query.column}" = v.each {limited}) t'
         )
-    by = column_list(tally.group_by)
-    if tally.row is Execution:
-        source = f"(select {column_list(tally.group_by, 't.')} {chosen}) e"
+    by = column_list(query.group_by)
+    if query.row is Execution:
+        source = f"(select {column_list(query.group_by, 't.')} {chosen}) e"
     else:
-        source = (
-            f'(select t."{tally.execution_column}" as its {chosen}) t join ff_exec_core e on e.execution_id = t.its'
-        )
+        owners = f'select t."{query.execution_column}" as owner_id {chosen}'
+        source = f"({owners}) t join ff_exec_core e on e.execution_id = t.owner_id"
     return f"select {by}, count(*) from {source} group by {by}", conditions.values
 
 
 def queues_in(values: Sequence[Any]) -> set[QueueKey]:
-    """The lines among some values."""
+    """Return the queues among some values."""
     return {value for value in values if type(value) is QueueKey}

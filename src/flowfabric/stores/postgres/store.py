@@ -1,18 +1,18 @@
-"""The Postgres store: the verbs of the port, each one trip wherever that is possible.
+"""The Postgres store: the operations of the port, each in one round trip wherever that is possible.
 
-links.py     connections, and what their errors mean (faults.py)
-batch.py     changes as shapes and arrays; pieces.py has the words for a shape, commit.py the statement
-take.py      claiming and renewing (claim.sql); claimed.py has what is said of claimed rows
-dead_entries.py where a claim or another read of an ordered index begins
-queue_reads.py the first rows of ready queues, and which of them have work
-hand.py      a commit that claims what it would put into lines
-read.py      load, due and scan, composed from the catalogue
-feed.py      how events get their places (event_log.sql)
-lines.py     which number stands for which line (queue_ids.sql)
-wake.py      hints between processes
-within.py    a caller's own transaction
-horizon.sql  who keeps dead rows from being removed
-schema.py    the schema and how it grows (migrations/)
+pool.py                connections and retries; errors.py translates driver errors
+commit/                plans a batch of changes (plan.py, fragments.py, parameters.py) and composes its statement
+                       (statement.py); claim.py claims the rows that a commit would enqueue
+claim.py               claim and renew (claim.sql); claim_result.py decodes claimed rows
+dead_entries.py        where a claim or a scan of an ordered index starts, so that it skips dead index entries
+queue_reads.py         the first rows of ready queues, and which queues are nonempty
+reads.py               load, due, scan and count, composed from the catalog
+event_log.py           the feed and its positions (event_log.sql)
+queue_ids.py           the ids of ready queues (queue_ids.sql)
+notifier.py            notifications between processes
+caller_transaction.py  the store inside a caller's transaction
+snapshot_holders.sql   sessions that keep dead rows from being vacuumed
+migrator.py            the schema and its migrations (migrations/)
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from flowfabric.settings import Deadlines
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseIds, LeaseRef
 from flowfabric.stores.codec import CODEC, decode_counts
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.postgres import claim as taking
-from flowfabric.stores.postgres import migrator, reads
+from flowfabric.stores.postgres import claim, migrator, reads
 from flowfabric.stores.postgres.caller_transaction import CallerTransaction, adapt_connection
 from flowfabric.stores.postgres.claim_result import decode_claim_result
 from flowfabric.stores.postgres.commit.claim import plan_claim
@@ -51,16 +50,16 @@ from flowfabric.stores.postgres.sql import load_statements, number_parameters
 from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
 
 
-def _by_rank(taken: tuple[Execution, Payload]) -> tuple[int, str]:
-    return taken[0].rank, taken[0].execution_id
+def _queue_order(claimed: tuple[Execution, Payload]) -> tuple[int, str]:
+    return claimed[0].rank, claimed[0].execution_id
 
 
-_HOLDERS = number_parameters(load_statements("horizon.sql")["holders"], ("limit",))
+_SNAPSHOT_HOLDERS = number_parameters(load_statements("snapshot_holders.sql")["snapshot_holders"], ("limit",))
 _TIME = f"select {CLOCK_SQL.format(given='$1::bigint')}"
 
 
 class PostgresStore:
-    """Rows in a PostgreSQL database, shared by any number of processes."""
+    """A store in a PostgreSQL database, shared by any number of processes."""
 
     tag = BackendTag.POSTGRES
     concurrent_commits = 2
@@ -76,24 +75,27 @@ class PostgresStore:
         statement_cache: bool | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Statements are cached unless a pooler is noticed. `statement_cache=False` is for one in transaction mode that
-        was not, True for one that keeps sessions apart or knows prepared statements."""
+        """Prepared statements are cached unless a pooler is detected.
+
+        Pass `statement_cache=False` for a transaction pooler that is not detected, True for a pooler that pins sessions
+        or supports prepared statements.
+        """
         self.clock = self._clock = clock
         self._pool = ConnectionPool(
             dsn, size=pool_size, statement_cache=statement_cache, deadlines=deadlines or Deadlines()
         )
         self._queue_ids = PostgresQueueIds(self._pool)
-        self._habits = ParameterShapes(self._queue_ids.checked_id)
+        self._shapes = ParameterShapes(self._queue_ids.checked_id)
         self._dead_entries = DeadEntries()
         self._queue_reads = QueueReads(self._pool, self._queue_ids, self._dead_entries, self._now)
-        self._next_instants = NextDueCache()
-        self._feed = EventLog(self._pool)
+        self._next_due = NextDueCache()
+        self._event_log = EventLog(self._pool)
         self._notifier = PostgresNotifier(self._pool)
 
     async def open(self, *, migrate: bool) -> SchemaVersion:
         found = await self._pool.write(
             lambda connection: in_transaction(
-                connection, lambda inside: migrator.ensure_schema(inside, migrate=migrate)
+                connection, lambda transaction: migrator.ensure_schema(transaction, migrate=migrate)
             ),
             command_s=migrator.MIGRATION_TIMEOUT_S if migrate else None,
         )
@@ -108,170 +110,178 @@ class PostgresStore:
         now: int = await self._pool.read(lambda connection: connection.fetchval(_TIME, self._now()))
         return now
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        answer = await self._pool.read(lambda connection: reads.fetch_rows(connection, wants, self._now()))
-        return await self._queue_ids.decode(lambda line_at: reads.decode_rows(answer, wants, line_at))
+    async def load(self, requested: Sequence[Read]) -> Loaded:
+        result = await self._pool.read(lambda connection: reads.fetch_rows(connection, requested, self._now()))
+        return await self._queue_ids.decode(lambda decode_queue: reads.decode_rows(result, requested, decode_queue))
 
-    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
+    def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
         if not changes:
             return []
-        verdicts, _ = await self._commit(await self._batch(changes), hint)
+        verdicts, _ = await self._commit(await self._plan(changes), topics)
         return verdicts
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
         if not changes:
             return CommitAndClaimResult([], [])
-        batch = await self._batch(changes)
-        lines = [queue_id(line) for line in take.queues]
-        if not batch.is_multi_statement and not self._dead_entries.may_hide_rows(lines):
-            batch.claim = plan_claim(changes, batch.rounds[0], take, lines, queue_id)
-        verdicts, answer = await self._commit(batch, hint)
-        if batch.claim is None:
+        plan = await self._plan(changes)
+        queue_ids = [queue_id(queue) for queue in request.queues]
+        if not plan.is_multi_statement and not self._dead_entries.may_hide_rows(queue_ids):
+            plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids, queue_id)
+        verdicts, result = await self._commit(plan, topics)
+        if plan.claim is None:
             return CommitAndClaimResult(verdicts, [])
         rows = await self._queue_ids.decode(
-            lambda line_at: decode_claim_result(answer, 3, take, take.lease_ids, line_at)
+            lambda decode_queue: decode_claim_result(result, 3, request, request.lease_ids, decode_queue)
         )
-        return CommitAndClaimResult(verdicts, sorted(rows, key=_by_rank), drained=bool(rows))  # nobody else stood there
+        # Rows are claimed only if the queues were empty, so nothing is left in them.
+        return CommitAndClaimResult(verdicts, sorted(rows, key=_queue_order), drained=bool(rows))
 
-    async def _batch(self, changes: Sequence[Change]) -> CommitPlan:
-        listed = {line for change in changes for line in change.queues}
+    async def _plan(self, changes: Sequence[Change]) -> CommitPlan:
+        queues = {queue for change in changes for queue in change.queues}
         while True:
-            await self._queue_ids.register(listed)
+            await self._queue_ids.register(queues)
             try:
-                batch = CommitPlan(changes, self._habits)
-            except UnknownQueue:  # also when a connection broke since, and every queue is to be checked again
-                listed |= queues_written(changes)
+                plan = CommitPlan(changes, self._shapes)
+            except UnknownQueue:  # also after a lost connection, when every queue has to be registered again
+                queues |= queues_written(changes)
                 continue
-            batch.queues = self._queue_ids.drain_written(listed)
-            return batch
+            plan.queues = self._queue_ids.drain_written(queues)
+            return plan
 
-    async def _commit(self, batch: CommitPlan, hint: frozenset[str]) -> tuple[list[int | None], list[Any]]:
-        """The verdicts, and the server's answer."""
-        with self._notifier.attach_to_commit(hint) as carried:
-            answer = await self._pool.write(lambda connection: self._commit_on(connection, batch, carried))
-        now, yes, *_ = answer[0]
-        if hint and carried is None and True in yes:
-            self._notifier.notify(hint)
-        return [now if accepted else None for accepted in yes], answer
+    async def _commit(self, plan: CommitPlan, topics: frozenset[str]) -> tuple[list[int | None], list[Any]]:
+        """Return the verdicts and the statement's result."""
+        with self._notifier.attach_to_commit(topics) as message:
+            result = await self._pool.write(lambda connection: self._commit_on(connection, plan, message))
+        now, verdicts, *_ = result[0]
+        if topics and message is None and True in verdicts:
+            self._notifier.notify(topics)
+        return [now if accepted else None for accepted in verdicts], result
 
-    async def _commit_on(self, connection: Any, batch: CommitPlan, hint: str | None) -> list[Any]:
-        ensures = batch.queues is not None and not self._queue_ids.is_ensured(connection, batch.queues[0])
-        answer = await commit(connection, batch, self._now(), hint, ensure_queues=ensures)
-        if ensures and batch.queues is not None:
-            self._queue_ids.mark_ensured(connection, batch.queues[0])
-        return answer
+    async def _commit_on(self, connection: Any, plan: CommitPlan, message: str | None) -> list[Any]:
+        ensure = plan.queues is not None and not self._queue_ids.is_ensured(connection, plan.queues[0])
+        result = await commit(connection, plan, self._now(), message, ensure_queues=ensure)
+        if ensure and plan.queues is not None:
+            self._queue_ids.mark_ensured(connection, plan.queues[0])
+        return result
 
     async def join_transaction(self, connection: Any) -> CallerTransaction:
-        """The store as seen from inside the transaction of a connection that is not ours."""
+        """Join the open transaction of a caller's connection."""
         return CallerTransaction(await adapt_connection(connection), self._queue_ids, self._now)
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
-        lines = [queue_id(line) for line in take.queues]
-        if not lines or not take.lease_ids:
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        queue_ids = [queue_id(queue) for queue in request.queues]
+        if not queue_ids or not request.lease_ids:
             return ClaimedRows(await self.ping(), [])
-        await self._queue_ids.register(reads.queues_in([*take.shared_fields.values()]))
-        taken, more = await self._take(take, take.lease_ids, lines, taking.HEADS_PER_ROW)
-        while not taken.rows and self._dead_entries.may_read_more(lines):
-            taken, more = await self._take(take, take.lease_ids, lines, taking.HEADS_PER_ROW)
-        if more and len(taken.rows) < len(take.lease_ids):
-            # Others held so many of the heads that were looked at, or changed some of them meanwhile: look further.
-            used = {row.lease_id for row, _ in taken.rows}
-            missing = [stamp for stamp in take.lease_ids if stamp.lease_id not in used]
+        await self._queue_ids.register(reads.queues_in([*request.shared_fields.values()]))
+        claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
+        while not claimed.rows and self._dead_entries.may_read_more(queue_ids):
+            claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
+        if more and len(claimed.rows) < len(request.lease_ids):
+            # Concurrent transactions had locked or changed too many of the heads: read further.
+            used = {row.lease_id for row, _ in claimed.rows}
+            unused = [ids for ids in request.lease_ids if ids.lease_id not in used]
             try:
-                again, _ = await self._take(take, missing, lines, taking.HEADS_PER_ROW_ON_RETRY)
-            except StoreUnavailable as lost:
-                if lost.in_doubt or not taken.rows:
-                    raise  # all rows, those of the first look among them, can be found by their stamps
-                return taken  # these are claimed, and nothing else is
-            rows = sorted(taken.rows + again.rows, key=_by_rank)
-            taken = ClaimedRows(again.now, rows)
-        return taken
+                again, _ = await self._claim(request, unused, queue_ids, claim.HEADS_PER_ROW_ON_RETRY)
+            except StoreUnavailable as error:
+                if error.in_doubt or not claimed.rows:
+                    raise  # the caller finds all rows, those of the first claim included, by their lease ids
+                return claimed  # the second claim wrote nothing
+            rows = sorted(claimed.rows + again.rows, key=_queue_order)
+            claimed = ClaimedRows(again.now, rows)
+        return claimed
 
-    async def _take(
-        self, take: ClaimRequest, stamps: Sequence[LeaseIds], lines: list[int], reach: int
+    async def _claim(
+        self, request: ClaimRequest, lease_ids: Sequence[LeaseIds], queue_ids: list[int], heads_per_row: int
     ) -> tuple[ClaimedRows, bool]:
-        """The rows that were taken, and whether a second look might find more."""
-        limit = reach * len(take.lease_ids)
-        ranges, part = (
-            self._dead_entries.ranges_to_read(lines) if self._dead_entries.may_hide_rows(lines) else ([], None)
+        """Return the claimed rows, and whether a second claim might find more."""
+        max_heads = heads_per_row * len(request.lease_ids)
+        ranges, index_slice = (
+            self._dead_entries.ranges_to_read(queue_ids) if self._dead_entries.may_hide_rows(queue_ids) else ([], None)
         )
-        answer = await self._pool.write(
-            lambda connection: taking.claim_rows(connection, take, stamps, lines, limit, self._now(), queue_id, ranges)
+        result = await self._pool.write(
+            lambda connection: claim.claim_rows(
+                connection, request, lease_ids, queue_ids, max_heads, self._now(), queue_id, ranges
+            )
         )
-        now, more, entries = answer[0][:3]
-        claim = taking.claim_statement(take, lines, ranged=bool(ranges))
-        rows = await self._queue_ids.decode(lambda line_at: claim.decode(answer, take, stamps, line_at))
-        floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(stamps), now=now)
-        self._dead_entries.record_scan(lines, part, entries, len(rows), floor)
+        now, more, entries = result[0][:3]
+        statement = claim.claim_statement(request, queue_ids, ranged=bool(ranges))
+        rows = await self._queue_ids.decode(
+            lambda decode_queue: statement.decode(result, request, lease_ids, decode_queue)
+        )
+        floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(lease_ids), now=now)
+        self._dead_entries.record_scan(queue_ids, index_slice, entries, len(rows), floor)
         return ClaimedRows(now, rows), more
 
     async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         if not leases:
             return []
-        return await self._pool.write(lambda connection: taking.renew(connection, leases, self._now()))
+        return await self._pool.write(lambda connection: claim.renew(connection, leases, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         key = [(row, column, where)]
-        ranges, part = self._dead_entries.ranges_to_read(key) if self._dead_entries.may_hide_rows(key) else ([], None)
-        known = self._next_instants.has(key[0])
-        words, values = reads.due_statement(
-            row, column, limit, where, self._now(), queue_id, ranges=ranges, include_next=not known
+        ranges, index_slice = (
+            self._dead_entries.ranges_to_read(key) if self._dead_entries.may_hide_rows(key) else ([], None)
         )
-        answer = await self._pool.read(lambda connection: connection.fetchrow(words, *values))
-        found = await self._queue_ids.decode(lambda line_at: reads.decode_due(answer, row, line_at))
-        began, ended, last = answer["began"], answer["ended"], answer["last"]
-        count = len(found.rows)
-        floor = floor_of_due(found.rows, column, found.now, full=count >= limit, dead=ended - began - count)
-        self._dead_entries.record_scan(key, part, ended - began, count, floor)
-        if known:
-            return Due(found.now, found.rows, self._next_instants.get(key[0]))
-        self._next_instants.put(key[0], found.next_at, last - ended)
-        return found
+        is_cached = self._next_due.has(key[0])
+        statement, values = reads.due_statement(
+            row, column, limit, where, self._now(), queue_id, ranges=ranges, include_next=not is_cached
+        )
+        result = await self._pool.read(lambda connection: connection.fetchrow(statement, *values))
+        due = await self._queue_ids.decode(lambda decode_queue: reads.decode_due(result, row, decode_queue))
+        began, ended, last = result["began"], result["ended"], result["last"]
+        count = len(due.rows)
+        floor = floor_of_due(due.rows, column, due.now, full=count >= limit, dead=ended - began - count)
+        self._dead_entries.record_scan(key, index_slice, ended - began, count, floor)
+        if is_cached:
+            return Due(due.now, due.rows, self._next_due.get(key[0]))
+        self._next_due.put(key[0], due.next_at, last - ended)
+        return due
 
     async def scan(self, scan: Scan) -> list[Any]:
         if is_bounded(scan):
             return await self._queue_reads.scan(scan)
-        words, values = reads.scan_statement(scan, queue_id)
-        found = await self._pool.read(lambda connection: connection.fetch(words, *values))
+        statement, values = reads.scan_statement(scan, queue_id)
+        result = await self._pool.read(lambda connection: connection.fetch(statement, *values))
         decode = CODEC[scan.row].decode_scanned
-        return await self._queue_ids.decode(lambda line_at: [decode(scan, row, line_at) for row in found])
+        return await self._queue_ids.decode(lambda decode_queue: [decode(scan, row, decode_queue) for row in result])
 
-    async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
-        words, values = reads.count_statement(tally, queue_id)
-        return decode_counts(tally.group_by, await self._pool.read(lambda connection: connection.fetch(words, *values)))
+    async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
+        statement, values = reads.count_statement(query, queue_id)
+        result = await self._pool.read(lambda connection: connection.fetch(statement, *values))
+        return decode_counts(query.group_by, result)
 
     async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         return await self._queue_ids.load_keys(lane_id)
 
     async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
-        return await self._queue_reads.standing(lane_id)
+        return await self._queue_reads.nonempty_queues(lane_id)
 
     async def executions_in_missing_queues(self, limit: int) -> list[str]:
         return await self._queue_ids.executions_in_missing_queues(limit)
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
-        found = await self._pool.read(lambda connection: connection.fetch(_HOLDERS, limit))
-        return [SnapshotHolder(*row) for row in found]
+        result = await self._pool.read(lambda connection: connection.fetch(_SNAPSHOT_HOLDERS, limit))
+        return [SnapshotHolder(*row) for row in result]
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         return await self._queue_ids.lanes(after, limit)
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
-        return await self._feed.read(topic, after, limit)
+        return await self._event_log.read(topic, after, limit)
 
     async def feed_end(self) -> int:
-        return await self._feed.end()
+        return await self._event_log.end()
 
     async def trim_feed(self, before: int, limit: int) -> int:
-        return await self._feed.trim(before, limit)
+        return await self._event_log.trim(before, limit)
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
-        return await self._feed.history(execution_id, topic, limit, without)
+        return await self._event_log.history(execution_id, topic, limit, without)
 
     def notify(self, topics: frozenset[str]) -> None:
         self._notifier.notify(topics)

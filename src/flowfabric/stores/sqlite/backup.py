@@ -1,7 +1,7 @@
-"""A copy of a file that is in use: whole, of one moment, and checked.
+"""Online backup: a consistent and verified copy of a file that is in use.
 
-SQLite's own backup reads all pages in one transaction, so it copies one moment of the file while others go on writing.
-A plain `cp` reads pages of different moments and leaves out the log beside the file: such a copy may be spoilt.
+SQLite's backup API reads all pages in one transaction, so it copies one snapshot while other processes keep writing. A
+plain `cp` reads pages of different states and omits the WAL: such a copy may be corrupt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ BUSY_TIMEOUT_MS = 10_000
 
 
 def create_backup(source: Path, target: Path) -> int:
-    """Copy a file to a new one, readable by this user alone; its size in bytes.
+    """Copy a database to a new file, readable by this user alone; return its size in bytes.
 
-    The copy gets its name once it has passed SQLite's integrity check and is on the disk. A target that exists is
-    refused; a copy that failed leaves nothing behind.
+    The copy gets its name after it has passed SQLite's integrity check and was synced. An existing target is refused; a
+    failed copy leaves nothing behind.
     """
     if not source.exists():
         raise InvalidInput(f"there is no file {source}")
@@ -34,39 +34,39 @@ def create_backup(source: Path, target: Path) -> int:
     try:
         _copy(source, partial)
         os.link(partial, target)  # unlike a rename, this replaces nothing
-    except FileExistsError as there:
-        raise InvalidInput(f"{target} exists already; name a new file") from there
-    except apsw.Error as fault:
-        raise translate_error(fault) from fault
+    except FileExistsError as error:
+        raise InvalidInput(f"{target} exists already; name a new file") from error
+    except apsw.Error as error:
+        raise translate_error(error) from error
     finally:
-        for end in ("", "-journal", "-wal", "-shm"):
-            Path(f"{partial}{end}").unlink(missing_ok=True)
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            Path(f"{partial}{suffix}").unlink(missing_ok=True)
     _sync(target.parent)
     return target.stat().st_size
 
 
 def _copy(source: Path, partial: Path) -> None:
     create_database(partial)
-    kept = apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READWRITE)
-    made = apsw.Connection(str(partial))
+    original = apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READWRITE)
+    copy = apsw.Connection(str(partial))
     try:
-        kept.set_busy_timeout(BUSY_TIMEOUT_MS)
-        with made.backup("main", kept, "main") as backup:
+        original.set_busy_timeout(BUSY_TIMEOUT_MS)
+        with copy.backup("main", original, "main") as backup:
             backup.step(-1)
-        found = made.pragma("integrity_check")
-        if found != "ok":
-            raise unavailable(f"the copy of {source} is spoilt, so {source} may be: {found}", StoreFault.OTHER)
-        made.pragma("journal_mode", "wal")
-        made.pragma("wal_checkpoint(TRUNCATE)")
+        check = copy.pragma("integrity_check")
+        if check != "ok":
+            raise unavailable(f"the copy of {source} is spoilt, so {source} may be: {check}", StoreFault.OTHER)
+        copy.pragma("journal_mode", "wal")
+        copy.pragma("wal_checkpoint(TRUNCATE)")
     finally:
-        made.close()
-        kept.close()
+        copy.close()
+        original.close()
     _sync(partial)
 
 
 def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,6 +1,6 @@
-"""How claimed rows come back: one JSON array a statement, since each step of one hands the interpreter lock to and fro.
+"""Decoder of claimed rows, which a statement returns as one JSON array and one blob of concatenated payloads.
 
-The bytes of the payloads follow end to end.
+A statement returns one row because each step of a statement releases and reacquires the GIL.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from flowfabric.stores.codec import CODEC
 INPUT_COLUMN = next(column.name for column in CODEC[Payload].column.values() if column.kind is bytes)
 
 
-def decode_columns(answers: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None], list[Sequence[Any]]]:
-    """What is rare of all rows of some answers of (rows, payload bytes); their usual columns, then the payload's."""
+def decode_columns(results: Sequence[Sequence[Any]]) -> tuple[Sequence[list[Any] | None], list[Sequence[Any]]]:
+    """Decode results of (rows, payload blob); return the sparse values of each row, and the columns of all rows."""
     rows: list[list[Any]] = []
     inputs: list[bytes | None] = []
-    place = PAYLOAD_COLUMNS.index(INPUT_COLUMN) - len(PAYLOAD_COLUMNS)
-    for listed, blob in answers:
-        found = msgspec.json.decode(listed)
+    input_index = PAYLOAD_COLUMNS.index(INPUT_COLUMN) - len(PAYLOAD_COLUMNS)
+    for text, blob in results:
+        decoded = msgspec.json.decode(text)
         begin = 0
-        for row in found:
-            length = row[place]
+        for row in decoded:
+            length = row[input_index]
             inputs.append(blob[begin : begin + length] if length else None if length is None else b"")
             begin += length or 0
-        rows += found
-    rarities, *told = list[Any](zip(*rows, strict=True))
-    told[place] = inputs
-    return rarities, told
+        rows += decoded
+    sparse, *columns = list[Any](zip(*rows, strict=True))
+    columns[input_index] = inputs
+    return sparse, columns

@@ -1,4 +1,7 @@
-"""A desk: one thread with one connection of its own, to which the event loops hand their work over."""
+"""Connection threads: each owns one connection and executes the jobs that event loops send to it.
+
+`WriterThread` executes several jobs in one transaction. `GilYielder` lets these threads run beside a busy event loop.
+"""
 
 from __future__ import annotations
 
@@ -23,51 +26,50 @@ from flowfabric.stores.sqlite.queue_ids import WriterQueueIds
 
 T = TypeVar("T")
 
-MAX_JOBS_PER_TRANSACTION = 16  # pieces of work in one transaction
-MAX_JOIN_AGE_S = 0.005  # how old it may be when another one joins it
-MAX_JOIN_AGE_QUEUED_S = 0.02  # the same for one that waited when it began
-YIELD_AFTER_S = 0.003  # how long the loop lets work wait before it steps aside, again and again
+MAX_JOBS_PER_TRANSACTION = 16
+MAX_JOIN_AGE_S = 0.005  # the age up to which a transaction accepts further jobs
+MAX_JOIN_AGE_QUEUED_S = 0.02  # the same for jobs that were queued when the transaction began
+YIELD_AFTER_S = 0.003  # the time that a job waits before the event loop yields the GIL, and again after each yield
 YIELD_S = 0.0002
-POSITIONS_PER_MS = 1024  # of the feed: it may have so many events a millisecond before they run ahead of the clock
-WRITE_TIMEOUT_S = (
-    10.0  # how long a write waits for the lock, and for what was handed over before it, until it is given up
-)
-CLOSE_TIMEOUT_S = 10.0  # how long a closing store waits for a writer that is stuck behind another process
+POSITIONS_PER_MS = 1024  # positions of the feed run ahead of the clock only above this rate of events
+WRITE_TIMEOUT_S = 10.0  # the time that a write waits for the lock and for earlier jobs before it fails
+CLOSE_TIMEOUT_S = 10.0  # the time that a closing store waits for a writer that is blocked by another process
 
 
 class ConnectionJob:
-    """A piece of work, who waits for it, and what became of it.
+    """A function to run on a connection, the future of its caller, and its outcome.
 
-    `overdue` makes the error for work that has not begun after `WAIT_S`; without it the work is waited for.
+    `timeout_error` makes the error of a job that has not started after `WRITE_TIMEOUT_S`; without it the job never
+    times out.
     """
 
-    __slots__ = ("_begun", "error", "future", "loop", "result", "timeout_error", "work")
+    __slots__ = ("_started", "error", "future", "loop", "result", "timeout_error", "work")
 
     def __init__(
         self,
         work: Callable[[apsw.Connection], Any],
         loop: asyncio.AbstractEventLoop,
-        overdue: Callable[[float], Exception] | None = None,
+        timeout_error: Callable[[float], Exception] | None = None,
     ) -> None:
         self.work = work
         self.loop = loop
-        self.timeout_error = overdue
+        self.timeout_error = timeout_error
         self.future: asyncio.Future[Any] = loop.create_future()
         self.result: Any = None
         self.error: Exception | None = None
-        self._begun = threading.Lock()
+        self._started = threading.Lock()
 
     def try_start(self) -> bool:
-        """True for the one caller that decides what becomes of it: the thread that does it, or who gives it up."""
-        return not self.future.cancelled() and self._begun.acquire(blocking=False)
+        """Return True to exactly one caller: the thread that executes the job, or the timeout that fails it."""
+        return not self.future.cancelled() and self._started.acquire(blocking=False)
 
     def fail_if_unstarted(self) -> None:
-        """Fail unless it has begun: then it is never done. Runs on the waiter's loop."""
+        """Fail the job if it has not started; it is then never executed. Runs on the caller's loop."""
         if self.timeout_error is not None and not self.future.done() and self.try_start():
             self.future.set_exception(self.timeout_error(WRITE_TIMEOUT_S))
 
     def run(self, db: apsw.Connection) -> bool:
-        """Do the work; whether it went well. Trouble with the file is raised: it is everybody's."""
+        """Execute the job and return whether it succeeded. Raise errors of the file, which concern all jobs."""
         try:
             self.result = self.work(db)
         except Exception as error:
@@ -77,7 +79,7 @@ class ConnectionJob:
         return self.error is None
 
     def resolve_future(self) -> None:
-        """Hand the outcome to whoever still waits; runs on the waiter's loop."""
+        """Set the outcome on the future unless that is done. Runs on the caller's loop."""
         if self.future.done():
             return
         if self.error is None:
@@ -87,68 +89,68 @@ class ConnectionJob:
 
 
 class ConnectionThread:
-    """Work is done in the order in which it came; the connection is opened with the first and anew after trouble."""
+    """A thread that executes jobs in order. It connects for the first job, and again after an error of the file."""
 
     def __init__(
         self,
         name: str,
         connect: Callable[[], apsw.Connection],
-        spot: FileIdentity,
+        identity: FileIdentity,
         check: Callable[[apsw.Connection], None],
     ) -> None:
-        """`check` raises when the file's schema is not one that this release runs on."""
+        """`check` raises if this release cannot run on the file's schema."""
         self._name = name
         self._connect = connect
         self._check = check
-        self._spot = spot
+        self._identity = identity
         self._queue: SimpleQueue[ConnectionJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._pid = 0  # of the process that this belongs to
-        self._farewell: ConnectionJob | None = None
+        self._start_lock = threading.Lock()
+        self._pid = 0  # the process that owns the thread
+        self._closing: ConnectionJob | None = None
         self._db: apsw.Connection | None = None
-        self._overdue: Callable[[float], Exception] | None = None
+        self._timeout_error: Callable[[float], Exception] | None = None
 
     async def run(self, work: Callable[[apsw.Connection], T]) -> T:
-        """Have the work done; errors of the driver come out as the port knows them."""
-        if self._farewell is not None:
+        """Execute a function on the thread; driver errors are translated to errors of the port."""
+        if self._closing is not None:
             raise unavailable("the store is closed")
         if self._pid != os.getpid():
             self.bind_to_process()
         if self._thread is None:
             self._start()
-        job = ConnectionJob(work, asyncio.get_running_loop(), self._overdue)
-        self._hand_over(job)
-        patience = _patience_of(job.loop)
-        patience.add(job)
+        job = ConnectionJob(work, asyncio.get_running_loop(), self._timeout_error)
+        self._enqueue(job)
+        yielder = _yielder_of(job.loop)
+        yielder.add(job)
         try:
             result: T = await job.future
         finally:
-            patience.remove(job)
+            yielder.remove(job)
         return result
 
-    def _hand_over(self, job: ConnectionJob) -> None:
+    def _enqueue(self, job: ConnectionJob) -> None:
         self._queue.put(job)
 
     def bind_to_process(self) -> None:
-        """Belong to this process from now on; raises when it already belongs to another."""
+        """Make this process the owner; raise `ForkedProcess` if another process is."""
         if self._pid not in (0, os.getpid()):
             raise ForkedProcess("use", "the store was opened before the fork; open one in the child")
         self._pid = os.getpid()
 
     async def close(self) -> None:
-        """Finish what was handed over and end the thread."""
-        if self._farewell is None:
-            self._farewell = ConnectionJob(lambda db: None, asyncio.get_running_loop())
+        """Finish the queued jobs and end the thread."""
+        if self._closing is None:
+            self._closing = ConnectionJob(lambda db: None, asyncio.get_running_loop())
             if self._thread is not None and self._pid == os.getpid():
                 self._queue.put(None)
-                if (await asyncio.wait([self._farewell.future], timeout=CLOSE_TIMEOUT_S))[0]:
+                if (await asyncio.wait([self._closing.future], timeout=CLOSE_TIMEOUT_S))[0]:
                     self._thread.join()
 
     def _start(self) -> None:
-        with self._starting:
+        with self._start_lock:
             if self._thread is None:
-                # A daemon: a program that forgets to close its store can still end.
+                # A daemon thread: a program that does not close its store can still exit.
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
@@ -160,12 +162,12 @@ class ConnectionThread:
                 self._attempt(jobs)
                 _deliver(jobs)
         self._drop()
-        if self._farewell is not None:
-            _deliver([self._farewell])
+        if self._closing is not None:
+            _deliver([self._closing])
 
     def _attempt(self, jobs: list[ConnectionJob]) -> None:
         try:
-            self._spot.check_same()
+            self._identity.check_same()
             if self._db is None:
                 self._db = self._connect()
             self.run_jobs(self._db, jobs)
@@ -177,48 +179,48 @@ class ConnectionThread:
                 )
 
     def run_jobs(self, db: apsw.Connection, jobs: list[ConnectionJob]) -> None:
-        """Do the work; an error that comes out of here means that all of it failed and the connection is spoilt."""
+        """Execute jobs. An exception means that all of them failed and the connection must be closed."""
         (job,) = jobs
         if not job.run(db) and isinstance(job.error, apsw.SQLError):
-            self._check(db)  # it may be the schema of a newer release, for which the words were not written
+            self._check(db)  # the statement may have failed because of a newer schema
 
     def _drop(self) -> None:
         if self._db is not None:
             db, self._db = self._db, None
-            with contextlib.suppress(apsw.Error):  # it was beyond help before
+            with contextlib.suppress(apsw.Error):
                 db.close()
 
 
 def advance_feed_positions(db: apsw.Connection, now: int) -> None:
-    """Let the positions of the feed go on from the time of day.
+    """Advance the positions of the feed to the wall clock.
 
-    Each process that writes does this once. The file may be an older copy that was put back: positions that followers
-    have seen in the lost one are not given out again.
+    Each writing process does this once. The file may be a restored older copy: positions that followers have seen in
+    the lost file are not assigned again.
     """
     db.execute("BEGIN IMMEDIATE")
-    for statement in ("raise_positions", "begin_positions"):
+    for statement in ("advance_positions", "start_positions"):
         db.execute(statements.statement(statement), (now * POSITIONS_PER_MS,))
     db.execute("COMMIT")
 
 
 class WriterThread(ConnectionThread):
-    """What is handed over before a transaction ends is written in it, each piece whole or not at all."""
+    """Executes jobs that are queued before a transaction ends in that transaction, each completely or not at all."""
 
     def __init__(
         self,
         name: str,
         connect: Callable[[], apsw.Connection],
-        spot: FileIdentity,
+        identity: FileIdentity,
         check: Callable[[apsw.Connection], None],
-        turn: WriterLock,
-        lines: WriterQueueIds,
+        writer_lock: WriterLock,
+        queue_ids: WriterQueueIds,
     ) -> None:
-        super().__init__(name, connect, spot, check)
-        self._turn = turn
-        self._overdue = turn.timeout_error
-        self._lines = lines
-        self.must_advance_positions = False  # before its next transaction
-        self.before_transaction: Callable[[apsw.Connection], None] | None = None  # called before each transaction
+        super().__init__(name, connect, identity, check)
+        self._writer_lock = writer_lock
+        self._timeout_error = writer_lock.timeout_error
+        self._queue_ids = queue_ids
+        self.must_advance_positions = False  # before the next transaction
+        self.before_transaction: Callable[[apsw.Connection], None] | None = None
         self._staged: dict[asyncio.AbstractEventLoop, list[ConnectionJob]] = {}
 
     async def close(self) -> None:
@@ -226,8 +228,8 @@ class WriterThread(ConnectionThread):
             self._release(loop)
         await super().close()
 
-    def _hand_over(self, job: ConnectionJob) -> None:
-        """What one turn of a loop brings is handed over together: the thread would run off with the first piece."""
+    def _enqueue(self, job: ConnectionJob) -> None:
+        """Queue the jobs of one loop iteration together; otherwise the thread would start with the first job alone."""
         staged = self._staged.setdefault(job.loop, [])
         staged.append(job)
         if len(staged) == 1:
@@ -238,8 +240,8 @@ class WriterThread(ConnectionThread):
             self._queue.put(job)
 
     def run_jobs(self, db: apsw.Connection, jobs: list[ConnectionJob]) -> None:
-        with self._turn:
-            if not jobs[0].try_start():  # given up while this waited for the lock
+        with self._writer_lock:
+            if not jobs[0].try_start():  # it timed out while this thread waited for the lock
                 jobs.clear()
                 return
             if self.before_transaction is not None:
@@ -251,111 +253,110 @@ class WriterThread(ConnectionThread):
                 db.execute("BEGIN IMMEDIATE")
                 self._check(db)
                 began, waiting = time.monotonic(), 1 + self._queue.qsize()
-                self._one(db, jobs[0], first=True)
-                while self._has_room(jobs, waiting, time.monotonic() - began) and (job := self._next()) is not None:
+                self._run_job(db, jobs[0], first=True)
+                while self._has_room(jobs, waiting, time.monotonic() - began) and (job := self._next_job()) is not None:
                     jobs.append(job)
-                    self._one(db, job)
+                    self._run_job(db, job)
                 db.execute("COMMIT")
-                self._spot.check_same()  # or it was written to a file that is gone
-                self._lines.on_commit()
+                self._identity.check_same()  # otherwise the commit went to a file that was replaced
+                self._queue_ids.on_commit()
             except BaseException:
-                self._lines.on_rollback()
+                self._queue_ids.on_rollback()
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
 
     def _has_room(self, jobs: list[ConnectionJob], waiting: int, age_s: float) -> bool:
-        """Whether a transaction that began with so many waiting takes one more piece.
+        """True if a transaction that began with `waiting` queued jobs accepts one more.
 
-        What came together is kept together for longer: a piece that is left behind is written while the loop goes on
-        with the others, and two threads at work at once are in each other's way from then on.
+        Jobs that were queued together are kept together for longer. A job that is left behind is executed while the
+        event loop continues with the results of the others, and the two threads then compete for the GIL.
         """
         return len(jobs) < MAX_JOBS_PER_TRANSACTION and age_s < (
             MAX_JOIN_AGE_QUEUED_S if len(jobs) < waiting else MAX_JOIN_AGE_S
         )
 
-    def _next(self) -> ConnectionJob | None:
-        """Work that has been handed over meanwhile."""
+    def _next_job(self) -> ConnectionJob | None:
+        """Return a job that was queued meanwhile."""
         with contextlib.suppress(Empty):
             job = self._queue.get_nowait()
             if job is not None and job.try_start():
                 return job
             if job is None:
-                self._queue.put(None)  # the store is closing, which `_serve` has to know
+                self._queue.put(None)  # the store is closing: leave the mark to `_serve`
         return None
 
-    def _one(self, db: apsw.Connection, job: ConnectionJob, *, first: bool = False) -> None:
-        """Do one piece; when it fails, what it wrote is taken back, and nothing else."""
+    def _run_job(self, db: apsw.Connection, job: ConnectionJob, *, first: bool = False) -> None:
+        """Execute one job; if it fails, roll back its writes only."""
         if not first:
             db.execute("SAVEPOINT job")
         if not job.run(db):
-            self._lines.on_rollback()
+            self._queue_ids.on_rollback()
             db.execute("ROLLBACK; BEGIN IMMEDIATE" if first else "ROLLBACK TO job")
         if not first:
             db.execute("RELEASE job")
 
 
 class GilYielder:
-    """Lets the desks' threads have the interpreter for a moment now and then while work of one loop waits for them.
+    """Yields the GIL to the connection threads from time to time while jobs of one event loop wait for them.
 
-    A loop that never rests lets go of it at each turn, but takes it back before the thread has woken up: without this,
-    a commit beside a busy loop was seen to take 300 ms and more. One timer serves all work that waits: if each piece
-    had its own, an idle loop would wake again and again in the middle of a commit, and a busy one would sleep through
-    a fifth of its time.
+    A busy loop releases the GIL at each iteration, but acquires it again before the thread has woken up: without this
+    class, a commit beside a busy loop was seen to take 300 ms and more. One timer serves all waiting jobs: with a timer
+    per job, an idle loop would wake up repeatedly during a commit, and a busy loop would sleep a fifth of its time.
     """
 
-    __slots__ = ("_napped_at", "_since", "_timer")
+    __slots__ = ("_since", "_timer", "_yielded_at")
 
     def __init__(self) -> None:
-        self._since: dict[ConnectionJob, float] = {}  # what waits, in the order in which it came
-        self._napped_at = 0.0
+        self._since: dict[ConnectionJob, float] = {}  # the waiting jobs, oldest first
+        self._yielded_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, job: ConnectionJob) -> None:
-        """Something waits."""
+        """Start watching a job."""
         self._since[job] = job.loop.time()
         if self._timer is None:
-            self._timer = job.loop.call_later(YIELD_AFTER_S, self._look, job.loop)
+            self._timer = job.loop.call_later(YIELD_AFTER_S, self._tick, job.loop)
 
     def remove(self, job: ConnectionJob) -> None:
-        """It waits no more."""
+        """Stop watching a job."""
         del self._since[job]
         if not self._since and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Step aside if something has waited for so long since the last time; look again when something may have."""
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Yield if a job has waited long enough since the last yield, fail overdue jobs, and set the timer again."""
         oldest = next(iter(self._since.values()))
         if loop.time() - oldest > WRITE_TIMEOUT_S:
             for job in [job for job, since in self._since.items() if loop.time() - since > WRITE_TIMEOUT_S]:
                 job.fail_if_unstarted()
-        since = max(self._napped_at, oldest)
+        since = max(self._yielded_at, oldest)
         if loop.time() - since >= YIELD_AFTER_S:
             time.sleep(YIELD_S)
-            self._napped_at = since = loop.time()
-        self._timer = loop.call_at(since + YIELD_AFTER_S, self._look, loop)
+            self._yielded_at = since = loop.time()
+        self._timer = loop.call_at(since + YIELD_AFTER_S, self._tick, loop)
 
 
-_PATIENCE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GilYielder] = weakref.WeakKeyDictionary()
+_YIELDERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GilYielder] = weakref.WeakKeyDictionary()
 
 
-def _patience_of(loop: asyncio.AbstractEventLoop) -> GilYielder:
-    found = _PATIENCE.get(loop)
-    if found is None:
-        found = _PATIENCE[loop] = GilYielder()
-    return found
+def _yielder_of(loop: asyncio.AbstractEventLoop) -> GilYielder:
+    yielder = _YIELDERS.get(loop)
+    if yielder is None:
+        yielder = _YIELDERS[loop] = GilYielder()
+    return yielder
 
 
 def _deliver(jobs: list[ConnectionJob]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[ConnectionJob]] = defaultdict(list)
     for job in jobs:
         by_loop[job.loop].append(job)
-    for loop, theirs in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_settle, theirs)
+    for loop, loop_jobs in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_resolve_futures, loop_jobs)
 
 
-def _settle(jobs: list[ConnectionJob]) -> None:
+def _resolve_futures(jobs: list[ConnectionJob]) -> None:
     for job in jobs:
         job.resolve_future()

@@ -1,4 +1,4 @@
-"""What the driver's errors mean to a caller of the port."""
+"""Translation of driver errors to errors of the store port."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flowfabric.stores.port import Collision, Unstorable
 
 BACKEND = BackendTag.SQLITE.title
 
-# The file cannot be read or written now: nothing was written, and it may pass.
-_PASSING: dict[type[apsw.Error], StoreFault] = {
+# The file cannot be read or written at the moment; nothing was written.
+_UNAVAILABLE: dict[type[apsw.Error], StoreFault] = {
     apsw.BusyError: StoreFault.TIMEOUT,
     apsw.LockedError: StoreFault.TIMEOUT,
     apsw.InterruptError: StoreFault.TIMEOUT,
@@ -27,29 +27,29 @@ _PASSING: dict[type[apsw.Error], StoreFault] = {
     apsw.NotADBError: StoreFault.OTHER,
 }
 
-_TAKEN = (apsw.SQLITE_CONSTRAINT_UNIQUE, apsw.SQLITE_CONSTRAINT_PRIMARYKEY, apsw.SQLITE_CONSTRAINT_ROWID)
+_DUPLICATE_KEY = (apsw.SQLITE_CONSTRAINT_UNIQUE, apsw.SQLITE_CONSTRAINT_PRIMARYKEY, apsw.SQLITE_CONSTRAINT_ROWID)
 _UNSTORABLE = (apsw.ConstraintError, apsw.MismatchError, apsw.TooBigError, apsw.RangeError)
 
 
 def unavailable(detail: str, source: StoreFault = StoreFault.OTHER) -> StoreUnavailable:
-    """The file did not serve; nothing was written."""
+    """Return the error for a failed access to the file; nothing was written."""
     return StoreUnavailable(detail, backend=BACKEND, source=source, in_doubt=False)
 
 
 def translate_error(error: Exception) -> Exception:
-    """The error as the port knows it, with its cause; one that only a bug explains stays what it is."""
-    known: Exception | None = None
-    if isinstance(error, apsw.ConstraintError) and getattr(error, "extendedresult", None) in _TAKEN:
-        known = Collision(str(error))
+    """Translate a driver error to one of the port, with its cause; return unexpected errors unchanged."""
+    translated: Exception | None = None
+    if isinstance(error, apsw.ConstraintError) and getattr(error, "extendedresult", None) in _DUPLICATE_KEY:
+        translated = Collision(str(error))
     elif isinstance(error, (*_UNSTORABLE, OverflowError, UnicodeEncodeError)):  # the last two before it was sent
-        known = Unstorable(str(error))
+        translated = Unstorable(str(error))
     elif isinstance(error, OSError):  # of the lock file
-        known = unavailable(str(error), StoreFault.TRANSPORT)
+        translated = unavailable(str(error), StoreFault.TRANSPORT)
     else:
-        source = next((source for kind, source in _PASSING.items() if isinstance(error, kind)), None)
+        source = next((source for kind, source in _UNAVAILABLE.items() if isinstance(error, kind)), None)
         if source is not None:
-            known = unavailable(str(error), source)
-    if known is None:
+            translated = unavailable(str(error), source)
+    if translated is None:
         return error
-    known.__cause__ = error
-    return known
+    translated.__cause__ = error
+    return translated

@@ -1,19 +1,19 @@
-"""The clock of a file: one for all processes that have it open, whatever their wall clocks say.
+"""The clock of a file: one clock for all processes that have it open, whatever their wall clocks show.
 
 All processes of a machine share the clock that counts since its boot, which nobody can set. The file keeps an anchor:
-an instant, and what that clock showed then. The time of the file is the anchor's instant plus what has passed since, so
-every process reads the same time to the millisecond. Wall clocks count in two cases only:
+an instant, and the reading of that clock at this instant. The file's time is the anchor's instant plus the time since,
+so every process reads the same time to the millisecond. Wall clocks matter in two cases only:
 
 * At the first use after a boot, time starts at the wall clock, but never before the newest instant in the file.
 * A wall clock that the kernel itself confirms and that differs from the file's time has been set, or the machine was
   paused. The file follows it by a tenth of the time that passes, in both directions, so it never goes backwards. It
-  leaps forward at once when it is more than a minute behind.
+  steps forward at once when it is more than a minute behind.
 
 An anchor holds for `WINDOW_MS`. Until then nobody replaces it, so a process that knows it need not read the file; the
 first write after that puts the next one, which continues where the old one is then. The newest instant in the file is
 therefore at most `WINDOW_MS` and a tenth after its anchor.
 
-Where the boot of the machine cannot be told (no /proc), the wall clock takes the place of the clock since boot: time
+If the boot cannot be identified (no /proc), the wall clock takes the place of the clock since boot: time
 still never goes backwards, but a wall clock that is set forward sets the file's time forward.
 """
 
@@ -28,14 +28,14 @@ import apsw
 from flowfabric.clock import Clock, boot_ms, wall_ms
 
 WINDOW_MS = 10_000
-MAX_SLEW_MS = WINDOW_MS // 10  # how far one window brings the file's time closer to the wall clock
-STEP_THRESHOLD_MS = 60_000  # how far it may be behind without a leap
-KERNEL_TOLERANCE_MS = 2_000  # how exact the kernel is about the wall clock at boot, and some
-REREAD_INTERVAL_MS = 1_000  # how often a reader looks for a new anchor when it knows only an old one
+MAX_SLEW_MS = WINDOW_MS // 10  # the largest correction towards the wall clock per window
+STEP_THRESHOLD_MS = 60_000  # the file's time steps forward if it is further behind
+KERNEL_TOLERANCE_MS = 2_000  # the precision of the kernel's boot time, with a margin
+REREAD_INTERVAL_MS = 1_000  # between two reads of the anchor after the known one has expired
 
 
 class ClockAnchor(NamedTuple):
-    """What the clock since boot showed at an instant, and by how much time is to run fast (or slow) in this window."""
+    """The reading of the clock since boot at an instant, and the correction (slew) within this window."""
 
     boot: str
     passed: int
@@ -43,17 +43,17 @@ class ClockAnchor(NamedTuple):
     slew: int
 
     def time_at(self, passed: int) -> int:
-        """The time of the file when the clock since boot shows this."""
+        """Return the file's time for a reading of the clock since boot."""
         since = max(0, passed - self.passed)
         return self.instant + since + self.slew * min(since, WINDOW_MS) // WINDOW_MS
 
     def is_valid_at(self, passed: int) -> bool:
-        """Whether nobody has replaced it."""
+        """True if the anchor cannot have been replaced yet."""
         return 0 <= passed - self.passed < WINDOW_MS
 
 
 class HostClock:
-    """What a process can tell of its machine."""
+    """The clocks of the host."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -63,11 +63,11 @@ class HostClock:
         )  # milliseconds since the boot, also while it slept
 
     def wall_ms(self) -> int:
-        """The wall clock as this process sees it."""
+        """Return the wall clock of this process."""
         return wall_ms()
 
     def kernel_agrees(self, wall: int) -> bool:
-        """Whether the kernel says the same of the wall clock; a process may have been given another one."""
+        """True if the kernel confirms this wall time; a process may see a faked clock."""
         with contextlib.suppress(OSError, ValueError, StopIteration):
             lines = (self._proc / "stat").read_text().splitlines()
             booted = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
@@ -75,7 +75,7 @@ class HostClock:
         return False
 
     def _boot(self) -> str:
-        """What names this boot, and the clock since: a container may have one of its own."""
+        """Return an id of this boot and of the time namespace: a container may have a clock of its own."""
         try:
             boot = (self._proc / "sys/kernel/random/boot_id").read_text().strip()
         except OSError:
@@ -92,18 +92,18 @@ class FileClock:
         self._machine = machine or HostClock()
         self._passed = self._machine.since_boot_ms
         self._anchor: ClockAnchor | None = None
-        self._offset: int | None = None  # what to add to the clock since boot where that is all there is to do
+        self._offset: int | None = None  # added to the clock since boot if there is no slew
         self._read_at = 0
 
     def __call__(self) -> int:
-        """The time of the file; by the wall clock before it was opened."""
+        """Return the file's time; the wall clock before the file is open."""
         offset, anchor = self._offset, self._anchor
         if offset is not None:
             return self._passed() + offset
         return self._machine.wall_ms() if anchor is None else anchor.time_at(self._passed())
 
     def read(self, db: apsw.Connection) -> int:
-        """The time for whoever only reads: a new anchor is looked for when the known one no longer holds."""
+        """Return the file's time for a reader; read the anchor again if the known one has expired."""
         known, passed = self._anchor, self._passed()
         if known is not None and not known.is_valid_at(passed) and not 0 <= passed - self._read_at < REREAD_INTERVAL_MS:
             self._read_at = passed
@@ -113,7 +113,7 @@ class FileClock:
         return self()
 
     def refresh_anchor(self, db: apsw.Connection) -> None:
-        """Know an anchor that holds, put by another process or now; called by a writer between two transactions."""
+        """Adopt a valid anchor of the file, or write one; called by a writer between two transactions."""
         if self._anchor is not None and self._anchor.is_valid_at(self._passed()):
             return
         db.execute("BEGIN IMMEDIATE")
@@ -131,7 +131,7 @@ class FileClock:
         self._adopt(anchor)
 
     def _adopt(self, anchor: ClockAnchor) -> None:
-        self._offset = None  # other threads read these two while they change: without an offset the anchor counts
+        self._offset = None  # other threads read both fields; without an offset they use the anchor
         self._anchor = anchor
         if anchor.boot and not anchor.slew:
             self._offset = anchor.instant - anchor.passed
@@ -156,7 +156,7 @@ class FileClock:
 
 
 class InjectedClock:
-    """A clock that a test brings: the file keeps nothing of it."""
+    """A clock that is injected by a test; nothing of it is stored."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -165,15 +165,15 @@ class InjectedClock:
         return self._clock()
 
     def read(self, db: apsw.Connection) -> int:
-        """What it shows."""
+        """Return the injected time."""
         return self._clock()
 
     def refresh_anchor(self, db: apsw.Connection) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no anchor."""
 
 
 def _newest(db: apsw.Connection) -> int:
-    """An instant that nothing in the file is after; of files that had no clock, that of the last event."""
+    """Return an upper bound of all instants in the file; the last event's for files without a clock."""
     ((newest,),) = db.execute(
         "SELECT max(coalesce((SELECT max(instant + max(slew, 0)) + ? FROM ff_clock), 0),"
         " coalesce((SELECT at FROM ff_event ORDER BY position DESC LIMIT 1), 0))",

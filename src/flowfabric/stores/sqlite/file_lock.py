@@ -1,4 +1,4 @@
-"""The file and its neighbours: where it may lie, whether it is still there, and whose turn it is to write."""
+"""The database file: refuses network file systems, detects a replaced file, and serializes writers by a lock file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.stores.sqlite.errors import unavailable
 from flowfabric.stores.sqlite.permissions import open_side_file
 
-# File systems whose locks or shared memory do not reach other machines, so that two of them would spoil the file.
+# File systems whose locks or shared memory do not work across machines: two of them would corrupt the file.
 _NETWORK = re.compile(
     r"afs|ceph|cifs|lustre|ncpfs|nfs4?|smb\w*|fuse\.(ceph|davfs2|glusterfs|rclone|s3fs|sshfs)"
 ).fullmatch
@@ -22,7 +22,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def refuse_network_filesystem(path: Path, mounts: Path = _MOUNTS) -> None:
-    """Raise when the file lies on a network file system; where the system does not tell, believe the best."""
+    """Raise `InvalidInput` if the file is on a network file system; do nothing if the system does not list mounts."""
     if not mounts.exists():
         return
     folder = path.resolve().parent
@@ -37,10 +37,10 @@ def refuse_network_filesystem(path: Path, mounts: Path = _MOUNTS) -> None:
 
 
 class FileIdentity:
-    """The file at its path, as it was when it was opened.
+    """The identity of the file that was opened.
 
-    One that was removed, or had another one put in its place, would go on taking what nobody else ever sees; what is
-    remembered of it (which number stands for which line) may be wrong of the other one.
+    Writes to a file that was removed or replaced would be lost, and cached data such as queue ids may be wrong for the
+    new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,34 +48,34 @@ class FileIdentity:
         self._opened: tuple[int, int] | None = None
 
     def pin(self) -> None:
-        """Know what is there now as the file that was opened."""
+        """Record the file at the path as the opened one."""
         self._opened = self._now()
 
     def is_same(self) -> bool:
-        """Whether it is still there; everything will do before one was opened."""
+        """True if the path still leads to the opened file, or if none was recorded."""
         return self._opened is None or self._now() == self._opened
 
     def check_same(self) -> None:
-        """Raise unless it is."""
+        """Raise `StoreUnavailable` if the file was removed or replaced."""
         if not self.is_same():
             raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store anew")
 
     def _now(self) -> tuple[int, int] | None:
         try:
-            found = os.stat(self._path)  # noqa: PTH116 - a third of the time, and this runs for each piece of work
+            stat = os.stat(self._path)  # noqa: PTH116 - three times as fast, and this runs for each job
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return stat.st_dev, stat.st_ino
 
 
 class WriterLock:
-    """Writers queue here before they ask SQLite: the kernel keeps a fair line, SQLite's own waiting does not."""
+    """A lock file that writers acquire before SQLite's lock: the kernel's queue is fair, SQLite's busy wait is not."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
         self._path = Path(f"{database}-lock")
         self._file: int | None = None
-        _TURNS.add(self)
+        _LOCK_FILES.add(self)
 
     def __enter__(self) -> None:
         if self._file is None:
@@ -87,7 +87,7 @@ class WriterLock:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def timeout_error(self, seconds: float) -> Exception:
-        """The error for a write that has waited so long for the lock and is given up."""
+        """Return the error of a write that has waited too long for the lock."""
         holder = _lock_holder(self._path)
         return unavailable(
             f"{self._path} was not free for {seconds:g} s: {holder or 'another process'} holds it; nothing was written",
@@ -95,14 +95,14 @@ class WriterLock:
         )
 
     def close(self) -> None:
-        """Let go of the lock file; it stays, for others may be waiting at it."""
+        """Close the lock file. It is not removed, because other processes may wait for it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def _lock_holder(path: Path, locks: Path = _LOCKS) -> str:
-    """The process that holds the lock on a file, where the system tells."""
+    """Return the process that holds the lock on a file; an empty text if the system does not list locks."""
     with contextlib.suppress(OSError, ValueError):
         inode = path.stat().st_ino
         for line in locks.read_text().splitlines():
@@ -112,13 +112,13 @@ def _lock_holder(path: Path, locks: Path = _LOCKS) -> str:
     return ""
 
 
-_TURNS: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+_LOCK_FILES: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    """A forked child shares its parent's place in the line; it must not keep it when the parent is gone."""
-    for turn in _TURNS:
-        turn.close()
+def _close_in_child() -> None:
+    """Close the lock files in a forked child: it would share the parent's lock and keep it after the parent's end."""
+    for lock in _LOCK_FILES:
+        lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)

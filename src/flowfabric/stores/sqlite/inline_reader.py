@@ -1,7 +1,7 @@
-"""A look that is shorter than the way to another thread: few rows by key are read where they are asked for.
+"""Inline reads: a few rows by key are read on the caller's thread, which is faster than a switch to another thread.
 
-Readers of a log never wait for its writer. What cannot be had at once (the connection is in use, the file is busy or
-in trouble) is left to the desk, which waits for it and knows what its errors mean.
+In WAL mode readers never wait for the writer. If a read is not possible at once (the connection is in use, the file is
+busy or fails), it is left to the connection thread, which waits and translates errors.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ T = TypeVar("T")
 
 
 class InlineReader:
-    """One connection, used by whatever thread has its lock."""
+    """One connection that is used by the thread that holds its lock."""
 
-    def __init__(self, connect: Callable[[], apsw.Connection], spot: FileIdentity) -> None:
+    def __init__(self, connect: Callable[[], apsw.Connection], identity: FileIdentity) -> None:
         self._connect = connect
-        self._spot = spot
+        self._identity = identity
         self._lock = threading.Lock()
         self._db: apsw.Connection | None = None
-        self._pid = 0  # of the process that this belongs to
+        self._pid = 0  # the process that owns the connection
         self._closed = False
 
-    def __call__(self, look: Callable[[apsw.Connection], T]) -> T | None:
-        """What there is to see, or None when the desk has to be asked."""
+    def __call__(self, read: Callable[[apsw.Connection], T]) -> T | None:
+        """Run a read; return None if the connection thread has to do it."""
         if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._closed or not self._spot.is_same():
+            if self._closed or not self._identity.is_same():
                 return None
             if self._db is None:
                 self._db = self._connect()
                 self._db.set_busy_timeout(0)
-            return look(self._db)
+            return read(self._db)
         except apsw.Error:
             self._drop()
             return None
@@ -48,12 +48,12 @@ class InlineReader:
             self._lock.release()
 
     def bind_to_process(self) -> None:
-        """Belong to this process from now on."""
+        """Make this process the owner of the connection."""
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Look no more; a look that is under way is waited for."""
-        if self._pid != os.getpid():  # a fork: the connection is not ours, and nobody may be left to open the lock
+        """Refuse further reads, and wait for the current one."""
+        if self._pid != os.getpid():  # after a fork, the connection is the parent's, and the lock may never be released
             return
         with self._lock:
             self._closed = True
@@ -62,5 +62,5 @@ class InlineReader:
     def _drop(self) -> None:
         if self._db is not None:
             db, self._db = self._db, None
-            with contextlib.suppress(apsw.Error):  # it was beyond help before
+            with contextlib.suppress(apsw.Error):
                 db.close()

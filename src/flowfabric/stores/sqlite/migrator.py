@@ -1,4 +1,4 @@
-"""The schema: numbered SQL files, applied once each, in order, and never taken back."""
+"""Schema migrations: numbered SQL files, each applied once, in order, forward only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEEP = "INSERT INTO ff_schema_version (version, applied_at, compatible) VALUES 
 
 @cache
 def migrations() -> dict[int, str]:
-    """The text of each migration by its number."""
+    """Return the text of each migration by its number."""
     folder = files(__package__) / "migrations"
     named = {re.match(r"(\d{4})_\w+\.sql$", entry.name): entry for entry in folder.iterdir()}
     return {
@@ -35,13 +35,13 @@ def migrations() -> dict[int, str]:
 
 
 def schema_version(db: apsw.Connection) -> int:
-    """The number of the last migration that was applied; 0 for an empty file."""
+    """Return the number of the last applied migration; 0 for an empty file."""
     ((exists,),) = db.execute(_EXISTS)
     return int(next(iter(db.execute(_VERSION)))[0]) if exists else 0
 
 
 def ensure_schema(db: apsw.Connection, *, migrate: bool, now: int) -> SchemaVersion:
-    """Bring the schema up to this code, within a writing transaction; or refuse what does not fit."""
+    """Apply missing migrations within a write transaction; refuse a newer schema, and an older one unless `migrate`."""
     steps = migrations()
     found, known = schema_version(db), max(steps)
     check_schema_version(db)
@@ -50,9 +50,9 @@ def ensure_schema(db: apsw.Connection, *, migrate: bool, now: int) -> SchemaVers
             "open", f"the file has schema version {found}, this release needs {known}: migrate first"
         )
     for number in sorted(number for number in steps if number > found):
-        for _ in db.execute(steps[number]):  # a text of several statements runs on only while it is read from
+        for _ in db.execute(steps[number]):  # the driver executes several statements only while the cursor is read
             pass
-        if not _one(db, _HAS_COLUMN):  # which the first release did not have
+        if not _one(db, _HAS_COLUMN):  # the first release did not have this column
             db.execute(_ADD_COLUMN)
         db.execute(_KEEP, (number, now, is_compatible(steps[number])))
     applied = [text for number, text in steps.items() if number > found > 0]
@@ -60,7 +60,7 @@ def ensure_schema(db: apsw.Connection, *, migrate: bool, now: int) -> SchemaVers
 
 
 def check_schema_version(db: apsw.Connection) -> None:
-    """Raise `SchemaTooNew` if the file has a schema that this release does not run on; asked in every transaction."""
+    """Raise `SchemaTooNew` if this release cannot run on the file's schema; called in every transaction."""
     try:
         found = _one(db, _VERSION) or 0
     except apsw.SQLError:  # an empty file has no such table
@@ -77,7 +77,7 @@ def _one(db: apsw.Connection, words: str, *values: int) -> int | None:
 
 
 def table_ddl(table: Table) -> str:
-    """How the catalogue wants a table to be: what a migration has to arrive at."""
+    """Return the DDL of a table according to the catalog; migrations have to produce it."""
     columns = [
         f"    {column.name} {_type(column)}{'' if column.optional else ' NOT NULL'}," for column in table.columns
     ]

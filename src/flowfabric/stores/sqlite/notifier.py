@@ -1,7 +1,7 @@
-"""Hints between processes: a datagram to each of those that have the same file open.
+"""Notifications between processes: a datagram to each process that has the same file open.
 
-Each listener binds a socket in a folder beside the file; whoever has something to tell sends to all of them. Nobody
-waits for anybody: a hint that does not fit is lost, and a socket whose owner is gone is removed by the next sender.
+Each listener binds a socket in a folder beside the file; a notifier sends to all of them. Nothing blocks: a
+notification that does not fit into a buffer is lost, and the next sender removes the socket of a dead process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from secrets import token_hex
 from flowfabric.stores.sqlite.permissions import is_trusted, open_side_folder, side_file_mode
 
 _LONGEST = 100  # bytes of a socket's path; some systems end at 104
-_MOST = 60_000  # bytes of a hint; a longer one says only that something happened
+_MOST = 60_000  # bytes of a notification; a longer one is sent without topics
 _SEPARATOR = "\n"
 _TICK_NS = 2_000_000_000  # file systems are at least this exact about times
 
@@ -26,7 +26,7 @@ Callback = Callable[[frozenset[str]], None]
 
 
 class SQLiteNotifier:
-    """The bell of one store."""
+    """Sends and receives the notifications of one store."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -39,7 +39,7 @@ class SQLiteNotifier:
         self._read_at = 0  # the time of the folder's last change that `_known` knows of
 
     def listen(self, callback: Callback) -> bool:
-        """Call back for each hint of another process; False when no socket can be had here."""
+        """Call back for each notification of another process; return False if no socket can be bound here."""
         loop = asyncio.get_running_loop()
         if self._socket is None and not self._bind(loop):
             return False
@@ -47,7 +47,7 @@ class SQLiteNotifier:
         return True
 
     def notify(self, topics: frozenset[str]) -> None:
-        """Tell the others."""
+        """Notify the other processes."""
         with contextlib.suppress(OSError):
             if others := self._others():
                 hint = _SEPARATOR.join(topics).encode()
@@ -64,13 +64,13 @@ class SQLiteNotifier:
             (self._folder / self._name).unlink(missing_ok=True)
 
     def _others(self) -> list[str]:
-        """Who else listens; the folder is read again when it has changed, since that costs more than a hint."""
+        """Return the sockets of other listeners; the folder is read again only if it has changed."""
         changed = self._folder.stat().st_mtime_ns
         if changed != self._read_at:
-            trusted = is_trusted(self._database, self._folder)  # or anybody could listen
+            trusted = is_trusted(self._database, self._folder)  # otherwise any user could listen
             with os.scandir(self._folder) as entries:
                 self._known = [entry.name for entry in entries if trusted and entry.name != self._name]
-            # Another change within the same tick of the file system's clock would show no other time.
+            # A second change within the resolution of the file system's clock would not change the time.
             self._read_at = changed if time.time_ns() - changed > _TICK_NS else 0
         return self._known
 
@@ -113,13 +113,13 @@ class SQLiteNotifier:
                     sender.sendto(hint, f"{folder}/{name}")
                 except ConnectionRefusedError:
                     (self._folder / name).unlink(missing_ok=True)
-                except OSError:  # its queue is full, or it has just gone
+                except OSError:  # its buffer is full, or it has just ended
                     continue
 
 
 @contextlib.contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """A name of the folder that leaves room for a socket's: the kernel takes only short ones."""
+    """Yield a short path of the folder: the kernel limits the length of socket paths."""
     if len(os.fsencode(folder)) <= _LONGEST - 32:
         yield str(folder)
         return

@@ -1,4 +1,4 @@
-"""Who may touch the file and what lies beside it.
+"""Permissions of the database file and its side files.
 
 A new file belongs to its user alone (0600), whatever the umask. An operator may share it by changing its mode; the
 files and the folder beside it (lock, wake-up sockets) then follow: they are open to those who may write the database,
@@ -26,9 +26,7 @@ def create_database(path: Path) -> None:
     target = os.path.realpath(path)  # a link may lead to a file that is still to be created
     with contextlib.suppress(FileExistsError, FileNotFoundError):  # the driver reports a missing folder
         try:
-            os.mknod(
-                target, _OWNER | stat.S_IFREG
-            )  # opens nothing: to close a file drops all locks that SQLite has on it
+            os.mknod(target, _OWNER | stat.S_IFREG)  # opens no file: closing one drops all locks that SQLite has on it
         except (NotImplementedError, PermissionError, AttributeError):  # macOS leaves this call to root
             os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER))
 
@@ -66,7 +64,7 @@ def open_side_folder(database: Path, path: Path) -> bool:
 
 
 def _share(database: Path, file: int | Path, found: os.stat_result, mode: int) -> bool:
-    """Give a side file of ours this mode and, as root, the owner of the database; False when it is a stranger's."""
+    """Give a side file this mode and, as root, the owner of the database; False if its owner is not trusted."""
     root = database.stat()
     if not _is_trusted(found, root):
         return False
@@ -81,7 +79,7 @@ def _share(database: Path, file: int | Path, found: os.stat_result, mode: int) -
 
 
 def is_trusted(database: Path, path: Path) -> bool:
-    """Whether a side file belongs to a user who may write the database."""
+    """True if a side file belongs to a user who may write the database."""
     return _is_trusted(path.lstat(), database.stat())
 
 
@@ -93,6 +91,6 @@ def _is_trusted(found: os.stat_result, database: os.stat_result) -> bool:
 
 
 def side_file_mode(database: Path) -> int:
-    """The mode of a file beside the database: for those who may read and write that."""
+    """Return the mode of a side file: accessible to those who may read and write the database."""
     mode = database.stat().st_mode
     return _OWNER | sum(bits for bits in (_GROUP, _OTHERS) if mode & bits == bits)

@@ -1,4 +1,4 @@
-"""Lines and the small numbers that stand for them."""
+"""Ready queues and their ids in the file's queue table."""
 
 from __future__ import annotations
 
@@ -9,76 +9,76 @@ from flowfabric.model.execution import MISSING_QUEUE, QueueKey
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.sqlite import statements
 
-UNKNOWN_ID = 0  # stands for no line
+UNKNOWN_ID = 0  # the id of no queue
 
 
 class SQLiteQueueIds:
-    """What this process knows of the line table: it only ever grows, so what was read stays true."""
+    """A cache of the queue table. Rows are only ever added to the table, so cached entries stay valid."""
 
     def __init__(self) -> None:
-        self._numbers: dict[QueueKey, int] = {}
-        self._lines: dict[int, QueueKey] = {}
+        self._ids: dict[QueueKey, int] = {}
+        self._keys: dict[int, QueueKey] = {}
 
-    def id_of(self, db: apsw.Connection, line: QueueKey) -> int:
-        """The number of a line; unknown when nothing was ever written to it."""
-        number = self._numbers.get(line)
-        if number is None:
-            number = next(
-                (found for (found,) in db.execute(statements.statement("find_line"), astuple(line))), UNKNOWN_ID
+    def id_of(self, db: apsw.Connection, queue: QueueKey) -> int:
+        """Return the id of a queue; `UNKNOWN_ID` if nothing was ever written to it."""
+        id_ = self._ids.get(queue)
+        if id_ is None:
+            id_ = next(
+                (found for (found,) in db.execute(statements.statement("find_queue_id"), astuple(queue))), UNKNOWN_ID
             )
-            if number != UNKNOWN_ID:
-                self.remember(line, number)
-        return number
+            if id_ != UNKNOWN_ID:
+                self.remember(queue, id_)
+        return id_
 
-    def key_of(self, db: apsw.Connection, number: int) -> QueueKey:
-        """The line with this number; `MISSING_QUEUE` if the file has lost its row."""
-        line = self._lines.get(number)
-        if line is None:
-            found = next(iter(db.execute(statements.statement("line_at"), (number,))), None)
+    def key_of(self, db: apsw.Connection, id_: int) -> QueueKey:
+        """Return the queue with this id; `MISSING_QUEUE` if the table has no such row."""
+        queue = self._keys.get(id_)
+        if queue is None:
+            found = next(iter(db.execute(statements.statement("queue_by_id"), (id_,))), None)
             if found is None:
                 return MISSING_QUEUE
-            lane_id, required, key, weight, decided = found
-            line = QueueKey(lane_id, required, key, weight, bool(decided))
-            self.remember(line, number)
-        return line
+            lane_id, required, key, weight, guarded = found
+            queue = QueueKey(lane_id, required, key, weight, bool(guarded))
+            self.remember(queue, id_)
+        return queue
 
-    def remember(self, line: QueueKey, number: int) -> None:
-        """Remember."""
-        self._lines[number] = line
-        self._numbers[line] = number
+    def remember(self, queue: QueueKey, id_: int) -> None:
+        """Cache the id of a queue."""
+        self._keys[id_] = queue
+        self._ids[queue] = id_
 
 
 class WriterQueueIds(SQLiteQueueIds):
-    """The same as the writer's transaction sees it; what it learns is common knowledge once that is committed."""
+    """The cache of the writer's transaction; its new entries are shared with readers after the commit."""
 
-    def __init__(self, common: SQLiteQueueIds) -> None:
+    def __init__(self, shared: SQLiteQueueIds) -> None:
         super().__init__()
-        self._common = common
-        self._fresh: list[tuple[QueueKey, int]] = []
+        self._shared = shared
+        self._new: list[tuple[QueueKey, int]] = []
 
-    def ensure_id(self, db: apsw.Connection, line: QueueKey) -> int:
-        """The number of a line, given to it now if it has none."""
-        if line == MISSING_QUEUE:
+    def ensure_id(self, db: apsw.Connection, queue: QueueKey) -> int:
+        """Return the id of a queue; insert its row if there is none."""
+        if queue == MISSING_QUEUE:
             raise Unstorable("an execution cannot be put into a missing ready queue")
-        number = self.id_of(db, line)
-        if number == UNKNOWN_ID:
-            db.execute(statements.statement("add_line"), astuple(line))
-            number = self.id_of(db, line)
-        return number
+        id_ = self.id_of(db, queue)
+        if id_ == UNKNOWN_ID:
+            db.execute(statements.statement("add_queue"), astuple(queue))
+            id_ = self.id_of(db, queue)
+        return id_
 
-    def remember(self, line: QueueKey, number: int) -> None:
-        super().remember(line, number)
-        self._fresh.append((line, number))
+    def remember(self, queue: QueueKey, id_: int) -> None:
+        super().remember(queue, id_)
+        self._new.append((queue, id_))
 
     def on_commit(self) -> None:
-        """The transaction was committed."""
-        for line, number in self._fresh:
-            self._common.remember(line, number)
-        self._fresh.clear()
+        """Share the new entries after the transaction was committed."""
+        for queue, id_ in self._new:
+            self._shared.remember(queue, id_)
+        self._new.clear()
 
     def on_rollback(self) -> None:
-        """Something of the transaction was taken back: what was learnt in it may be untrue."""
-        for line, number in self._fresh:
-            self._numbers.pop(line, None)
-            self._lines.pop(number, None)
-        self._fresh.clear()
+        """Discard the new entries, because a part of the transaction was rolled back."""
+        for queue, id_ in self._new:
+            self._ids.pop(queue, None)
+            self._keys.pop(id_, None)
+        self._new.clear()

@@ -1,4 +1,4 @@
-"""The verbs that only read: each runs on a reader's thread, and no transaction outlives it."""
+"""Read operations: each runs on a reader's thread and ends its transaction."""
 
 from __future__ import annotations
 
@@ -21,72 +21,69 @@ from flowfabric.stores.sqlite import migrator, statements
 from flowfabric.stores.sqlite.queue_ids import SQLiteQueueIds
 from flowfabric.stores.sqlite.writes import execute_batched
 
-MAX_INLINE_READS = 12  # wants that are fetched in one step whatever their tables
-_RARE = (SigningKey,)  # rows of which there are never many
+MAX_INLINE_READS = 12  # reads that are fetched in one step, whatever their tables
+_SMALL_TABLES = (SigningKey,)
 
 
 def ping(db: apsw.Connection, now: int) -> int:
-    """The time, when the file can be read and has a schema that this release runs on."""
+    """Return the time; raise if the file cannot be read or has a schema that this release cannot run on."""
     db.execute("SELECT 1 FROM ff_schema_version")
     migrator.check_schema_version(db)
     return now
 
 
 def data_version(db: apsw.Connection) -> int:
-    """A number that changes when somebody else has written."""
+    """Return a number that changes when another connection has written."""
     return int(db.pragma("data_version"))
 
 
-def is_cheap(wants: Sequence[Read]) -> bool:
-    """Whether these are so few rows that fetching them takes less time than having it done."""
-    return len(wants) <= MAX_INLINE_READS and all(
-        len(want.key) == len(TABLE[want.row].key) or want.row in _RARE for want in wants
+def is_cheap(reads: Sequence[Read]) -> bool:
+    """True if fetching these rows takes less time than handing the work to another thread."""
+    return len(reads) <= MAX_INLINE_READS and all(
+        len(read.key) == len(TABLE[read.row].key) or read.row in _SMALL_TABLES for read in reads
     )
 
 
-def load(db: apsw.Connection, lines: SQLiteQueueIds, wants: Sequence[Read], now: int) -> Loaded:
-    """The rows asked for, as of one moment."""
-    if len(wants) < 2:
-        return Loaded(now, [_starting(db, lines, want) for want in wants])
-    if len(wants) <= MAX_INLINE_READS and all(want.row in _TOLD_BY_JSON for want in wants):
-        return Loaded(now, _several(db, lines, wants))
-    found: list[list[Any]] = [[] for _ in wants]
-    keyed: dict[type[msgspec.Struct], list[tuple[Any, ...]]] = {}
+def load(db: apsw.Connection, queue_ids: SQLiteQueueIds, reads: Sequence[Read], now: int) -> Loaded:
+    """Load the requested rows from one snapshot."""
+    if len(reads) < 2:
+        return Loaded(now, [_rows_by_prefix(db, queue_ids, read) for read in reads])
+    if len(reads) <= MAX_INLINE_READS and all(read.row in _FITS_JSON for read in reads):
+        return Loaded(now, _rows_of_tables(db, queue_ids, reads))
+    rows_by_read: list[list[Any]] = [[] for _ in reads]
+    by_table: dict[type[msgspec.Struct], list[tuple[Any, ...]]] = {}
     with db:
-        for number, want in enumerate(wants):
-            if want.row in _TOLD_BY_JSON and len(want.key) == len(TABLE[want.row].key):
-                keyed.setdefault(want.row, []).append((number, *want.key))
+        for number, read in enumerate(reads):
+            if read.row in _FITS_JSON and len(read.key) == len(TABLE[read.row].key):
+                by_table.setdefault(read.row, []).append((number, *read.key))
             else:
-                found[number] = _starting(db, lines, want)
-        for row, asked in keyed.items():
-            if len(asked) == 1:
-                ((number, *key),) = asked
-                found[number] = _starting(db, lines, Read(row, tuple(key)))
+                rows_by_read[number] = _rows_by_prefix(db, queue_ids, read)
+        for row, keys in by_table.items():
+            if len(keys) == 1:
+                ((number, *key),) = keys
+                rows_by_read[number] = _rows_by_prefix(db, queue_ids, Read(row, tuple(key)))
                 continue
             decode = CODEC[row].decode
-            for (told,) in execute_batched(db, statements.rows_by_key(row), asked):
-                for number, *values in msgspec.json.decode(told):
-                    found[number].append(decode(values, lambda number: lines.key_of(db, number)))
-    return Loaded(now, found)
+            for (text,) in execute_batched(db, statements.rows_by_key(row), keys):
+                for number, *values in msgspec.json.decode(text):
+                    rows_by_read[number].append(decode(values, lambda id_: queue_ids.key_of(db, id_)))
+    return Loaded(now, rows_by_read)
 
 
-def _several(db: apsw.Connection, lines: SQLiteQueueIds, wants: Sequence[Read]) -> list[list[Any]]:
-    """A few rows of whatever tables in one statement, which sees one moment by itself."""
-    shape = tuple((want.row, len(want.key)) for want in wants)
-    (told,) = db.execute(statements.rows_of_tables(shape), [part for want in wants for part in want.key])
+def _rows_of_tables(db: apsw.Connection, queue_ids: SQLiteQueueIds, reads: Sequence[Read]) -> list[list[Any]]:
+    """Load a few rows of any tables in one statement, which has a snapshot of its own."""
+    shape = tuple((read.row, len(read.key)) for read in reads)
+    (texts,) = db.execute(statements.rows_of_tables(shape), [part for read in reads for part in read.key])
     return [
-        [
-            CODEC[want.row].decode(values, lambda number: lines.key_of(db, number))
-            for values in msgspec.json.decode(rows)
-        ]
-        if rows
+        [CODEC[read.row].decode(values, lambda id_: queue_ids.key_of(db, id_)) for values in msgspec.json.decode(text)]
+        if text
         else []
-        for want, rows in zip(wants, told, strict=True)
+        for read, text in zip(reads, texts, strict=True)
     ]
 
 
-# Rows that can be fetched in one step, however many; each step of a statement hands the interpreter lock to and fro.
-_TOLD_BY_JSON = frozenset(
+# Tables whose rows fit into JSON, so that one step fetches many; each step releases and reacquires the GIL.
+_FITS_JSON = frozenset(
     table.row
     for table in TABLE.values()
     if all(column.kind in (int, str, bool, QueueKey) or column.is_enum for column in table.columns)
@@ -95,156 +92,158 @@ _TOLD_BY_JSON = frozenset(
 
 def due(
     db: apsw.Connection,
-    lines: SQLiteQueueIds,
+    queue_ids: SQLiteQueueIds,
     row: type[msgspec.Struct],
     column: str,
     limit: int,
     where: Sequence[Where],
     now: int,
 ) -> Due:
-    """Rows whose instant has come, and the next instant."""
-    _known(row, column)
-    text, values = _conditions(db, lines, row, where)
-    come = " AND ".join([f"{column} <= ?", *text])
+    """Return the rows whose instant has passed, and the next instant."""
+    _check_columns(row, column)
+    conditions, values = _conditions(db, queue_ids, row, where)
+    past = " AND ".join([f"{column} <= ?", *conditions])
     order = (column, *TABLE[row].key)
-    rows = _rows(db, lines, row, statements.select_rows(row, come, order, limit=True), (now, *values, limit))
-    to_come = " AND ".join([f"{column} > ?", *text])
-    ((next_at,),) = db.execute(statements.next_instant(row, column, to_come), (now, *values))
+    rows = _rows(db, queue_ids, row, statements.select_rows(row, past, order, limit=True), (now, *values, limit))
+    future = " AND ".join([f"{column} > ?", *conditions])
+    ((next_at,),) = db.execute(statements.next_instant(row, column, future), (now, *values))
     return Due(now, rows, next_at)
 
 
-def scan(db: apsw.Connection, lines: SQLiteQueueIds, scan: Scan) -> list[Any]:
-    """The rows of a list."""
+def scan(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan) -> list[Any]:
+    """Return the rows of a scan."""
     if scan.limit_by is None:
-        return _listed(db, lines, scan)
+        return _scan_rows(db, queue_ids, scan)
     if scan.max_values is not None:
         scan = scan.with_values(_values(db, scan))
-    found = [_listed(db, lines, one) for one in scan.split_by_value()]
-    return [*merge(*found, key=attrgetter(*scan.full_order))]
+    rows_by_value = [_scan_rows(db, queue_ids, part) for part in scan.split_by_value()]
+    return [*merge(*rows_by_value, key=attrgetter(*scan.full_order))]
 
 
 def _values(db: apsw.Connection, scan: Scan) -> list[str]:
-    """The values that begin with the prefix of a list, one index search each."""
-    _known(scan.row, scan.limit_by_condition.column)
+    """Return the values with the prefix of a scan; each costs one index search."""
+    _check_columns(scan.row, scan.limit_by_condition.column)
     prefix, after = scan.limit_by_condition.value, scan.values_after
     statement = statements.distinct_values(scan.row, scan.limit_by_condition.column, ">=" if after is None else ">")
     bounds = (prefix if after is None else max(prefix, after), prefix_upper_bound(prefix))
     return [value for (value,) in db.execute(statement, (*bounds, scan.max_values))]
 
 
-def _listed(db: apsw.Connection, lines: SQLiteQueueIds, scan: Scan) -> list[Any]:
-    _known(scan.row, *scan.order)
-    text, values = _conditions(db, lines, scan.row, scan.where)
+def _scan_rows(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan) -> list[Any]:
+    _check_columns(scan.row, *scan.order)
+    conditions, values = _conditions(db, queue_ids, scan.row, scan.where)
     order = scan.full_order
     if scan.after is not None:
-        places = order[: len(scan.after)]
-        text.append(f"({', '.join(places)}) > ({', '.join('?' * len(places))})")
-        values += [encode(value, lambda line: lines.id_of(db, line)) for value in scan.after]
-    statement = statements.select_rows(scan.row, " AND ".join(text), order, limit=True)
+        columns = order[: len(scan.after)]
+        conditions.append(f"({', '.join(columns)}) > ({', '.join('?' * len(columns))})")
+        values += [encode(value, lambda queue: queue_ids.id_of(db, queue)) for value in scan.after]
+    statement = statements.select_rows(scan.row, " AND ".join(conditions), order, limit=True)
     stored = db.execute(statement, (*values, scan.limit)).fetchall()
     codec = CODEC[scan.row]
-    return [codec.decode_scanned(scan, found, lambda number: lines.key_of(db, number)) for found in stored]
+    return [codec.decode_scanned(scan, row, lambda id_: queue_ids.key_of(db, id_)) for row in stored]
 
 
-def count_grouped(db: apsw.Connection, lines: SQLiteQueueIds, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
-    """Counts by columns of executions."""
-    _known(tally.row, tally.column, tally.execution_column)
-    _known(Execution, *tally.group_by)
+def count_grouped(db: apsw.Connection, queue_ids: SQLiteQueueIds, query: GroupedCount) -> dict[tuple[Any, ...], int]:
+    """Count rows by columns of their executions."""
+    _check_columns(query.row, query.column, query.execution_column)
+    _check_columns(Execution, *query.group_by)
     counts: Counter[tuple[Any, ...]] = Counter()
-    for value in (None,) if tally.values is None else dict.fromkeys(tally.values):
-        where = Where(tally.column, "set") if value is None else Where(tally.column, "=", value)
-        (condition,), values = _conditions(db, lines, tally.row, (where,))
-        statement = statements.count_grouped(tally.row, tally.column, tally.execution_column, tally.group_by, condition)
-        counts.update(decode_counts(tally.group_by, db.execute(statement, (*values, tally.limit)).fetchall()))
+    for value in (None,) if query.values is None else dict.fromkeys(query.values):
+        where = Where(query.column, "set") if value is None else Where(query.column, "=", value)
+        (condition,), values = _conditions(db, queue_ids, query.row, (where,))
+        statement = statements.count_grouped(query.row, query.column, query.execution_column, query.group_by, condition)
+        counts.update(decode_counts(query.group_by, db.execute(statement, (*values, query.limit)).fetchall()))
     return counts
 
 
 def queues(db: apsw.Connection, lane_id: str | None) -> list[QueueKey]:
-    """The lines of one lane or of all."""
-    return _lines(db.execute(statements.statement("lines"), (lane_id,)))
+    """List the queues of one lane or of all lanes."""
+    return _queue_keys(db.execute(statements.statement("queues"), (lane_id,)))
 
 
 def nonempty_queues(db: apsw.Connection, lane_id: str) -> list[QueueKey]:
-    """The lines of a lane in which something stands."""
-    return _lines(db.execute(statements.statement("standing"), (lane_id,)))
+    """List the nonempty queues of a lane."""
+    return _queue_keys(db.execute(statements.statement("nonempty_queues"), (lane_id,)))
 
 
 def executions_in_missing_queues(db: apsw.Connection, limit: int) -> list[str]:
-    """The executions in ready queues that have no row."""
-    return [name for (name,) in db.execute(statements.statement("unlisted"), (limit,))]
+    """List executions in queues that have no row."""
+    return [id_ for (id_,) in db.execute(statements.statement("executions_in_missing_queues"), (limit,))]
 
 
-def _lines(found: Iterable[Any]) -> list[QueueKey]:
-    return [QueueKey(lane, required, key, weight, bool(decided)) for lane, required, key, weight, decided in found]
+def _queue_keys(rows: Iterable[Any]) -> list[QueueKey]:
+    return [QueueKey(lane, required, key, weight, bool(guarded)) for lane, required, key, weight, guarded in rows]
 
 
 def lanes(db: apsw.Connection, after: str | None, limit: int) -> list[str]:
-    """The lanes, ascending."""
+    """List the lanes, ascending."""
     return [lane for (lane,) in db.execute(statements.statement("lanes"), (after, limit))]
 
 
 def feed_end(db: apsw.Connection) -> int:
-    """The last position that was given."""
+    """Return the last assigned position."""
     ((end,),) = db.execute(statements.statement("feed_end"))
     return int(end)
 
 
 def feed(db: apsw.Connection, topic: Topic, after: int, limit: int) -> FeedPage:
-    """Events of a topic after a position."""
-    end = feed_end(db)  # asked for first: what is committed meanwhile belongs to the next page
+    """Return the events of a topic after a position."""
+    end = feed_end(db)  # read first: events committed meanwhile belong to the next page
     events = _events(db.execute(statements.select_events("feed", TOPIC_FIELDS[topic]), (after, end, limit)))
-    ((lost_to,),) = db.execute(statements.select_events("lost", TOPIC_FIELDS[topic]))
-    lost = after < lost_to
+    ((trimmed_to,),) = db.execute(statements.select_events("last_trimmed_position", TOPIC_FIELDS[topic]))
+    has_gap = after < trimmed_to
     if after > end:
-        return FeedPage([], end, lost, diverged=True)
-    ((known,),) = db.execute(statements.statement("is_position"), (after,))
+        return FeedPage([], end, has_gap, diverged=True)
+    ((exists,),) = db.execute(statements.statement("position_exists"), (after,))
     if len(events) < limit:
-        return FeedPage(events, max(after, end), lost, not known)
-    return FeedPage(events, events[-1].position if events else after, lost, not known)
+        return FeedPage(events, max(after, end), has_gap, not exists)
+    return FeedPage(events, events[-1].position if events else after, has_gap, not exists)
 
 
 def history(db: apsw.Connection, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
-    """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""
+    """Return the newest events of an execution, oldest first, except those that the topic names `without`."""
     return _events(
         db.execute(statements.select_events("history", TOPIC_FIELDS[topic]), (execution_id, limit, without))
     )[::-1]
 
 
-def _starting(db: apsw.Connection, lines: SQLiteQueueIds, want: Read) -> list[Any]:
-    key = TABLE[want.row].key
-    condition = " AND ".join(f"{name} = ?" for name in key[: len(want.key)])
-    order = key if len(want.key) < len(key) else ()
-    return _rows(db, lines, want.row, statements.select_rows(want.row, condition, order), want.key)
+def _rows_by_prefix(db: apsw.Connection, queue_ids: SQLiteQueueIds, read: Read) -> list[Any]:
+    key = TABLE[read.row].key
+    condition = " AND ".join(f"{name} = ?" for name in key[: len(read.key)])
+    order = key if len(read.key) < len(key) else ()
+    return _rows(db, queue_ids, read.row, statements.select_rows(read.row, condition, order), read.key)
 
 
-def _known(row: type[msgspec.Struct], *columns: str) -> None:
-    """Names that become part of a statement come from the catalogue, whoever asks."""
+def _check_columns(row: type[msgspec.Struct], *columns: str) -> None:
+    """Refuse column names that are not in the catalog, because names become part of a statement."""
     for column in columns:
         if column not in CODEC[row].column:
             raise ValueError(f"{TABLE[row].name} has no column {column!r}")
 
 
 def _conditions(
-    db: apsw.Connection, lines: SQLiteQueueIds, row: type[msgspec.Struct], where: Sequence[Where]
+    db: apsw.Connection, queue_ids: SQLiteQueueIds, row: type[msgspec.Struct], where: Sequence[Where]
 ) -> tuple[list[str], list[Any]]:
-    text: list[str] = []
+    conditions: list[str] = []
     values: list[Any] = []
-    _known(row, *(one.column for one in where))
-    for one in where:
-        condition, fills = statements.condition(one, lambda value: encode(value, lambda line: lines.id_of(db, line)))
-        text.append(condition)
-        values += fills
-    return text, values
+    _check_columns(row, *(part.column for part in where))
+    for part in where:
+        sql, arguments = statements.condition(
+            part, lambda value: encode(value, lambda queue: queue_ids.id_of(db, queue))
+        )
+        conditions.append(sql)
+        values += arguments
+    return conditions, values
 
 
 def _rows(
-    db: apsw.Connection, lines: SQLiteQueueIds, row: type[msgspec.Struct], statement: str, values: tuple[Any, ...]
+    db: apsw.Connection, queue_ids: SQLiteQueueIds, row: type[msgspec.Struct], statement: str, values: tuple[Any, ...]
 ) -> list[Any]:
     codec = CODEC[row]
-    # Fetched whole before the first is decoded: a line may have to be looked up in between.
+    # Fetch all rows before decoding, because the decoder may have to read the queue table.
     stored = db.execute(statement, values).fetchall()
-    return [codec.decode(found, lambda number: lines.key_of(db, number)) for found in stored]
+    return [codec.decode(values, lambda id_: queue_ids.key_of(db, id_)) for values in stored]
 
 
-def _events(found: Iterable[tuple[Any, ...]]) -> list[FeedEvent]:
-    return [FeedEvent(position, at, Event(*values)) for position, at, *values in found]
+def _events(rows: Iterable[tuple[Any, ...]]) -> list[FeedEvent]:
+    return [FeedEvent(position, at, Event(*values)) for position, at, *values in rows]

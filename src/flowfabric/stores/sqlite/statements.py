@@ -1,4 +1,4 @@
-"""The statements as text: pieces of `statements.sql`, filled from the catalogue once per shape."""
+"""The SQL statements of this store: templates of `statements.sql`, filled from the catalog once per shape."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from flowfabric.stores.codec import EVENT_COLUMNS, encode, refuse_queue
 from flowfabric.stores.queries import Where, prefix_upper_bound
 from flowfabric.stores.sqlite.claim_result import INPUT_COLUMN
 
-StatementForRows = Callable[[int], str]  # the text of a statement that takes so many rows at once
+StatementForRows = Callable[[int], str]  # returns the statement for this number of rows
 
-_PIECES = re.split(r"^-- name: (\w+)\n", (files(__package__) / "statements.sql").read_text(), flags=re.MULTILINE)
+_PARTS = re.split(r"^-- name: (\w+)\n", (files(__package__) / "statements.sql").read_text(), flags=re.MULTILINE)
 _TEXT = {
     name: re.sub(r"^--.*\n", "", text, flags=re.MULTILINE).strip().removesuffix(";")
-    for name, text in zip(_PIECES[1::2], _PIECES[2::2], strict=True)
+    for name, text in zip(_PARTS[1::2], _PARTS[2::2], strict=True)
 }
 
 EVENT_COLUMN_LIST = ", ".join(EVENT_COLUMNS)
 
 
 def statement(name: str) -> str:
-    """A statement that needs no filling."""
+    """Return a statement that has no placeholders to fill."""
     return _TEXT[name]
 
 
-def _filled(name: str, width: int, **parts: str) -> StatementForRows:
+def _for_rows(name: str, width: int, **parts: str) -> StatementForRows:
     text = _TEXT[name].format(rows="{rows}", **parts)
     row = f"({','.join('?' * width)})"
 
@@ -47,48 +47,48 @@ def _filled(name: str, width: int, **parts: str) -> StatementForRows:
 
 
 def _same_key(table: Table, first: int) -> str:
-    return " AND ".join(f"r.{name} = g.column{place}" for place, name in enumerate(table.key, first))
+    return " AND ".join(f"r.{name} = g.column{ordinal}" for ordinal, name in enumerate(table.key, first))
 
 
 @cache
 def failed_guards(row: type[msgspec.Struct], *, with_leases: bool) -> StatementForRows:
-    """Which guards do not hold: rows of (number, key…, revision), with a lease (…, live, lease id, epoch), then now."""
+    """Select failed guards: rows of (number, key…, revision), with leases (…, live, lease id, epoch), then now."""
     table = TABLE[row]
     revision = len(table.key) + 2
     shared = {"table": table.name, "same_key": _same_key(table, 2), "revision": str(revision)}
     if not with_leases:
-        return _filled("refused_guards", revision, **shared, first_key=table.key[0])
-    places = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
-    return _filled("refused_leases", revision + 3, **shared, **places)
+        return _for_rows("failed_guards", revision, **shared, first_key=table.key[0])
+    ordinals = {"live": str(revision + 1), "lease_id": str(revision + 2), "lease_epoch": str(revision + 3)}
+    return _for_rows("failed_lease_guards", revision + 3, **shared, **ordinals)
 
 
 @lru_cache(64)
-def failed_expectations(row: type[msgspec.Struct], like: Expected) -> StatementForRows:
-    """Which roots do not look like this: rows of (number, key…, own columns…)."""
+def failed_expectations(row: type[msgspec.Struct], expected: Expected) -> StatementForRows:
+    """Select the roots that differ from their expected values: rows of (number, key…, per-row value…)."""
     table = TABLE[row]
     width = len(table.key) + 1
-    looks = [f"r.{name} IS {_formed(value)}" for name, value in like.fields.items()]
-    looks += [f"r.{name} IS g.column{place}" for place, name in enumerate(like.per_row, width + 1)]
+    equal = [f"r.{name} IS {_value_sql(value)}" for name, value in expected.fields.items()]
+    equal += [f"r.{name} IS g.column{ordinal}" for ordinal, name in enumerate(expected.per_row, width + 1)]
     shared = {"table": table.name, "same_key": _same_key(table, 2), "first_key": table.key[0]}
-    return _filled("refused_looks", width + len(like.per_row), **shared, looks=" AND ".join(looks))
+    return _for_rows("failed_expectations", width + len(expected.per_row), **shared, expectations=" AND ".join(equal))
 
 
 @cache
 def rows_by_key(row: type[msgspec.Struct]) -> StatementForRows:
-    """Whole rows by their keys: rows of (number, key…). Not for rows with bytes, which JSON cannot tell."""
+    """Select rows by key: rows of (number, key…). Not for tables with blobs, which JSON cannot represent."""
     table = TABLE[row]
     columns = ", ".join(f"r.{name}" for name in table.column_names)
-    return _filled("keyed", len(table.key) + 1, columns=columns, table=table.name, same_key=_same_key(table, 2))
+    return _for_rows("rows_by_key", len(table.key) + 1, columns=columns, table=table.name, same_key=_same_key(table, 2))
 
 
 @lru_cache(256)
 def rows_of_tables(shape: tuple[tuple[type[msgspec.Struct], int], ...]) -> str:
-    """Rows of several tables in one step, as JSON: for each a table and how much of its key is given."""
-    return f"SELECT {', '.join(_one_of_several(TABLE[row], length) for row, length in shape)}"
+    """Select rows of several tables in one step, as JSON; `shape` has the table and the key length of each read."""
+    return f"SELECT {', '.join(_rows_of_table(TABLE[row], length) for row, length in shape)}"
 
 
-def _one_of_several(table: Table, length: int) -> str:
-    name = "one_of_several" if length == len(table.key) else "some_of_several"
+def _rows_of_table(table: Table, length: int) -> str:
+    name = "one_row_of_table" if length == len(table.key) else "rows_of_table_by_prefix"
     return _TEXT[name].format(
         columns=", ".join(table.column_names),
         table=table.name,
@@ -99,47 +99,49 @@ def _one_of_several(table: Table, length: int) -> str:
 
 @cache
 def insert(row: type[msgspec.Struct], *, upsert: bool) -> StatementForRows:
-    """Write whole rows, columns in the order of the catalogue."""
+    """Insert or upsert rows, with the columns in the order of the catalog."""
     table = TABLE[row]
     names, parts = table.column_names, {"table": table.name, "columns": ", ".join(table.column_names)}
     if not upsert:
-        return _filled("insert", len(names), **parts)
+        return _for_rows("insert", len(names), **parts)
     others = [name for name in names if name not in table.key] or list(table.key)
     settings = ", ".join(f"{name} = excluded.{name}" for name in others)
-    return _filled("put", len(names), **parts, key=", ".join(table.key), settings=settings)
+    return _for_rows("upsert", len(names), **parts, key=", ".join(table.key), settings=settings)
 
 
 @cache
-def patch(row: type[msgspec.Struct], columns: tuple[str, ...], unless: str | None) -> StatementForRows:
+def update(row: type[msgspec.Struct], columns: tuple[str, ...], unless_set: str | None) -> StatementForRows:
     """Set some columns: rows of (value…, key…)."""
     table = TABLE[row]
-    settings = ", ".join(f"{name} = g.column{place}" for place, name in enumerate(columns, 1))
-    return _filled(
-        "patch",
+    settings = ", ".join(f"{name} = g.column{ordinal}" for ordinal, name in enumerate(columns, 1))
+    return _for_rows(
+        "update",
         len(columns) + len(table.key),
         table=table.name,
         settings=settings,
         same_key=_same_key(table, len(columns) + 1),
-        unless="" if unless is None else f" AND r.{unless} IS NULL",
+        unless_set="" if unless_set is None else f" AND r.{unless_set} IS NULL",
     )
 
 
 @lru_cache(512)
-def apply_template(form: RowTemplate) -> tuple[StatementForRows, ...]:
-    """Tell the events and set the columns of a form: rows of (change id, now, key…) of its roots."""
-    root = TABLE[form.row]
-    settings = [f"{name} = {_formed(value)}" for name, value in form.fields.items()]
+def apply_template(template: RowTemplate) -> tuple[StatementForRows, ...]:
+    """Insert the events and set the columns of a template: rows of (change id, now, key…) of its roots."""
+    root = TABLE[template.row]
+    settings = [f"{name} = {_value_sql(value)}" for name, value in template.fields.items()]
     width = len(root.key) + 2
     shared = {"root": root.name, "same_key": _same_key(root, 3)}
-    told = {name: _formed(value) for name, value in form.event.items() if value is not None}
+    event = {name: _value_sql(value) for name, value in template.event.items() if value is not None}
     return (
-        _filled("form_tells", width, columns=", ".join(told), values=", ".join(told.values()), **shared),
-        _filled("form_sets", width, settings=", ".join([*settings, "revision = g.column1"]), **shared),
+        _for_rows(
+            "insert_template_events", width, columns=", ".join(event), values=", ".join(event.values()), **shared
+        ),
+        _for_rows("update_by_template", width, settings=", ".join([*settings, "revision = g.column1"]), **shared),
     )
 
 
-def _formed(value: Any) -> str:
-    """A value of a form in the words of SQL that is still to be filled; it comes from a rule, never from a caller."""
+def _value_sql(value: Any) -> str:
+    """Return a template's value as SQL, with braces escaped. It comes from a rule, never from a caller."""
     if type(value) is ColumnRef:
         return f"r.{value.column}"
     if type(value) is FromNow:
@@ -151,58 +153,59 @@ def _formed(value: Any) -> str:
 
 @cache
 def delete(row: type[msgspec.Struct], length: int) -> StatementForRows:
-    """Drop all rows whose key begins like one of these."""
+    """Delete all rows with one of these key prefixes."""
     table = TABLE[row]
     if length == 0:
-        return lambda _: f"DELETE FROM {table.name} WHERE ? IS NOT NULL"  # there is always a row to fill in
-    return _filled("delete", length, table=table.name, key=", ".join(table.key[:length]))
+        return lambda _: f"DELETE FROM {table.name} WHERE ? IS NOT NULL"  # the caller always supplies one value
+    return _for_rows("delete", length, table=table.name, key=", ".join(table.key[:length]))
 
 
-INSERT_EVENTS = _filled("tell", len(EVENT_COLUMNS) + 1, events=EVENT_COLUMN_LIST)
-FAILED_RENEWALS = _filled("refused_renewals", 6)
-INSERT_RENEWAL_EVENTS = _filled("tell_renewals", 2)
-RENEW = _filled("renew", 3)
+INSERT_EVENTS = _for_rows("insert_events", len(EVENT_COLUMNS) + 1, events=EVENT_COLUMN_LIST)
+FAILED_RENEWALS = _for_rows("failed_renewals", 6)
+INSERT_RENEWAL_EVENTS = _for_rows("insert_renewal_events", 2)
+RENEW = _for_rows("renew_leases", 3)
 
 
 @cache
-def queue_heads(lines: int) -> str:
-    """The first rows of so many lines: (line, now) for each, then how many rows."""
-    # SQLite merges the branches of a compound by its order, row by row: each line is read only as far as needed.
-    return _TEXT["heads"].format(lines=" UNION ALL ".join([_TEXT["line_heads"]] * lines))
+def queue_heads(count: int) -> str:
+    """Select the first rows of `count` queues: (queue id, now) for each, then the limit."""
+    # SQLite merges the branches of an ordered compound row by row: each queue is read only as far as needed.
+    return _TEXT["queue_heads"].format(queues=" UNION ALL ".join([_TEXT["heads_of_one_queue"]] * count))
 
 
 @lru_cache(16)
-def claim_rows(becomes: tuple[tuple[str, Any], ...]) -> StatementForRows:
-    """Claim rows, all of which get these fields; values come from a rule, never from a caller."""
-    return _filled("take", 4, becomes="".join(f"{name} = {_formed(value)}, " for name, value in becomes))
+def claim_rows(shared_fields: tuple[tuple[str, Any], ...]) -> StatementForRows:
+    """Claim rows, all of which get these fields; the values come from a rule, never from a caller."""
+    assignments = "".join(f"{name} = {_value_sql(value)}, " for name, value in shared_fields)
+    return _for_rows("claim_rows", 4, shared_fields=assignments)
 
 
 @lru_cache(16)
-def claimed_rows(becomes: tuple[str, ...]) -> StatementForRows:
-    """What there is to hear of claimed rows."""
-    return _filled(
-        "taken",
+def claimed_rows(shared_fields: tuple[str, ...]) -> StatementForRows:
+    """Select claimed rows, without the columns that the claim itself has supplied."""
+    return _for_rows(
+        "claimed_rows",
         1,
-        columns=", ".join(f"r.{name}" for name in dense_columns(becomes)),
-        rare=", ".join(f"r.{name}" for name in sparse_columns(becomes)),
+        columns=", ".join(f"r.{name}" for name in dense_columns(shared_fields)),
+        sparse=", ".join(f"r.{name}" for name in sparse_columns(shared_fields)),
         payload_columns=", ".join(
             f"length(p.{name})" if name == INPUT_COLUMN else f"p.{name}" for name in PAYLOAD_COLUMNS
         ),
     )
 
 
-INSERT_CLAIM_EVENTS = _filled("tell_taken", 1)
+INSERT_CLAIM_EVENTS = _for_rows("insert_claim_events", 1)
 
 
 def select_rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:
-    """Rows of a table that meet a condition."""
+    """Select the rows of a table that meet a condition."""
     return _rows(row, where, tuple(order), limit)
 
 
 @lru_cache(512)
 def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: bool) -> str:
     table = TABLE[row]
-    return _TEXT["rows"].format(
+    return _TEXT["select_rows"].format(
         columns=", ".join(table.column_names),
         table=table.name,
         where=f" WHERE {where}" if where else "",
@@ -212,37 +215,39 @@ def _rows(row: type[msgspec.Struct], where: str, order: tuple[str, ...], limit: 
 
 
 @lru_cache(64)
-def distinct_values(row: type[msgspec.Struct], column: str, beyond: str) -> str:
-    """The values of an indexed column between two bounds; `beyond` compares them with the lower one."""
-    return _TEXT["values"].format(table=TABLE[row].name, column=column, beyond=beyond)
+def distinct_values(row: type[msgspec.Struct], column: str, lower_op: str) -> str:
+    """Select the values of an indexed column between two bounds; `lower_op` compares them with the lower one."""
+    return _TEXT["distinct_values"].format(table=TABLE[row].name, column=column, lower_op=lower_op)
 
 
 @lru_cache(512)
 def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
-    """The smallest value of a column among the rows that meet a condition."""
+    """Select the smallest value of a column among the rows that meet a condition."""
     return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
 
 
 @lru_cache(64)
-def count_grouped(row: type[msgspec.Struct], column: str, execution: str, by: tuple[str, ...], where: str) -> str:
-    """How many rows that meet a condition, by columns of their executions."""
-    return _TEXT["tally" if row is Execution else "tally_of"].format(
+def count_grouped(
+    row: type[msgspec.Struct], column: str, execution_column: str, group_by: tuple[str, ...], where: str
+) -> str:
+    """Count the rows that meet a condition, by columns of their executions."""
+    return _TEXT["count_executions" if row is Execution else "count_by_execution"].format(
         table=TABLE[row].name,
-        execution=execution,
+        execution_column=execution_column,
         where=where,
         order=", ".join(index_columns(row, column)),
-        by=", ".join(by),
+        group_by=", ".join(group_by),
     )
 
 
 @cache
 def select_events(name: str, topic: str) -> str:
-    """The feed or the history of one topic."""
+    """Return one of the event statements for a topic."""
     return _TEXT[name].format(events=EVENT_COLUMN_LIST, topic=topic)
 
 
 def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any]]:
-    """One condition as text and what fills it."""
+    """Return a condition as SQL, and its arguments."""
     column = where.column
     match where.op:
         case "set":
@@ -250,8 +255,8 @@ def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any
         case "unset":
             return f"{column} IS NULL", []
         case "in":
-            choices = [encode(choice) for choice in where.value]
-            return f"{column} IN ({','.join('?' * len(choices))})", choices
+            values = [encode(value) for value in where.value]
+            return f"{column} IN ({','.join('?' * len(values))})", values
         case "starts":
             end = prefix_upper_bound(where.value)
             if end is None:

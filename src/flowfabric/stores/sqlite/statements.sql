@@ -1,10 +1,10 @@
--- The statements of the SQLite store. {braces} are filled from the catalogue; {rows} stands for as many rows of
--- placeholders as are written at once, filled up with rows of NULLs, which every such statement passes over.
+-- The statements of the SQLite store. {braces} are filled from the catalog. {rows} stands for as many rows of
+-- placeholders as are written at once, padded with rows of NULLs, which every such statement skips.
 --
--- Statements over many rows are no matter of taste here: each step of a statement hands the interpreter lock to and
--- fro, which costs milliseconds when other threads compute.
+-- Statements process many rows because each step of a statement releases and reacquires the GIL, which costs
+-- milliseconds while other threads compute.
 
--- name: refused_guards
+-- name: failed_guards
 -- The number of each guard that does not hold, among rows of (number, key…, revision).
 SELECT g.column1
   FROM (VALUES {rows}) AS g
@@ -13,8 +13,8 @@ SELECT g.column1
    AND CASE WHEN g.column{revision} IS NULL THEN r.{first_key} IS NOT NULL
             ELSE r.revision IS NOT g.column{revision} END;
 
--- name: refused_leases
--- The same with a lease, among rows of (number, key…, revision, wanted live or lapsed, lease id, epoch); then the time.
+-- name: failed_lease_guards
+-- The same with a lease, among rows of (number, key…, revision, is live required, lease id, epoch); then the time.
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN {table} AS r ON {same_key}
@@ -24,55 +24,55 @@ SELECT g.column1
         OR r.lease_epoch IS NOT g.column{lease_epoch}
         OR (r.lease_expires_at > ?) IS NOT g.column{live});
 
--- name: refused_looks
--- The number of each row that does not look as it should, among rows of (number, key…, what each holds of its own…).
+-- name: failed_expectations
+-- The number of each row that differs from its expected values, among rows of (number, key…, expected per-row value…).
 SELECT g.column1
   FROM (VALUES {rows}) AS g
   LEFT JOIN {table} AS r ON {same_key}
  WHERE g.column1 IS NOT NULL
-   AND NOT (r.{first_key} IS NOT NULL AND {looks});
+   AND NOT (r.{first_key} IS NOT NULL AND {expectations});
 
 -- name: insert
 INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
--- name: put
--- Not OR REPLACE, which takes the row out of every index and puts it back elsewhere.
+-- name: upsert
+-- Not OR REPLACE, which deletes the row from every index and inserts it again.
 INSERT INTO {table} ({columns}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL
     ON CONFLICT ({key}) DO UPDATE SET {settings};
 
--- name: patch
+-- name: update
 -- Rows of (value…, key…).
 UPDATE {table} AS r
    SET {settings}
   FROM (VALUES {rows}) AS g
- WHERE {same_key}{unless};
+ WHERE {same_key}{unless_set};
 
--- name: form_tells
--- One event for each root, filled from it; rows of (change id, now, key…).
+-- name: insert_template_events
+-- One event per aggregate root, with values from its columns; rows of (change id, now, key…).
 INSERT INTO ff_event (at, {columns})
 SELECT g.column2, {values} FROM (VALUES {rows}) AS g CROSS JOIN {root} AS r ON {same_key};
 
--- name: form_sets
+-- name: update_by_template
 UPDATE {root} AS r SET {settings} FROM (VALUES {rows}) AS g WHERE {same_key};
 
 -- name: delete
 DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
 
--- name: tell
+-- name: insert_events
 INSERT INTO ff_event (at, {events}) SELECT * FROM (VALUES {rows}) WHERE column1 IS NOT NULL;
 
--- name: heads
--- The first rows of some lines that are under no grant, best rank first.
-SELECT json_group_array(row) FROM ({lines} ORDER BY rank, execution_id LIMIT ?);
+-- name: queue_heads
+-- The first rows of some queues without an unexpired grant, by position.
+SELECT json_group_array(row) FROM ({queues} ORDER BY rank, execution_id LIMIT ?);
 
--- name: line_heads
+-- name: heads_of_one_queue
 SELECT rowid AS row, rank, execution_id FROM ff_exec_core
  WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
 
--- name: take
+-- name: claim_rows
 -- Rows of (row, lease id, attempt id, revision), after the time, the worker, its instance and the ttl.
 UPDATE ff_exec_core AS r
-   SET {becomes}lease_id = g.column2,
+   SET {shared_fields}lease_id = g.column2,
        worker_id = ?2,
        worker_instance_id = ?3,
        lease_epoch = r.lease_epoch + 1,
@@ -94,8 +94,8 @@ UPDATE ff_exec_core AS r
   FROM (VALUES {rows}) AS g
  WHERE r.rowid = g.column1;
 
--- name: tell_taken
--- One event for each of these rows, in their order; after the time.
+-- name: insert_claim_events
+-- One event per row, in order; after the time.
 INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
                       attempt_index, worker_id, worker_instance_id, reason)
 SELECT ?1, r.execution_id, r.namespace, r.tags, r.flow_id, 'acquired', r.lease_id, r.lease_epoch, r.attempt_id,
@@ -103,17 +103,17 @@ SELECT ?1, r.execution_id, r.namespace, r.tags, r.flow_id, 'acquired', r.lease_i
   FROM (VALUES {rows}) AS g
  CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1;
 
--- name: taken
--- These rows as one JSON array, in their order, what is rarely set in a list of its own if it is; their payload bytes
--- follow end to end, with each length in its row.
-SELECT json_group_array(json_array(iif(coalesce({rare}) IS NULL, NULL, json_array({rare})), {columns},
+-- name: claimed_rows
+-- The rows as one JSON array, in order. Rarely set columns are one list in front, if any of them is set. The payloads
+-- follow as one concatenated blob; the length of each is in its row.
+SELECT json_group_array(json_array(iif(coalesce({sparse}) IS NULL, NULL, json_array({sparse})), {columns},
                                    {payload_columns})), CAST(group_concat(p.input_payload, '') AS BLOB)
   FROM (VALUES {rows}) AS g
  CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1
  CROSS JOIN ff_payload AS p ON p.execution_id = r.execution_id;
 
--- name: refused_renewals
--- The number of each lease that is not in force, among rows of (number, execution, attempt index and id, lease id and
+-- name: failed_renewals
+-- The number of each lease that has expired or differs, among rows of (number, execution, attempt index and id, lease id and
 -- epoch); then the time.
 SELECT g.column1
   FROM (VALUES {rows}) AS g
@@ -126,8 +126,8 @@ SELECT g.column1
         OR r.lease_expired_at IS NOT NULL
         OR (r.lease_expires_at > ?) IS NOT 1);
 
--- name: tell_renewals
--- One event for each of these rows of (now, execution), in their order.
+-- name: insert_renewal_events
+-- One event per row of (now, execution), in order.
 INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
                       attempt_index, worker_id, worker_instance_id)
 SELECT g.column1, r.execution_id, r.namespace, r.tags, r.flow_id, 'renewed', r.lease_id, r.lease_epoch, r.attempt_id,
@@ -135,79 +135,79 @@ SELECT g.column1, r.execution_id, r.namespace, r.tags, r.flow_id, 'renewed', r.l
   FROM (VALUES {rows}) AS g
  CROSS JOIN ff_exec_core AS r ON r.execution_id = g.column2;
 
--- name: renew
--- Rows of (now, new end, execution).
+-- name: renew_leases
+-- Rows of (now, new expiry, execution).
 UPDATE ff_exec_core AS r
    SET lease_renewed_at = g.column1, lease_expires_at = g.column2
   FROM (VALUES {rows}) AS g
  WHERE r.execution_id = g.column3;
 
--- name: add_line
+-- name: add_queue
 INSERT INTO ff_line (lane_id, required, fairness_key, fairness_weight, decided) VALUES (?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING;
 
--- name: find_line
+-- name: find_queue_id
 SELECT line_id FROM ff_line
  WHERE lane_id = ? AND required = ? AND fairness_key = ? AND fairness_weight = ? AND decided = ?;
 
--- name: line_at
+-- name: queue_by_id
 SELECT lane_id, required, fairness_key, fairness_weight, decided FROM ff_line WHERE line_id = ?;
 
--- name: lines
+-- name: queues
 SELECT lane_id, required, fairness_key, fairness_weight, decided FROM ff_line
  WHERE ?1 IS NULL OR lane_id = ?1
  ORDER BY lane_id, required, fairness_key, fairness_weight, decided;
 
--- name: standing
--- The lines of a lane in which something stands: from line to line, each found by one step through the index.
-WITH RECURSIVE taken (line) AS (
+-- name: nonempty_queues
+-- The nonempty queues of a lane. A loose index scan steps from queue to queue.
+WITH RECURSIVE occupied (line) AS (
     SELECT min(line) FROM ff_exec_core WHERE line > 0
     UNION ALL
-    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > taken.line) FROM taken WHERE taken.line IS NOT NULL
+    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > occupied.line) FROM occupied WHERE occupied.line IS NOT NULL
 )
 SELECT l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided
-  FROM taken
- CROSS JOIN ff_line AS l ON l.line_id = taken.line
+  FROM occupied
+ CROSS JOIN ff_line AS l ON l.line_id = occupied.line
  WHERE l.lane_id = ?
  ORDER BY l.lane_id, l.required, l.fairness_key, l.fairness_weight, l.decided;
 
--- name: unlisted
--- Executions in ready queues that have no row: from queue to queue, each found by one step through the index.
-WITH RECURSIVE taken (line) AS (
+-- name: executions_in_missing_queues
+-- Executions in queues that have no row. A loose index scan steps from queue to queue.
+WITH RECURSIVE occupied (line) AS (
     SELECT min(line) FROM ff_exec_core WHERE line IS NOT NULL
     UNION ALL
-    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > taken.line) FROM taken WHERE taken.line IS NOT NULL
+    SELECT (SELECT min(e.line) FROM ff_exec_core AS e WHERE e.line > occupied.line) FROM occupied WHERE occupied.line IS NOT NULL
 )
 SELECT e.execution_id
-  FROM taken
- CROSS JOIN ff_exec_core AS e ON e.line = taken.line
- WHERE NOT EXISTS (SELECT 1 FROM ff_line AS l WHERE l.line_id = taken.line)
+  FROM occupied
+ CROSS JOIN ff_exec_core AS e ON e.line = occupied.line
+ WHERE NOT EXISTS (SELECT 1 FROM ff_line AS l WHERE l.line_id = occupied.line)
  LIMIT ?;
 
 -- name: lanes
 SELECT DISTINCT lane_id FROM ff_line WHERE ?1 IS NULL OR lane_id > ?1 ORDER BY lane_id LIMIT ?2;
 
--- name: rows
+-- name: select_rows
 SELECT {columns} FROM {table}{where}{order}{limit};
 
--- name: keyed
--- The rows of some keys as one JSON array, each with its number in front, among rows of (number, key…).
+-- name: rows_by_key
+-- The rows with some keys as one JSON array, each preceded by its number, among rows of (number, key…).
 SELECT json_group_array(json_array(g.column1, {columns}))
   FROM (VALUES {rows}) AS g
  CROSS JOIN {table} AS r ON {same_key};
 
--- name: one_of_several
--- The row of a key, in a list.
+-- name: one_row_of_table
+-- The row with a key, as a list.
 (SELECT json_array(json_array({columns})) FROM {table} WHERE {same_key})
 
--- name: some_of_several
--- The rows whose keys begin like this, in key order.
+-- name: rows_of_table_by_prefix
+-- The rows with a key prefix, in key order.
 (SELECT json_group_array(json_array({columns})) FROM (SELECT * FROM {table} WHERE {same_key} ORDER BY {order}))
 
--- name: values
--- The distinct values of an indexed column in a range, in order: one search of the index each, however many rows share it.
+-- name: distinct_values
+-- The distinct values of an indexed column in a range, in order. Each costs one index search, however many rows share it.
 WITH RECURSIVE found(value) AS (
-  SELECT min({column}) FROM {table} WHERE {column} {beyond} ?1 AND {column} < ?2
+  SELECT min({column}) FROM {table} WHERE {column} {lower_op} ?1 AND {column} < ?2
   UNION ALL
   SELECT (SELECT min({column}) FROM {table} WHERE {column} > value AND {column} < ?2) FROM found WHERE value IS NOT NULL
 )
@@ -216,29 +216,29 @@ SELECT value FROM found WHERE value IS NOT NULL LIMIT ?3;
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 
--- name: tally
-SELECT {by}, count(*) FROM (SELECT {by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {by};
+-- name: count_executions
+SELECT {group_by}, count(*) FROM (SELECT {group_by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {group_by};
 
--- name: tally_of
--- The same for rows that only name their execution.
-SELECT {by}, count(*)
-  FROM (SELECT {execution} AS its FROM {table} WHERE {where} ORDER BY {order} LIMIT ?)
- CROSS JOIN ff_exec_core ON execution_id = its
- GROUP BY {by};
+-- name: count_by_execution
+-- The same for rows that refer to an execution.
+SELECT {group_by}, count(*)
+  FROM (SELECT {execution_column} AS owner_id FROM {table} WHERE {where} ORDER BY {order} LIMIT ?)
+ CROSS JOIN ff_exec_core ON execution_id = owner_id
+ GROUP BY {group_by};
 
 -- name: feed_end
 SELECT coalesce((SELECT max(position) FROM ff_event), (SELECT seq FROM sqlite_sequence WHERE name = 'ff_event'), 0);
 
--- name: raise_positions
--- Positions go on from here, if they have not come as far.
+-- name: advance_positions
+-- Raise the last position to at least this one.
 UPDATE sqlite_sequence SET seq = max(seq, ?1) WHERE name = 'ff_event';
 
--- name: begin_positions
+-- name: start_positions
 INSERT INTO sqlite_sequence (name, seq)
 SELECT 'ff_event', ?1 WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'ff_event');
 
--- name: is_position
--- Whether a position was given out: it has its event, unless that was trimmed.
+-- name: position_exists
+-- True if a position was assigned: its event exists, unless it was trimmed.
 SELECT EXISTS (SELECT 1 FROM ff_event WHERE position = ?1)
     OR ?1 < coalesce((SELECT min(position) FROM ff_event), 9223372036854775807);
 
@@ -252,27 +252,27 @@ SELECT position, at, {events} FROM ff_event
  WHERE substr(execution_id, -36) = substr(?1, -36) AND execution_id = ?1 AND {topic} <> ?3
  ORDER BY position DESC LIMIT ?2;
 
--- name: lost
--- The last position of a topic that is no longer kept.
+-- name: last_trimmed_position
+-- The last position of a topic that was trimmed.
 SELECT lost_{topic} FROM ff_feed_trim;
 
 -- name: last_to_trim
--- Among the oldest events, the last one before the first that was told too late to go.
+-- Among the oldest events, the last one before the first that is too recent to be trimmed.
 WITH oldest AS (SELECT position, at FROM ff_event ORDER BY position LIMIT ?1)
 SELECT max(position) FROM oldest
  WHERE position < coalesce((SELECT min(position) FROM oldest WHERE at >= ?2), 9223372036854775807);
 
--- name: note_trimmed
+-- name: record_trimmed
 UPDATE ff_feed_trim
-   SET lost_lease = max(lost_lease, coalesce(gone.lease, 0)),
-       lost_outcome = max(lost_outcome, coalesce(gone.outcome, 0)),
-       lost_operator = max(lost_operator, coalesce(gone.operator, 0)),
-       lost_signal = max(lost_signal, coalesce(gone.signal, 0))
+   SET lost_lease = max(lost_lease, coalesce(trimmed.lease, 0)),
+       lost_outcome = max(lost_outcome, coalesce(trimmed.outcome, 0)),
+       lost_operator = max(lost_operator, coalesce(trimmed.operator, 0)),
+       lost_signal = max(lost_signal, coalesce(trimmed.signal, 0))
   FROM (SELECT max(position) FILTER (WHERE lease IS NOT NULL) AS lease,
                max(position) FILTER (WHERE outcome IS NOT NULL) AS outcome,
                max(position) FILTER (WHERE operator IS NOT NULL) AS operator,
                max(position) FILTER (WHERE signal IS NOT NULL) AS signal
-          FROM ff_event WHERE position <= ?) AS gone;
+          FROM ff_event WHERE position <= ?) AS trimmed;
 
--- name: trim
+-- name: delete_events_up_to
 DELETE FROM ff_event WHERE position <= ?;

@@ -1,10 +1,13 @@
-"""Handing over: a commit that claims the rows which it would put into lines, in the same statement.
+"""Commit-and-claim: a commit that claims the rows it would enqueue, in the same statement.
 
-Who tells ends and wants work is spared a trip, and each of these rows its stand in line: one write instead of two. It
-is the take that would follow, done at once, and only where that is sure to be the same: when the rows that the take
-would find first are these. So nothing else may stand in its lines or be put there, there must be a stamp for each row,
-and of what a change would write to a row nothing may outlast its claim. An input that becomes another one is not told
-by the statement that writes it, so it is left to a take, too.
+A worker that reports completions and wants more work saves a round trip, and each of these rows is written once instead
+of twice. The result must equal a commit followed by a claim, so the commit claims only if that claim would return
+exactly these rows first:
+
+* The claim's queues are empty, and the batch enqueues nothing else.
+* There are lease ids for all of these rows.
+* The claim overwrites every column that the changes write to these rows.
+* No payload is replaced: a statement does not see the payload that it writes itself.
 """
 
 from __future__ import annotations
@@ -22,70 +25,67 @@ from flowfabric.stores.postgres.commit.fragments import UpdateFragment
 from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
 from flowfabric.stores.postgres.sql import ParameterNumbering
 
-UNLESS_CLAIMED = " and not (select so from lone)"  # added to the writes that would put the rows into their line
+UNLESS_CLAIMED = " and not (select holds from queues_empty)"  # added to the writes that would enqueue the rows
 
 
 class ClaimFragment(NamedTuple):
-    """The part of a statement that hands over."""
+    """The CTEs of a commit that claim rows."""
 
     shared_fields: tuple[str, ...]
-    replaced_write: int  # which of the writes would put the rows into their line
+    replaced_write: int  # the index of the write that would enqueue the rows
 
     def sql(self, parameters: ParameterNumbering) -> str:
-        """Table expressions; `handed` has the rows."""
-        words = fragment("hand").format(
+        """Return CTEs; `claimed` has the rows and `claim_events` their events."""
+        statement = fragment("claim_in_commit").format(
             execution_ids=array_from_text("text", ":execution_ids"),
-            numbers=array_from_text("int", ":numbers"),
-            acquired=fragment("acquired").format(rows="handed"),
+            change_numbers=array_from_text("int", ":change_numbers"),
+            claim_events=fragment("claim_events").format(rows="claimed"),
             **claim_fragments(self.shared_fields),
         )
-        names = [
-            "lines",
-            "execution_ids",
-            "numbers",
-            *CLAIM_PARAMETERS,
-            *(f"value_{name}" for name in self.shared_fields),
-        ]
-        return parameters.bind_names(words, names)
+        names = ["queue_ids", "execution_ids", "change_numbers", *CLAIM_PARAMETERS]
+        return parameters.bind_names(statement, [*names, *(f"value_{name}" for name in self.shared_fields)])
 
 
 def plan_claim(
     changes: Sequence[Change],
     writes: Sequence[tuple[Any, list[Any]]],
-    take: ClaimRequest,
-    lines: list[int],
-    line_of: QueueEncoder,
+    request: ClaimRequest,
+    queue_ids: list[int],
+    encode_queue: QueueEncoder,
 ) -> tuple[ClaimFragment, list[Any]] | None:
-    """How these changes hand over what they put into the lines of a take, if they can; `writes` are their pieces."""
-    becomes = tuple(take.shared_fields)
-    freed: list[tuple[int, str]] = []
+    """Plan the claim of the rows that these changes enqueue; None if it could differ from a claim after the commit.
+
+    `writes` are the fragments of the changes, with their arguments.
+    """
+    shared_fields = tuple(request.shared_fields)
+    enqueued: list[tuple[int, str]] = []
     shapes: set[tuple[str, ...]] = set()
-    for no, change in enumerate(changes, start=1):
+    for change_no, change in enumerate(changes, start=1):
         for write in change.writes:
             if type(write) is Patch:
                 if write.row is Execution and "line" in write.fields:
-                    if write.fields["line"] not in take.queues or write.unless_set is not None:
+                    if write.fields["line"] not in request.queues or write.unless_set is not None:
                         return None
-                    freed.append((no, write.key[0]))
+                    enqueued.append((change_no, write.key[0]))
                     shapes.add(tuple(write.fields))
             elif (isinstance(write, Insert | Upsert | BulkInsert) and getattr(write.row, "line", None) is not None) or (
                 type(write) is Upsert and type(write.row) is Payload
             ):
                 return None
-    if not freed or len(freed) > len(take.lease_ids) or len(shapes) > 1:
+    if not enqueued or len(enqueued) > len(request.lease_ids) or len(shapes) > 1:
         return None
     (names,) = shapes
-    if not overwritten_columns(becomes).issuperset(names):
+    if not overwritten_columns(shared_fields).issuperset(names):
         return None
-    pieces = [
-        place
-        for place, (piece, _) in enumerate(writes)
-        if type(piece) is UpdateFragment and piece.row is Execution and piece.columns == (*names, "revision")
+    updates = [
+        index
+        for index, (write, _) in enumerate(writes)
+        if type(write) is UpdateFragment and write.row is Execution and write.columns == (*names, "revision")
     ]
-    numbers, ids = zip(*freed, strict=True)
-    text = join_texts(ids)
-    if len(pieces) != 1 or text is None:
+    change_numbers, execution_ids = zip(*enqueued, strict=True)
+    id_text = join_texts(execution_ids)
+    if len(updates) != 1 or id_text is None:
         return None
-    stamps = take.lease_ids[: len(freed)]
-    values = [lines, text, " ".join(map(str, numbers)), *claim_arguments(take, stamps, line_of)]
-    return ClaimFragment(becomes, pieces[0]), values
+    lease_ids = request.lease_ids[: len(enqueued)]
+    claim = claim_arguments(request, lease_ids, encode_queue)
+    return ClaimFragment(shared_fields, updates[0]), [queue_ids, id_text, " ".join(map(str, change_numbers)), *claim]

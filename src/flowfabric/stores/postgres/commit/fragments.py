@@ -1,12 +1,12 @@
-"""The pieces that a commit statement is made of: each knows its shape, and the words for it.
+"""The fragments of a commit statement: each is a shape of guards or writes that renders its own SQL.
 
-A piece serves any number of rows. A column in which all of them agree comes as one value, the others as one list
-each; a column that is unset in all of them does not come at all. What comes how is the piece's `habit`, part of its
-shape: two batches with equal pieces share one prepared statement. `habits.py` hands the values over in the order in
-which the words ask for them: first the single ones, then the lists.
+A fragment serves any number of rows. A column in which all rows agree is sent as one value, other columns as one list
+each; a column that is null in all rows is not sent. The encodings of the columns are part of the fragment's shape: two
+batches with equal fragments share one prepared statement. `parameters.py` supplies the values in the order in which the
+SQL numbers its parameters: single values first, then lists.
 
-Each row belongs to a change, whose number picks its verdict. When every change of the batch has exactly one row, in
-order, the rows are `counted` and the numbers need not be sent.
+Each row belongs to a change, whose number selects its verdict. If every change of the batch has exactly one row, in
+order, the numbers are implicit (`implicit_numbers`) and are not sent.
 """
 
 from __future__ import annotations
@@ -41,148 +41,149 @@ KEY_TYPES: dict[RowType, tuple[str, ...]] = {
 EVENT_TYPES = {
     name: "bigint" if name in ("lease_epoch", "attempt_index") else "text" for name in Event.__struct_fields__
 }
-LEASE_TYPES = {"want": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
+LEASE_TYPES = {"requires": "smallint", "lease_id": "text", "lease_epoch": "bigint"}
 BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
 
 CLOCK_SQL = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 COMMIT_TIME_SQL = "(select now from verdict)"
-NEXT_BATCH_ID_SQL = (
-    "select nextval('ff_batch_batch_id_seq') as batch_id"  # of a batch: to be drawn when all locks are held
-)
+NEXT_BATCH_ID_SQL = "select nextval('ff_batch_batch_id_seq') as batch_id"  # to be drawn when all locks are held
 INSERT_POINTER_SQL = "insert into ff_told_in (execution_id, batch_id)"
-# The batches that tell of a row, with this one as the newest.
+# The ids of the last 1000 batches with an event of this row, the new batch included.
 APPEND_POINTER_SQL = (
-    "case when cardinality({row}.told) >= 1000 then {row}.told[2:] || (select batch_id from number)"
-    " else array_append({row}.told, (select batch_id from number)) end"
+    "case when cardinality({row}.told) >= 1000 then {row}.told[2:] || (select batch_id from new_batch)"
+    " else array_append({row}.told, (select batch_id from new_batch)) end"
 )
 
 
 class ParameterRows:
-    """Rows that come as parameters, under the name `x`; `x.place` counts them from 1."""
+    """Rows that are sent as parameters: the relation `x`, numbered from 1 in `x.ordinal`."""
 
-    def __init__(self, parameters: ParameterNumbering, counted: bool, columns: Sequence[tuple[str, str, int]]) -> None:
-        """`columns` has name, type and habit of each."""
+    def __init__(
+        self, parameters: ParameterNumbering, implicit_numbers: bool, columns: Sequence[tuple[str, str, int]]
+    ) -> None:
+        """`columns` has the name, type and encoding of each column."""
         self._parameters = parameters
-        self._lists: list[tuple[str, str, int]] = [] if counted else [("no", "int", CHANGE_NUMBERS)]
-        self._words = {name: self._column(name, kind, habit) for name, kind, habit in columns}
-        self.change_no = "x.place::int" if counted else "x.no"
-        self.accepted = f"(select yes from verdict)[{self.change_no}]"
+        self._lists: list[tuple[str, str, int]] = [] if implicit_numbers else [("change_no", "int", CHANGE_NUMBERS)]
+        self._columns = {name: self._column_sql(name, kind, encoding) for name, kind, encoding in columns}
+        self.change_no = "x.ordinal::int" if implicit_numbers else "x.change_no"
+        self.accepted = f"(select accepted from verdict)[{self.change_no}]"
 
     def __getitem__(self, name: str) -> str:
-        """The value of a column."""
-        return self._words[name]
+        """Return the expression for a column's value."""
+        return self._columns[name]
 
     def rows_sql(self) -> str:
-        """The table of rows; to be asked for once, after everything else."""
+        """Return the relation `x`. Call it once, after all single values are numbered."""
         if not self._lists:
-            return "(select 1::bigint as place) as x"
-        lists = ", ".join(list_parameter(self._parameters, kind, habit) for _, kind, habit in self._lists)
-        return f"unnest({lists}) with ordinality as x ({column_list(name for name, _, _ in self._lists)}, place)"
+            return "(select 1::bigint as ordinal) as x"
+        lists = ", ".join(list_parameter(self._parameters, kind, encoding) for _, kind, encoding in self._lists)
+        return f"unnest({lists}) with ordinality as x ({column_list(name for name, _, _ in self._lists)}, ordinal)"
 
-    def _column(self, name: str, kind: str, habit: int) -> str:
-        if not habit:
+    def _column_sql(self, name: str, kind: str, encoding: int) -> str:
+        if not encoding:
             return "null"
-        if habit & IS_LIST:
-            self._lists.append((name, kind, habit))
+        if encoding & IS_LIST:
+            self._lists.append((name, kind, encoding))
             value = f'x."{name}"'
         else:
             value = self._parameters.add(kind)
-        if not habit & HAS_OFFSETS:
+        if not encoding & HAS_OFFSETS:
             return value
-        if not habit & HAS_VALUES:
+        if not encoding & HAS_VALUES:
             return f"{COMMIT_TIME_SQL} + {value}"
         self._lists.append((f"{name} is an offset", "boolean", VALUE_LIST))
         return f'case when x."{name} is an offset" then {COMMIT_TIME_SQL} + {value} else {value} end'
 
 
 class GuardFragment(NamedTuple):
-    """Guards of one table: each row is found by its key, locked, and compared with what the change had seen."""
+    """Guards of one table: each row is found by its key, locked, and compared with what the change relies on."""
 
     row: RowType
-    lock: LockMode  # "none" is for rows that must be absent: one that is there refuses the change, locked or not
-    expected: Expected | None  # what they must look like, in place of a revision
+    lock: LockMode  # "none" is for rows that must be absent
+    expected: Expected | None  # the expected values, in place of a revision
     has_leases: bool
     implicit_numbers: bool
-    encodings: tuple[
-        int, ...
-    ]  # of the key, of the revision or the own columns, and if leased of what is asked of the lease
+    encodings: tuple[int, ...]  # of the key, the revision or the `per_row` columns, and the lease columns if any
 
-    def sql(self, name: str, before: str | None, parameters: ParameterNumbering) -> str:
-        """A table expression with `no` and `holds` a guard; of a lease's end only what the clock has still to judge."""
+    def sql(self, name: str, previous: str | None, parameters: ParameterNumbering) -> str:
+        """Return a CTE with `change_no` and `holds` per guard, and the lease expiry, which the clock decides later."""
         table = TABLE[self.row]
-        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
+        types = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
         if self.expected is not None:
-            kinds |= {f"own {column}": COLUMN_TYPES[self.row][column] for column in self.expected.per_row}
+            types |= {f"expected {column}": COLUMN_TYPES[self.row][column] for column in self.expected.per_row}
         elif self.lock != "none":
-            kinds["revision"] = "bigint"
+            types["revision"] = "bigint"
         if self.has_leases:
-            kinds |= LEASE_TYPES
-        given = ParameterRows(parameters, self.implicit_numbers, _columns(kinds, self.encodings))
-        found = f"from {table.name} r where " + " and ".join(f'r."{key}" = {given[f"key {key}"]}' for key in table.key)
-        if before:
-            found += f" and (select count(*) from {before}) >= 0"
+            types |= LEASE_TYPES
+        params = ParameterRows(parameters, self.implicit_numbers, _columns(types, self.encodings))
+        found = f"from {table.name} r where " + " and ".join(f'r."{key}" = {params[f"key {key}"]}' for key in table.key)
+        if previous:
+            # Lock the rows of the previous guard first.
+            found += f" and (select count(*) from {previous}) >= 0"
         if self.lock == "none":
             return (
-                f"{name} as materialized (select {given.change_no} as no, t.found is null as holds"
-                f" from {given.rows_sql()}"
+                f"{name} as materialized (select {params.change_no} as change_no, t.found is null as holds"
+                f" from {params.rows_sql()}"
                 f" left join lateral (select true as found {found} limit 1) t on true)"
             )
         if self.expected is None:
-            seen, holds, ends = ["revision"], f"{given['revision']} = t.revision", ""
+            columns, holds, lease = ["revision"], f"{params['revision']} = t.revision", ""
         else:
-            seen, ends = [table.key[0], *self.expected.fields, *self.expected.per_row], ""
-            looks = [f't."{table.key[0]}" is not null', *map(_looks, self.expected.fields.items())]
-            looks += [f't."{column}" is not distinct from {given[f"own {column}"]}' for column in self.expected.per_row]
-            holds = " and ".join(looks)
+            columns, lease = [table.key[0], *self.expected.fields, *self.expected.per_row], ""
+            equal = [f't."{table.key[0]}" is not null', *map(_equals, self.expected.fields.items())]
+            equal += [f't."{name}" is not distinct from {params[f"expected {name}"]}' for name in self.expected.per_row]
+            holds = " and ".join(equal)
         if self.has_leases:
-            seen += ["lease_id", "lease_epoch", "lease_expires_at"]
-            same = f"{given['lease_id']} = t.lease_id and {given['lease_epoch']} = t.lease_epoch"
-            holds += f" and ({given['want']} is null or ({same}))"
-            ends = f", {given['want']} as want, t.lease_expires_at as ends_at"
+            columns += ["lease_id", "lease_epoch", "lease_expires_at"]
+            same = f"{params['lease_id']} = t.lease_id and {params['lease_epoch']} = t.lease_epoch"
+            holds += f" and ({params['requires']} is null or ({same}))"
+            lease = f", {params['requires']} as requires, t.lease_expires_at as expires_at"
         return (
-            f"{name} as materialized (select {given.change_no} as no, coalesce({holds}, false) as holds{ends}"
-            f" from {given.rows_sql()}"
-            f" left join lateral (select {column_list(seen, 'r.')} {found} for {self.lock}) t on true)"
+            f"{name} as materialized (select {params.change_no} as change_no, coalesce({holds}, false) as holds{lease}"
+            f" from {params.rows_sql()}"
+            f" left join lateral (select {column_list(columns, 'r.')} {found} for {self.lock}) t on true)"
         )
 
     def verdict_sql(self, name: str) -> str:
-        """`no` and `ok` a guard, once the clock has been read."""
+        """Return a query with `change_no` and `ok` per guard; it reads the clock."""
         if not self.has_leases:
-            return f"select no, holds as ok from {name}"
-        live = f"g.want = {LeaseRequirement.LIVE.value}"
+            return f"select change_no, holds as ok from {name}"
+        live = f"g.requires = {LeaseRequirement.LIVE.value}"
         return (
-            f"select g.no, g.holds and (g.want is null or coalesce((g.ends_at > c.now) = ({live}), false)) as ok"
+            "select g.change_no,"
+            f" g.holds and (g.requires is null or coalesce((g.expires_at > c.now) = ({live}), false)) as ok"
             f" from {name} g, clock c"
         )
 
 
-def _looks(column: tuple[str, Any]) -> str:
+def _equals(column: tuple[str, Any]) -> str:
     name, value = column
-    return f't."{name}" is null' if value is None else f't."{name}" = {_formed(value)}'
+    return f't."{name}" is null' if value is None else f't."{name}" = {_value_sql(value)}'
 
 
 class TimeBoundsFragment(NamedTuple):
-    """Changes with a time before or after which they do not hold, and those without any guard."""
+    """Changes that are bounded in time, and changes without any guard."""
 
     implicit_numbers: bool
     encodings: tuple[int, ...]
 
-    def sql(self, name: str, before: str | None, parameters: ParameterNumbering) -> str:
-        """A table expression with the two bounds of each change."""
-        given = ParameterRows(parameters, self.implicit_numbers, _columns(BOUND_TYPES, self.encodings))
-        bounds = f"{given['not_before']}::bigint as not_before, {given['not_after']}::bigint as not_after"
-        return f"{name} as materialized (select {given.change_no} as no, {bounds} from {given.rows_sql()})"
+    def sql(self, name: str, previous: str | None, parameters: ParameterNumbering) -> str:
+        """Return a CTE with the two bounds of each change."""
+        params = ParameterRows(parameters, self.implicit_numbers, _columns(BOUND_TYPES, self.encodings))
+        bounds = f"{params['not_before']}::bigint as not_before, {params['not_after']}::bigint as not_after"
+        return f"{name} as materialized (select {params.change_no} as change_no, {bounds} from {params.rows_sql()})"
 
     def verdict_sql(self, name: str) -> str:
-        """`no` and `ok` a change."""
+        """Return a query with `change_no` and `ok` per change."""
         return (
-            f"select g.no, c.now >= coalesce(g.not_before, c.now) and c.now <= coalesce(g.not_after, c.now) as ok"
+            "select g.change_no,"
+            " c.now >= coalesce(g.not_before, c.now) and c.now <= coalesce(g.not_after, c.now) as ok"
             f" from {name} g, clock c"
         )
 
 
 class UpdateFragment(NamedTuple):
-    """Rows that get new values in the same columns."""
+    """Updates that set the same columns of one table."""
 
     row: RowType
     columns: tuple[str, ...]
@@ -192,18 +193,18 @@ class UpdateFragment(NamedTuple):
 
     def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
-        # The key has names of its own, since a patch may set one of its columns.
-        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
-        kinds |= {name: COLUMN_TYPES[self.row][name] for name in self.columns}
-        given = ParameterRows(parameters, self.implicit_numbers, _columns(kinds, self.encodings))
-        sets = ", ".join(f'"{name}" = {given[name]}' for name in self.columns)
-        keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
+        # The key columns are renamed, because a patch may set one of them.
+        types = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[self.row], strict=True)}
+        types |= {name: COLUMN_TYPES[self.row][name] for name in self.columns}
+        params = ParameterRows(parameters, self.implicit_numbers, _columns(types, self.encodings))
+        sets = ", ".join(f'"{name}" = {params[name]}' for name in self.columns)
+        keys = " and ".join(f't."{key}" = {params[f"key {key}"]}' for key in table.key)
         unless = f' and t."{self.unless_set}" is null' if self.unless_set else ""
-        return f"update {table.name} t set {sets} from {given.rows_sql()} where {keys}{unless} and {given.accepted}"
+        return f"update {table.name} t set {sets} from {params.rows_sql()} where {keys}{unless} and {params.accepted}"
 
 
 class InsertFragment(NamedTuple):
-    """New rows, or (`put`) rows that replace what is there."""
+    """Inserts, or upserts that replace existing rows."""
 
     row: RowType
     is_upsert: bool
@@ -213,36 +214,36 @@ class InsertFragment(NamedTuple):
     def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
         columns = [column for column in _columns(COLUMN_TYPES[self.row], self.encodings) if column[2]]
-        given = ParameterRows(parameters, self.implicit_numbers, columns)
-        values = ", ".join(given[name] for name, _, _ in columns)
+        params = ParameterRows(parameters, self.implicit_numbers, columns)
+        values = ", ".join(params[name] for name, _, _ in columns)
         names = column_list(name for name, _, _ in columns)
-        into = f"insert into {table.name} ({names}) select {values} from {given.rows_sql()} where {given.accepted}"
+        into = f"insert into {table.name} ({names}) select {values} from {params.rows_sql()} where {params.accepted}"
         if not self.is_upsert:
             return into
         others = [name for name in table.column_names if name not in table.key]
         sets = ", ".join(f'"{name}" = excluded."{name}"' for name in others)
-        then = f"update set {sets}" if others else "nothing"
-        return f"{into} on conflict ({column_list(table.key)}) do {then}"
+        action = f"update set {sets}" if others else "nothing"
+        return f"{into} on conflict ({column_list(table.key)}) do {action}"
 
 
 class BulkInsertFragment(NamedTuple):
-    """New rows of one change that are alike but for a few columns."""
+    """Inserts of one change that differ in a few columns only."""
 
     row: RowType
     encodings: tuple[int, ...]  # of all columns
 
     def sql(self, parameters: ParameterNumbering) -> str:
-        number = parameters.add("int")
+        change_no = parameters.add("int")
         columns = [column for column in _columns(COLUMN_TYPES[self.row], self.encodings) if column[2]]
-        given = ParameterRows(parameters, True, columns)
-        values = ", ".join(given[name] for name, _, _ in columns)
+        params = ParameterRows(parameters, True, columns)
+        values = ", ".join(params[name] for name, _, _ in columns)
         names = column_list(name for name, _, _ in columns)
-        into = f"insert into {TABLE[self.row].name} ({names}) select {values} from {given.rows_sql()}"
-        return f"{into} where (select yes from verdict)[{number}]"
+        into = f"insert into {TABLE[self.row].name} ({names}) select {values} from {params.rows_sql()}"
+        return f"{into} where (select accepted from verdict)[{change_no}]"
 
 
 class DeleteFragment(NamedTuple):
-    """All rows whose keys begin like the given ones."""
+    """Deletes of all rows whose keys have the given prefixes."""
 
     row: RowType
     key_length: int
@@ -251,61 +252,61 @@ class DeleteFragment(NamedTuple):
 
     @property
     def deletes_roots_by_prefix(self) -> bool:
-        """Whether it may take any number of roots for one key."""
+        """True if one key prefix may match any number of aggregate roots."""
         table = TABLE[self.row]
         return table.is_aggregate_root and self.key_length < len(table.key)
 
     def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
-        start = dict(zip(table.key[: self.key_length], KEY_TYPES[self.row], strict=False))
-        given = ParameterRows(parameters, self.implicit_numbers, _columns(start, self.encodings))
-        keys = "".join(f't."{key}" = {given[key]} and ' for key in start)
-        left = " returning t.execution_id, t.told" if self.row is Execution else ""
-        return f"delete from {table.name} t using {given.rows_sql()} where {keys}{given.accepted}{left}"
+        prefix = dict(zip(table.key[: self.key_length], KEY_TYPES[self.row], strict=False))
+        params = ParameterRows(parameters, self.implicit_numbers, _columns(prefix, self.encodings))
+        keys = "".join(f't."{key}" = {params[key]} and ' for key in prefix)
+        returning = " returning t.execution_id, t.told" if self.row is Execution else ""
+        return f"delete from {table.name} t using {params.rows_sql()} where {keys}{params.accepted}{returning}"
 
     def keep_pointers_sql(self, name: str) -> list[str]:
-        """Table expressions that stand on it: what points to the batches that tell of a row outlives it, as they do."""
+        """Return CTEs that keep the deleted executions' pointers to batches of the event log, which outlives them."""
         if self.row is not Execution:
             return []
         kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id offset 0"
         pointers = f"select t.execution_id, b.batch_id from {name} t, unnest(t.told) p (batch_id), lateral ({kept}) b"
-        return [f"{name}_left as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)"]
+        return [f"{name}_pointers as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)"]
 
 
 class TemplateFragment(NamedTuple):
-    """Roots of which a form says what becomes of them."""
+    """Updates of aggregate roots by one row template."""
 
     template: RowTemplate
     implicit_numbers: bool
     encodings: tuple[int, ...]  # of the key and the revision
 
     def sql(self, parameters: ParameterNumbering) -> str:
-        """The update of the roots, which answers with everything that the form copies from them."""
+        """Return the update of the roots; it returns all columns that the template's event copies."""
         table = TABLE[self.template.row]
-        kinds = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[table.row], strict=True)}
-        given = ParameterRows(
-            parameters, self.implicit_numbers, _columns(kinds | {"revision": "bigint"}, self.encodings)
+        types = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[table.row], strict=True)}
+        params = ParameterRows(
+            parameters, self.implicit_numbers, _columns(types | {"revision": "bigint"}, self.encodings)
         )
-        sets = "".join(f'"{name}" = {_formed(value)}, ' for name, value in self.template.fields.items())
-        keys = " and ".join(f't."{key}" = {given[f"key {key}"]}' for key in table.key)
+        sets = "".join(f'"{name}" = {_value_sql(value)}, ' for name, value in self.template.fields.items())
+        keys = " and ".join(f't."{key}" = {params[f"key {key}"]}' for key in table.key)
         copied = column_list((value.column for value in self.template.event.values() if type(value) is ColumnRef), "t.")
         return (
-            f"update {table.name} t set {sets}revision = {given['revision']},"
+            f"update {table.name} t set {sets}revision = {params['revision']},"
             f" told = {APPEND_POINTER_SQL.format(row='t')}"
-            f" from {given.rows_sql()}"
-            f" where {keys} and {given.accepted} returning x.place, {copied}"
+            f" from {params.rows_sql()}"
+            f" where {keys} and {params.accepted} returning x.ordinal, {copied}"
         )
 
     def events_sql(self, name: str) -> str:
-        """The events of that update, in order, as an array."""
-        told = {column: _formed(value, "w") for column, value in self.template.event.items()}
-        return f"array(select {_event(told)} from {name} w order by w.place)"
+        """Return the array of the events of that update, in order."""
+        event = {column: _value_sql(value, "w") for column, value in self.template.event.items()}
+        return f"array(select {_event_sql(event)} from {name} w order by w.ordinal)"
 
 
-def _formed(value: Any, own: str = "t") -> str:
-    """A value of a form in the words of the server; it comes from a rule, never from a caller."""
+def _value_sql(value: Any, relation: str = "t") -> str:
+    """Return a template's value as an SQL expression. It comes from a rule, never from a caller."""
     if type(value) is ColumnRef:
-        return f'{own}."{value.column}"'
+        return f'{relation}."{value.column}"'
     if type(value) is FromNow:
         return f"{COMMIT_TIME_SQL} + {value.offset}"
     if isinstance(value, str) and not isinstance(value, Enum):
@@ -314,34 +315,35 @@ def _formed(value: Any, own: str = "t") -> str:
 
 
 class EventFragment(NamedTuple):
-    """Events."""
+    """Events that are inserted into the batch of the event log."""
 
     implicit_numbers: bool
     encodings: tuple[int, ...]
 
     def sql(self, parameters: ParameterNumbering) -> list[str]:
-        """Table expressions: the events, and what points from their executions to the batch."""
+        """Return CTEs with the events, and with the pointers from their executions to the batch."""
         columns = [column for column in _columns(EVENT_TYPES, self.encodings) if column[2]]
-        given = ParameterRows(parameters, self.implicit_numbers, columns)
-        event = _event({name: given[name] for name, _, _ in columns})
-        pointers = "select (e.told).execution_id, n.batch_id from events e, number n"
+        params = ParameterRows(parameters, self.implicit_numbers, columns)
+        event = _event_sql({name: params[name] for name, _, _ in columns})
+        pointers = "select (e.event).execution_id, n.batch_id from events e, new_batch n"
+        accepted = f"from {params.rows_sql()} where {params.accepted}"
         return [
-            f"events as materialized (select x.place, {event} as told from {given.rows_sql()} where {given.accepted})",
+            f"events as materialized (select x.ordinal, {event} as event {accepted})",
             f"pointers as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)",
         ]
 
     def events_sql(self) -> str:
-        """The events, in order, as an array."""
-        return "array(select told from events order by place)"
+        """Return the array of the events, in order."""
+        return "array(select event from events order by ordinal)"
 
 
-def _event(values: dict[str, str]) -> str:
-    """An event as a batch holds it."""
+def _event_sql(values: dict[str, str]) -> str:
+    """Return an event as a value of the type that batches hold."""
     return f"row({', '.join(values.get(name, 'null') for name in EVENT_TYPES)})::ff_told"
 
 
-def _columns(kinds: dict[str, str], habits: tuple[int, ...]) -> list[tuple[str, str, int]]:
-    return [(name, kind, habit) for (name, kind), habit in zip(kinds.items(), habits, strict=True)]
+def _columns(types: dict[str, str], encodings: tuple[int, ...]) -> list[tuple[str, str, int]]:
+    return [(name, kind, encoding) for (name, kind), encoding in zip(types.items(), encodings, strict=True)]
 
 
 ConditionFragment = GuardFragment | TimeBoundsFragment

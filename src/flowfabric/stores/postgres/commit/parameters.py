@@ -1,13 +1,13 @@
-"""How columns travel: one value for all rows where they agree, else a list; and what is remembered of that.
+"""Parameter encoding: a column is sent as one value if all rows agree, else as a list, and this choice is remembered.
 
-A column that once differed within a batch is a list from then on, and one that was once set is always sent. So the
+A column that once differed within a batch is a list from then on, and a column that was once set is always sent. So the
 shapes of statements only grow, soon stay the same, and each statement is prepared once.
 
-Lists of texts and of whole numbers travel as one text that the server splits. The driver needs 75 µs for an array of a
-hundred texts and 2 µs for one text as long as all of them; the server needs about the same for both. A list with a
-text that contains a separator travels as an array, and so does its column from then on.
+Lists of texts and of integers are sent as one text that the server splits. The driver needs 75 µs for an array of a
+hundred texts and 2 µs for one text of the same length; the server needs about the same for both. A list with a text
+that contains a separator is sent as an array, and so is its column from then on.
 
-A change that is written alone has habits of its own. Its rows are mostly one of a kind, so that nothing of them has to
+A change that is committed alone has shapes of its own. It has mostly one row per shape, so none of its columns has to
 be a list, however different the rows of larger batches are.
 """
 
@@ -24,59 +24,59 @@ from flowfabric.stores.codec import STORED_AS_IS, QueueEncoder, encode
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.sql import ParameterNumbering
 
-# The habit of a column is a sum of these; nothing at all when no row sets it.
-HAS_VALUES = 1  # some are values
-HAS_OFFSETS = 2  # some are offsets from the store's now
-IS_LIST = 4  # they are not all the same
-AS_ARRAY = 8  # they cannot travel as one text
+# The encoding of a column is a set of these flags; 0 if no row sets the column.
+HAS_VALUES = 1  # some rows hold values
+HAS_OFFSETS = 2  # some rows hold offsets from the store's time
+IS_LIST = 4  # the rows differ
+AS_ARRAY = 8  # the list cannot be sent as one text
 
 VALUE_LIST = HAS_VALUES | IS_LIST
 CHANGE_NUMBERS = VALUE_LIST
 
-_WHOLE = frozenset({"smallint", "int", "integer", "bigint"})
-_SEPARATOR, _UNSET = "\x1f", "\x1e"
+_INTEGER_TYPES = frozenset({"smallint", "int", "integer", "bigint"})
+_SEPARATOR, _NULL = "\x1f", "\x1e"
 _NO_VALUE = frozenset({FromNow, type(None)})
 
 
-def list_parameter(parameters: ParameterNumbering, kind: str, habit: int) -> str:
-    """The array that a list becomes, in the words of the server."""
-    if kind in _WHOLE or (kind == "text" and not habit & AS_ARRAY):
+def list_parameter(parameters: ParameterNumbering, kind: str, encoding: int) -> str:
+    """Return the SQL expression for the array of a list that is sent as the next parameter."""
+    if kind in _INTEGER_TYPES or (kind == "text" and not encoding & AS_ARRAY):
         return array_from_text(kind, parameters.add("text"))
     return parameters.add(f"{kind}[]")
 
 
 def array_from_text(kind: str, text: str) -> str:
-    """The array of texts or whole numbers that a text stands for."""
+    """Return the SQL expression that splits a text into an array of texts or integers."""
     if kind == "text":
         return f"string_to_array({text}, E'\\x1f', E'\\x1e')"
     return f"string_to_array({text}, ' ', '-')::{kind}[]"
 
 
 def encode_list(kind: str, values: Sequence[Any]) -> tuple[int, Any]:
-    """A list of values without gaps as it travels, and the habit that says so."""
-    if kind in _WHOLE:
+    """Encode a list without nulls; return its encoding and the parameter's value."""
+    if kind in _INTEGER_TYPES:
         return VALUE_LIST, " ".join(map(str, values))
     text = join_texts(values) if kind == "text" else None
     return (VALUE_LIST | AS_ARRAY, values) if text is None else (VALUE_LIST, text)
 
 
 class MixedTimeEncoding(Exception):
-    """A column of copies is an instant now and was an offset before, or the other way round."""
+    """A shared column of a bulk insert holds an instant now and held an offset before, or the other way round."""
 
 
 class ParameterShapes:
-    """What is known of the columns of each shape."""
+    """Remembers the encodings of the columns of each shape."""
 
-    def __init__(self, line_of: QueueEncoder, *, single: bool = False) -> None:
-        """`alone` are the habits of changes that are written alone."""
-        self._line_of = line_of
-        self._alone = single
-        self._known: dict[Any, list[int]] = {}
+    def __init__(self, encode_queue: QueueEncoder, *, single: bool = False) -> None:
+        """`single` shapes are for changes that are committed alone."""
+        self._encode_queue = encode_queue
+        self._is_single = single
+        self._encodings: dict[Any, list[int]] = {}
 
     @cached_property
     def single(self) -> ParameterShapes:
-        """The habits of changes that are written alone."""
-        return ParameterShapes(self._line_of, single=True)
+        """The shapes of changes that are committed alone."""
+        return ParameterShapes(self._encode_queue, single=True)
 
     def encode_columns(
         self,
@@ -87,121 +87,121 @@ class ParameterShapes:
         *,
         always_list: int | None = 0,
     ) -> tuple[bool, tuple[int, ...], list[Any]]:
-        """Whether rows are counted, the habits of the columns, and their values: the single ones, then the lists.
+        """Encode rows; return whether change numbers are implicit, the encodings, and the values (single, then lists).
 
-        `numbers` say to which change each row belongs. The column `listed` is a list even where its values agree, so
-        that there is one to count the rows by; None when the numbers are to be that list. The one row of a change that
-        is written alone needs no counting, and several have their numbers.
+        `numbers` are the change numbers of the rows. The column `always_list` is a list even if its values agree,
+        because one list has to determine the number of rows; None if the change numbers are that list. A change that is
+        committed alone does not need it: one row needs no list, and several rows send their change numbers.
         """
-        known = self._known.get(shape)
-        if known is None:
-            known = self._known[shape] = [0] * (1 + len(kinds))
-            if not self._alone:
-                known[0 if always_list is None else always_list + 1] = (
+        encodings = self._encodings.get(shape)
+        if encodings is None:
+            encodings = self._encodings[shape] = [0] * (1 + len(kinds))
+            if not self._is_single:
+                encodings[0 if always_list is None else always_list + 1] = (
                     CHANGE_NUMBERS if always_list is None else IS_LIST
                 )
         single: list[Any] = []
         lists: list[Any] = []
-        if known[0] or any(map(ne, numbers, count(1))):
-            known[0] = CHANGE_NUMBERS
+        if encodings[0] or any(map(ne, numbers, count(1))):
+            encodings[0] = CHANGE_NUMBERS
             lists.append(" ".join(map(str, numbers)))
-        alone = len(numbers) == 1
-        for place, values in enumerate(columns, start=1):
-            habit = known[place]
+        one_row = len(numbers) == 1
+        for index, values in enumerate(columns, start=1):
+            encoding = encodings[index]
             first = values[0]
-            if alone and habit < IS_LIST:  # most columns of most changes at low load, so without detours
+            if one_row and encoding < IS_LIST:  # a fast path: most columns of most changes at low load
                 if first is None:
-                    if habit:
+                    if encoding:
                         single.append(None)
                     continue
-                if habit == HAS_VALUES and type(first) in STORED_AS_IS:
+                if encoding == HAS_VALUES and type(first) in STORED_AS_IS:
                     single.append(first)
                     continue
-            if not habit & IS_LIST and values.count(first) == len(values):
+            if not encoding & IS_LIST and values.count(first) == len(values):
                 if first is None:
-                    if habit:
+                    if encoding:
                         single.append(None)
                     continue
-                habit |= HAS_OFFSETS if type(first) is FromNow else HAS_VALUES
-                if habit != HAS_OFFSETS | HAS_VALUES:
-                    known[place] = habit
-                    single.append(self._stored(first))
+                encoding |= HAS_OFFSETS if type(first) is FromNow else HAS_VALUES
+                if encoding != HAS_OFFSETS | HAS_VALUES:
+                    encodings[index] = encoding
+                    single.append(self._encode(first))
                     continue
-            # They differ, or are a value now and were an offset before.
-            known[place] = self._list(kinds[place - 1], habit | IS_LIST, values, lists)
-        return not known[0], tuple(known[1:]), single + lists
+            # The rows differ, or they hold a value now and held an offset before.
+            encodings[index] = self._append_list(kinds[index - 1], encoding | IS_LIST, values, lists)
+        return not encodings[0], tuple(encodings[1:]), single + lists
 
     def encode_bulk_insert(
-        self, shape: Any, kinds: Sequence[str], columns: Iterable[Sequence[Any]], own: frozenset[int]
+        self, shape: Any, kinds: Sequence[str], columns: Iterable[Sequence[Any]], listed: frozenset[int]
     ) -> tuple[tuple[int, ...], list[Any]]:
-        """The habits of the columns of copies, and their values: the single ones, then the lists.
+        """Encode a bulk insert; return the encodings of its columns and the values (single, then lists).
 
-        The columns at the places `own` are lists, the others hold one value each. A value that was an offset before,
-        or the other way round, cannot be told like that.
+        The columns at the indexes `listed` are lists, the others hold one value each. Raises `MixedTimeEncoding` if
+        such a value is an instant and was an offset before, or the other way round.
         """
-        known = self._known.setdefault(shape, [0] * len(kinds))
+        encodings = self._encodings.setdefault(shape, [0] * len(kinds))
         single: list[Any] = []
         lists: list[Any] = []
-        for place, values in enumerate(columns):
-            habit = known[place]
-            if place in own:
-                known[place] = self._list(kinds[place], habit | IS_LIST, values, lists)
+        for index, values in enumerate(columns):
+            encoding = encodings[index]
+            if index in listed:
+                encodings[index] = self._append_list(kinds[index], encoding | IS_LIST, values, lists)
             elif (value := values[0]) is not None:
-                habit |= HAS_OFFSETS if type(value) is FromNow else HAS_VALUES
-                if habit == HAS_OFFSETS | HAS_VALUES:
+                encoding |= HAS_OFFSETS if type(value) is FromNow else HAS_VALUES
+                if encoding == HAS_OFFSETS | HAS_VALUES:
                     raise MixedTimeEncoding
-                known[place] = habit
-                single.append(self._stored(value))
-            elif habit:
+                encodings[index] = encoding
+                single.append(self._encode(value))
+            elif encoding:
                 single.append(None)
-        return tuple(known), single + lists
+        return tuple(encodings), single + lists
 
-    def _list(self, kind: str, habit: int, values: Sequence[Any], lists: list[Any]) -> int:
-        """Add the values as they travel; the column's habit from now on."""
+    def _append_list(self, kind: str, encoding: int, values: Sequence[Any], lists: list[Any]) -> int:
+        """Append the encoded values to `lists`; return the column's new encoding."""
         if kind == "text":
-            habit |= HAS_VALUES
-            if not habit & AS_ARRAY:
+            encoding |= HAS_VALUES
+            if not encoding & AS_ARRAY:
                 text = join_texts(values)
                 if text is not None:
                     lists.append(text)
-                    return habit
-                habit |= AS_ARRAY
+                    return encoding
+                encoding |= AS_ARRAY
             lists.append(values)
-            return habit
-        if kind not in _WHOLE:
+            return encoding
+        if kind not in _INTEGER_TYPES:
             lists.append(values)
-            return habit | HAS_VALUES
+            return encoding | HAS_VALUES
         types = set(map(type, values))
         if FromNow in types:
-            habit |= HAS_OFFSETS
+            encoding |= HAS_OFFSETS
         if types - _NO_VALUE:
-            habit |= HAS_VALUES
-        if not types.isdisjoint(_NOT_WHOLE):
-            raise Unstorable("a column of whole numbers keeps nothing else")
-        if types <= _INTS:
+            encoding |= HAS_VALUES
+        if not types.isdisjoint(_NON_INTEGERS):
+            raise Unstorable("an integer column accepts integers only")
+        if types <= _INTEGERS:
             lists.append(" ".join(map(str, values)))
         else:
-            lists.append(" ".join(["-" if value is None else str(self._stored(value)) for value in values]))
-        if habit & HAS_OFFSETS and habit & HAS_VALUES:
+            lists.append(" ".join(["-" if value is None else str(self._encode(value)) for value in values]))
+        if encoding & HAS_OFFSETS and encoding & HAS_VALUES:
             lists.append([type(value) is FromNow for value in values])
-        return habit
+        return encoding
 
-    def _stored(self, value: Any) -> Any:
-        """One value as its column keeps it; an offset without the clock."""
-        return value.offset if type(value) is FromNow else encode(value, self._line_of)
+    def _encode(self, value: Any) -> Any:
+        """Encode one value; `FromNow` becomes its offset, to which the server adds its time."""
+        return value.offset if type(value) is FromNow else encode(value, self._encode_queue)
 
 
-_INTS = frozenset({int})
-_NOT_WHOLE = frozenset({str, bytes, float, bool})
+_INTEGERS = frozenset({int})
+_NON_INTEGERS = frozenset({str, bytes, float, bool})
 
 
 def join_texts(values: Sequence[Any]) -> str | None:
-    """The texts as one, or None when the server could not tell them apart again."""
-    unset = values.count(None)
+    """Join texts into one that the server can split; None if one of them contains a separator."""
+    nulls = values.count(None)
     try:
-        text = _SEPARATOR.join([_UNSET if value is None else value for value in values] if unset else values)
+        text = _SEPARATOR.join([_NULL if value is None else value for value in values] if nulls else values)
     except TypeError as error:
-        raise Unstorable("a column of texts keeps texts only") from error
-    if text.count(_SEPARATOR) != len(values) - 1 or text.count(_UNSET) != unset or not text:
+        raise Unstorable("a text column accepts texts only") from error
+    if text.count(_SEPARATOR) != len(values) - 1 or text.count(_NULL) != nulls or not text:
         return None
     return text

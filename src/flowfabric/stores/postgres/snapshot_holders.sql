@@ -1,6 +1,6 @@
--- name: holders
--- Who keeps dead rows of this database from being removed, the oldest first: transactions of this database, those of
--- others that have written, prepared ones, and replication slots of standbys that send feedback.
+-- name: snapshot_holders
+-- Sessions that keep dead rows of this database from being vacuumed, oldest first: transactions of this database, those
+-- of other databases that have written, prepared ones, and replication slots of standbys that send feedback.
 select * from (
     select 'transaction' as kind,
            'pid ' || a.pid as name,
