@@ -125,7 +125,9 @@ async def engine(store: Store) -> Engine:
 
 
 def test_every_verb_of_a_flow_is_tried() -> None:
-    homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.operations.{page}" for page in PAGES}]
+    homes = [
+        cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.operations.{page}" for page in PAGES}
+    ]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 
     assert found - WITHOUT_ARGUMENTS == set(VERBS) - ELSEWHERE

@@ -85,7 +85,9 @@ async def test_every_wrong_argument_is_refused_by_name_and_nothing_is_written(wo
 def test_every_verb_that_takes_something_is_tried() -> None:
     """A verb added to these pages has to be added to the table."""
     pages = ("executions", "leases", "grants", "reads", "subscriptions", "signing_keys")
-    homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.operations.{page}" for page in pages}]
+    homes = [
+        cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.operations.{page}" for page in pages}
+    ]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
     without_arguments = {"list_waitpoint_hmac_kids", "trim_feed"}
     without_arguments |= {"subscribe_completions", "subscribe_completions_filtered", "subscribe_instance_tags"}

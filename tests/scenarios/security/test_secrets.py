@@ -97,7 +97,9 @@ def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
         )
     }
 
-    assert {"SigningKey", "DeliverSignalRequest", "RotateWaitpointSecretRequest", "ApiTokenCreated"} <= {cls.__name__ for cls in carriers}
+    assert {"SigningKey", "DeliverSignalRequest", "RotateWaitpointSecretRequest", "ApiTokenCreated"} <= {
+        cls.__name__ for cls in carriers
+    }
     assert [cls for cls in carriers if cls.__repr__ is msgspec.Struct.__repr__] == []
 
 
