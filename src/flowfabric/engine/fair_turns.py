@@ -117,15 +117,20 @@ class FairTurns(Executions):
     def rivals(self, order: ClaimOrder, rows: Sequence[Execution]) -> dict[str, Rival]:
         """The blocked executions that take turns with these claimable ones, by id: the first of each key.
 
-        One that was unblocked meanwhile may be among them. It stands for the rows behind it, which are not known yet.
+        A key takes turns with other keys only, so blocked work of the one key that is claimable is left out. A row that
+        was unblocked meanwhile may be among them: it stands for the rows behind it, which are not known yet.
         """
         if not self._first_blocked:
             return {}
+        keys_by_limit: dict[tuple[BlockingReason, OwnedId], set[str]] = {}
+        for row in rows:
+            for limit in _limits_of([row]):
+                keys_by_limit.setdefault(limit, set()).add(fairness.key_of(row))
         return {
             row.execution_id: Rival(reason, limit, row)
-            for reason, limit in _limits_of(rows)
-            for (lane, _), row in self._first_blocked.get((reason, limit), {}).items()
-            if lane == order.lane_id and _may_claim(order, row)
+            for (reason, limit), keys in keys_by_limit.items()
+            for (lane, key), row in self._first_blocked.get((reason, limit), {}).items()
+            if lane == order.lane_id and keys != {key} and _may_claim(order, row)
         }
 
 

@@ -31,6 +31,7 @@ INTERNAL: Final = frozenset(
         # claims: what a checked order goes through
         *("pull", "claim_now", "look_around", "has_looked", "mark_lapsed_leases", "lines_of", "sees_whole", "covered"),
         *("heads", "forget_decided", "turns_of", "keep_turns", "next_turn", "admit", "give_back", "close_route"),
+        *("unblock_turns", "keep_unblock_turns", "note_blocked", "note_lists", "rivals"),
         *("look_after", "pass_over", "wish", "granted", "forgo", "portions", "windows", "contenders"),
         # signing keys
         *("signing_key", "signer", "recent_keys", "keys_in", "opened_keys", "handle_keys"),
