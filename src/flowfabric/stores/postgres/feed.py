@@ -35,12 +35,13 @@ from typing import Any
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.stores.base import FeedPage
 from flowfabric.stores.postgres.batch import MOST_EVENTS
-from flowfabric.stores.postgres.links import Links
+from flowfabric.stores.postgres.links import Links, in_transaction
 from flowfabric.stores.postgres.sql import numbered, pieces, quoted
 
 _STATEMENTS = pieces("feed.sql")
 _NAMES = quoted(Event.__struct_fields__)
 TRIM = numbered(_STATEMENTS["trim"].format(names=_NAMES), ("limit", "before", "most"))
+DROP_POINTERS = numbered(_STATEMENTS["drop_pointers"], ("executions", "batches"))
 _WINDOW = 1000  # batches that are looked through in one trip
 
 
@@ -83,8 +84,14 @@ class Feed:
     async def trim(self, before: int, limit: int) -> int:
         """Drop the oldest events that were told before an instant; how many went."""
         await self.end()  # whatever is committed has its position then, and only what has one can be told to be lost
-        values = (limit, before, MOST_EVENTS)
-        return int(await self._links.write(lambda connection: connection.fetchval(TRIM, *values)))
+
+        async def trim(connection: Any) -> int:
+            dropped = await connection.fetchrow(TRIM, limit, before, MOST_EVENTS)
+            if dropped["events"]:
+                await connection.execute(DROP_POINTERS, dropped["executions"], dropped["batches"])
+            return int(dropped["events"])
+
+        return await self._links.write(lambda connection: in_transaction(connection, trim), alone=True)
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
         """The newest events of one execution, oldest first; those that the topic calls `without` do not count."""

@@ -96,15 +96,6 @@ dead as materialized (
      cross join lateral unnest(g.events) with ordinality as e ({names}, place)
      where e.execution_id is not null
 ),
-pointers as (
-    delete from ff_told_in
-     where ctid = any (array(
-           select p.spot
-             from dead d
-            cross join lateral (
-                  select t.ctid as spot from ff_told_in t
-                   where t.execution_id = d.execution_id and t.batch_id = d.batch_id offset 0) p))
-),
 noted as (
     update ff_feed
        set trimmed = greatest(trimmed, (select max(position) from gone)),
@@ -114,4 +105,15 @@ noted as (
            lost_signal = greatest(lost_signal, (select max(place) from dead where signal is not null))
      where exists (select 1 from gone)
 )
-select count(*) from dead;
+select count(*) as events, array_agg(execution_id) as executions, array_agg(batch_id) as batches from dead;
+
+-- name: drop_pointers
+-- Remove the pointers to batches that were dropped. This is a statement of its own, so that it sees pointers of
+-- transactions that the drop had to wait for: whoever deletes an execution locks the batches that its pointers go to.
+delete from ff_told_in
+ where ctid = any (array(
+       select p.spot
+         from unnest(:executions::text[], :batches::bigint[]) as d (execution_id, batch_id)
+        cross join lateral (
+              select t.ctid as spot from ff_told_in t
+               where t.execution_id = d.execution_id and t.batch_id = d.batch_id offset 0) p));

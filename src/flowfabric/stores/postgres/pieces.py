@@ -257,7 +257,7 @@ class Deleted(NamedTuple):
         """Table expressions that stand on it: what points to the batches that tell of a row outlives it, as they do."""
         if self.row is not Execution:
             return []
-        kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id offset 0"
+        kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id for key share"  # no trim in between
         pointers = f"select t.execution_id, b.batch_id from {name} t, unnest(t.told) p (batch_id), lateral ({kept}) b"
         return [f"{name}_left as ({POINT} {pointers} on conflict do nothing)"]
 
