@@ -55,6 +55,7 @@ INTERNAL: Final = frozenset(
             "turns_of",
             "keep_turns",
             "unblock_turns",
+            "rivals",
             "keep_unblock_turns",
             "note_blocked",
             "note_lists",

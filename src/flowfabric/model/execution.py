@@ -1,8 +1,8 @@
 """Rows of an execution: the main row, and cold rows that a state change never rewrites.
 
 There are three kinds of columns (docs/decisions/0002-execution-row-layout.md). The main row is narrow, and its revision
-guards decisions. Two of its columns (`lease_expires_at`, `lease_renewed_at`) change with every renewal without changing the
-revision. Cold rows hold payload, result and policy text.
+guards decisions. Two of its columns (`lease_expires_at`, `lease_renewed_at`) change with every renewal without changing
+the revision. Cold rows hold payload, result and policy text.
 
 The running attempt is part of the main row (`attempt_*`, `lineage`) and becomes an attempt row when it ends, so that a
 claim inserts nothing. The lease columns keep the last lease after its release: `ownership_state` tells whether it is in

@@ -61,7 +61,7 @@ async def test_a_renewal_that_races_a_park_is_no_loss(
     async def waits(ctx: Context) -> str:
         return await ctx.receive("go", str)
 
-    async with working(app, lease_ttl="600ms"):
+    async with working(app, lease_ttl="2s"):
         run = await waits.submit()
         await asyncio.wait_for(slow.renewed.wait(), 20)
         await run.signal("go", "on")

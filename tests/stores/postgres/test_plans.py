@@ -319,6 +319,7 @@ async def test_a_history_goes_where_its_execution_points(planner: Planner) -> No
 
 async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) -> None:
     await planner.explain(event_log.TRIM, 3)
+    await planner.explain(event_log.DELETE_POINTERS, 2)
 
     assert ("Tid Scan", "ff_told_in", None) in planner.scans()
     assert {index for kind, _, index in planner.scans() if "Index" in kind} >= {"ff_told_in_pkey", "ff_batch_position"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +26,13 @@ from tests.servers import postgres
 from tests.stores.samples import a_take, change, event, execution, line_up, waiting, write
 
 MANY = 10_000
+
+# Whoever points to a batch waits for a lock first.
+PAUSE = """
+create function pause() returns trigger language plpgsql as
+    $$ begin perform pg_advisory_xact_lock_shared(1); return new; end $$;
+create trigger pause before insert on ff_told_in for each row execute function pause();
+"""
 
 
 def leases(events: list[FeedEvent]) -> list[str | None]:
@@ -113,6 +121,27 @@ async def test_nothing_points_to_what_was_trimmed(pg: PostgresStore, rival: Riva
     assert (before, await pointers(rival)) == (3 * 2 + 2 + 1, 1)
     assert leases(await pg.history("a", Topic.LEASE, MANY)) == ["kept"]
     assert await pg.history("purged before", Topic.LEASE, MANY) == []
+
+
+async def test_a_trim_waits_for_a_purge_and_removes_the_pointers_that_it_left(
+    pg: PostgresStore, rival: Rival, clock: ManualClock
+) -> None:
+    await lived(pg)
+    clock.pass_ms(1)
+    # A purge that has seen the batches stops at its first pointer until the rival lets it go on.
+    await rival.connection.execute(PAUSE)
+    await rival.begin("select pg_advisory_xact_lock(1)")
+    purging = asyncio.create_task(write(pg, Delete(Execution, ("a",))))
+    (purger,) = await rival.blocks()
+    trimming = asyncio.create_task(pg.trim_feed(clock.now, MANY))
+    waits = "select 1 from pg_stat_activity where $1 = any(pg_blocking_pids(pid))"
+    while not trimming.done() and not await rival.fetch(waits, purger):
+        await rival.fetch("select pg_sleep(0.005)")
+    await rival.end()
+
+    await purging
+    assert await trimming == len(LIFE)
+    assert await pointers(rival) == 0
 
 
 async def test_events_keep_the_order_of_their_changes_before_those_of_forms(pg: PostgresStore) -> None:

@@ -32,13 +32,14 @@ from typing import Any
 
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.stores.postgres.commit.plan import MAX_EVENTS_PER_BATCH
-from flowfabric.stores.postgres.pool import ConnectionPool
+from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
 from flowfabric.stores.postgres.sql import column_list, load_statements, number_parameters
 from flowfabric.stores.queries import FeedPage
 
 _STATEMENTS = load_statements("event_log.sql")
 _NAMES = column_list(Event.__struct_fields__)
 TRIM = number_parameters(_STATEMENTS["trim_batches"].format(names=_NAMES), ("limit", "before", "max_events"))
+DELETE_POINTERS = number_parameters(_STATEMENTS["delete_pointers"], ("executions", "batches"))
 _WINDOW = 1000  # batches that are read in one round trip
 
 
@@ -81,8 +82,14 @@ class EventLog:
     async def trim(self, before: int, limit: int) -> int:
         """Delete the oldest events emitted before an instant; return the number of deleted events."""
         await self.end()  # assigns all positions: a gap can only be reported for batches that have one
-        values = (limit, before, MAX_EVENTS_PER_BATCH)
-        return int(await self._pool.write(lambda connection: connection.fetchval(TRIM, *values)))
+
+        async def trim(connection: Any) -> int:
+            trimmed = await connection.fetchrow(TRIM, limit, before, MAX_EVENTS_PER_BATCH)
+            if trimmed["events"]:
+                await connection.execute(DELETE_POINTERS, trimmed["executions"], trimmed["batches"])
+            return int(trimmed["events"])
+
+        return await self._pool.write(lambda connection: in_transaction(connection, trim), own_transaction=True)
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
         """Return the newest events of an execution, oldest first, except those that the topic names `without`."""

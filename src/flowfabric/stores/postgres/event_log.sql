@@ -95,15 +95,6 @@ trimmed_events as materialized (
      cross join lateral unnest(g.events) with ordinality as e ({names}, ordinal)
      where e.execution_id is not null
 ),
-pointers as (
-    delete from ff_told_in
-     where ctid = any (array(
-           select p.row_tid
-             from trimmed_events d
-            cross join lateral (
-                  select t.ctid as row_tid from ff_told_in t
-                   where t.execution_id = d.execution_id and t.batch_id = d.batch_id offset 0) p))
-),
 recorded as (
     update ff_feed
        set trimmed = greatest(trimmed, (select max(position) from trimmed_batches)),
@@ -113,4 +104,15 @@ recorded as (
            lost_signal = greatest(lost_signal, (select max(position) from trimmed_events where signal is not null))
      where exists (select 1 from trimmed_batches)
 )
-select count(*) from trimmed_events;
+select count(*) as events, array_agg(execution_id) as executions, array_agg(batch_id) as batches from trimmed_events;
+
+-- name: delete_pointers
+-- Delete the pointers to batches that were trimmed. A statement of its own sees the pointers of transactions that the
+-- trim had to wait for: a transaction that deletes an execution locks the batches that its pointers lead to.
+delete from ff_told_in
+ where ctid = any (array(
+       select p.row_tid
+         from unnest(:executions::text[], :batches::bigint[]) as d (execution_id, batch_id)
+        cross join lateral (
+              select t.ctid as row_tid from ff_told_in t
+               where t.execution_id = d.execution_id and t.batch_id = d.batch_id offset 0) p));

@@ -268,7 +268,7 @@ class DeleteFragment(NamedTuple):
         """Return CTEs that keep the deleted executions' pointers to batches of the event log, which outlives them."""
         if self.row is not Execution:
             return []
-        kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id offset 0"
+        kept = "select b.batch_id from ff_batch b where b.batch_id = p.batch_id for key share"  # a trim has to wait
         pointers = f"select t.execution_id, b.batch_id from {name} t, unnest(t.told) p (batch_id), lateral ({kept}) b"
         return [f"{name}_pointers as ({INSERT_POINTER_SQL} {pointers} on conflict do nothing)"]
 
