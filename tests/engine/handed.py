@@ -26,9 +26,9 @@ async def work(url: str, lane: str, ttl_ms: int, *, heard: bool) -> None:
         hand_over: Any = engine.store.commit_and_claim
 
         async def hand_over_and_stop(
-            changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+            changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
         ) -> CommitAndClaimResult:
-            handed: CommitAndClaimResult = await hand_over(changes, hint, take)
+            handed: CommitAndClaimResult = await hand_over(changes, topics, request)
             await stop(*(row.execution_id for row, _ in handed.rows))
             return handed
 

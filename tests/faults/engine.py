@@ -36,8 +36,8 @@ ENGINE = (
     Fault(
         "renewals crowd the rest out of a history",
         "engine/operations/reads.py",
-        "self.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)",
-        "self.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS)",
+        "self.runtime.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)",
+        "self.runtime.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS)",
         "tests/scenarios/execution/test_leases.py",
     ),
     Fault(
@@ -64,8 +64,8 @@ ENGINE = (
     Fault(
         "a claim does not look for what lapsed",
         "engine/claiming/ready_queues.py",
-        "            await asyncio.gather(self.mark_expired_leases(lane_id), self.load_lane_queues(lane_id))\n",
-        "        await self.load_lane_queues(lane_id)\n",
+        "            await asyncio.gather(self.mark_expired_leases(lane_id), self.runtime.load_lane_queues(lane_id))\n",
+        "        await self.runtime.load_lane_queues(lane_id)\n",
         LIVES,
     ),
     Fault(
@@ -78,8 +78,8 @@ ENGINE = (
     Fault(
         "work of one lane is handed over though others have some, too",
         "engine/claiming/poller.py",
-        "if self._engine.store.executes_in_order or len(orders) > 1:",
-        "if self._engine.store.executes_in_order:",
+        "if self._engine.runtime.store.executes_in_order or len(orders) > 1:",
+        "if self._engine.runtime.store.executes_in_order:",
         "tests/engine/claiming/test_commit_and_claim.py",
     ),
     Fault(
@@ -120,7 +120,7 @@ ENGINE = (
     Fault(
         "a reconciler counts for a join that has flagged nobody",
         "engine/operations/flow_cancels.py",
-        "if (await self.load((Read(PendingSiblingCancel, child),))).rows[0]:",
+        "if (await self.runtime.load((Read(PendingSiblingCancel, child),))).rows[0]:",
         "if True:",
         "tests/engine/flows/test_unneeded_siblings.py",
     ),

@@ -38,14 +38,14 @@ RULES = (
     Fault(
         "of many that are created together each gets the first one's input",
         "rules/execution/create.py",
-        "kept = [one or None for one in inputs]",
-        "kept = [inputs[0] or None for _ in inputs]",
+        "payload_bytes = [data or None for data in inputs]",
+        "payload_bytes = [inputs[0] or None for _ in inputs]",
         "tests/engine/operations/test_bulk_create.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
     ),
     Fault(
         "an execution of another namespace is taken for a duplicate",
         "rules/execution/create.py",
-        "        if existing.namespace != ask.namespace:\n",
+        "        if existing.namespace != request.namespace:\n",
         "        if False:\n",
         "tests/scenarios/execution/test_owned_ids.py",
     ),
@@ -59,28 +59,28 @@ RULES = (
     Fault(
         "a sleeper waits for the budget of any namespace that its key names",
         "rules/limits/budget.py",
-        'whose = DEFAULT_NAMESPACE if f"{start}:" == SHARED_NEED_PREFIX else namespace',
-        "whose = DEFAULT_NAMESPACE",
+        'owner = DEFAULT_NAMESPACE if f"{prefix}:" == SHARED_NEED_PREFIX else namespace',
+        "owner = DEFAULT_NAMESPACE",
         "tests/scenarios/limits/test_owned_limits.py",
     ),
     Fault(
         "a worker that parks does not notice a signal that came in between",
         "rules/durable/park.py",
-        "guards = (seen(row, live(row)), wait_state.seen_suspension(root, row.execution_id))",
+        "guards = (seen(row, live(row)), wait_state.seen_suspension(suspension, row.execution_id))",
         "guards = (seen(row, live(row)),)",
         "tests/rules/suspension/test_guards.py",
     ),
     Fault(
         "an estimate of the time that runs ahead ends a wait too early",
         "rules/suspension/resume.py",
-        "msgspec.structs.replace(change, not_before=root.timeout_at)",
+        "msgspec.structs.replace(change, not_before=suspension.timeout_at)",
         "change",
         "tests/rules/suspension/test_guards.py",
     ),
     Fault(
         "two processes create with one key at the same time",
         "rules/execution/create.py",
-        "        guards += (Guard(IdempotencyKey, (ask.partition, ask.digest), revision),)\n",
+        "        guards += (Guard(IdempotencyKey, (request.partition, request.digest), revision),)\n",
         "",
         "tests/scenarios/execution/test_create.py::test_a_key_that_another_process_uses_meanwhile_is_used_once",
     ),
@@ -95,7 +95,7 @@ RULES = (
     Fault(
         "an estimate of the time that runs ahead times an attempt out too early",
         "rules/execution/expire.py",
-        "change.events, not_before=instant)",
+        "change.events, not_before=due_at)",
         "change.events)",
         STANDS,
     ),
@@ -117,36 +117,36 @@ RULES = (
     Fault(
         "a gate of this life opens the links of the life before",
         "rules/suspension/state.py",
-        "holds = gate is not None and own and not is_gate_expired(gate, now)",
-        "holds = gate is not None and not is_gate_expired(gate, now)",
+        "is_active = gate is not None and is_own and not is_gate_expired(gate, now)",
+        "is_active = gate is not None and not is_gate_expired(gate, now)",
         ANEW,
     ),
     Fault(
         "a waitpoint that begins anew remembers the signals of before",
         "rules/suspension/waitpoints.py",
-        "[Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(one)]",
-        "[Upsert(one)]",
+        "[Delete(Signal, key), Delete(IdempotencyRecord, key), Upsert(waitpoint)]",
+        "[Upsert(waitpoint)]",
         ANEW,
     ),
     Fault(
         "a vote is taken whatever it says",
         "rules/suspension/signals.py",
-        "    if wrong := vote_schema.check_vote(row, waitpoint, ask.payload):\n        return refuse(wrong)\n",
+        "    if invalid := vote_schema.check_vote(row, waitpoint, args.payload):\n        return refuse(invalid)\n",
         "",
         ANEW,
     ),
     Fault(
         "a suspend does not notice a signal that came meanwhile",
         "rules/suspension/suspend.py",
-        "wait_state.seen_suspension(scene.root, row.execution_id)),\n        writes=(\n            suspend_row",
+        "wait_state.seen_suspension(rows.root, row.execution_id)),\n        writes=(\n            suspend_row",
         "),\n        writes=(\n            suspend_row",
         WAITS,
     ),
     Fault(
         "a signal is recorded before its key is looked for",
         "rules/suspension/signals.py",
-        "if ask.is_deduplicated and kept is not None and kept.expires_at > now:",
-        "if False and kept is not None:",
+        "if args.is_deduplicated and record is not None and record.expires_at > now:",
+        "if False and record is not None:",
         SIGNALS,
     ),
     Fault(
@@ -257,7 +257,7 @@ RULES = (
     Fault(
         "a late word of room wakes from another wait",
         "rules/limits/budget_suspension.py",
-        "        or need not in suspend_rules.budget_needs(row, root)\n",
+        "        or need not in suspend_rules.budget_needs(row, suspension)\n",
         "",
         "tests/scenarios/limits/test_late_budget_suspension.py",
     ),
@@ -271,8 +271,8 @@ RULES = (
     Fault(
         "a window keeps a request for a millisecond too long",
         "rules/limits/quota.py",
-        "if key[0] == dimension and one.admitted_at > passed]",
-        "if key[0] == dimension and one.admitted_at >= passed]",
+        "if key[0] == dimension and entry.admitted_at > start]",
+        "if key[0] == dimension and entry.admitted_at >= start]",
         "tests/scenarios/limits/test_quotas.py",
     ),
     Fault(
@@ -306,8 +306,8 @@ RULES = (
     Fault(
         "an edge is applied though its upstream ends at that moment",
         "rules/flow/dependencies.py",
-        "guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child), seen(upstream))",
-        "guards = (seen_group(group, ask.flow_id, ask.downstream), seen(child))",
+        "guards = (seen_group(group, request.flow_id, request.downstream), seen(child), seen(upstream))",
+        "guards = (seen_group(group, request.flow_id, request.downstream), seen(child))",
         JOINS,
     ),
     Fault(
@@ -327,7 +327,7 @@ RULES = (
     Fault(
         "parking forgets the messages that nobody has read",
         "rules/durable/park.py",
-        "        mail=root.mail,\n",
+        "        mail=suspension.mail,\n",
         "",
         "tests/scenarios/durable/test_gates.py"
         "::test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_is_the_execution_s",
@@ -342,8 +342,8 @@ RULES = (
     Fault(
         "a purge takes a waitpoint of the same name elsewhere along",
         "rules/retention.py",
-        "(one, row.partition)",
-        "(one,)",
+        "(waitpoint_id, row.partition)",
+        "(waitpoint_id,)",
         "tests/scenarios/execution/test_purge.py::test_a_waitpoint_of_the_same_name_elsewhere_stays",
     ),
     Fault(
@@ -377,15 +377,15 @@ RULES = (
     Fault(
         "an end that is noted nowhere counts though the sibling lives again",
         "rules/flow/joins.py",
-        "*(one.dependency for one in counts.counted if not one.is_recorded)",
+        "*(outcome.dependency for outcome in counts.counted if not outcome.is_recorded)",
         "*()",
         UNNEEDED,
     ),
     Fault(
         "a join cancels upstreams of another one that fires with it",
         "rules/flow/joins.py",
-        "return sorted(going & {one.upstream_execution_id for one in inbound})",
-        "return sorted(going)",
+        "return sorted(running & {edge.upstream_execution_id for edge in inbound})",
+        "return sorted(running)",
         "tests/scenarios/flow/test_siblings.py::test_joins_that_fire_together_have_each_their_own_siblings",
     ),
     Fault(
@@ -407,7 +407,7 @@ RULES = (
     Fault(
         "a child is skipped though the cancel of its flow came first",
         "rules/flow/joins.py",
-        "            guards.append(seen_flow(around.flow))\n",
+        "            guards.append(seen_flow(context.flow))\n",
         "            pass\n",
         JOINS,
     ),

@@ -50,8 +50,8 @@ STORES = (
     Fault(
         "memory: the feed leaves an entry out between two pages",
         "stores/memory/store.py",
-        "return FeedPage(events, events[-1].position if events else after, lost)",
-        "return FeedPage(events, events[-1].position + 1 if events else after, lost)",
+        "return FeedPage(events, events[-1].position if events else after, has_gap)",
+        "return FeedPage(events, events[-1].position + 1 if events else after, has_gap)",
         AGREEMENT,
     ),
     Fault(
@@ -78,22 +78,22 @@ STORES = (
     Fault(
         "what each root is supposed to hold of its own is not compared",
         "stores/postgres/commit/fragments.py",
-        """f't."{column}" is not distinct from {given[f"own {column}"]}'""",
-        """f't."{column}" is null or {given[f"own {column}"]} is null or true'""",
+        'f\'t."{name}" is not distinct from {params[f"expected {name}"]}\'',
+        'f\'t."{name}" is null or {params[f"expected {name}"]} is null or true\'',
         GUARDS,
     ),
     Fault(
         "what each root is supposed to hold of its own is compared where it is set",
         "stores/sqlite/statements.py",
-        'f"r.{name} IS g.column{place}"',
-        'f"coalesce(r.{name} = g.column{place}, true)"',
+        'f"r.{name} IS g.column{ordinal}"',
+        'f"coalesce(r.{name} = g.column{ordinal}, true)"',
         GUARDS,
     ),
     Fault(
         "postgres: the revision is not compared",
         "stores/postgres/commit/fragments.py",
-        "f\"{given['revision']} = t.revision\"",
-        "f\"{given['revision']} is not null\"",
+        "f\"{params['revision']} = t.revision\"",
+        "f\"{params['revision']} is not null\"",
         RACES,
     ),
     Fault(
@@ -127,7 +127,7 @@ STORES = (
     Fault(
         "postgres: what a change writes beside the line is lost when its row is handed over",
         "stores/postgres/commit/claim.py",
-        "    if not overwritten_columns(becomes).issuperset(names):\n        return None\n",
+        "    if not overwritten_columns(shared_fields).issuperset(names):\n        return None\n",
         "",
         HANDING,
     ),

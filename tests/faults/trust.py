@@ -17,7 +17,7 @@ TRUST = (
     Fault(
         "a commit takes the queue that it puts work into for granted",
         "stores/postgres/queue_ids.py",
-        "        return self._links.has_own_sessions and self._ensured",
+        "        return self._pool.has_own_sessions and self._ensured",
         "        return True or self._ensured",
         f"{QUEUE_NUMBERS}::test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection",
     ),
@@ -37,9 +37,9 @@ TRUST = (
     ),
     Fault(
         "nobody restores a missing queue",
-        "engine/sweeps/suspensions.py",
-        "for execution_id in await engine.retry_while_unavailable(lambda: engine.store.executions_in_missing_queues(batch)):",
-        "for execution_id in list[str]():",
+        "engine/runtime/runtime.py",
+        "for line in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):",
+        "for line in list[str]():",
         f"{QUEUES}::test_the_reconciler_puts_an_execution_back_into_its_queue",
     ),
     Fault(
@@ -67,7 +67,7 @@ TRUST = (
     Fault(
         "a cursor that the feed cannot continue is not told of the gap",
         "stores/postgres/event_log.py",
-        'diverged = diverged or not answer["known"]',
+        'diverged = diverged or not row["known"]',
         "diverged = False",
         "tests/stores/contract/test_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
     ),
@@ -96,8 +96,8 @@ TRUST = (
     Fault(
         "a refusal of something before the server is taken for the server's",
         "client/transport.py",
-        "                if refused is None:\n                    doubted, fault = True, proxy_error(status, body)\n",
-        "                if refused is None and status < 500:\n                    raise errors.InvalidInput(str(status))\n                if refused is None:\n                    doubted, fault = True, proxy_error(status, body)\n",
+        "                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
+        "                if refused is None and status < 500:\n                    raise errors.InvalidInput(str(status))\n                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
         f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_sent_again",
     ),
     Fault(
@@ -124,7 +124,7 @@ TRUST = (
     Fault(
         "the doctor does not name who holds an old snapshot",
         "cli/maintenance.py",
-        "    if not shown:\n",
+        "    if not reported:\n",
         "    if True:\n",
         "tests/cli/test_doctor.py::test_doctor_names_an_idle_transaction",
     ),
@@ -161,21 +161,21 @@ TRUST = (
     Fault(
         "a worker takes its own park for a lost lease",
         "sdk/worker/worker.py",
-        "        if _is_own_park(own.claimed, why):",
+        "        if _is_own_park(attempt.claimed, error):",
         "        if False:",
         f"{QUIET}::test_a_renewal_that_races_a_park_is_no_loss",
     ),
     Fault(
         "a lost lease is a failed attempt",
         "sdk/worker/runner.py",
-        "    if (lost := find_lease_loss(failure, claimed.execution_id)) is not None:\n",
+        "    if (lost := find_lease_loss(error, claimed.execution_id)) is not None:\n",
         "    if (lost := None) is not None:\n",
         f"{QUIET}::test_a_step_that_meets_a_lost_lease_is_no_failed_attempt",
     ),
     Fault(
         "a worker whose connection breaks while it starts gives up",
         "sdk/worker/worker.py",
-        "                if not away.retryable:\n                    raise\n",
+        "                if not error.retryable:\n                    raise\n",
         "                raise\n",
         f"{QUIET}::test_a_worker_whose_connection_breaks_while_it_starts_tries_again",
     ),
@@ -204,7 +204,7 @@ TRUST = (
     Fault(
         "a backup leaves out what is not yet in the file itself",
         "stores/sqlite/backup.py",
-        '        with made.backup("main", kept, "main") as backup:\n            backup.step(-1)\n',
+        '        with copy.backup("main", original, "main") as backup:\n            backup.step(-1)\n',
         '        __import__("shutil").copyfile(source, partial)\n',
         "tests/stores/sqlite/test_backup.py::test_copies_that_are_made_under_load_are_whole_and_of_one_moment",
     ),
@@ -220,7 +220,7 @@ TRUST = (
     Fault(
         "a replayed member whose join is impossible waits for ever",
         "rules/flow/dependencies.py",
-        "    if state is GroupState.IMPOSSIBLE:\n        return _skipped_again(row, group)\n",
+        "    if state is GroupState.IMPOSSIBLE:\n        return _skip_again(row, group)\n",
         "",
         "tests/scenarios/flow/test_replay.py"
         "::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again_at_once",
@@ -242,8 +242,8 @@ TRUST = (
     Fault(
         "a declaration sets back what an operator set",
         "rules/limits/usage.py",
-        "        if ask.declaration in (None, sheet.root.declaration):\n",
-        "        if ask.declaration is None:\n",
+        "        if definition.declaration in (None, state.root.declaration):\n",
+        "        if definition.declaration is None:\n",
         "tests/sdk/durable/test_limits.py::test_a_limit_that_an_operator_set_stays_until_the_declaration_changes",
     ),
     Fault(
@@ -256,7 +256,7 @@ TRUST = (
     Fault(
         "a world has settings of its own only",
         "testing/world.py",
-        "settings=_settings_of(self.app))",
+        "settings=_world_settings(self.app))",
         "settings=SETTINGS)",
         "tests/sdk/test_world_threads.py::test_a_world_has_the_settings_of_its_app",
     ),
@@ -270,8 +270,8 @@ TRUST = (
     Fault(
         "every loop opens an engine",
         "sdk/engine_provider.py",
-        "            return self._running() or self._start_own_loop()\n",
-        "            return self._running() or self._start_own_loop() if anywhere else asyncio.get_running_loop()\n",
+        "            return self._running_loop() or self._start_own_loop()\n",
+        "            return self._running_loop() or self._start_own_loop() if anywhere else asyncio.get_running_loop()\n",
         "tests/sdk/test_connections.py::test_loops_that_come_and_go_share_one_engine",
     ),
     Fault(
@@ -313,8 +313,8 @@ TRUST = (
     Fault(
         "JSON that is posted to an approval's link is read as a form",
         "server/routes/approval_pages.py",
-        "await _answer_form(ask) if token is None else await _answer_json(ask, token)",
-        "await _answer_form(ask)",
+        "await _answer_form(request) if token is None else await _answer_json(request, token)",
+        "await _answer_form(request)",
         "tests/server/routes/test_approval_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
     ),
     Fault(

@@ -75,4 +75,4 @@ async def test_afterwards_the_app_is_as_it_was() -> None:
     async with World(app):
         pass
     assert app.url == "sqlite:////nowhere/at/all.db"
-    assert not app._connections._engines
+    assert not app._provider._engines

@@ -74,7 +74,7 @@ async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(
 async def test_the_doctor_names_executions_without_a_queue(url: str) -> None:
     execution_id = await lost_in(url)
 
-    found = {one["check"]: one for one in await maintenance._examine(url)}
+    found = {one["check"]: one for one in await maintenance._check_store(url)}
 
     assert not found["queues"]["ok"]
     assert execution_id in found["queues"]["says"]

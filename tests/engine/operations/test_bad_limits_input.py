@@ -228,8 +228,8 @@ async def test_the_good_arguments_are_good(held: tuple[Engine, Claimed], verb: s
 
 
 def test_every_verb_of_these_pages_is_tried() -> None:
-    pages = ("operations.budgets", "operations.quotas", "operations.workers")
-    pages += ("claiming.admitted_claimer", "operations.explain", "operations.retention")
+    operations = ("budgets", "quotas", "workers", "explain", "retention")
+    pages = ("claiming.admitted_claimer", *(f"operations.{name}" for name in operations))
     homes = [cls for cls in Engine.__mro__ if cls.__module__ in {f"flowfabric.engine.{page}" for page in pages}]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 

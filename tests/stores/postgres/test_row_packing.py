@@ -127,7 +127,7 @@ async def test_a_trim_waits_for_a_purge_and_removes_the_pointers_that_it_left(
     pg: PostgresStore, rival: Rival, clock: ManualClock
 ) -> None:
     await lived(pg)
-    clock.pass_ms(1)
+    clock.advance_ms(1)
     # A purge that has seen the batches stops at its first pointer until the rival lets it go on.
     await rival.connection.execute(PAUSE)
     await rival.begin("select pg_advisory_xact_lock(1)")
