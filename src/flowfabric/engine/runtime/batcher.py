@@ -1,0 +1,114 @@
+"""Batcher: calls that arrive while a batch is in flight form the next batch.
+
+There is no timer. An idle batcher sends a call at once; a busy one sends hundreds of calls in one flush. Items with an
+equal key never share a batch: the second one waits for the next flush, which begins after the first one's result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+Flush = Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]]
+
+
+class Batcher(Generic[Item, Result]):
+    """Run `flush` on everything that queued up while the previous flush was in flight.
+
+    `flush` returns a result for each item, in order; an exception among them is raised for the caller of that item. If
+    `flush` itself raises, every caller of the batch gets the exception. A caller that is cancelled gives up its result;
+    its item is flushed all the same.
+    """
+
+    def __init__(
+        self,
+        flush: Flush[Item, Result],
+        *,
+        concurrency: int = 1,
+        max_items: int = 500,
+        max_weight: float = float("inf"),
+        weight: Callable[[Item], float] = lambda item: 0,
+        keys: Callable[[Item], Iterable[Hashable]] | None = None,
+    ) -> None:
+        """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy."""
+        self._flush = flush
+        self._concurrency = concurrency
+        self._max_items = max_items
+        self._max_weight = max_weight
+        self._weight = weight
+        self._keys = keys
+        self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._running = 0  # counted by the runners themselves: a task that has just returned does not run any more
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is queued or in flight."""
+        return not self._running
+
+    def add(self, item: Item) -> asyncio.Future[Result]:
+        """Queue an item for the next flush."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
+        self._queue.append((item, result))
+        if self._running < self._concurrency:
+            self._running += 1
+            task = loop.create_task(self._run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return result
+
+    async def drain(self) -> None:
+        """Wait until nothing is queued or in flight."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _run(self) -> None:
+        try:
+            while batch := self._next_batch():
+                await self._flush_batch(batch)
+        finally:
+            self._running -= 1
+
+    def _next_batch(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+        batch: list[tuple[Item, asyncio.Future[Result]]] = []
+        postponed: list[tuple[Item, asyncio.Future[Result]]] = []
+        taken: set[Hashable] = set()
+        queue, total = self._queue, 0.0
+        while queue and len(batch) < self._max_items:
+            item = queue[0][0]
+            weight = self._weight(item)
+            if batch and total + weight > self._max_weight:
+                break
+            entry = queue.popleft()
+            keys = () if self._keys is None else tuple(self._keys(item))
+            if taken.isdisjoint(keys):
+                taken.update(keys)
+                total += weight
+                batch.append(entry)
+            else:
+                postponed.append(entry)
+        queue.extendleft(reversed(postponed))
+        return batch
+
+    async def _flush_batch(self, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results: Sequence[Result | Exception] = await self._flush([item for item, _ in batch])
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as error:
+            results = [error] * len(batch)
+        for (_, future), result in zip(batch, results, strict=True):
+            if future.done():  # the caller was cancelled
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
