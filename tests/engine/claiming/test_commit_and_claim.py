@@ -44,7 +44,7 @@ async def gone_on(engine: Engine, pull: LanePoller, held: Sequence[Claimed], roo
 
 
 def at_rest(engine: Engine) -> bool:
-    return not engine.runtime.commit_queue.notified_changes and not engine.runtime.commit_queue._wishes
+    return not engine.runtime.commit_queue.notified_changes and not engine.runtime.commit_queue._pending_claims
 
 
 async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:

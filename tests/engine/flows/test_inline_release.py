@@ -244,9 +244,7 @@ async def test_work_beside_something_that_cannot_be_written_is_heard_of(
     add: Callable[[Change], Any] = engine.runtime.commit_queue.add
 
     def beside(one: Change) -> Any:
-        engine.runtime.commit_queue._waiting.append(
-            (change(Insert(execution("b\0"))), asyncio.get_running_loop().create_future())
-        )
+        add(change(Insert(execution("b\0"))))
         return add(one)
 
     monkeypatch.setattr(engine.runtime.commit_queue, "add", beside)

@@ -102,7 +102,8 @@ async def test_an_exception_among_the_results_fails_its_item_alone() -> None:
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others_and_its_item_is_flushed(recorder: Recorder) -> None:
-    batcher = Batcher(recorder.flush)
+    abandoned: list[str] = []
+    batcher = Batcher(recorder.flush, on_abandoned=abandoned.append)
     batcher.add("a")
     await recorder.begun.wait()
     waiting = [asyncio.ensure_future(batcher.add(item)) for item in "bc"]
@@ -111,6 +112,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_others_and_its_item_is_fl
 
     assert await waiting[1] == "C"
     assert recorder.batches == [["a"], ["b", "c"]]
+    assert abandoned == ["b"]
 
 
 async def test_a_flush_that_is_cancelled_cancels_its_callers(recorder: Recorder) -> None:

@@ -34,14 +34,19 @@ class Batcher(Generic[Item, Result]):
         max_weight: float = float("inf"),
         weight: Callable[[Item], float] = lambda item: 0,
         keys: Callable[[Item], Iterable[Hashable]] | None = None,
+        on_abandoned: Callable[[Item], None] = lambda item: None,
     ) -> None:
-        """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy."""
+        """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy.
+
+        `on_abandoned` is called with an item that was flushed although its caller had been cancelled.
+        """
         self._flush = flush
         self._concurrency = concurrency
         self._max_items = max_items
         self._max_weight = max_weight
         self._weight = weight
         self._keys = keys
+        self._on_abandoned = on_abandoned
         self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running = 0  # counted by the runners themselves: a task that has just returned does not run any more
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,10 +110,10 @@ class Batcher(Generic[Item, Result]):
             raise
         except Exception as error:
             results = [error] * len(batch)
-        for (_, future), result in zip(batch, results, strict=True):
-            if future.done():  # the caller was cancelled
-                continue
-            if isinstance(result, Exception):
+        for (item, future), result in zip(batch, results, strict=True):
+            if future.done():
+                self._on_abandoned(item)
+            elif isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)

@@ -1,25 +1,24 @@
-"""Group commit: concurrent calls in one process are written together.
+"""CommitQueue: concurrent changes of one process are written in one round trip.
 
-While one batch is on its way the next one fills; there is no timer, so an idle engine adds no delay and a busy one
-writes hundreds of changes per round trip. A batch never holds two changes about one root: the second waits for the
-next batch, sees the first, and is decided again if need be.
+A batch never holds two changes about one aggregate root: the second one waits for the next batch, sees the first, and is
+decided again if need be.
 
-A claim of this process that wants what a batch puts into its lane goes along with it (`Wish`), where the store can hand
-work over in the same trip.
+A claim of this process that wants the work which a batch enqueues is sent with it (`PendingClaim`), if the store can
+commit and claim in one statement.
 
-What there is to tell other processes is known before the commit, which takes it along: they are told once it is there.
-A change that is refused beside others that are not is told as well, which costs its hearers a look in vain.
+The topics to notify other processes of are known before the commit and sent with it. A change that is refused beside
+others that are not is notified as well, which costs the receivers a poll that finds nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from math import inf
 from typing import Any
 
 from flowfabric import errors
+from flowfabric.engine.runtime.batcher import Batcher
 from flowfabric.engine.runtime.wakeups import LANE_PREFIX, executions_enqueued, topics_of
 from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
@@ -35,39 +34,39 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 AGGREGATE_ROOT_KEYS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_aggregate_root}
-MAX_BATCH_ROWS = 450  # of a batch: where commits run side by side, the rest goes with the other lane
-MAX_IN_DOUBT_CHANGES = 1000  # changes in doubt that are remembered; most are never heard of again
+MAX_BATCH_ROWS = 450  # if commits run side by side: the rest goes with the other one
+MAX_IN_DOUBT_CHANGES = 1000
 
 
 class PendingClaim:
-    """A take that goes along with the next batch that puts work into its lane."""
+    """A claim that is sent with the next batch that enqueues work in one of its lanes."""
 
-    def __init__(self, takes: dict[str, Callable[[], ClaimRequest]]) -> None:
-        """`takes` makes one, by the topic of each lane; the first batch that suits gets one of them."""
-        self._takes = takes
-        self.attached: ClaimRequest | None = None  # the one that is on its way
-        self.drained = False  # whether it saw the end of its lane
+    def __init__(self, make_request: dict[str, Callable[[], ClaimRequest]]) -> None:
+        """`make_request` makes the claim request, by the topic of each lane."""
+        self._make_request = make_request
+        self.attached: ClaimRequest | None = None  # the request that is in flight
+        self.drained = False  # True if the lane was empty after the claim
         self.rows: asyncio.Future[list[tuple[Execution, Payload]]] = asyncio.get_running_loop().create_future()
 
     def attach_to(self, lanes: Collection[str]) -> ClaimRequest | None:
-        """The take for a batch that puts work into these lanes."""
-        make = next((make for lane, make in self._takes.items() if lane in lanes), None)
+        """Return the claim request for a batch that enqueues work in these lanes; None if none of them is wanted."""
+        make = next((make for lane, make in self._make_request.items() if lane in lanes), None)
         self.attached = make and make()
         return self.attached
 
     async def resolve_from(self, answer: Awaitable[CommitAndClaimResult]) -> CommitAndClaimResult:
-        """Learn from the answer to its batch what came of it."""
+        """Resolve the claim from the reply to its batch."""
         try:
-            handed = await answer
+            result = await answer
         except BaseException as error:
-            self._end([], error if isinstance(error, errors.StoreUnavailable) else None)
+            self._resolve([], error if isinstance(error, errors.StoreUnavailable) else None)
             raise
-        self.drained = handed.drained
-        self._end(handed.rows)
-        return handed
+        self.drained = result.drained
+        self._resolve(result.rows)
+        return result
 
-    def _end(self, rows: list[tuple[Execution, Payload]], error: errors.StoreUnavailable | None = None) -> None:
-        if self.rows.done():  # whoever had the wish went away
+    def _resolve(self, rows: list[tuple[Execution, Payload]], error: errors.StoreUnavailable | None = None) -> None:
+        if self.rows.done():  # the caller was cancelled
             return
         if error is None:
             self.rows.set_result(rows)
@@ -76,109 +75,80 @@ class PendingClaim:
 
 
 class CommitQueue:
-    """The way of all changes to the store."""
+    """Writes the changes of this process in batches."""
 
-    def __init__(self, store: Store, announce: Callable[[Sequence[Change]], None]) -> None:
-        """`announce` hears of changes when they are on their way, for those who can come along.
+    def __init__(self, store: Store, wake_claims: Callable[[Sequence[Change]], None]) -> None:
+        """`wake_claims` wakes the claims of this process that wait for lanes where these changes enqueue work.
 
-        Where the store keeps no order nobody can. Then it hears of them when they are written, before whoever sent
-        them: the claims that they wake are on their way while these make something of the answer.
+        If the store executes operations in the order they are sent, it is called when a batch is sent, so that the claims
+        are executed right after it. Otherwise it is called when the batch is written, before its callers continue.
         """
         self._store = store
-        self._announce = announce
-        self.notified_changes: set[int] = set()  # ids of changes that are not noted yet and whose lanes have been woken
-        self.pending_topics: set[str] = set()  # what others are to be told later, unless a commit tells it before
+        self._wake_claims = wake_claims
+        self.notified_changes: set[int] = set()  # ids of changes that are not published yet and whose lanes were woken
+        self.pending_topics: set[str] = set()  # topics to send to other processes, unless a commit sends them before
         self.in_doubt_changes: set[int] = (
             set()
-        )  # ids of changes whose answers got lost, and with them perhaps their hints
-        self._waiting: deque[tuple[Change, asyncio.Future[int | None]]] = deque()
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self._bringing: dict[asyncio.Future[None], set[str]] = {}  # batches under way that put work into lanes
-        self._wishes: list[PendingClaim] = []
-        self._running = 0  # counted by the lanes themselves: a task that has just returned is not running any more
+        )  # ids of changes with a lost reply: their notifications may be lost, too
+        self._batcher: Batcher[Change, int | None] = Batcher(
+            self._flush,
+            concurrency=store.concurrent_commits,
+            max_items=store.batch_limit,
+            max_weight=inf if store.executes_in_order else MAX_BATCH_ROWS,
+            weight=lambda change: len(change.writes),
+            keys=_roots_of,
+            on_abandoned=lambda change: self.notified_changes.discard(change.id),
+        )
+        self._sent: set[asyncio.Task[list[CommitResult]]] = set()
+        self._enqueuing: dict[asyncio.Future[None], set[str]] = {}  # batches in flight that enqueue work, and its lanes
+        self._pending_claims: list[PendingClaim] = []
 
     def add(self, change: Change) -> asyncio.Future[int | None]:
-        """Write a change with whatever else is waiting: the commit's time, or None when a guard did not hold."""
-        verdict: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((change, verdict))
-        self._start_lane()
-        return verdict
+        """Write a change in the next batch: the commit's time, or None if a guard did not hold."""
+        return self._batcher.add(change)
 
     def send_batch(self, changes: Sequence[Change]) -> asyncio.Task[list[CommitResult]]:
-        """Write a batch that one caller put together, at once; one change that fails does not fail the others."""
-        writing = asyncio.create_task(self._write_aloud(changes))
-        self._under_way.add(writing)
-        writing.add_done_callback(self._under_way.discard)
-        return writing
+        """Write a batch that the caller put together, at once; a change that fails does not fail the others."""
+        sending = asyncio.create_task(self._commit(changes))
+        self._sent.add(sending)
+        sending.add_done_callback(self._sent.discard)
+        return sending
 
     async def add_all(self, changes: Sequence[Change]) -> list[CommitResult]:
-        """Write many changes about different roots, a batch at a time; each verdict stands for itself."""
-        verdicts: list[CommitResult] = []
+        """Write many changes about different roots, a batch at a time; a change that fails does not fail the others."""
+        results: list[CommitResult] = []
         for start in range(0, len(changes), self._store.batch_limit):
-            verdicts += await self.send_batch(changes[start : start + self._store.batch_limit])
-        return verdicts
+            results += await self.send_batch(changes[start : start + self._store.batch_limit])
+        return results
 
     async def wait_for_lanes(self, topics: Collection[str]) -> None:
-        """Wait until the batches under way that put work into one of these lanes are answered."""
-        under_way = [batch for batch, lanes in self._bringing.items() if not lanes.isdisjoint(topics)]
-        for batch in under_way:
+        """Wait for the batches in flight that enqueue work in one of these lanes."""
+        for batch in [batch for batch, lanes in self._enqueuing.items() if not lanes.isdisjoint(topics)]:
             await asyncio.shield(batch)
 
-    def add_pending_claim(self, wish: PendingClaim) -> None:
-        """Let a take go along with the next batch that puts work into its lane."""
-        self._wishes.append(wish)
+    def add_pending_claim(self, claim: PendingClaim) -> None:
+        """Let a claim be sent with the next batch that enqueues work in one of its lanes."""
+        self._pending_claims.append(claim)
 
-    def remove_pending_claim(self, wish: PendingClaim) -> None:
-        """Wish it no more; if it is on its way already, that changes nothing."""
-        if wish in self._wishes:
-            self._wishes.remove(wish)
+    def remove_pending_claim(self, claim: PendingClaim) -> None:
+        """Withdraw a pending claim; one that was sent already is not affected."""
+        if claim in self._pending_claims:
+            self._pending_claims.remove(claim)
 
     async def drain(self) -> None:
-        """Wait until nothing is on its way."""
-        while self._under_way:
-            await asyncio.wait(self._under_way)
+        """Wait until nothing is queued or in flight."""
+        await self._batcher.drain()
+        while self._sent:
+            await asyncio.wait(self._sent)
 
-    def _start_lane(self) -> None:
-        if self._running < self._store.concurrent_commits:
-            self._running += 1
-            lane = asyncio.create_task(self._run_lane())
-            self._under_way.add(lane)
-            lane.add_done_callback(self._under_way.discard)
+    async def _flush(self, changes: list[Change]) -> list[CommitResult]:
+        return await self._commit(changes)
 
-    async def _run_lane(self) -> None:
-        try:
-            while batch := self._next_batch():
-                verdicts = await self._write_aloud([change for change, _ in batch])
-                for (change, waiter), verdict in zip(batch, verdicts, strict=True):
-                    if waiter.done():  # nobody will note what became of it
-                        self.notified_changes.discard(change.id)
-                    _answer(waiter, verdict)
-        finally:
-            self._running -= 1
-
-    def _next_batch(self) -> list[tuple[Change, asyncio.Future[int | None]]]:
-        batch: list[tuple[Change, asyncio.Future[int | None]]] = []
-        later: list[tuple[Change, asyncio.Future[int | None]]] = []
-        roots: set[object] = set()
-        waiting, limit, rows = self._waiting, self._store.batch_limit, 0
-        most = inf if self._store.executes_in_order else MAX_BATCH_ROWS
-        while waiting and len(batch) < limit and rows < most:
-            entry = waiting.popleft()
-            touched = _roots_of(entry[0])
-            if roots.isdisjoint(touched):
-                roots.update(touched)
-                batch.append(entry)
-                rows += len(entry[0].writes)
-            else:
-                later.append(entry)
-        waiting.extendleft(reversed(later))
-        return batch
-
-    async def _write_aloud(self, changes: Sequence[Change]) -> list[CommitResult]:
-        """Commit, and let those come along who can; what was not written is not announced any more."""
+    async def _commit(self, changes: Sequence[Change]) -> list[CommitResult]:
+        """Commit a batch and wake the claims that can use it."""
         if not self._store.executes_in_order:
-            return await self._write_for_lanes(changes)
-        self._announce(changes)  # whoever hears it is heard after what is written here without a pause
+            return await self._commit_then_wake(changes)
+        self._wake_claims(changes)  # they send their claims after this batch, which is sent without a pause
         verdicts = await self._write(changes)
         if self.notified_changes:
             self.notified_changes.difference_update(
@@ -186,22 +156,22 @@ class CommitQueue:
             )
         return verdicts
 
-    async def _write_for_lanes(self, changes: Sequence[Change]) -> list[CommitResult]:
-        """Commit where nobody can come along; those who would look in vain can wait for the answer."""
+    async def _commit_then_wake(self, changes: Sequence[Change]) -> list[CommitResult]:
+        """Commit, with a pending claim if one suits; claims of these lanes can wait for the reply (`wait_for_lanes`)."""
         topics = frozenset(topics_of(changes))
         if not (lanes := {topic for topic in topics if topic.startswith(LANE_PREFIX)}):
             return await self._write(changes, topics)
         batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._bringing[batch] = lanes
-        wish = next((one for one in self._wishes if one.attach_to(lanes)), None)
-        if wish is not None:
-            self._wishes.remove(wish)
+        self._enqueuing[batch] = lanes
+        claim = next((claim for claim in self._pending_claims if claim.attach_to(lanes)), None)
+        if claim is not None:
+            self._pending_claims.remove(claim)
         try:
-            verdicts = await self._write(changes, topics, wish)
+            verdicts = await self._write(changes, topics, claim)
         finally:
-            del self._bringing[batch]
+            del self._enqueuing[batch]
             batch.set_result(None)
-        self._announce(
+        self._wake_claims(
             [
                 change
                 for change, verdict in zip(changes, verdicts, strict=True)
@@ -211,22 +181,22 @@ class CommitQueue:
         return verdicts
 
     async def _write(
-        self, changes: Sequence[Change], topics: frozenset[str] | None = None, wish: PendingClaim | None = None
+        self, changes: Sequence[Change], topics: frozenset[str] | None = None, claim: PendingClaim | None = None
     ) -> list[CommitResult]:
-        """Commit; a batch that the store cannot keep is halved until the one at fault stands alone.
+        """Commit; halve a batch that the store cannot keep until the change at fault is alone.
 
-        `topics` are those of the changes, if they are known already; a wish goes along with the whole batch only.
+        `topics` are those of the changes, if the caller has computed them. A claim is sent with the whole batch only.
         """
-        hint = frozenset(topics_of(changes)) if topics is None else topics
+        topics = frozenset(topics_of(changes)) if topics is None else topics
         try:
-            if wish is None or wish.attached is None:
-                verdicts = await self._store.commit(changes, hint)
+            if claim is None or claim.attached is None:
+                verdicts = await self._store.commit(changes, topics)
             else:
-                verdicts = await self._hand_over(changes, hint, wish, wish.attached)
+                verdicts = await self._commit_and_claim(changes, topics, claim, claim.attached)
         except Unstorable as fault:
             if len(changes) == 1:
                 return [None if isinstance(fault, Collision) else _refused(fault)]
-            self.notified_changes.difference_update(change.id for change in changes)  # who came along found nothing
+            self.notified_changes.difference_update(change.id for change in changes)  # the woken claims found nothing
             half = len(changes) // 2
             return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:
@@ -237,31 +207,31 @@ class CommitQueue:
             ):
                 self.in_doubt_changes.update(change.id for change in changes)
             return [error] * len(changes)
-        except Exception as bug:  # whatever it is, every caller of this batch must hear of it and no lane may die
+        except Exception as bug:  # every caller of the batch gets it, and the queue goes on
             return [_bug(bug)] * len(changes)
         if self.pending_topics and any(at is not None for at in verdicts):
-            self.pending_topics -= hint
+            self.pending_topics -= topics
         return list(verdicts)
 
-    async def _hand_over(
-        self, changes: Sequence[Change], hint: frozenset[str], wish: PendingClaim, take: ClaimRequest
+    async def _commit_and_claim(
+        self, changes: Sequence[Change], topics: frozenset[str], claim: PendingClaim, request: ClaimRequest
     ) -> list[int | None]:
-        """Commit and take; whoever waits for the lane need not be told of what went to the wish."""
-        handed = await wish.resolve_from(self._store.commit_and_claim(changes, hint, take))
-        if gone := {row.execution_id for row, _ in handed.rows}:
-            for change, at in zip(changes, handed.verdicts, strict=True):
-                if at is not None and (freed := executions_enqueued(change)) and freed <= gone:
+        """Commit and claim in one statement; no other claim is woken for what this one got."""
+        result = await claim.resolve_from(self._store.commit_and_claim(changes, topics, request))
+        if claimed := {row.execution_id for row, _ in result.rows}:
+            for change, at in zip(changes, result.verdicts, strict=True):
+                if at is not None and (enqueued := executions_enqueued(change)) and enqueued <= claimed:
                     self.notified_changes.add(change.id)
-        return handed.verdicts
+        return result.verdicts
 
 
 def _roots_of(change: Change) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The roots that a change is about: those it was decided on, and those it writes without having looked at them.
+    """Return the roots that a change was decided on, and those that it writes without having loaded them.
 
     A store that writes a batch in one statement would write such a row once, for one of two changes.
     """
     touched: list[tuple[Any, tuple[Any, ...]]] = [(guard.row, guard.key) for guard in change.guards]
-    for write in change.writes:  # compared by type: this runs for every change
+    for write in change.writes:
         row: Any = write.row
         if type(write) is Patch or type(write) is Delete:
             if row in AGGREGATE_ROOT_KEYS:
@@ -269,15 +239,6 @@ def _roots_of(change: Change) -> list[tuple[Any, tuple[Any, ...]]]:
         elif type(write) is Upsert and type(row) in AGGREGATE_ROOT_KEYS:
             touched.append((type(row), AGGREGATE_ROOT_KEYS[type(row)](row)))
     return touched
-
-
-def _answer(waiter: asyncio.Future[int | None], verdict: CommitResult) -> None:
-    if waiter.done():  # the caller went away; its change was written or refused all the same
-        return
-    if isinstance(verdict, errors.FabricError):
-        waiter.set_exception(verdict)
-    else:
-        waiter.set_result(verdict)
 
 
 def _bug(cause: Exception) -> errors.FabricError:
