@@ -1,7 +1,7 @@
 """CommitQueue: concurrent changes of one process are written in one round trip.
 
-A batch never holds two changes about one aggregate root: the second one waits for the next batch, sees the first, and is
-decided again if need be.
+A batch never holds two changes about one aggregate root: the second one waits for the next batch, sees the first, and
+is decided again if need be.
 
 A claim of this process that wants the work which a batch enqueues is sent with it (`PendingClaim`), if the store can
 commit and claim in one statement.
@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.runtime.batcher import Batcher
+from flowfabric.batcher import Batcher
 from flowfabric.engine.runtime.wakeups import LANE_PREFIX, executions_enqueued, topics_of
 from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
@@ -80,8 +80,8 @@ class CommitQueue:
     def __init__(self, store: Store, wake_claims: Callable[[Sequence[Change]], None]) -> None:
         """`wake_claims` wakes the claims of this process that wait for lanes where these changes enqueue work.
 
-        If the store executes operations in the order they are sent, it is called when a batch is sent, so that the claims
-        are executed right after it. Otherwise it is called when the batch is written, before its callers continue.
+        If the store executes operations in the order they are sent, it is called when a batch is sent, so that the
+        claims are executed right after it. Otherwise it is called when the batch is written, before its callers go on.
         """
         self._store = store
         self._wake_claims = wake_claims
@@ -157,7 +157,7 @@ class CommitQueue:
         return verdicts
 
     async def _commit_then_wake(self, changes: Sequence[Change]) -> list[CommitResult]:
-        """Commit, with a pending claim if one suits; claims of these lanes can wait for the reply (`wait_for_lanes`)."""
+        """Commit, with a pending claim if one suits; claims of these lanes may wait for the reply (`wait_for_lanes`)."""
         topics = frozenset(topics_of(changes))
         if not (lanes := {topic for topic in topics if topic.startswith(LANE_PREFIX)}):
             return await self._write(changes, topics)

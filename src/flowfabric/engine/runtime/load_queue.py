@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowfabric import errors
-from flowfabric.engine.runtime.batcher import Batcher
+from flowfabric.batcher import Batcher
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read
 

@@ -9,13 +9,13 @@ batch is loaded and decided again.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from flowfabric import errors
+from flowfabric.batcher import KeyedBatcher
 from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.model.change import Change
 from flowfabric.model.owned_id import NamespacedId
@@ -53,67 +53,52 @@ class AggregateAdapter(Protocol[S]):
         ...
 
 
-class _AggregateDecision(msgspec.Struct, Generic[S]):
+class _AggregateDecision(NamedTuple, Generic[S]):
     decide: Callable[[S, int], tuple[Any, S]]
     wants: tuple[Read, ...]
-    answer: asyncio.Future[Any]
 
 
-class AggregateQueue(Generic[S]):
-    """The decisions of this process about one root."""
+class AggregateRepository(Generic[S]):
+    """Loads aggregates of one kind, and makes decisions about each of them one after the other."""
 
-    def __init__(self, core: Runtime, book: AggregateAdapter[S], key: NamespacedId) -> None:
+    def __init__(self, core: Runtime, book: AggregateAdapter[S]) -> None:
         self._core = core
         self._book = book
-        self._key = key
-        self._waiting: deque[_AggregateDecision[S]] = deque()
-        self._running: asyncio.Task[None] | None = None
+        self._decisions: KeyedBatcher[NamespacedId, _AggregateDecision[S], Any] = KeyedBatcher(
+            self._decide_batch, max_items=MAX_BATCH_DECISIONS
+        )
 
-    @property
-    def is_idle(self) -> bool:
-        return self._running is None
-
-    async def decide_and_commit(self, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
-        """Decide in turn; `wants` are rows that this decision needs beside those of every decision."""
-        asked = _AggregateDecision(decide, wants, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
-        if self._running is None:
-            self._running = asyncio.create_task(self._run())
-        answer: A | errors.FabricError = await asked.answer
-        if isinstance(answer, errors.FabricError):
-            raise answer
+    async def decide_and_commit(self, key: NamespacedId, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
+        """Decide about the aggregate of this key; `wants` are rows that this decision needs beside the aggregate."""
+        answer: A = await self._decisions.add(key, _AggregateDecision(decide, wants))
         return answer
 
-    async def _run(self) -> None:
-        try:
-            while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH_DECISIONS, len(self._waiting)))]
-                try:
-                    answers: Sequence[Any] = await self._settle(batch)
-                except errors.FabricError as away:
-                    answers = [away] * len(batch)
-                except Exception as bug:  # every caller must hear of it, and the chain goes on
-                    answers = [_bug(bug)] * len(batch)
-                for asked, answer in zip(batch, answers, strict=True):
-                    if not asked.answer.done():
-                        asked.answer.set_result(answer)
-        finally:
-            self._running = None
+    async def load(self, keys: Sequence[NamespacedId]) -> tuple[int, dict[NamespacedId, S]]:
+        """Sheets as they are now, for reading only, and the store's time."""
+        groups = [self._book.reads(key) for key in keys]
+        loaded = await self._core.load([want for group in groups for want in group])
+        sheets, start = {}, 0
+        for key, group in zip(keys, groups, strict=True):
+            found = loaded.rows[start : start + len(group)]
+            sheets[key] = self._book.build_state(key, (row for rows in found for row in rows))
+            start += len(group)
+        return loaded.now, sheets
 
-    async def _settle(self, batch: Sequence[_AggregateDecision[S]]) -> list[Any]:
-        wants = tuple(dict.fromkeys((*self._book.reads(self._key), *(want for one in batch for want in one.wants))))
+    async def _decide_batch(self, key: NamespacedId, batch: list[_AggregateDecision[S]]) -> list[Any]:
+        """Load the root once, decide in order, commit one change; repeat if another process was faster."""
+        wants = tuple(dict.fromkeys((*self._book.reads(key), *(want for one in batch for want in one.wants))))
         doubts: list[tuple[Change, list[Any]]] = []  # and the answers to give should one turn out to be written
         misses, pause = 0, StoreBackoff()
         while True:
             # Asked at every look, not once: a change whose answer got lost may still be on its way.
-            traces = [self._book.commit_marker(self._key, doubt.id) for doubt, _ in doubts]
+            traces = [self._book.commit_marker(key, doubt.id) for doubt, _ in doubts]
             loaded = await self._core.load((*wants, *traces))
             for (doubt, meant), found in zip(doubts, loaded.rows[len(wants) :], strict=True):
                 if any(self._book.confirms(row, doubt.id) for row in found):
                     self._core.publish_commit(doubt, [], loaded.now)
                     return meant
             rows = loaded.rows[: len(wants)]
-            before = after = self._book.build_state(self._key, (row for found in rows for row in found))
+            before = after = self._book.build_state(key, (row for found in rows for row in found))
             answers = []
             for asked in batch:
                 answer, after = asked.decide(after, loaded.now)
@@ -135,40 +120,3 @@ class AggregateQueue(Generic[S]):
                 return answers
             misses += 1
             await asyncio.sleep(self._core.random() * min(0.1, 0.001 * 2**misses))
-
-
-class AggregateRepository(Generic[S]):
-    """The chains of one kind of root; one that has nothing to do is forgotten."""
-
-    def __init__(self, core: Runtime, book: AggregateAdapter[S]) -> None:
-        self._core = core
-        self._book = book
-        self._chains: dict[NamespacedId, AggregateQueue[S]] = {}
-
-    async def decide_and_commit(self, key: NamespacedId, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
-        """Decide about the root of this key."""
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = self._chains[key] = AggregateQueue(self._core, self._book, key)
-        try:
-            return await chain.decide_and_commit(decide, wants)
-        finally:
-            if chain.is_idle and self._chains.get(key) is chain:
-                del self._chains[key]
-
-    async def load(self, keys: Sequence[NamespacedId]) -> tuple[int, dict[NamespacedId, S]]:
-        """Sheets as they are now, for reading only, and the store's time."""
-        groups = [self._book.reads(key) for key in keys]
-        loaded = await self._core.load([want for group in groups for want in group])
-        sheets, start = {}, 0
-        for key, group in zip(keys, groups, strict=True):
-            found = loaded.rows[start : start + len(group)]
-            sheets[key] = self._book.build_state(key, (row for rows in found for row in rows))
-            start += len(group)
-        return loaded.now, sheets
-
-
-def _bug(cause: Exception) -> errors.FabricError:
-    error = errors.BugError(f"chain: {cause!r}")
-    error.__cause__ = cause
-    return error

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
 
 Flush = Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]]
 
@@ -35,10 +37,12 @@ class Batcher(Generic[Item, Result]):
         weight: Callable[[Item], float] = lambda item: 0,
         keys: Callable[[Item], Iterable[Hashable]] | None = None,
         on_abandoned: Callable[[Item], None] = lambda item: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy.
 
-        `on_abandoned` is called with an item that was flushed although its caller had been cancelled.
+        `on_abandoned` is called with an item that was flushed although its caller had been cancelled, `on_idle` when
+        nothing is left to flush.
         """
         self._flush = flush
         self._concurrency = concurrency
@@ -47,6 +51,7 @@ class Batcher(Generic[Item, Result]):
         self._weight = weight
         self._keys = keys
         self._on_abandoned = on_abandoned
+        self._on_idle = on_idle
         self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running = 0  # counted by the runners themselves: a task that has just returned does not run any more
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,6 +84,8 @@ class Batcher(Generic[Item, Result]):
                 await self._flush_batch(batch)
         finally:
             self._running -= 1
+            if not self._running:
+                self._on_idle()
 
     def _next_batch(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         batch: list[tuple[Item, asyncio.Future[Result]]] = []
@@ -117,3 +124,42 @@ class Batcher(Generic[Item, Result]):
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+
+class KeyedBatcher(Generic[Key, Item, Result]):
+    """A batcher for each key, so that items of one key are flushed in order; forgotten when it is idle."""
+
+    def __init__(
+        self,
+        flush: Callable[[Key, list[Item]], Awaitable[Sequence[Result | Exception]]],
+        *,
+        max_items: int = 500,
+        max_weight: float = float("inf"),
+        weight: Callable[[Item], float] = lambda item: 0,
+    ) -> None:
+        self._flush = flush
+        self._max_items = max_items
+        self._max_weight = max_weight
+        self._weight = weight
+        self._batchers: dict[Key, Batcher[Item, Result]] = {}
+
+    def add(self, key: Key, item: Item) -> asyncio.Future[Result]:
+        """Queue an item for the next flush of its key."""
+        batcher = self._batchers.get(key)
+        if batcher is None:
+            batcher = self._batchers[key] = Batcher(
+                partial(self._flush, key),
+                max_items=self._max_items,
+                max_weight=self._max_weight,
+                weight=self._weight,
+                on_idle=partial(self._forget, key),
+            )
+        return batcher.add(item)
+
+    def _forget(self, key: Key) -> None:
+        del self._batchers[key]
+
+    async def drain(self) -> None:
+        """Wait until nothing is queued or in flight."""
+        while self._batchers:
+            await asyncio.gather(*(batcher.drain() for batcher in [*self._batchers.values()]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flowfabric.engine.runtime.batcher import Batcher
+from flowfabric.batcher import Batcher, KeyedBatcher
 
 
 class Recorder:
@@ -155,3 +155,25 @@ async def test_a_batch_is_bounded_by_weight_but_has_at_least_one_item(recorder: 
     await asyncio.gather(*results)
 
     assert recorder.batches == [["aaaaa"], ["b", "cc"], ["d"]]
+
+
+async def test_items_of_different_keys_do_not_wait_for_each_other() -> None:
+    begun: list[tuple[str, list[int]]] = []
+    may_finish = asyncio.Event()
+
+    async def flush(key: str, items: list[int]) -> Sequence[int | Exception]:
+        begun.append((key, items))
+        await may_finish.wait()
+        return items
+
+    batcher = KeyedBatcher(flush)
+    results = [batcher.add("a", 1), batcher.add("b", 2)]
+    await asyncio.sleep(0)
+    results += [batcher.add("a", 3), batcher.add("a", 4)]
+
+    assert begun == [("a", [1]), ("b", [2])]
+    may_finish.set()
+    assert await asyncio.gather(*results) == [1, 2, 3, 4]
+    assert begun[2:] == [("a", [3, 4])]
+    await batcher.drain()
+    assert batcher._batchers == {}
