@@ -157,7 +157,7 @@ class CommitQueue:
         return verdicts
 
     async def _commit_then_wake(self, changes: Sequence[Change]) -> list[CommitResult]:
-        """Commit, with a pending claim if one suits; claims of these lanes may wait for the reply (`wait_for_lanes`)."""
+        """Commit, with a pending claim if one suits; claims of these lanes may `wait_for_lanes`."""
         topics = frozenset(topics_of(changes))
         if not (lanes := {topic for topic in topics if topic.startswith(LANE_PREFIX)}):
             return await self._write(changes, topics)
