@@ -33,10 +33,11 @@ def recorder() -> Recorder:
 async def test_an_idle_batcher_flushes_an_item_in_the_next_turn_of_the_loop(recorder: Recorder) -> None:
     batcher = Batcher(recorder.flush)
 
-    batcher.add("a")
+    result = batcher.add("a")
     await asyncio.sleep(0)
 
     assert recorder.batches == [["a"]]
+    assert not result.done()
 
 
 async def test_items_that_arrive_during_a_flush_form_one_batch_in_their_order(recorder: Recorder) -> None:
@@ -104,13 +105,13 @@ async def test_an_exception_among_the_results_fails_its_item_alone() -> None:
 async def test_a_cancelled_caller_does_not_disturb_the_others_and_its_item_is_flushed(recorder: Recorder) -> None:
     abandoned: list[str] = []
     batcher = Batcher(recorder.flush, on_abandoned=abandoned.append)
-    batcher.add("a")
+    first = batcher.add("a")
     await recorder.begun.wait()
     waiting = [asyncio.ensure_future(batcher.add(item)) for item in "bc"]
     waiting[0].cancel()
     recorder.may_finish.set()
 
-    assert await waiting[1] == "C"
+    assert (await first, await waiting[1]) == ("A", "C")
     assert recorder.batches == [["a"], ["b", "c"]]
     assert abandoned == ["b"]
 

@@ -98,7 +98,7 @@ class Floor:
     async def at_rest(self) -> None:
         """What the dead had begun or sent has come to its end, too."""
         for engine in self.engines:
-            for chain in list(engine.quota_aggregates._chains.values()):
+            for chain in list(engine.quota_aggregates._decisions._batchers.values()):
                 if chain._running is not None:
                     await asyncio.wait([chain._running])
             await engine.runtime.commit_queue.drain()
