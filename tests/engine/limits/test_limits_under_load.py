@@ -98,9 +98,7 @@ class Floor:
     async def at_rest(self) -> None:
         """What the dead had begun or sent has come to its end, too."""
         for engine in self.engines:
-            for chain in list(engine.quota_aggregates._decisions._batchers.values()):
-                if chain._running is not None:
-                    await asyncio.wait([chain._running])
+            await engine.quota_aggregates._decisions.drain()
             await engine.runtime.commit_queue.drain()
             await engine.wait_for_deliveries()
 
