@@ -22,6 +22,7 @@ from flowfabric.rules import capabilities, fairness, operate, owners, place, unb
 from flowfabric.rules.policy import decode_terms
 
 MOST_RIVALS = 1024  # blocked keys of one limit that are remembered
+MOST_UNBLOCKED = 10_000  # unblocked executions of a lane that are remembered: this process may never claim there
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -81,6 +82,9 @@ class FairTurns(Executions):
         self._unblock_turns[lists] = known
         for row in chosen:
             self._unblocked.setdefault(row.lane_id, set()).add(row.execution_id)
+        for lane in lanes:
+            if len(self._unblocked[lane]) > MOST_UNBLOCKED:
+                self._forget_unblock_turns(lane)  # the next unblocking goes on from the turns of claims
 
     def _forget_unblock_turns(self, lane_id: str) -> None:
         self._unblocked.pop(lane_id, None)
@@ -153,7 +157,7 @@ def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, OwnedId]]
 
 
 def _queued(row: Execution) -> Execution:
-    """The row with the ready queue that it will stand in."""
+    """Return the row with the ready queue that it enters when it is unblocked."""
     return msgspec.structs.replace(row, line=place.line_of(row))
 
 
