@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -184,3 +185,18 @@ def test_every_decision_is_in_the_index() -> None:
     index = (folder / "README.md").read_text()
 
     assert [page.name for page in sorted(folder.glob("[0-9]*.md")) if f"({page.name})" not in index] == []
+
+
+def test_the_shared_random_generator_is_left_to_the_application() -> None:
+    own = {"Random", "SystemRandom"}
+    shared = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "random"
+        and node.attr not in own
+    ]
+
+    assert shared == []

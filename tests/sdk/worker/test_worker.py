@@ -96,15 +96,15 @@ async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(
 ) -> None:
     @shared_app.task
     async def rude(ctx: Context) -> int:
-        time.sleep(3)  # noqa: ASYNC251 - three times the lease
+        time.sleep(6)  # noqa: ASYNC251 - three times the lease
         return ctx.attempt
 
-    async with working(shared_app, lease_ttl="1s"):
+    async with working(shared_app, lease_ttl="2s"):
         run = await rude.submit()
         assert await run.result(20) == 0
 
     assert len(await run.attempts()) == 1
-    assert "time.sleep(3)" in caplog.text, "the blocker is reported with its stack"
+    assert "time.sleep(6)" in caplog.text, "the blocker is reported with its stack"
 
 
 async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(

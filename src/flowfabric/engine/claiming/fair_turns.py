@@ -24,7 +24,8 @@ from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.limits import unblock_order
 from flowfabric.rules.scheduling import capabilities, fairness, queue
 
-MOST_RIVALS = 1024  # blocked keys of one limit that are remembered
+MAX_RIVALS = 1024  # blocked keys of one limit that are remembered
+MAX_UNBLOCKED = 10_000  # unblocked executions of a lane that are remembered: this process may never claim there
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -84,6 +85,9 @@ class FairTurns(ExecutionOperations):
         self._unblock_turns[lists] = known
         for row in chosen:
             self._unblocked.setdefault(row.lane_id, set()).add(row.execution_id)
+        for lane in lanes:
+            if len(self._unblocked[lane]) > MAX_UNBLOCKED:
+                self._forget_unblock_turns(lane)  # the next unblocking goes on from the turns of claims
 
     def _forget_unblock_turns(self, lane_id: str) -> None:
         self._unblocked.pop(lane_id, None)
@@ -102,7 +106,7 @@ class FairTurns(ExecutionOperations):
         row = _queued(row)
         key = (row.lane_id, fairness.fairness_key_of(row))
         first = known.get(key)
-        if (first is None and len(known) < MOST_RIVALS) or (first is not None and _place(row) < _place(first)):
+        if (first is None and len(known) < MAX_RIVALS) or (first is not None and _place(row) < _place(first)):
             known[key] = row
 
     def note_lists(
@@ -156,7 +160,7 @@ def _limits_of(rows: Iterable[Execution]) -> set[tuple[BlockingReason, Namespace
 
 
 def _queued(row: Execution) -> Execution:
-    """The row with the ready queue that it will stand in."""
+    """Return the row with the ready queue that it enters when it is unblocked."""
     return msgspec.structs.replace(row, line=queue.queue_of(row))
 
 
