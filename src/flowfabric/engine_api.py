@@ -316,6 +316,9 @@ class EngineAPI(Protocol):
     ) -> StepMemo:
         """Record the result of a step; if one is recorded, return that one."""
 
+    async def read_steps(self, execution_id: str) -> list[StepMemo]:
+        """Return the recorded steps of an execution, by name and occurrence."""
+
     async def read_steps_as_holder(self, handle: Handle) -> list[StepMemo]:
         """Return the recorded steps of the held execution."""
 

@@ -55,10 +55,14 @@ class ClientDurable(ClientLeases):
         )
         return decode_as(response, StepMemo)
 
+    async def read_steps(self, execution_id: str) -> list[StepMemo]:
+        """Return the recorded steps of an execution, by name and occurrence."""
+        response = await self.transport.request("GET", execution_path(execution_id, "steps"))
+        return decode_as(response.body, durable.ReadStepsResponse).steps
+
     async def read_steps_as_holder(self, handle: Handle) -> list[StepMemo]:
         """Return the recorded steps of the held execution."""
-        response = await self.transport.request("GET", execution_path(handle.fields.execution_id, "steps"))
-        return decode_as(response.body, durable.ReadStepsResponse).steps
+        return await self.read_steps(handle.fields.execution_id)
 
     async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
         """Set tags of the held execution, all or none; return how many were given."""

@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric.engine.claiming import fair_turns
 from flowfabric.engine.engine import Engine
-from flowfabric.stores.memory import MemoryStore
+from flowfabric.stores.memory.store import MemoryStore
 from tests.stores.samples import waiting
 
 
