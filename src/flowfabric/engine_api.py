@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
     from flowfabric import errors
     from flowfabric.clock import StoreClockEstimate
-    from flowfabric.engine.claiming.poller import ExecutionOutcome
     from flowfabric.engine.engine import Capabilities, SchemaVersion
     from flowfabric.engine.metrics.registry import Metrics
     from flowfabric.engine.operations.durable import OpenedGate, ParkResult, Waits
-    from flowfabric.engine.operations.flow_cancels import FlowCancel, Wait
-    from flowfabric.engine.operations.flows import GraphEdge
-    from flowfabric.engine.operations.reads import ExecutionSnapshot, HistoryEntry, IdMatches, SnapshotPage
-    from flowfabric.engine.operations.signals import WaitpointPage
+    from flowfabric.engine.operations.flows import FlowCancel, GraphEdge, Wait
+    from flowfabric.engine.operations.pages import (
+        ExecutionOutcome,
+        HistoryEntry,
+        IdMatches,
+        SnapshotPage,
+        WaitpointPage,
+    )
     from flowfabric.engine.operations.streams import Visibility
     from flowfabric.engine.types import (
         Accepted,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         BestEffort,
         CreateExecution,
         DuplicateDelivery,
+        ExecutionSnapshot,
         Fence,
         GateArgs,
         GatesReady,

@@ -11,7 +11,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.subscriptions import Subscription
+from flowfabric.engine.streams.subscription import Subscription
 from flowfabric.rules.feed import CompletionFeedEntry
 from flowfabric.testing.invariants import check_invariants
 from tests.servers import PostgresServer, leave, postgres

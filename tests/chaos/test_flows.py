@@ -42,7 +42,7 @@ async def test_a_process_that_is_killed_while_it_finishes_strands_nobody(url: st
                     "parents", count, worker_id="w", worker_instance_id="w-2", lease_ttl_ms=60_000, max_wait_ms=100
                 )
                 await asyncio.gather(*(engine.complete(one.handle) for one in left))
-                await engine.wait_for_dispatch()
+                await engine.dispatcher.wait_idle()
 
         [group] = (await engine.runtime.load((Read(EdgeGroup, (flow, join)),))).rows[0]
         assert (group.succeeded, group.n, group.group_state) == (count, count, "satisfied")

@@ -17,8 +17,8 @@ import asyncio
 import os
 
 from flowfabric.connector import open_engine
-from flowfabric.engine.claiming.poller import CreateExecution
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.types import CreateExecution
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.settings import Settings, Sweeps

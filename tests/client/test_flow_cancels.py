@@ -11,7 +11,7 @@ import pytest
 from flowfabric import CreateExecution, errors
 from flowfabric.client import RemoteEngine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import NoWait, WaitIndefinite, WaitTimeout
+from flowfabric.engine.operations.flows import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import CancellationPolicy

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import flowfabric
-from flowfabric.engine.surface import INTERNAL as INTERNAL_TO_THE_ENGINE
 from flowfabric.testing import World
 from tests.postgres_install import ROOT
 
@@ -56,7 +55,7 @@ INTERNAL = {
     "AllOf": {"required_successes", "policy"},
     "AnyOf": {"required_successes", "policy"},
     "Quorum": {"required_successes", "policy"},
-    "Engine": INTERNAL_TO_THE_ENGINE,
+    "Engine": {"limit_commands", "sweeper"},
 }
 
 HEAD = """# Reference

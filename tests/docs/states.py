@@ -212,7 +212,7 @@ async def _end_upstream(life: Life, *, success: bool) -> None:
     if claimed is None:
         raise FabricError("it has ended")
     await (life.engine.complete(claimed.handle) if success else life.engine.fail(claimed.handle, reason="failed"))
-    await life.engine.wait_for_dispatch()
+    await life.engine.dispatcher.wait_idle()
 
 
 @verb("what it depends on succeeds")

@@ -19,7 +19,7 @@ async def finish(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         await asyncio.gather(*(engine.complete(one.handle, result=b"r") for one in held))
-        await engine.wait_for_dispatch()
+        await engine.dispatcher.wait_idle()
         return {"finished": len(held)}
 
 

@@ -18,8 +18,8 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.reads import HistoryEntry
-from flowfabric.engine.operations.subscriptions import Subscription
+from flowfabric.engine.operations.pages import HistoryEntry
+from flowfabric.engine.streams.subscription import Subscription
 from flowfabric.handles import Handle
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.answers.execution import (
@@ -315,9 +315,8 @@ class Play:
 
     async def at_rest(self) -> None:
         """Wait until the engine has done what follows from what was asked of it."""
-        while self.engine.child_completion_tasks:
-            await asyncio.wait(self.engine.child_completion_tasks)
-        await self.engine.wait_for_deliveries()
+        await self.engine.child_completions.drain()
+        await self.engine.outbox.wait_for_deliveries()
 
     @asynccontextmanager
     async def refused(

@@ -67,9 +67,9 @@ class World:
 
     async def rows(self) -> Rows:
         """Every row and event, once what follows from the last request is written, too."""
-        await self.engine.wait_for_dispatch()
-        await self.engine.finish_background_cancels()
-        await self.engine.wait_for_child_completions()
+        await self.engine.dispatcher.wait_idle()
+        await self.engine.bulk_canceller.close()
+        await self.engine.child_completions.drain()
         return await dump(self.store)
 
     async def close(self) -> None:

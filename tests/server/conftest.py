@@ -35,8 +35,8 @@ async def engine(store: Store) -> AsyncIterator[Engine]:
     engine = Engine(store, settings=Settings(max_concurrent_stream_ops=4))
     await engine.seed_waitpoint_hmac_secret("k1", SECRET)
     yield engine
-    await engine.wait_for_dispatch()
-    await engine.finish_background_cancels()
+    await engine.dispatcher.wait_idle()
+    await engine.bulk_canceller.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import WaitIndefinite
+from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.ids import FlowId, PartitionCounts, SeededMinter, flow_partition
 from flowfabric.model.execution import Execution
 from flowfabric.settings import Settings

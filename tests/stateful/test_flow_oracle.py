@@ -65,7 +65,7 @@ class Game:
     async def _carry_on(self, before: dict[str, str]) -> None:
         """Whatever has ended is told to those who wait for it, and siblings are cancelled."""
         if self.lively:
-            await self.flow.engine.wait_for_dispatch()
+            await self.flow.engine.dispatcher.wait_idle()
             return
         while True:
             now = await self._ends()

@@ -160,7 +160,7 @@ async def _fan(engine: Engine, lane: str, fan: int, ended: _CompletionWaiter) ->
     await engine.create_flow_graph(flow_id, _nodes(lane, names), edges, namespace="bench")
     await ended(last)
     took = perf_counter() - started
-    await engine.wait_for_dispatch()
+    await engine.dispatcher.wait_idle()
     return took
 
 
@@ -191,7 +191,7 @@ async def _quorum(engine: Engine, lane: str, siblings: int) -> float:
         took = perf_counter() - started
     finally:
         engine.runtime.write_listeners[Execution].remove(count)
-    await engine.wait_for_dispatch()
+    await engine.dispatcher.wait_idle()
     return took
 
 
@@ -276,6 +276,6 @@ async def _worker(engine: Engine, lane: str, *, slots: int) -> AsyncIterator[_Co
             await working
         poller.close()
         await reporter.flush()
-        await engine.wait_for_dispatch()
+        await engine.dispatcher.wait_idle()
         if reporter.succeeded < claimed_count:
             raise AssertionError(f"{claimed_count - reporter.succeeded} of {claimed_count} ends were refused")

@@ -187,9 +187,9 @@ async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
 
 async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """Check what is visible only on the store itself, not through a server."""
-    holders = await engine.snapshot_holders(MAX_NAMED)
+    holders = await engine.gauges.snapshot_holders(MAX_NAMED)
     return [
-        _queues(await engine.executions_without_queue(MAX_NAMED + 1)),
+        _queues(await engine.gauges.executions_without_queue(MAX_NAMED + 1)),
         *([] if holders is None else [_snapshots(holders)]),
     ]
 

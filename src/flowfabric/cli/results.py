@@ -13,7 +13,7 @@ from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 from flowfabric.cli.tail import ObstacleWatcher
 
 if TYPE_CHECKING:
-    from flowfabric.engine.claiming.poller import ExecutionOutcome
+    from flowfabric.engine.operations.pages import ExecutionOutcome
     from flowfabric.engine_api import EngineAPI
 
 EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}

@@ -13,7 +13,7 @@ from flowfabric.cli.output import JsonOption, console, format_progress, print_js
 from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 
 if TYPE_CHECKING:
-    from flowfabric.engine.claiming.poller import ExecutionOutcome
+    from flowfabric.engine.operations.pages import ExecutionOutcome
     from flowfabric.engine_api import EngineAPI
     from flowfabric.model.obstacles import Explanation
 

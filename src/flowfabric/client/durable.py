@@ -15,7 +15,8 @@ from flowfabric.client.decoding import decode_as, decode_variant
 from flowfabric.client.leases import ClientLeases
 from flowfabric.client.transport import may_be_repeat, quote_segment
 from flowfabric.engine.operations.durable import OpenedGate, ParkResult, WaitpointLink, Waits
-from flowfabric.engine.operations.signals import DEFAULT_PAGE, MAX_PAGE, WaitpointPage
+from flowfabric.engine.operations.pages import WaitpointPage
+from flowfabric.engine.operations.suspensions import DEFAULT_PAGE, MAX_PAGE
 from flowfabric.engine.types import (
     Accepted,
     DuplicateDelivery,

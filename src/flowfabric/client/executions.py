@@ -13,9 +13,7 @@ from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.transport import quote_segment
-from flowfabric.engine.operations.creating import ExecutionCreator
-from flowfabric.engine.operations.flow_cancels import NO_WAIT, FlowCancel, Wait, WaitTimeout, max_wait_ms_of
-from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.operations.flows import NO_WAIT, FlowCancel, GraphEdge, Wait, WaitTimeout, max_wait_ms_of
 from flowfabric.engine.types import CreateExecution, Fence
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
@@ -27,7 +25,7 @@ NO_FENCE = Fence()
 _ENVELOPE = 1024  # bytes that JSON adds to a body
 
 
-class ClientExecutions(ClientBase, ExecutionCreator):
+class ClientExecutions(ClientBase):
     """Operations of applications on executions and flows."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
@@ -41,6 +39,45 @@ class ClientExecutions(ClientBase, ExecutionCreator):
         response = await self.transport.request("POST", "/v1/executions", body)
         created: answers.Created | answers.Duplicate = decode_variant(response.body, answers.Created, answers.Duplicate)
         return created
+
+    async def create_execution(
+        self,
+        *,
+        execution_id: str,
+        namespace: str = "default",
+        lane_id: str = "default",
+        execution_kind: str = "task",
+        input_payload: bytes = b"",
+        payload_encoding: str | None = None,
+        priority: int = 0,
+        creator_identity: str = "",
+        idempotency_key: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        delay_until: int | None = None,
+        execution_deadline_at: int | None = None,
+        parent_id: str | None = None,
+    ) -> answers.Created | answers.Duplicate:
+        """Create an execution; return Duplicate if its id or its idempotency key exists."""
+        return await self.create(
+            CreateExecution(
+                execution_id=execution_id,
+                partition=0,
+                namespace=namespace,
+                lane_id=lane_id,
+                execution_kind=execution_kind,
+                input_payload=input_payload,
+                payload_encoding=payload_encoding,
+                priority=priority,
+                creator_identity=creator_identity,
+                idempotency_key=idempotency_key,
+                tags={} if tags is None else tags,  # type: ignore[arg-type]
+                policy=validate.policy_text(policy),
+                delay_until=delay_until,
+                execution_deadline_at=execution_deadline_at,
+                parent_id=parent_id,
+            )
+        )
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]

@@ -14,9 +14,9 @@ from flowfabric.api.encoding import variant_name
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import BACKEND
-from flowfabric.engine.operations.reads import ExecutionSnapshot, HistoryEntry, IdMatches, SnapshotPage
+from flowfabric.engine.operations.pages import HistoryEntry, IdMatches, SnapshotPage
 from flowfabric.engine.operations.streams import Visibility
-from flowfabric.engine.types import FrameView, StateVector, StreamPage
+from flowfabric.engine.types import ExecutionSnapshot, FrameView, StateVector, StreamPage
 from flowfabric.ids import id_prefixes
 from flowfabric.model import obstacles
 from flowfabric.model.answers.execution import AttemptView

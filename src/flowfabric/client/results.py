@@ -18,7 +18,7 @@ from flowfabric.api.executions import MAX_AWAITED, AwaitOutcomesResponse, Execut
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import decode_error
-from flowfabric.engine.claiming.poller import ExecutionOutcome
+from flowfabric.engine.operations.pages import ExecutionOutcome
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from flowfabric.clock import StoreClockEstimate
-from flowfabric.engine.claiming.late_claims import LateClaims
-from flowfabric.engine.claiming.poller import PollingOperations
+from flowfabric.engine.claiming.admission import AdmissionControl
+from flowfabric.engine.claiming.claim_on_commit import ClaimOnCommit
+from flowfabric.engine.claiming.claimer import Claimer
+from flowfabric.engine.claiming.fair_turns import FairTurns
+from flowfabric.engine.claiming.fast_claims import FastClaims
+from flowfabric.engine.claiming.grant_scheduler import GrantScheduler
+from flowfabric.engine.claiming.guarded_claims import GuardedClaims
+from flowfabric.engine.claiming.ready_queues import ReadyQueues
+from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.durable.child_completions import ChildCompletions
 from flowfabric.engine.flows.bulk_cancel import BulkCanceller
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher
 from flowfabric.engine.flows.join_resolver import JoinResolver
+from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.limits.quota_slots import QuotaSlots
+from flowfabric.engine.limits.unblocker import Unblocker
 from flowfabric.engine.metrics.queue_depth import GaugeReader
 from flowfabric.engine.metrics.registry import Metrics
-from flowfabric.engine.operations.api_tokens import ApiTokenOperations
-from flowfabric.engine.operations.deployment import DeploymentOperations
-from flowfabric.engine.operations.flow_cancels import FlowCancelOperations
-from flowfabric.engine.operations.flow_reads import FlowReadOperations
-from flowfabric.engine.operations.holder import HolderOperations
+from flowfabric.engine.operations.admin import AdminOperations
+from flowfabric.engine.operations.claims import ClaimOperations
+from flowfabric.engine.operations.durable import DurableOperations
+from flowfabric.engine.operations.executions import ExecutionOperations
+from flowfabric.engine.operations.explainer import Explainer
+from flowfabric.engine.operations.flows import FlowOperations
 from flowfabric.engine.operations.leases import LeaseOperations
+from flowfabric.engine.operations.limits import LimitOperations
 from flowfabric.engine.operations.reads import ReadOperations
-from flowfabric.engine.operations.redeeming import RedeemerOperations
-from flowfabric.engine.operations.retention import RetentionOperations
-from flowfabric.engine.operations.signals import SignalOperations
-from flowfabric.engine.operations.streams import StreamOperations, StreamReadLimiter
-from flowfabric.engine.operations.subscriptions import SubscriptionOperations
+from flowfabric.engine.operations.streams import StreamOperations
+from flowfabric.engine.operations.suspensions import SuspensionOperations
+from flowfabric.engine.retention.purger import Purger
+from flowfabric.engine.runtime.keyed_lock import KeyedLock
+from flowfabric.engine.runtime.outbox_relay import OutboxRelay
 from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import SecretBox
+from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.runtime.wakeups import stream_topic
-from flowfabric.engine.surface import operations
-from flowfabric.engine.sweeps import suspensions
+from flowfabric.engine.streams.frame_writer import FrameWriter
+from flowfabric.engine.streams.read_limiter import StreamReadLimiter
+from flowfabric.engine.sweeps.executions import execution_sweeps
 from flowfabric.engine.sweeps.flows import FlowSweeps
 from flowfabric.engine.sweeps.limits import limit_sweeps
+from flowfabric.engine.sweeps.suspensions import suspension_sweeps
 from flowfabric.engine.sweeps.sweeper import SweepCursors, Sweeper, SweepResult
 from flowfabric.engine.sweeps.unblock import UnblockSweep
 from flowfabric.engine.validation import execution as validate
@@ -59,21 +77,16 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Engine(
+    ExecutionOperations,
     LeaseOperations,
-    HolderOperations,
-    FlowCancelOperations,
-    FlowReadOperations,
-    BudgetSuspender,
-    SignalOperations,
+    ClaimOperations,
+    SuspensionOperations,
+    DurableOperations,
+    FlowOperations,
+    LimitOperations,
     StreamOperations,
-    PollingOperations,
-    RedeemerOperations,
     ReadOperations,
-    RetentionOperations,
-    SubscriptionOperations,
-    ApiTokenOperations,
-    DeploymentOperations,
-    GaugeReader,
+    AdminOperations,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
 
@@ -85,32 +98,55 @@ class Engine(
         minter: Minter | None = None,
         schema: SchemaVersion | None = None,
     ) -> None:
-        """`schema` is what opening the store answered."""
-        self.runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        """`schema` is what opening the store returned."""
         self.schema = schema or SchemaVersion(0, 0)
-        self._sweeper: Sweeper | None = None
-        self._places: SweepCursors = {}
+        self.runtime = runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
+        self.signing_keys = SigningKeys(runtime, SecretBox(runtime.settings.secret_key))
+        self.root_queues = RootQueues(runtime)
+        self.recent_creates = RecentCreates(runtime.wakeups)
         self.create_validator = validate.CreateValidator()
-        self.secret_box = SecretBox(self.runtime.settings.secret_key)
-        self.root_queues = RootQueues(self.runtime)
-        self.stream_reads = StreamReadLimiter(self.runtime.settings.max_concurrent_stream_ops)
-        self.frame_writers, self.parents_in_progress, self.child_completion_tasks = {}, {}, set()
-        self.runtime.on_write(self.deliver_written_child_completions, ChildCompletion)
-        self._flow_locks = {}
-        self._background = set()
-        dispatch = self.runtime.settings.dispatch
-        self.late_claims = LateClaims(self._find_claimed, self._give_back)
-        self.join_resolver = JoinResolver(self.runtime)
-        self.bulk_canceller = BulkCanceller(self.runtime, self.join_resolver)
-        self.dispatcher = CompletionDispatcher(
-            self.runtime, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=dispatch
+        self.flow_locks = KeyedLock()
+
+        self.aggregates = LimitAggregates(runtime)
+        self.turns = FairTurns()
+        self.budget_suspender = BudgetSuspender(runtime, self.aggregates, self.signing_keys)
+        self.unblocker = Unblocker(runtime, self.aggregates, self.turns, self.budget_suspender)
+        self.quota_slots = QuotaSlots(runtime, self.aggregates, self.unblocker)
+        self.outbox = OutboxRelay(runtime, {"release_admission": self.quota_slots.release_for_message})
+
+        self.queues = ReadyQueues(runtime, self.turns)
+        self.routes = WorkerRoutes(runtime, self.unblocker)
+        self.admission = AdmissionControl(runtime, self.aggregates, self.quota_slots, self.unblocker)
+        self.fast_claims = FastClaims(runtime, self.queues, self._give_back)
+        self.guarded_claims = GuardedClaims(runtime, self.queues, self.admission, self.unblocker)
+        self.claimer = Claimer(runtime, self.queues, self.turns, self.fast_claims, self.guarded_claims, self.routes)
+        self.claim_on_commit = ClaimOnCommit(runtime, self.queues, self.fast_claims)
+        self.grant_scheduler = GrantScheduler(
+            runtime, self.queues, self.turns, self.guarded_claims, self.admission, self.routes
         )
-        self.runtime.release_inliner = self.dispatcher
-        self.runtime.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
-        self._flow_sweeps = FlowSweeps(self, self)
-        self.runtime.on_write(self.deliver_written_messages, OutboxMessage)
-        self._unblocking = UnblockSweep(self)
-        if self.runtime.settings.hears:
+
+        self.join_resolver = JoinResolver(runtime)
+        self.bulk_canceller = BulkCanceller(runtime, self.join_resolver)
+        self.dispatcher = CompletionDispatcher(
+            runtime, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=runtime.settings.dispatch
+        )
+        self.child_completions = ChildCompletions(runtime)
+        self.frame_writer = FrameWriter(runtime)
+        self.stream_reads = StreamReadLimiter(runtime.settings.max_concurrent_stream_ops)
+        self.explainer = Explainer(runtime, self.queues, self.aggregates, self.routes)
+        self.purger = Purger(runtime)
+        self.gauges = GaugeReader(runtime)
+
+        self._sweeper: Sweeper | None = None
+        self._sweep_cursors: SweepCursors = {}
+        self._flow_sweeps = FlowSweeps(self)
+        self._unblock_sweep = UnblockSweep(self.unblocker, self.budget_suspender, self.routes)
+
+        runtime.release_inliner = self.dispatcher
+        runtime.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
+        runtime.on_write(self.child_completions.deliver_written, ChildCompletion)
+        runtime.on_write(self.outbox.deliver_written_messages, OutboxMessage)
+        if runtime.settings.hears:
             store.on_notify(self._woken)
 
     async def _give_back(self, claimed: Claimed) -> None:
@@ -170,7 +206,7 @@ class Engine(
 
     def capabilities(self) -> Capabilities:
         """Which operations there are."""
-        return Capabilities(self.runtime.store.tag.title, operations(type(self)))
+        return Capabilities(self.runtime.store.tag.title, operations())
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
         """A fresh id for an execution of its own, on the partition of its lane."""
@@ -192,26 +228,27 @@ class Engine(
         return await self.sweeper(chosen).sweep_once(name, batch)
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
-        """All sweeps, not yet running."""
-        more = (
-            *suspensions.suspension_sweeps(self),
+        """Return all sweeps, not yet running."""
+        sweeps = (
+            *execution_sweeps(self),
+            *suspension_sweeps(self),
             *self._flow_sweeps.sweeps(chosen),
-            *limit_sweeps(self, self._unblocking, chosen),
+            *limit_sweeps(self, self._unblock_sweep, chosen),
         )
-        return Sweeper(self, self.runtime.settings.sweeps, more, chosen, self._places)
+        return Sweeper(self.runtime, self.runtime.settings.sweeps, sweeps, chosen, self._sweep_cursors)
 
     async def close(self) -> None:
-        """Stop sweeping, let what is on its way arrive, and let go of the store. A second call does nothing."""
+        """Stop the sweeps, finish what is in flight, and close the store. A second call does nothing."""
         await self.stop_sweeps()
-        await self.late_claims.close()
+        await self.fast_claims.late_claims.close()
         self.stream_reads.closing.set()
         self.runtime.wakeups.notify_prefix(stream_topic(""))
-        await self.flush_frames()
-        await self.wait_for_child_completions()
-        await self.finish_background_cancels()
+        await self.frame_writer.drain()
+        await self.child_completions.drain()
+        await self.bulk_canceller.close()
         await self.dispatcher.close()
-        self.cancel_window_timers()
-        await self.wait_for_deliveries()
+        self.unblocker.cancel_window_timers()
+        await self.outbox.wait_for_deliveries()
         await self.runtime.commit_queue.drain()
         await self.runtime.store.close()
 
@@ -222,3 +259,10 @@ class Engine(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def operations() -> tuple[str, ...]:
+    """Return the names of all operations: the public methods of the groups and of the engine itself."""
+    groups = [group for group in Engine.__mro__ if group is not object]
+    members = {name: member for group in groups for name, member in vars(group).items() if not name.startswith("_")}
+    return tuple(sorted(name for name, member in members.items() if inspect.isfunction(member)))

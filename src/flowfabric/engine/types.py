@@ -23,7 +23,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.execution.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.execution.tags import TRACE_TAG, check_not_reserved
-from flowfabric.rules.execution.views import StateVector
+from flowfabric.rules.execution.views import ExecutionSnapshot, StateVector
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.flow.build import EdgeSnapshot
 from flowfabric.rules.flow.views import FlowSnapshot
@@ -55,6 +55,7 @@ __all__ = [
     "CreateExecution",
     "DuplicateDelivery",
     "EdgeSnapshot",
+    "ExecutionSnapshot",
     "Fence",
     "Filter",
     "FlowSnapshot",

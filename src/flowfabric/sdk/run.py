@@ -22,8 +22,8 @@ from flowfabric.sdk.exceptions import RunCancelled, RunExpired, RunFailed, RunSk
 from flowfabric.sdk.serialization.values import ValueCodec, json_bytes, to_plain
 
 if TYPE_CHECKING:
-    from flowfabric.engine.claiming.poller import ExecutionOutcome
-    from flowfabric.engine.operations.reads import ExecutionSnapshot
+    from flowfabric.engine.operations.pages import ExecutionOutcome
+    from flowfabric.engine.types import ExecutionSnapshot
     from flowfabric.engine_api import EngineAPI
     from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation

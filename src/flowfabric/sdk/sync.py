@@ -34,7 +34,7 @@ from flowfabric.sdk.limits import Budget
 from flowfabric.sdk.worker.threads import DaemonThreadPool, Portal
 
 if TYPE_CHECKING:
-    from flowfabric.engine.operations.reads import ExecutionSnapshot
+    from flowfabric.engine.types import ExecutionSnapshot
     from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.model.states import PublicState

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import msgspec
 
-from flowfabric.engine.claiming.poller import CreateExecution
+from flowfabric.engine.types import CreateExecution
 from flowfabric.engine.validation import execution as validate
 from flowfabric.errors import FabricError, InvalidInput
 from flowfabric.model.answers.execution import Duplicate

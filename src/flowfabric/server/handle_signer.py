@@ -109,7 +109,7 @@ class HandleSigner:
                 if self._keys is not None:
                     await asyncio.sleep(self._loaded_at + MIN_RELOAD_INTERVAL_S - monotonic())
                 began = monotonic()
-                self._keys = await self._engine.handle_keys()
+                self._keys = await self._engine.signing_keys.handle_keys()
                 self._loaded_at = began
             return self._keys
 

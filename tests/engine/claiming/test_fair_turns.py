@@ -17,6 +17,6 @@ async def test_a_process_that_unblocks_and_never_claims_remembers_a_bounded_numb
     engine = Engine(MemoryStore())
     for number in range(100):
         row = waiting(f"e{number}")
-        engine.keep_unblock_turns("lists of a limit", {row.lane_id: {"a": 1}}, [row])
+        engine.turns.keep_unblock_turns("lists of a limit", {row.lane_id: {"a": 1}}, [row])
 
-        assert sum(map(len, engine._unblocked.values())) <= 10
+        assert sum(map(len, engine.turns._unblocked.values())) <= 10

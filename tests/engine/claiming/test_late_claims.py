@@ -64,7 +64,7 @@ async def test_what_a_late_request_takes_is_claimable_again_soon(store: Store) -
     assert again.execution_id == second
     await other.complete(again.handle)
     await engine.complete(got.handle)
-    await engine.late_claims.close()
+    await engine.fast_claims.late_claims.close()
 
 
 async def test_what_a_cancelled_claim_takes_is_claimable_again_soon(store: Store) -> None:
@@ -82,7 +82,7 @@ async def test_what_a_cancelled_claim_takes_is_claimable_again_soon(store: Store
         await claiming
 
     await state(other, e, "waiting")
-    await engine.late_claims.close()
+    await engine.fast_claims.late_claims.close()
 
 
 async def test_what_the_caller_got_is_not_given_back(store: Store) -> None:
@@ -95,5 +95,5 @@ async def test_what_the_caller_got_is_not_given_back(store: Store) -> None:
     got = await engine.claim("default", **W)
 
     assert got is not None
-    assert not engine.late_claims._watches
+    assert not engine.fast_claims.late_claims._watches
     await engine.complete(got.handle)

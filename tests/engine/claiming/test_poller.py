@@ -11,7 +11,6 @@ import pytest
 
 from flowfabric import Engine, Settings, errors
 from flowfabric.engine.claiming import poller
-from flowfabric.engine.claiming.poller import LanePoller
 from flowfabric.engine.runtime.wakeups import COMPLETION_PREFIX, completion_topic, lane_topic
 from flowfabric.stores.port import Store
 
@@ -51,7 +50,7 @@ async def make(engine: Engine, lane_id: str = "default") -> str:
 async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
     engine: Engine, trips: Counter[str]
 ) -> None:
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     await pull.claim(10)
     first = await make(engine)
     assert [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)] == [first]
@@ -69,7 +68,7 @@ async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
 
 
 async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: Engine) -> None:
-    pull = LanePoller(engine, ["default", "mail"], **ME)
+    pull = engine.pulling(["default", "mail"], **ME)
     first = await make(engine)
     assert [one.execution_id for one in await pull.claim(10)] == [first]
     second = await make(engine, "mail")  # nobody is waiting at this moment
@@ -79,7 +78,7 @@ async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: E
 
 
 async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trips: Counter[str]) -> None:
-    pull = LanePoller(engine, ["default", "mail", "other"], **ME)
+    pull = engine.pulling(["default", "mail", "other"], **ME)
     for lane in ("default", "mail", "other"):
         await make(engine, lane)
     assert len(await pull.claim(10)) == 3
@@ -94,7 +93,7 @@ async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trip
 
 async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_another_is(store: Store) -> None:
     engine = Engine(store, settings=Settings(poll_ms=50))
-    pull = LanePoller(engine, ["default", "mail"], **ME)
+    pull = engine.pulling(["default", "mail"], **ME)
     await pull.claim(10)
     fire = engine.runtime.wakeups.notify
     engine.runtime.wakeups.notify = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
@@ -111,7 +110,7 @@ async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_anot
 async def test_a_lane_that_could_not_be_looked_at_is_looked_at_again(
     engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     made = await make(engine)
     with monkeypatch.context() as away:
         away.setattr(engine, "claim_available", _failing)
@@ -129,9 +128,9 @@ async def _failing(*_: Any) -> list[Any]:
 
 async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine: Engine) -> None:
     await make(engine)
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     [first] = await pull.claim(3)
-    spare = {stamp.lease_id for stamp in engine._spare}
+    spare = {stamp.lease_id for stamp in engine.fast_claims._spare}
     assert len(spare) == 2
     assert first.lease_id not in spare
 
@@ -143,7 +142,7 @@ async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine
 
 async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) -> None:
     made = [await make(engine) for _ in range(3)]
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     async with asyncio.timeout(10):
         claimed = await pull.claim(2, max_wait_ms=NEVER_MS) + await pull.claim(2, max_wait_ms=NEVER_MS)
     assert sorted(one.execution_id for one in claimed) == sorted(made)
@@ -151,7 +150,7 @@ async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) 
 
 
 async def test_it_ends_when_it_is_told_to(engine: Engine) -> None:
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     go_on = True
     waiting = asyncio.create_task(pull.claim(1, max_wait_ms=NEVER_MS, go_on=lambda: go_on))
     await asyncio.sleep(0.02)
@@ -166,7 +165,7 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
     e = engine.new_execution_id()
     await engine.create_execution(execution_id=e, policy=retry)
-    pull = LanePoller(engine, ["default"], **ME)
+    pull = engine.pulling(["default"], **ME)
     [first] = await pull.claim(1)
     await engine.fail(first.handle, reason="flaky")
     await engine.sweep_once("delayed_promoter")
@@ -250,7 +249,7 @@ async def test_what_was_created_and_never_waited_for_is_not_remembered_without_e
 ) -> None:
     monkeypatch.setattr(poller, "MAX_RECENT_CREATES", 2)
     made = [await make(engine) for _ in range(3)]
-    assert list(engine._created) == made[1:]
+    assert list(engine.recent_creates._completions) == made[1:]
 
 
 async def test_a_process_that_waits_for_nothing_does_not_listen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ async def test_fan_out_is_written_in_bounded_steps(
     weighing.heaviest = 0
 
     await crew.work()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert 0 < weighing.heaviest <= 3 * STEP + 1, "an edge, a group and a child for each, and the dispatch row"
     assert len(await crew.claim(WIDTH + 1)) == WIDTH

@@ -43,7 +43,7 @@ async def test_a_step_of_a_chain_is_one_commit_and_no_look(
         await crew.engine.complete_many([(one.handle, b"r") for one in held])
     else:
         await asyncio.gather(*(crew.engine.complete(one.handle, result=b"r") for one in held))
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert asked == [("commit", 2)]
     assert await crew.states(*"abcd") == "completed waiting completed waiting"
@@ -57,7 +57,7 @@ async def test_a_step_that_hands_its_result_on_looks_at_the_input_only(
     asked.clear()
 
     await crew.engine.complete(held.handle, result=b"r")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert asked == [("load", 1), ("commit", 1)]
     assert await crew.states("a", "b") == "completed waiting"
@@ -73,7 +73,7 @@ async def test_a_step_that_has_no_result_to_hand_on_is_one_commit_too(crew: Crew
     asked.clear()
 
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert asked == [("load", 3), ("commit", 1)]
     assert await crew.states("a", "b") == "completed waiting"
@@ -87,7 +87,7 @@ async def test_the_input_of_a_child_that_has_ended_stays_when_its_only_upstream_
     await crew.engine.cancel_execution(crew.names["b"])
 
     await crew.engine.complete(held.handle, result=b"r")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert (await crew.engine.read_execution_context(crew.names["b"])).input_payload == b""
     assert (await crew.group("b")).succeeded == 1
@@ -101,9 +101,9 @@ async def test_a_diamond_joins_and_a_failure_skips_to_any_depth(crew: Crew) -> N
     await crew.graph(nodes, edges)
 
     assert await crew.work() == ["a"]
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await crew.work(failing="c") == ["b", "c"]
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert set((await crew.states("d", *tail)).split()) == {"skipped"}
     assert await crew.owed() == 0
@@ -115,7 +115,7 @@ async def test_many_children_are_released_in_bounded_steps(crew: Crew, width: in
     await crew.graph(["a", *children], [("a", child) for child in children])
 
     await crew.work()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert len(await crew.claim(5000)) == width
     assert await crew.owed() == 0
@@ -136,7 +136,7 @@ async def test_one_child_of_some_that_moved_does_not_hold_the_others_back(crew: 
     await crew.engine.cancel_execution(crew.names["c"], source="operator_override", reason="not needed")
 
     assert await crew.work() == ["a"]
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert await crew.states(*"abcd") == "completed waiting cancelled waiting"
     assert (await crew.group("c")).succeeded == 1
@@ -149,7 +149,7 @@ async def test_many_parents_fire_their_join_once(crew: Crew) -> None:
     held = await crew.claim()
 
     await asyncio.gather(*(crew.engine.complete(one.handle) for one in held))
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     group = await crew.group("j")
     assert (group.n, group.succeeded, group.group_state) == (1000, 1000, "satisfied")
@@ -166,7 +166,7 @@ async def test_siblings_are_cancelled_without_any_sweep(crew: Crew) -> None:
 
     for one in held[:2]:
         await crew.engine.complete(one.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     states = (await crew.states(*parents)).split()
     assert (states.count("completed"), states.count("cancelled")) == (2, 18)
@@ -189,7 +189,7 @@ async def test_siblings_that_nobody_has_touched_are_cancelled_without_a_look(
     asked.clear()
 
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     end, settled, inbound, ended, fold = ("commit", 1), ("load", 3), ("load", 1), ("load", 1), ("commit", 1)
     assert asked[:6] == [end, settled, inbound, ended, fold, ("commit", 3)]
@@ -216,7 +216,7 @@ async def test_siblings_that_are_not_as_they_were_created_are_cancelled_all_the_
     await crew.engine.set_execution_tag(touched[3], "app.note", "kept")
 
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert sorted((await crew.states(*"abcdefg")).split()) == ["cancelled"] * 6 + ["completed"]
     reasons = [(await one_execution(crew, name)).cancellation_reason for name in "abcdefg"]
@@ -245,7 +245,7 @@ async def test_a_sibling_that_is_claimed_when_it_is_about_to_be_cancelled_is_loo
 
     monkeypatch.setattr(crew.engine.runtime.commit_queue, "send_batch", after_a_claim)
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert sorted((await crew.states(*"abc")).split()) == ["cancelled", "cancelled", "completed"]
     late = next(one for one in claimed if one.execution_id != crew.names["j"])

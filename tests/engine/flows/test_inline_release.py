@@ -189,7 +189,7 @@ async def test_nothing_stays_announced_that_was_not_written(
     engine: Engine, rests: asyncio.Queue[None], clock: ManualClock, spoil: str
 ) -> None:
     waiting = await at_rest(engine, rests)
-    [line] = await engine.lane_queues(LANE)
+    [line] = await engine.queues.lane_queues(LANE)
 
     def step(name: str) -> Change:
         return change(Insert(execution(name, lane_id=LANE, line=line, rank=clock.now)))

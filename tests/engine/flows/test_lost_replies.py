@@ -10,8 +10,7 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import WaitIndefinite
-from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge, WaitIndefinite
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.flow import CascadeOutcome, GraphCreated, HeaderCancelled, Resolution, Staged
 from flowfabric.model.flow import CancellationPolicy, EdgeGroup
@@ -119,7 +118,7 @@ async def complete_an_upstream(scene: Scene) -> Act:
 
     async def done() -> object:
         answer = await scene.engine.complete(held.handle, result=b"R")
-        await scene.engine.wait_for_dispatch()
+        await scene.engine.dispatcher.wait_idle()
         return answer
 
     return done
@@ -128,7 +127,7 @@ async def complete_an_upstream(scene: Scene) -> Act:
 async def replay_a_skipped_member(scene: Scene) -> Act:
     a, b = await flow_of(scene, 2, edge=True, applied=True)
     await scene.engine.cancel_execution(a)
-    await scene.engine.wait_for_dispatch()
+    await scene.engine.dispatcher.wait_idle()
     return lambda: scene.engine.replay_execution(b)
 
 

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.engine.operations.flow_cancels import WaitTimeout
+from flowfabric.engine.operations.flows import WaitTimeout
 from flowfabric.ids import FlowId
 from flowfabric.model.answers.flow import FlowCancelled, PartiallyCancelled
 from flowfabric.model.execution import Execution
@@ -90,14 +90,14 @@ async def test_a_lost_answer_at_any_commit_of_a_join_does_not_strand_or_double(c
         crew.store.lose("commit", loss, after=nth)
         for one in held:
             await crew.engine.complete(one.handle)
-        await crew.engine.wait_for_dispatch()
+        await crew.engine.dispatcher.wait_idle()
         await crew.sweep("completion_dispatch", "dependency_reconciler")
         crew.store.heal()
 
         assert await crew.states(*"abjk") == "completed completed waiting waiting_children"
         assert (await crew.group("j")).succeeded == 2
         assert await crew.work() == ["j"]
-        await crew.engine.wait_for_dispatch()
+        await crew.engine.dispatcher.wait_idle()
         assert await crew.work() == ["k"]
 
 
@@ -113,7 +113,7 @@ async def test_an_edge_applied_while_its_upstream_ends_is_never_missed(crew: Cre
     await crew.mortal.apply_dependency_to_child(crew.flow, edge, child, crew.names["a"])
     ending.release()
     await finish
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert (await crew.group("b")).group_state == "satisfied"
     await crew.engine.complete(other.handle)
@@ -192,11 +192,13 @@ async def test_a_cancel_that_takes_too_long_when_its_process_ends_is_cut_off_and
     await crew.graph([*"ab"], [])
     await crew.engine.cancel_flow_header(crew.flow, reason="r")
     writing = crew.store.stop_before("commit")
-    crew.mortal._in_background(crew.mortal.bulk_canceller.cancel_members(crew.flow, [*crew.names.values()], "r"))
+    crew.mortal.bulk_canceller.finish_in_background(
+        crew.mortal.bulk_canceller.cancel_members(crew.flow, [*crew.names.values()], "r")
+    )
     await writing.reached()
 
     async with asyncio.timeout(10):
-        assert await crew.mortal.finish_background_cancels(grace_s=0.01) == 1
+        assert await crew.mortal.bulk_canceller.close(grace_s=0.01) == 1
 
     clock.advance_ms(30_000)
     await crew.sweep("cancel_reconciler")
@@ -247,7 +249,7 @@ async def test_a_lost_answer_to_the_cancel_of_members_is_found_again(crew: Crew,
     crew.store.lose("commit", loss, after=1)  # that of the header arrives
 
     answer = await crew.engine.cancel_flow(crew.flow, wait=WaitTimeout(20_000))
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert crew.store.losses
     if loss is Loss.REPLY:
@@ -263,7 +265,7 @@ async def test_a_lost_answer_to_the_cancel_of_members_is_found_again(crew: Crew,
 async def test_a_child_is_replayed_while_its_upstream_ends_again(crew: Crew) -> None:
     await crew.graph([*"ab"], [("a", "b")])
     await crew.work(failing="a")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await crew.states("b") == "skipped"
     await crew.engine.replay_execution(crew.names["a"])
     [held] = await crew.claim()
@@ -286,11 +288,11 @@ async def test_an_end_is_not_counted_without_the_result_that_a_replay_takes_away
     await crew.graph([*"abc"], [("a", "c"), ("b", "c")], data_passing_ref="r")
     held = {one.execution_id: one for one in await crew.claim()}
     await crew.engine.complete(held[crew.names["b"]].handle, result=b"from b")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     await (crew.mortal if swept else crew.engine).complete(held[crew.names["a"]].handle, result=b"from a")
     gates = [crew.store.stop_before("load") for _ in range(looks)]
-    counting = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.wait_for_dispatch())
+    counting = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.dispatcher.wait_idle())
     for gate in gates[:-1]:
         await gate.reached()
         gate.release()
@@ -302,7 +304,7 @@ async def test_an_end_is_not_counted_without_the_result_that_a_replay_takes_away
 
     [again] = await crew.claim()
     await crew.engine.complete(again.handle, result=b"from a, again")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await crew.states("c") == "waiting"
     assert (await crew.engine.read_execution_context(crew.names["c"])).input_payload == b"from a, again"
 
@@ -329,7 +331,7 @@ async def test_a_purged_child_leaves_its_join_behind(crew: Crew, clock: ManualCl
     assert await crew.engine.purge_execution(crew.names["b"])
 
     await crew.work()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     await crew.sweep("dependency_reconciler")
 
     found = (await crew.engine.runtime.load((Read(Execution, (crew.names["b"],)),))).rows[0]
@@ -345,6 +347,6 @@ async def test_an_edge_that_was_staged_and_not_applied_is_not_taken_for_the_one_
     claimed = {one.execution_id: one for one in await crew.claim()}
 
     await crew.engine.complete(claimed[crew.names["a"]].handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert await crew.states(*children) == " ".join(["waiting_children"] + ["waiting"] * (MAX_NAMED_SUCCESSORS + 1))

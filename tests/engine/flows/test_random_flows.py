@@ -137,7 +137,7 @@ class World:
         if self.tasks:
             await asyncio.gather(*self.tasks)
         for process in self.processes:
-            await process.wait_for_dispatch()
+            await process.dispatcher.wait_idle()
         for sweep in ("completion_dispatch", "edge_cancel_dispatcher", "edge_cancel_reconciler"):
             await self.calm.sweep_once(sweep)
 

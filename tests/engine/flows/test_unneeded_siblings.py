@@ -111,11 +111,11 @@ async def test_a_lost_answer_at_any_commit_does_not_lose_or_double_an_end(crew: 
     held = await ready(crew)
     crew.store.lose("commit", loss, after=call - 1)
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert crew.store.losses == [("commit", loss)]
 
     await crew.sweep("completion_dispatch", "edge_cancel_dispatcher")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert (await counts(crew), await is_drained(crew)) == (ALL_COUNTED, True)
     assert sorted((await crew.states(*"abcd")).split()) == ["cancelled"] * 3 + ["completed"]
@@ -132,14 +132,14 @@ async def test_a_sibling_with_another_life_is_not_counted_until_that_ends(crew: 
     again = next(name for name in "abcd" if crew.names[name] != held.execution_id)
     await crew.mortal.replay_execution(crew.names[again])
     counting.release()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert await crew.states(again) == "waiting"
     assert await counts(crew) == (1, 2, 4)
     await check_flow_invariants(crew.mortal)
     one = next(one for one in await crew.claim() if one.execution_id == crew.names[again])
     await crew.engine.complete(one.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert (await counts(crew), await is_drained(crew)) == ((2, 2, 4), True)
 
 
@@ -232,10 +232,10 @@ async def test_siblings_that_were_cancelled_for_a_former_life_of_the_join_are_co
     assert await crew.states("j") == "skipped"
     await crew.mortal.replay_execution(crew.names["j"])
     cancelling.release()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     await crew.engine.sweep_once("completion_dispatch")
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
 
     assert await crew.states("j") == "skipped"
     assert (await counts(crew), await is_drained(crew)) == ((0, 4, 4), True)
@@ -245,7 +245,7 @@ async def test_siblings_that_were_cancelled_for_a_former_life_of_the_join_are_co
 async def test_siblings_that_the_replay_of_the_join_makes_unneeded_are_counted(crew: Crew) -> None:
     await crew.graph([*"abcdj"], [("a", "j")], policies={"j": FIRST_OF_ALL})
     await crew.engine.cancel_execution(crew.names["a"])
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await crew.states("j") == "skipped"
     for name in "bcd":
         edge = crew.engine.minter.uuid()
@@ -253,11 +253,11 @@ async def test_siblings_that_the_replay_of_the_join_makes_unneeded_are_counted(c
         await crew.engine.apply_dependency_to_child(crew.flow, edge, crew.names["j"], crew.names[name])
     [held] = await crew.claim(1)
     await crew.engine.complete(held.handle)
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await counts(crew) == (1, 1, 4)
 
     await crew.engine.replay_execution(crew.names["j"])
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert await counts(crew) == (1, 2, 4)
     await crew.sweep("completion_dispatch")
 

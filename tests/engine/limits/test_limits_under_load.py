@@ -98,9 +98,9 @@ class Floor:
     async def at_rest(self) -> None:
         """What the dead had begun or sent has come to its end, too."""
         for engine in self.engines:
-            await engine.quota_aggregates._decisions.drain()
+            await engine.aggregates.quotas._decisions.drain()
             await engine.runtime.commit_queue.drain()
-            await engine.wait_for_deliveries()
+            await engine.outbox.wait_for_deliveries()
 
     async def look(self) -> None:
         """Nothing more runs than the quota allows."""

@@ -178,8 +178,8 @@ class Floor:
 
     async def close(self) -> None:
         for engine in self.engines:
-            engine.cancel_window_timers()
-            await engine.wait_for_deliveries()
+            engine.unblocker.cancel_window_timers()
+            await engine.outbox.wait_for_deliveries()
 
 
 @pytest.mark.parametrize("seed", range(2))

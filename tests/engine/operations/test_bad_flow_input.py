@@ -153,4 +153,4 @@ async def test_the_same_call_with_good_arguments_is_not_refused_as_wrong(engine:
         assert verb in ("apply_dependency_to_child", "resolve_dependency")  # no such edge was staged
     except errors.NotBlockedByDeps:
         assert verb == "promote_blocked_to_eligible"
-    await engine.finish_background_cancels()
+    await engine.bulk_canceller.close()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.engine import Engine
-from flowfabric.engine.surface import INTERNAL, operations
+from flowfabric.engine.engine import Engine, operations
 from flowfabric.ids import SeededMinter
 from flowfabric.stores.port import Store
 
@@ -57,16 +56,20 @@ def arguments(name: str) -> list[inspect.Parameter]:
     return [one for one in named if one.name != "self" and not one.name.startswith("_")]
 
 
-TAKING = [name for name in operations(Engine) if arguments(name)]
+TAKING = [name for name in operations() if arguments(name)]
 
 
 def test_every_operation_of_the_specification_is_there() -> None:
-    assert THE_SPECIFICATION_S - set(operations(Engine)) == set()
+    assert THE_SPECIFICATION_S - set(operations()) == set()
 
 
-def test_what_is_internal_exists_and_is_no_operation() -> None:
-    assert {name for name in INTERNAL if not hasattr(Engine, name)} == set()
-    assert INTERNAL.isdisjoint(operations(Engine))
+def test_each_operation_is_defined_once() -> None:
+    owners = [
+        name for group in Engine.__mro__ if group is not object for name in vars(group) if not name.startswith("__")
+    ]
+
+    assert sorted(owners) == sorted(set(owners))
+    assert len(Engine.__mro__) <= 12
 
 
 async def test_an_engine_tells_its_operations(store: Store) -> None:
@@ -75,7 +78,7 @@ async def test_an_engine_tells_its_operations(store: Store) -> None:
     told = engine.capabilities()
 
     assert told.backend == store.tag.title
-    assert told.operations == operations(Engine)
+    assert told.operations == operations()
 
 
 @pytest.mark.parametrize("name", TAKING)

@@ -60,7 +60,7 @@ async def test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again(
         held = claimed[crew.names["a"]]
         await (crew.mortal if swept else crew.engine).complete(held.handle, result=b"%d" % turn)
         gates = [crew.store.stop_before(verb) for _ in range(turn)]
-        work = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.wait_for_dispatch())
+        work = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.dispatcher.wait_idle())
         is_stopped = await stopped(work, gates)
         crew.store._before.clear()
         if not is_stopped:
@@ -153,7 +153,7 @@ async def test_a_replay_is_whole_whatever_is_lost_on_the_way(crew: Crew, loss: L
     assert await notes(crew) == []
     await crew.engine.complete(held[crew.names["b"]].handle)
     await crew.work()
-    await crew.engine.wait_for_dispatch()
+    await crew.engine.dispatcher.wait_idle()
     assert set((await crew.states(*CHILDREN)).split()) == {"waiting"}
 
 

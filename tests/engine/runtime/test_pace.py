@@ -64,7 +64,9 @@ async def test_jobs_of_100_ms_under_a_concurrency_of_10_run_at_100_a_second(engi
         assert len(claimed) == CAP, "every slot is in use"
         clock.advance_ms(JOB_MS)
         await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
-        await engine.wait_for_deliveries()  # the ends release, the releases wake: nothing else moves in this test
+        await (
+            engine.outbox.wait_for_deliveries()
+        )  # the ends release, the releases wake: nothing else moves in this test
         done += len(claimed)
 
     assert (done, clock.now - start) == (100, 1000)
@@ -125,7 +127,7 @@ async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
     await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
     [first] = await pull(engine, 5)
     wire.go_down()
-    engine.schedule_quota_unblock(Q, 0)
+    engine.unblocker.schedule_quota_unblock(Q, 0)
     await until(lambda: "has room again is not known" in caplog.text)
 
     wire.heal()
@@ -135,7 +137,7 @@ async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
 
     assert second.execution_id != first.execution_id
     assert not [record for record in caplog.records if record.name == "asyncio"], "no task failed unheard"
-    engine.cancel_window_timers()
+    engine.unblocker.cancel_window_timers()
 
 
 async def test_fifty_reporters_cost_two_round_trips(store: Store) -> None:

@@ -73,7 +73,7 @@ class Rounds:
             await asyncio.gather(*(engine.complete(one.handle, result=b"done") for one in claimed))
             done += len(claimed)
         assert done == EACH
-        await engine.wait_for_deliveries()
+        await engine.outbox.wait_for_deliveries()
         self.clock.advance_ms(KEPT_MS + 1)
         for sweep in FORGETTERS:
             while (await engine.sweep_once(sweep)).processed:

@@ -98,7 +98,7 @@ async def load(engine: Engine, until: float) -> int:
             spenders = claimed[::10]
             await asyncio.gather(*(engine.record_spend(B, one.execution_id, {"calls": 1}) for one in spenders))
             await asyncio.gather(*(engine.release_budget(B, one.execution_id) for one in spenders))
-            await engine.wait_for_deliveries()
+            await engine.outbox.wait_for_deliveries()
         done += await run_flow(engine)
     return done
 

@@ -76,7 +76,7 @@ async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cyc
 ) -> None:
     [bad, good] = await delayed(engine, clock, 2)
     promoter = Promoter(engine, fault, bad)
-    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+    sweeper = Sweeper(engine.runtime, Sweeps(), [promoter.sweep])
 
     passes = [await sweeper.sweep_once("delayed_promoter") for _ in range(14)]
 
@@ -87,7 +87,7 @@ async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cyc
 async def test_items_that_are_left_alone_do_not_hide_the_others(engine: Engine, clock: ManualClock) -> None:
     *bad, good = await delayed(engine, clock, 8)
     promoter = Promoter(engine, POISON, *bad)
-    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+    sweeper = Sweeper(engine.runtime, Sweeps(), [promoter.sweep])
     for _ in range(9):  # each pass has room for three: they are worn down one portion after the other
         await sweeper.sweep_once("delayed_promoter", 3)
 
@@ -97,7 +97,7 @@ async def test_items_that_are_left_alone_do_not_hide_the_others(engine: Engine, 
 async def test_however_many_fail_the_passes_come_to_those_behind_them(engine: Engine, clock: ManualClock) -> None:
     *bad, good = await delayed(engine, clock, 13)
     promoter = Promoter(engine, POISON, *bad)
-    sweeper = Sweeper(engine, Sweeps(), [promoter.sweep])
+    sweeper = Sweeper(engine.runtime, Sweeps(), [promoter.sweep])
 
     passes = [await sweeper.sweep_once("delayed_promoter", 2) for _ in range(7)]
 
@@ -127,7 +127,7 @@ async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
     engine: Engine, clock: ManualClock
 ) -> None:
     executions = await delayed(engine, clock, 2)
-    sweeper = Sweeper(engine, Sweeps(), [Promoter(engine, AWAY, *executions).sweep])
+    sweeper = Sweeper(engine.runtime, Sweeps(), [Promoter(engine, AWAY, *executions).sweep])
 
     with pytest.raises(errors.StoreUnavailable):
         await sweeper.sweep_once("delayed_promoter")
@@ -146,7 +146,7 @@ async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch
         well.set()
         return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
+    sweeper = Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await asyncio.wait_for(well.wait(), 10)
 
@@ -166,7 +166,9 @@ async def test_a_sweep_that_crashes_leaves_it_to_others(engine: Engine) -> None:
         well.set()
         return SweepResult(0, 0)
 
-    sick, healthy = (Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=whole)]) for whole in (crash, run))
+    sick, healthy = (
+        Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=whole)]) for whole in (crash, run)
+    )
     sick.start()
     await asyncio.wait_for(crashed.wait(), 10)
     healthy.start()
@@ -187,7 +189,7 @@ async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) ->
         well.set()
         return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
+    sweeper = Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await asyncio.wait_for(well.wait(), 10)
 
@@ -203,7 +205,7 @@ async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_lo
         await finish.wait()
         return SweepResult(1, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
+    sweeper = Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=run)])
     sweeper.start()
     await begun.wait()
     stopping = asyncio.create_task(sweeper.stop())
@@ -215,7 +217,7 @@ async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_lo
 
     begun.clear()
     finish.clear()
-    stubborn = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=run)])
+    stubborn = Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=run)])
     stubborn.start()
     await begun.wait()
     assert await stubborn.stop(grace_s=0.01) == 1
@@ -235,7 +237,7 @@ async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at
         return Sweep(name, run_pass=run)
 
     settings = only("unblock", 3_600_000)
-    sweeper = Sweeper(engine, settings, [telling("unblock"), telling("quota_reconciler")])
+    sweeper = Sweeper(engine.runtime, settings, [telling("unblock"), telling("quota_reconciler")])
     sweeper.start()
     await asyncio.wait_for(first.wait(), 10)
     await sweeper.stop()
@@ -257,7 +259,7 @@ async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
         return Sweep("unblock", run_pass=run)
 
     settings = only("unblock")
-    sweepers = [Sweeper(engine, settings, [numbered(number)]) for number in range(3)]
+    sweepers = [Sweeper(engine.runtime, settings, [numbered(number)]) for number in range(3)]
     for sweeper in sweepers:
         sweeper.start()
     await asyncio.wait_for(enough.wait(), 10)
@@ -289,8 +291,8 @@ async def test_sweeps_of_different_executions_run_side_by_side(engine: Engine, c
         await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=clock.now + 1, **given)
     clock.advance_ms(1)
     settings, promoter = only("delayed_promoter"), Sweep("delayed_promoter", "delay_until", promote)
-    everything = Sweeper(engine, settings, [Sweep("delayed_promoter", run_pass=nothing)])
-    sweepers = [everything, *(Sweeper(engine, settings, [promoter], choice) for choice in choices)]
+    everything = Sweeper(engine.runtime, settings, [Sweep("delayed_promoter", run_pass=nothing)])
+    sweepers = [everything, *(Sweeper(engine.runtime, settings, [promoter], choice) for choice in choices)]
     for sweeper in sweepers:
         sweeper.start()
     await asyncio.wait_for(enough.wait(), 10)
@@ -344,7 +346,9 @@ async def passes_of(
 
     try:
         engine = Engine(MemoryStore(ManualClock()), minter=SeededMinter(seed))
-        sweeper = Sweeper(engine, only("unblock", interval_ms), [Sweep("unblock", run_pass=noted, cyclic=goes_round)])
+        sweeper = Sweeper(
+            engine.runtime, only("unblock", interval_ms), [Sweep("unblock", run_pass=noted, cyclic=goes_round)]
+        )
         sweeper.start()
         await asyncio.sleep(seconds)
         assert await sweeper.stop() == 0
@@ -392,7 +396,7 @@ async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, in
     try:
         engines = [Engine(store, minter=SeededMinter(seed)) for seed in seeds]
         sweepers = [
-            Sweeper(engine, only("unblock", interval_ms), [noted(seed)])
+            Sweeper(engine.runtime, only("unblock", interval_ms), [noted(seed)])
             for engine, seed in zip(engines, seeds, strict=True)
         ]
         for sweeper in sweepers:
@@ -428,7 +432,7 @@ async def test_a_long_pass_keeps_its_lease(engine: Engine, clock: ManualClock) -
         await finish.wait()
         return SweepResult(0, 0)
 
-    sweeper = Sweeper(engine, only("unblock"), [Sweep("unblock", run_pass=long)])
+    sweeper = Sweeper(engine.runtime, only("unblock"), [Sweep("unblock", run_pass=long)])
     sweeper.start()
     await begun.wait()
     first = await lease_of(engine, "unblock")
@@ -499,7 +503,7 @@ async def test_stopping_is_noticed_after_the_item_in_hand(engine: Engine, clock:
         return await engine.promote_delayed(execution_id) is not None
 
     settings = msgspec.structs.replace(only("delayed_promoter"), batch=1)
-    sweeper = Sweeper(engine, settings, [Sweep("delayed_promoter", "delay_until", act)])
+    sweeper = Sweeper(engine.runtime, settings, [Sweep("delayed_promoter", "delay_until", act)])
     sweeper.start()
     await asyncio.wait_for(begun.wait(), 10)
     stopping = asyncio.create_task(sweeper.stop())

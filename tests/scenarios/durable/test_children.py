@@ -28,10 +28,10 @@ async def test_the_end_of_children_resumes_their_parent(function: Function, play
     await function.park("both")
 
     await function.engine.complete(first.handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
     assert await play.vector(function.e) == WAITS
     await function.engine.complete(second.handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     assert await play.vector(function.e) == RESUMABLE
     assert (await function.memo("both")).ended_as is GateOutcome.SATISFIED
@@ -47,7 +47,7 @@ async def test_the_end_of_a_child_closes_no_other_gate(function: Function, play:
     play.clock.advance_ms(10)
 
     await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     waits = await function.engine.read_waits(function.e)
     assert {name: memo.ended_as for name, memo in waits.memos.items()} == {"one": GateOutcome.SATISFIED}
@@ -72,7 +72,7 @@ async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
 
         async def write() -> int | None:
             await engine.complete(child.handle)
-            await engine.wait_for_child_completions()
+            await engine.child_completions.drain()
             return await add(change)
 
         return asyncio.ensure_future(write())
@@ -93,7 +93,7 @@ async def test_the_end_of_a_child_whose_parent_is_gone_is_told_to_nobody(functio
 
     for one in (child, other):
         await play.engine.cancel_execution(one.execution_id)
-    await play.engine.wait_for_child_completions()
+    await play.engine.child_completions.drain()
 
     ends = (await play.everything())["ff_child_end"]
     assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(stays.e, other.execution_id, None)]
@@ -102,7 +102,7 @@ async def test_the_end_of_a_child_whose_parent_is_gone_is_told_to_nobody(functio
 async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:
     child = await function.child()
     await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
     assert closed(await function.children("again", child.execution_id)).ended_as is GateOutcome.SATISFIED
@@ -135,7 +135,7 @@ async def test_a_quorum_of_children(
                 await function.engine.fail(child.handle, reason="no", category="permanent")
             case _:
                 await function.engine.cancel_execution(child.execution_id)
-        await function.engine.wait_for_child_completions()
+        await function.engine.child_completions.drain()
 
     assert await play.vector(function.e) == RESUMABLE
     assert (await function.memo("quorum")).ended_as is ended_as
@@ -171,7 +171,7 @@ async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> No
     await function.park("all")
 
     await asyncio.gather(*(function.engine.complete(child.handle) for child in children))
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     assert await play.vector(function.e) == RESUMABLE
 
@@ -181,7 +181,7 @@ async def test_a_child_is_kept_until_its_parent_has_succeeded(function: Function
     await function.children("one", child.execution_id)
     await function.park("one")
     await function.engine.complete(child.handle, result=b"7")
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     for _ in range(3):
         play.clock.advance_ms(DAY_MS)

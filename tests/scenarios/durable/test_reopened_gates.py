@@ -56,7 +56,7 @@ async def test_a_function_that_is_replayed_asks_anew_at_the_same_places(
 async def test_the_links_of_a_former_life_lead_nowhere(function: Function, play: Play, waits: Waits) -> None:
     old = (waits.id(), "ana")
     await passed(function, play, old)
-    token = mint_token(await function.engine.require_signing_key("test"), function.e, old[0])
+    token = mint_token(await function.engine.signing_keys.require_signing_key("test"), function.e, old[0])
 
     gate = opened(await asked(function, (waits.id(), "ana")))
 

@@ -82,7 +82,7 @@ async def test_everything_goes_with_the_execution(function: Function, play: Play
     await function.send(b"unread", idempotency_key="i")
     await function.receive("r0")
     await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
     await function.engine.complete(function.held.handle)
 
     play.clock.advance_ms(25 * HOUR)

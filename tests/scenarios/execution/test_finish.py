@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.reads import HistoryEntry
+from flowfabric.engine.operations.pages import HistoryEntry
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import (
     AlreadyTerminal,

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.operations import reads
-from flowfabric.engine.operations.reads import HistoryEntry
+from flowfabric.engine.operations.pages import HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import (
     Cancelled,

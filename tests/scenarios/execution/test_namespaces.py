@@ -144,7 +144,7 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
 ) -> None:
     monkeypatch.setattr(namespace_filter, "CHEAP_SCAN_S", 0.0)
     looks: list[float] = []
-    clock, heads = asyncio.get_running_loop().time, play.engine.queue_heads
+    clock, heads = asyncio.get_running_loop().time, play.engine.queues.queue_heads
 
     async def slow(lines: Any, *given: Any, **named: Any) -> Any:
         if lines:
@@ -165,7 +165,7 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
 async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_next(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, heads, looks = await play.create(namespace="mine"), play.engine.queue_heads, list[int]()
+    mine, heads, looks = await play.create(namespace="mine"), play.engine.queues.queue_heads, list[int]()
 
     async def failing(*given: Any, **named: Any) -> Any:
         looks.append(len(looks))

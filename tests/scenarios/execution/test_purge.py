@@ -33,7 +33,7 @@ async def test_everything_that_an_execution_owned_goes_with_it(play: Play, waits
     await play.promoted(e)
     await play.expired(await take(play))
     await engine.complete((await play.reclaimed(e)).handle, result=b"result")
-    await engine.wait_for_deliveries()
+    await engine.outbox.wait_for_deliveries()
     owned = {table for table, rows in (await play.everything()).items() if any(e in repr(row) for row in rows)}
     assert owned > LEFT
 
@@ -67,7 +67,7 @@ async def test_the_ends_of_children_that_nobody_waited_for_go_with_their_parent(
     parent = await play.claimed_again(e, "wa")
     child = await play.claimed_again(await play.create(parent_id=e), "wc")
     await engine.complete(child.handle)
-    await engine.wait_for_child_completions()
+    await engine.child_completions.drain()
     await engine.complete(parent.handle)
     play.clock.advance_ms(100)
     assert (await engine.sweep_once("retention_trimmer")).processed == 1

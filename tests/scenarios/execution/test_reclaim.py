@@ -11,7 +11,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.reads import ExpiredLease, HistoryEntry
+from flowfabric.engine.operations.pages import ExpiredLease, HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import (
     Claimed,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.reads import IdMatches
+from flowfabric.engine.operations.pages import IdMatches
 from tests.scenarios.play import Play
 
 ONE = "0197aaaa-0000-7000-8000-000000000001"

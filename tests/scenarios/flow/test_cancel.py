@@ -9,7 +9,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.operations import flow_cancels
-from flowfabric.engine.operations.flow_cancels import NoWait, WaitIndefinite, WaitTimeout
+from flowfabric.engine.operations.flows import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.change import Change, Delete, Insert, Patch
 from flowfabric.model.event import Topic
@@ -85,7 +85,7 @@ async def test_asynchronous_mode(flow: Flowing) -> None:
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=NoWait())
 
     assert answer == flow_answers.CancellationScheduled(ALL, 40, flow.ids(names))
-    assert await flow.engine.finish_background_cancels() == 0
+    assert await flow.engine.bulk_canceller.close() == 0
     assert {await flow.state(name) for name in names} == {"cancelled"}
     assert await flow.backlog() == (None, [])
 
@@ -243,7 +243,7 @@ async def test_empty_reason(flow: Flowing, crashes: bool) -> None:
         await flow.sweep("cancel_reconciler")
     else:
         await flow.engine.cancel_flow(flow.id, policy="cancel_all")
-        await flow.engine.finish_background_cancels()
+        await flow.engine.bulk_canceller.close()
 
     assert (await flow.row("a")).cancellation_reason == "flow_cancelled"
 
@@ -255,8 +255,8 @@ async def test_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
     await flow.chain("abc")
 
     await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r")
-    await flow.engine.finish_background_cancels()
-    await flow.engine.wait_for_dispatch()
+    await flow.engine.bulk_canceller.close()
+    await flow.engine.dispatcher.wait_idle()
 
     assert await flow.state(*"abc") == "cancelled cancelled cancelled"
     assert {(await flow.row(name)).cancellation_reason for name in "abc"} == {"r"}
@@ -323,11 +323,11 @@ async def test_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None
     assert await flow.state(*"ab") == "cancelled waiting"
     backlog, pending = await flow.backlog()
     assert (pending, backlog is not None) == (["b"], True)
-    await flow.engine.refresh_gauges(max_age_s=0)
+    await flow.engine.gauges.refresh_gauges(max_age_s=0)
     assert flow.engine.metrics.gauges["ff_cancel_backlog_depth", ()] == 1
     await flow.sweep("cancel_reconciler")
     assert await flow.state(*"ab") == "cancelled cancelled"
-    await flow.engine.refresh_gauges(max_age_s=0)
+    await flow.engine.gauges.refresh_gauges(max_age_s=0)
     assert flow.engine.metrics.gauges["ff_cancel_backlog_depth", ()] == 0
 
 

@@ -264,7 +264,7 @@ async def test_a_result_that_becomes_an_input_is_read_as_it_was_written(
     await flow.edge("a", "b", data_passing_ref="r")
 
     await flow.engine.complete((await flow.run("a")).handle, result=b"1", encoding=encoding)
-    await (flow.engine.wait_for_dispatch() if lively else flow.cascade("a"))
+    await (flow.engine.dispatcher.wait_idle() if lively else flow.cascade("a"))
 
     payload = await flow.one(Payload, flow.names["b"])
     assert (await flow.state("b"), payload.input_payload, payload.payload_encoding) == ("waiting", b"1", found)
@@ -286,7 +286,7 @@ async def test_a_reference_that_came_with_the_apply_is_as_good_as_one_of_the_edg
         )
 
     await flow.succeed("a", result=b"A")
-    await (flow.engine.wait_for_dispatch() if lively else flow.sweep("completion_dispatch"))
+    await (flow.engine.dispatcher.wait_idle() if lively else flow.sweep("completion_dispatch"))
 
     assert await flow.state(*"bcde") == "waiting waiting waiting waiting"
     assert [await flow.payload(name) for name in "bcde"] == [b"A", b"A", b"orig", b"orig"]

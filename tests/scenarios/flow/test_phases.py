@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.flow_cancels import WaitIndefinite
+from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.model.answers.flow import FlowCancelled
 from flowfabric.model.event import Topic
 from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of

@@ -10,8 +10,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import NoWait
-from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge, NoWait
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import Flow
@@ -234,7 +233,7 @@ async def test_a_member_that_joins_while_the_flow_is_checked_keeps_it(
     await flow.cancel("a")
     flow.clock.advance_ms(DAY_MS)
     late = await flow.create("late")
-    left_of = flow.engine._member_left
+    left_of = flow.engine.purger._member_left
 
     async def joins_meanwhile(flow_id: str) -> Any:
         found = await left_of(flow_id)
@@ -255,7 +254,7 @@ async def test_a_member_made_again_with_its_old_id_while_the_flow_is_checked_kee
     await flow.begin("a")
     await flow.cancel("a")
     flow.clock.advance_ms(DAY_MS)
-    left_of = flow.engine._member_left
+    left_of = flow.engine.purger._member_left
 
     async def comes_again(flow_id: str) -> Any:
         found = await left_of(flow_id)

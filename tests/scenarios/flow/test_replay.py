@@ -11,7 +11,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.flows.bulk_cancel import Dispositions
-from flowfabric.engine.operations.flow_cancels import WaitTimeout
+from flowfabric.engine.operations.flows import WaitTimeout
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.answers.execution import Replayed
 from flowfabric.model.event import Topic

@@ -9,7 +9,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import WaitIndefinite
+from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.engine.sweeps.sweeper import SweepResult
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.flow import CascadeOutcome, FlowCancelled, PartiallyCancelled
@@ -60,7 +60,7 @@ async def join_with_too_many_ends(flow: Flowing) -> None:
         await flow.join("xa", name)
     await flow.edge("a", "d")
     await flow.succeed("x")
-    await (flow.engine.wait_for_dispatch() if flow.engine.dispatcher._enabled else flow.cascade("x"))
+    await (flow.engine.dispatcher.wait_idle() if flow.engine.dispatcher._enabled else flow.cascade("x"))
     await flow.write(Patch(EdgeGroup, (flow.id, flow.names["b"]), {"succeeded": 2}))
     await flow.succeed("a")
 
@@ -132,7 +132,7 @@ async def test_the_projector_goes_on_past_a_flow_with_a_member_that_cannot_be_re
 async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
     await join_with_too_many_ends(lively)
 
-    await lively.engine.wait_for_dispatch()
+    await lively.engine.dispatcher.wait_idle()
 
     assert await lively.state("b", "c", "d") == "waiting_children waiting waiting"
 
@@ -148,7 +148,7 @@ async def test_an_execution_ends_whatever_became_of_those_who_wait_for_it(
     await spoil(lively, "b")
 
     await lively.succeed("a")
-    await lively.engine.wait_for_dispatch()
+    await lively.engine.dispatcher.wait_idle()
 
     assert await lively.state("a", "b", "c") == "completed waiting_children waiting"
 

@@ -144,7 +144,7 @@ async def test_room_made_while_it_falls_asleep_is_not_slept_through(
     await report(play, tokens=95)
     held = await play.claimed()
     other = Engine(play.store.store, minter=SeededMinter(9))
-    sleep = play.engine.suspend_for_budget
+    sleep = play.engine.budget_suspender.suspend_for_budget
     falling, proceed = asyncio.Event(), asyncio.Event()
 
     async def slowly(handle: Handle, need: BudgetNeed) -> bool:

@@ -56,7 +56,7 @@ async def run_in_turn(play: Play, count: int, *engines: Engine, slots: int = 1, 
             break
         if not claimed and running:
             await engine.complete(running.pop(0).handle)
-            await engine.wait_for_deliveries()
+            await engine.outbox.wait_for_deliveries()
     for held in running:
         await play.engine.complete(held.handle)
     return order[:count]
@@ -101,7 +101,7 @@ async def test_weights_count_beside_a_limit(play: Play) -> None:
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     assert len(await blocked(play)) == 40
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     order = await run_in_turn(play, 16)
 
@@ -116,7 +116,7 @@ async def test_priority_comes_before_turns_beside_a_limit(play: Play) -> None:
     urgent = await submit(play, "a", 3, ONE, priority=7)
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     order = await run_in_turn(play, 9)
 
@@ -142,7 +142,7 @@ async def test_more_tenants_than_one_read_compares_are_all_reached(play: Play, m
     everyone = [(await submit(play, f"tenant-{number}", 1, ONE))[0] for number in range(11)]
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     assert set(await run_in_turn(play, 11)) == set(everyone)
 
@@ -156,7 +156,7 @@ async def test_a_process_that_has_not_heard_of_a_tenant_gives_it_its_turn(play: 
     stranger = Engine(play.engine.store, minter=SeededMinter(9))
 
     await stranger.complete(held.handle)  # and nothing else: it never claimed, and never saw the tenants
-    await stranger.wait_for_deliveries()
+    await stranger.outbox.wait_for_deliveries()
     order = await run_in_turn(play, 6, stranger)
 
     assert places(order, few) == [1, 3]
@@ -197,7 +197,7 @@ async def _ready(play: Play) -> list[Execution]:
 
 async def _unblocked_by(play: Play, held: Any) -> str:
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     [row] = await _ready(play)
     return row.execution_id
 
@@ -212,7 +212,7 @@ async def test_what_an_earlier_release_blocked_takes_part(play: Play) -> None:
     few = await submit(play, "b", 2, ONE)
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     order = await run_in_turn(play, 4)
 
@@ -243,10 +243,10 @@ async def test_a_freed_slot_costs_few_reads_and_frees_one(
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     monkeypatch.setattr(play.engine, "unblock_quota_waiters", _wakes_nobody)
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     watched = Watched(play.engine.store)
 
-    assert await Engine(watched, minter=SeededMinter(9)).unblock_quota_waiters(Q)
+    assert await Engine(watched, minter=SeededMinter(9)).unblocker.unblock_quota_waiters(Q)
 
     assert len(await blocked(play)) == 119
     asked = {verb: watched.calls[verb] for verb in ("scan", "load", "commit")}

@@ -34,7 +34,7 @@ B2 = "0b000000-0000-4000-8000-000000000002"
 async def make_room_only(play: Play) -> None:
     """Raise the limit as a process that dies before it wakes anybody."""
     limits = (("tokens", 105, 0),)
-    await play.engine.budget_aggregates.decide_and_commit(
+    await play.engine.aggregates.budgets.decide_and_commit(
         NamespacedId("default", B), lambda sheet, now: usage.change_limits(sheet, limits, now)
     )
 
@@ -175,7 +175,7 @@ async def test_a_late_word_does_not_wake_it_from_another_wait(play: Play) -> Non
     flaky = FlakyStore(play.store.store)
     slow = Engine(flaky, minter=SeededMinter(9))
     gate = flaky.stop_before("commit")
-    waking = asyncio.create_task(slow.resume_budget_suspended([row]))
+    waking = asyncio.create_task(slow.budget_suspender.resume_budget_suspended([row]))
     await gate.reached()
 
     await moved_on(play, held)

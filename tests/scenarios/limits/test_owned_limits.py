@@ -252,10 +252,10 @@ async def test_slots_are_those_of_the_policy_of_the_namespace(play: Play) -> Non
     assert await play.vector(more) == QUOTA_BLOCKED
     assert (await play.engine.explain(more)).obstacle == obstacles.QuotaFull(Q, "concurrency", 1, 1)
     await play.engine.cancel_execution(theirs)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     assert await play.vector(more) == QUOTA_BLOCKED, "a slot of others is none"
     await play.engine.cancel_execution(mine)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     assert await play.vector(more) == WAITING
     await check_limit_invariants(play.engine)
 
@@ -267,7 +267,7 @@ async def test_the_end_of_a_life_gives_a_shared_slot_back(play: Play) -> None:
     assert await play.vector(theirs) == QUOTA_BLOCKED
 
     await play.engine.cancel_execution(mine)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     assert await play.vector(theirs) == WAITING
 
@@ -281,7 +281,7 @@ async def test_a_slot_got_in_the_shared_policy_is_given_back_though_its_namespac
     await policy(play, "a")
 
     await play.engine.cancel_execution(mine)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
 
     assert await pull(play) == [theirs]
     await check_limit_invariants(play.engine)

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.flow_cancels import WaitIndefinite
+from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, Completed, ReclaimCapExceeded
 from flowfabric.model.answers.limits import Admitted, AlreadyAdmitted, ConcurrencyExceeded, RateExceeded
@@ -46,7 +46,7 @@ async def two(play: Play, terms: Any) -> tuple[str, str]:
 
 async def books(play: Play, policy_id: str = Q) -> tuple[int, int]:
     """The counter, and a recount."""
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     slots: list[QuotaSlot] = await play.engine.runtime.scan(Scan(QuotaSlot))
     return (await root(play, policy_id)).active, sum(slot.quota_policy_id == policy_id for slot in slots)
 
@@ -155,7 +155,7 @@ async def test_the_end_of_a_flow_s_member_gives_its_slot_back(play: Play, end: s
         await flow.stage("a", "b")
         await flow.apply("a", "b")
         await flow.cancel("a")
-        await play.engine.wait_for_dispatch()
+        await play.engine.dispatcher.wait_idle()
     else:
         await play.engine.cancel_flow(flow.id, wait=WaitIndefinite())
 
@@ -196,8 +196,8 @@ async def test_the_release_of_an_earlier_life_does_not_take_the_slot_of_a_later_
     await engine.replay_execution(e)
     assert (await take(play)).execution_id == e, "its old slot is still there"
 
-    await engine.deliver_outbox_message(message)
-    await engine.deliver_outbox_message(message)
+    await engine.outbox.deliver_outbox_message(message)
+    await engine.outbox.deliver_outbox_message(message)
 
     assert await books(play) == (1, 1)
     assert await check(play, await play.create(), concurrency_cap=1) == ConcurrencyExceeded()
@@ -287,7 +287,7 @@ async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, mo
 
     monkeypatch.setattr(play.engine, "_receive_release_admission", refuse)
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     waits = []
     for _ in range(4):
         [message] = await play.engine.runtime.scan(Scan(OutboxMessage))
@@ -325,7 +325,7 @@ async def test_a_call_that_lost_the_claim_leaves_a_slot_alone_that_another_call_
     other = Engine(play.store.store, minter=SeededMinter(9))
     claiming = asyncio.Event()
     proceed = asyncio.Event()
-    claim_row = play.engine._claim_row
+    claim_row = play.engine.guarded_claims._claim_row
 
     async def late(*given: Any) -> Any:
         claiming.set()
@@ -353,7 +353,7 @@ async def test_room_that_is_made_while_work_is_being_blocked_is_not_missed(play:
     asking = asyncio.create_task(pull(play))
     await gate.reached()  # refused, and about to be blocked
     await other.complete(held.handle)
-    await other.wait_for_deliveries()
+    await other.outbox.wait_for_deliveries()
     gate.release()
 
     assert await asking == [second], "blocked, woken and claimed in one call"
@@ -374,7 +374,7 @@ async def test_books_are_right_whichever_answer_is_lost(play: Play, after: int, 
             assert (await root(play)).active == 1
             await engine.complete(claimed.handle)
             done.append(claimed.execution_id)
-        await engine.wait_for_deliveries()
+        await engine.outbox.wait_for_deliveries()
         if len(done) == 2:
             break
         play.clock.advance_ms(LEASE_MS)  # a claim whose answer was lost for good is taken over
@@ -421,6 +421,6 @@ async def test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed(play
 
     assert await books(play) == (1, 1)
     await play.engine.complete(other.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     assert (await play.claim(first, "wa")).execution_id == first, "there is room again, and the grant still holds"
     assert await books(play) == (1, 1)

@@ -396,7 +396,7 @@ async def test_a_request_of_an_earlier_life_stays_where_it_was_when_another_poli
     [held] = await play.engine.claim_admitted("default", 1, worker_id="wa", worker_instance_id="wa-1")
     began = play.now
     await play.engine.complete(held.handle)
-    await play.engine.wait_for_deliveries()
+    await play.engine.outbox.wait_for_deliveries()
     await play.engine.replay_execution(e)
     await play.create(priority=1, policy={"quota_policy_ids": [Q2]})
     play.clock.advance_ms(1000)

@@ -256,7 +256,7 @@ async def test_it_waits_for_children_or_an_answer(function: Function, play: Play
     await function.approval("approval:ship#0")
     await function.park("all", "approval:ship#0")
     await function.engine.complete(children[0].handle)
-    await function.engine.wait_for_child_completions()
+    await function.engine.child_completions.drain()
 
     what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to ship")
     waits = obstacles.SuspendedObstacle("waiting_for_signal", ("all", "approval:ship#0"), None, what)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.redeeming import GrantRedeemer
+from flowfabric.engine.claiming.redeemer import GrantRedeemer
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, GrantNotFound, NotReclaimable, ReclaimGrant
 from tests.scenarios.play import GRANT_MS, LEASE_MS, Play, terminal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.reads import HistoryEntry
+from flowfabric.engine.operations.pages import HistoryEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import Claimed, ClaimGrant
 from flowfabric.model.execution import Grant

@@ -21,7 +21,7 @@ RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_
 
 async def shown(engine: Engine, name: str) -> dict[tuple[str, ...], float]:
     """A level by its labels, as it is now; zeros left out."""
-    await engine.refresh_gauges(max_age_s=0)
+    await engine.gauges.refresh_gauges(max_age_s=0)
     found = {labels: level for (known, labels), level in engine.metrics.gauges.items() if known == name}
     return {tuple(value for _, value in labels): level for labels, level in found.items() if level}
 
@@ -81,7 +81,7 @@ async def test_workers_are_counted_in_each_of_their_lanes_while_they_live(play: 
 
 async def test_a_lane_that_is_empty_stands_at_zero(play: Play) -> None:
     await play.engine.complete((await play.claimed(lane="mail")).handle)
-    await play.engine.refresh_gauges()
+    await play.engine.gauges.refresh_gauges()
 
     mail = {name: level for (name, labels), level in play.engine.metrics.gauges.items() if ("lane", "mail") in labels}
     assert mail == dict.fromkeys(("ff_queue_depth", "ff_active_executions", "ff_suspended_executions", "ff_workers"), 0)
@@ -89,8 +89,8 @@ async def test_a_lane_that_is_empty_stands_at_zero(play: Play) -> None:
 
 async def test_levels_are_read_seldom_and_together(play: Play) -> None:
     await play.create()
-    await asyncio.gather(*(play.engine.refresh_gauges() for _ in range(5)))
-    await play.engine.refresh_gauges()
+    await asyncio.gather(*(play.engine.gauges.refresh_gauges() for _ in range(5)))
+    await play.engine.gauges.refresh_gauges()
 
     assert play.store.calls["count_grouped"] == len(CountedIndex)
 
@@ -108,14 +108,14 @@ async def test_deep_lines_stand_at_their_bound_and_hide_no_other_lane(
 
 async def test_no_levels_are_shown_while_the_store_is_away(play: Play) -> None:
     await play.create()
-    await play.engine.refresh_gauges()
+    await play.engine.gauges.refresh_gauges()
 
     async def away(*given: Any) -> Any:
         raise errors.StoreUnavailable("gone", source="transport")
 
     play.store.count_grouped = away  # type: ignore[attr-defined]
     with pytest.raises(errors.StoreUnavailable):
-        await play.engine.refresh_gauges(max_age_s=0)
+        await play.engine.gauges.refresh_gauges(max_age_s=0)
     assert play.engine.metrics.gauges == {}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.signing_keys import PartitionRotation
+from flowfabric.engine.operations.admin import PartitionRotation
 from flowfabric.model.condition import Single
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.rules.security.keystore import (

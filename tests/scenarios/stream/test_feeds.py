@@ -11,7 +11,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START, decode_cursor
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations.subscriptions import PAGE_SIZE, Subscription
+from flowfabric.engine.streams.subscription import PAGE_SIZE, Subscription
 from flowfabric.model.change import Change
 from flowfabric.model.event import Event, Topic
 from flowfabric.rules.feed import Filter

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.signals import TokenMismatch, UnknownWaitpoint
-from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, TokenMismatch, UnknownWaitpoint
 from flowfabric.model.answers.execution import Completed, Renewed
 from flowfabric.model.condition import Single
 from flowfabric.rules.suspension.arguments import UsePendingWaitpoint

@@ -34,7 +34,7 @@ async def rival(store: Store, engine: Engine) -> AsyncIterator[Engine]:
     """Another process on the same store."""
     rival = Engine(store, minter=SeededMinter(2))
     yield rival
-    await rival.finish_background_cancels()
+    await rival.bulk_canceller.close()
 
 
 async def overtaken(play: Play, slow: Awaitable[Any], fast: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:

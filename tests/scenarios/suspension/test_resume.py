@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.suspensions import SuspendedEntry
+from flowfabric.engine.operations.pages import SuspendedEntry
 from flowfabric.handles import HandleKind
 from flowfabric.model.condition import AllConditions, Single, TimeoutOnly
 from flowfabric.model.states import AttemptRecordState, PublicState

@@ -60,7 +60,7 @@ async def test_dependent_runs_after_success(ask: Asking) -> None:
     assert held is not None
     assert held.execution_id == a
     await ask.engine.complete(held.handle)
-    await ask.engine.wait_for_dispatch()
+    await ask.engine.dispatcher.wait_idle()
 
     assert await ask.state(b) == "waiting"
 

@@ -197,7 +197,7 @@ async def test_a_handle_costs_no_look_at_the_keystore_once_it_is_known(
 ) -> None:
     work = await claimed(ask)
     loads: list[Any] = []
-    real = ask.engine.handle_keys
+    real = ask.engine.signing_keys.handle_keys
 
     async def counted() -> Any:
         loads.append(None)
@@ -215,7 +215,7 @@ async def test_a_crowd_of_forged_handles_costs_few_looks_at_the_keystore(
 ) -> None:
     work = await claimed(ask)
     loads: list[Any] = []
-    real = ask.engine.handle_keys
+    real = ask.engine.signing_keys.handle_keys
 
     async def counted() -> Any:
         loads.append(None)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.limits.unblocker import Capacity
-from flowfabric.engine.operations.budgets import BudgetOperations
-from flowfabric.engine.operations.quotas import QuotaOperations
+from flowfabric.engine.limits.aggregates import LimitAggregates
+from flowfabric.engine.limits.quota_slots import QuotaSlots
+from flowfabric.engine.limits.unblocker import Capacity, Unblocker
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
@@ -88,8 +89,20 @@ class PolicyCheck(msgspec.Struct):
     previous_request: QuotaRequest | None
 
 
-class AdmissionControl(BudgetOperations, QuotaOperations):
-    """Asks budgets and quotas on behalf of a claim."""
+class AdmissionControl:
+    """Checks budgets and quotas before a claim."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        aggregates: LimitAggregates,
+        quota_slots: QuotaSlots,
+        unblocker: Unblocker,
+    ) -> None:
+        self.runtime = runtime
+        self.unblocker = unblocker
+        self.aggregates = aggregates
+        self.quota_slots = quota_slots
 
     async def admit(self, rows: Sequence[Execution], seen: AdmissionContext | None = None) -> list[AdmittedExecution]:
         """Those of the rows that may run now, in order; the others are blocked by what is in their way."""
@@ -98,19 +111,19 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         seen = seen or AdmissionContext()
         for row in rows:
             if row.blocking_reason is BlockingReason.WAITING_FOR_CAPABLE_WORKER:  # here is one
-                await self.unblock_row(row.execution_id, row.blocking_reason)
+                await self.unblocker.unblock_row(row.execution_id, row.blocking_reason)
         await self._learn(rows, seen)
         verdict = await asyncio.gather(*(self._admit_row(row, seen) for row in rows))
         await self._look_again_at(seen)
         return [one for one in verdict if one is not None]
 
-    async def _refuse_first(self, rows: Sequence[Execution], seen: AdmissionContext) -> list[Execution]:
+    async def refuse_first(self, rows: Sequence[Execution], seen: AdmissionContext) -> list[Execution]:
         """Block these rows up to the first that what refused others in this call would let run; which were blocked.
 
         Nobody is admitted: a request that is not followed by a claim would be missing in its window.
         """
         await self._learn(rows, seen)  # budgets come first for these, too
-        now, sheets = await self.quota_aggregates.load(sorted(seen.full_policies)) if seen.full_policies else (0, {})
+        now, sheets = await self.aggregates.quotas.load(sorted(seen.full_policies)) if seen.full_policies else (0, {})
         refused: list[tuple[Execution, AdmissionRefusal]] = []
         for row in rows:
             refusal = self._refusal(row, seen, sheets, now)
@@ -126,7 +139,7 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         named = {one for namespace, given in terms for one in owner_rules.candidates(namespace, given.budget_ids)}
         unknown = sorted(named - seen.exhausted.keys())
         if unknown:
-            _, sheets = await self.budget_aggregates.load(unknown)
+            _, sheets = await self.aggregates.budgets.load(unknown)
             for name, sheet in sheets.items():
                 if corrupt := budget_rules.find_corruption(sheet):
                     seen.unreadable[name] = corrupt
@@ -158,14 +171,14 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         asked: list[PolicyCheck] = []
         for place, (policy, numbers) in enumerate(limited, start=1):
             ask = self._asking(row, numbers, provisional=place < len(limited))
-            verdict, before = await self._check(policy, ask)
+            verdict, before = await self.quota_slots.check(policy, ask)
             if refusal := _full(policy, numbers, verdict):
                 await self._refuse_asked(row, refusal, asked, seen)
                 return None
             got = isinstance(verdict, limit_answers.Admitted)
             asked.append(PolicyCheck(policy, numbers, ask, got, before if got else None))
         for one in asked[:-1]:
-            verdict = await self._confirm(one.policy, one.request, acquired=one.acquired)
+            verdict = await self.quota_slots.confirm(one.policy, one.request, acquired=one.acquired)
             if refusal := _full(one.policy, one.limits, verdict):
                 await self._refuse_asked(row, refusal, asked, seen)
                 return None
@@ -177,7 +190,7 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
     ) -> None:
         """Block a row that some of its policies have admitted, and undo that."""
         for one in asked:
-            await self._undo_admission(
+            await self.quota_slots.undo_admission(
                 one.policy,
                 row.execution_id,
                 one.request.call_id,
@@ -226,8 +239,8 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
             self.runtime.metrics.count("ff_quota_hit", reason=refusal.hit)
             seen.full_policies.add(refusal.limit)
         if refusal.wait_ms is not None:
-            self.schedule_quota_unblock(refusal.limit.id, refusal.wait_ms, namespace=refusal.limit.namespace)
-        if await self.block_row(row, refusal.reason, refusal.detail, str(refusal.limit)):
+            self.unblocker.schedule_quota_unblock(refusal.limit.id, refusal.wait_ms, namespace=refusal.limit.namespace)
+        if await self.unblocker.block_row(row, refusal.reason, refusal.detail, str(refusal.limit)):
             seen.refused_limits.add((refusal.reason, refusal.limit))
             seen.refused_limits.update((BlockingReason.WAITING_FOR_QUOTA, policy) for policy in seen.policies_of(row))
 
@@ -235,9 +248,9 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         """Room that was made while rows were being blocked must not wait for the sweep."""
         for reason, name in sorted(seen.refused_limits):
             wake = (
-                self.unblock_budget_waiters
+                self.unblocker.unblock_budget_waiters
                 if reason is BlockingReason.WAITING_FOR_BUDGET
-                else self.unblock_quota_waiters
+                else self.unblocker.unblock_quota_waiters
             )
             await wake(name.id, namespace=name.namespace)
         seen.refused_limits.clear()
@@ -254,16 +267,18 @@ class AdmissionControl(BudgetOperations, QuotaOperations):
         found = rows[0] if rows else None
         if quota.is_life_over(row, found):
             for policy in owner_rules.candidates(row.namespace, policies):
-                await self._release(policy, row.execution_id, life=row.replay_count)
+                await self.quota_slots.release(policy, row.execution_id, life=row.replay_count)
         elif found is not None and quota.is_blocked_by_quota(row, found):
-            await self.unblock_rows([found], Capacity(self))  # wherever it stands in the lists of what is blocked
+            await self.unblocker.unblock_rows(
+                [found], Capacity(self.aggregates)
+            )  # wherever it stands in the lists of what is blocked
             for policy in owner_rules.candidates(row.namespace, policies):
-                await self.unblock_quota_waiters(policy.id, namespace=policy.namespace)
+                await self.unblocker.unblock_quota_waiters(policy.id, namespace=policy.namespace)
 
     async def release_slots(self, admitted: AdmittedExecution) -> None:
         """Release exactly what this call got."""
         for policy, admission_id in admitted.admissions:
-            await self._release(policy, admitted.row.execution_id, admitted=admission_id)
+            await self.quota_slots.release(policy, admitted.row.execution_id, admitted=admission_id)
 
 
 def _spent(row: Execution, seen: AdmissionContext) -> AdmissionRefusal | None:

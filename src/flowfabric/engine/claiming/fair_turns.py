@@ -9,11 +9,9 @@ reads the lists again before it lets a blocked key go first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import msgspec
 
-from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.execution import Execution
 from flowfabric.model.owned_id import NamespacedId
@@ -40,32 +38,22 @@ class Rival(msgspec.Struct, frozen=True):
         return operator.is_eligible(row) and (self.reason, self.limit) in _limits_of([row])
 
 
-class FairTurns(ExecutionOperations):
-    """Keeps the turns of a process."""
+class FairTurns:
+    """The fair turns of this process."""
 
-    @cached_property
-    def _fair_turns(self) -> dict[str, dict[str, int]]:
-        return {}  # by lane
-
-    @cached_property
-    def _first_blocked(self) -> dict[tuple[BlockingReason, NamespacedId], dict[tuple[str, str], Execution]]:
-        return {}  # by limit, then by lane and key
-
-    @cached_property
-    def _unblock_turns(self) -> dict[str, unblock_order.LaneCredits]:
-        return {}  # by the lists of a limit: the turns if what was unblocked since the last claim had been claimed
-
-    @cached_property
-    def _unblocked(self) -> dict[str, set[str]]:
-        return {}  # by lane: which executions that were
+    def __init__(self) -> None:
+        self._turns: dict[str, dict[str, int]] = {}  # by lane
+        self._first_blocked: dict[tuple[BlockingReason, NamespacedId], dict[tuple[str, str], Execution]] = {}
+        self._unblock_turns: dict[str, unblock_order.LaneCredits] = {}
+        self._unblocked: dict[str, set[str]] = {}
 
     def turns_of(self, lane_id: str) -> fairness.Credits:
         """Whose turn it is in a lane, for this process."""
-        return self._fair_turns.get(lane_id, {})
+        return self._turns.get(lane_id, {})
 
     def keep_turns(self, lane_id: str, turns: dict[str, int]) -> None:
         """Remember whose turn it is after a claim."""
-        self._fair_turns[lane_id] = turns
+        self._turns[lane_id] = turns
         self._forget_unblock_turns(lane_id)
 
     def unblock_turns(self, lists: str, rows: Iterable[Execution]) -> unblock_order.LaneCredits:

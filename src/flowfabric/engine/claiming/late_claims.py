@@ -15,7 +15,7 @@ from flowfabric import errors
 from flowfabric.model.answers import execution as answers
 from flowfabric.stores.claims import ClaimRequest
 
-logger = logging.getLogger("flowfabric.taking")
+logger = logging.getLogger("flowfabric.claiming")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 

@@ -13,36 +13,38 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.states import EligibilityState
+from flowfabric.rules.execution import expire
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import capabilities, fairness
 from flowfabric.stores.queries import Scan, Where
 
-logger = logging.getLogger("flowfabric.lines")
-
+logger = logging.getLogger("flowfabric.claiming")
 LANE_REFRESH_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
 LOOKAHEAD_ROWS = 10
 EXPIRED_LEASES_BATCH = 100
+ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
 QUEUE_ORDER = ("rank", "execution_id")
 MAX_QUEUES_PER_CLAIM = 64  # that are taken from in one trip
 MAX_KEYS_PER_CLAIM = 8  # whose work is taken key by key: each costs a trip of its own
 MAX_COMPARED_QUEUES = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
 
 
-class ReadyQueues(FairTurns):
-    """What a claim needs to know of the lines of its lane."""
+class ReadyQueues:
+    """The ready queues of each lane, as far as this process knows them."""
 
-    _rotation: int = 0
-
-    @cached_property
-    def _unreadable(self) -> set[str]:
-        return set()
+    def __init__(self, runtime: Runtime, turns: FairTurns) -> None:
+        self.runtime = runtime
+        self.turns = turns
+        self._rotation = 0
+        self._unreadable: set[str] = set()
 
     async def refresh_lane(self, lane_id: str) -> None:
         """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
@@ -81,7 +83,8 @@ class ReadyQueues(FairTurns):
 
     async def _marks_lapsed(self, execution_id: str) -> bool:
         try:
-            return isinstance(await self.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
+            answer = await self.runtime.decide_execution(execution_id, expire.mark_lease_expired_if_due)
+            return isinstance(answer, answers.MarkedExpired)
         except errors.Corruption as fault:
             self.skip_unreadable(execution_id, fault)
             return False
@@ -106,6 +109,10 @@ class ReadyQueues(FairTurns):
     def fits_one_round_trip(self, lane_id: str) -> bool:
         """Whether one look sees all lines of a lane, so that what it did not find is not there."""
         return len(self.runtime._queues.get(lane_id, ())) <= MAX_QUEUES_PER_CLAIM
+
+    def is_fast(self, lane_id: str, lines: Sequence[QueueKey]) -> bool:
+        """True if the store alone may claim from these queues of a lane: none is guarded, and all have one key."""
+        return lane_id not in self.runtime._guarded_lanes and not takes_turns(lines)
 
     async def covered_queues(self, lane_id: str, offered: Set[str]) -> list[QueueKey]:
         """The lines whose work a worker with these capabilities can do."""
@@ -149,7 +156,9 @@ class ReadyQueues(FairTurns):
         if depth == wanted:
             return rows, frozenset()
         cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
-        picks, _ = fairness.fair_order(rows, self.turns_of(lane_id), self.runtime.estimate.now(), wanted, truncated=cut)
+        picks, _ = fairness.fair_order(
+            rows, self.turns.turns_of(lane_id), self.runtime.estimate.now(), wanted, truncated=cut
+        )
         if len(picks) in (wanted, len(rows)):
             return rows, cut
         next_ones = [key for key in dict.fromkeys(map(fairness.fairness_key_of, picks)) if key in cut][
@@ -237,6 +246,21 @@ def claim_limit(lines: Sequence[QueueKey], limit: int) -> int:
 def _lines(rows: Iterable[Execution]) -> Iterator[QueueKey]:
     """The lines in which these rows stand."""
     return (row.line for row in rows if row.line is not None)
+
+
+def takes_turns(lines: Sequence[QueueKey]) -> bool:
+    """True if these queues hold work of several fairness keys."""
+    return len({line.fairness_key for line in lines if not line.guarded}) > 1
+
+
+def lookahead_rows(lines: Sequence[QueueKey]) -> int:
+    """Return how many rows of each of these queues are read at once."""
+    return LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 1
+
+
+def in_namespaces(names: Set[str] | None) -> tuple[Where, ...]:
+    """Return the filter of a scan for work of these namespaces; None is all of them."""
+    return () if names is None else (Where("namespace", "in", tuple(sorted(names))),)
 
 
 def _portions(lines: Sequence[QueueKey], size: int) -> list[Sequence[QueueKey]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -24,14 +24,16 @@ from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingMemberCancel, PendingSiblingCancel
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.text import pluralize
 from flowfabric.rules.execution import cancel, lease
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import successors
 from flowfabric.stores.queries import Read
 
-logger = logging.getLogger("flowfabric.cancelling")
+logger = logging.getLogger("flowfabric.flows")
 
+BACKGROUND_GRACE_S = 15.0  # how long closing waits for cancels in the background
 MAX_BATCH_CANCELS = 250  # of one commit; while one is on its way, the next one is decided
 MIN_UNSEEN_CANCELS = 50  # siblings: of fewer most are running when their join fires, and would be tried in vain
 
@@ -49,9 +51,10 @@ class PlannedCancel(NamedTuple):
 class BulkCanceller:
     """Ends executions that nobody needs any more."""
 
-    def __init__(self, core: Runtime, folding: JoinResolver) -> None:
-        self._core = core
-        self._folding = folding
+    def __init__(self, runtime: Runtime, join_resolver: JoinResolver) -> None:
+        self.runtime = runtime
+        self.join_resolver = join_resolver
+        self._background: set[asyncio.Task[None]] = set()
 
     async def cancel_many(
         self, names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
@@ -75,7 +78,7 @@ class BulkCanceller:
             if listed_by is not None:
                 wants += [Read(PendingMemberCancel, (listed_by, name)) for name in left]
             try:
-                found = (await self._core.store.load(wants)).rows
+                found = (await self.runtime.store.load(wants)).rows
             except errors.StoreUnavailable as away:
                 return done | dict.fromkeys(left, away)
             except errors.FabricError as unreadable:
@@ -106,9 +109,9 @@ class BulkCanceller:
         """Write these and add what became of each; those that are not as they were thought to be are the answer."""
         if not cancels:
             return []
-        changes = [msgspec.structs.replace(one.change, id=self._core.minter.change_id()) for one in cancels]
+        changes = [msgspec.structs.replace(one.change, id=self.runtime.minter.change_id()) for one in cancels]
         left, written = list[str](), dict[int, list[tuple[Change, Rows]]]()
-        verdicts = await self._resolved(changes, await self._core.commit_queue.send_batch(changes))
+        verdicts = await self._resolved(changes, await self.runtime.commit_queue.send_batch(changes))
         for (name, _, rows), change, verdict in zip(cancels, changes, verdicts, strict=True):
             if isinstance(verdict, errors.FabricError):
                 done[name] = verdict
@@ -118,7 +121,7 @@ class BulkCanceller:
                 written.setdefault(verdict, []).append((change, rows))
                 done[name] = MemberCancelResult.CANCELLED
         for committed_at, together in written.items():
-            self._core.publish_commits(together, committed_at)
+            self.runtime.publish_commits(together, committed_at)
         return left
 
     async def _resolved(self, changes: Sequence[Change], verdicts: list[CommitResult]) -> list[CommitResult]:
@@ -131,7 +134,9 @@ class BulkCanceller:
         if not doubtful:
             return verdicts
         try:
-            loaded = await self._core.store.load([Read(Execution, changes[place].guards[0].key) for place in doubtful])
+            loaded = await self.runtime.store.load(
+                [Read(Execution, changes[place].guards[0].key) for place in doubtful]
+            )
         except errors.FabricError:  # then they are told as failed, and a sweep looks again
             return verdicts
         for place, rows in zip(doubtful, loaded.rows, strict=True):
@@ -152,7 +157,7 @@ class BulkCanceller:
         if not names:
             return 0
         wants = [Read(CancelBacklog, (flow_id,)), *(Read(PendingMemberCancel, (flow_id, name)) for name in names)]
-        return await self._core.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             wants,
             lambda rows, _: flow_cancel.acknowledge_cancels(
                 first(rows[0]), [row for found in rows[1:] for row in found]
@@ -169,7 +174,7 @@ class BulkCanceller:
         `flagged` is what the group says of them, when the caller has just written that.
         """
         if flagged is None:
-            entry, group = (await self._core.load((Read(PendingSiblingCancel, child), Read(EdgeGroup, child)))).rows
+            entry, group = (await self.runtime.load((Read(PendingSiblingCancel, child), Read(EdgeGroup, child)))).rows
             if not entry:  # somebody else has drained it
                 return {}
             flagged = flow_cancel.sibling_cancels_of(entry[0], first(group))
@@ -207,9 +212,9 @@ class BulkCanceller:
 
     async def resolve_unrecorded_outcomes(self, child: Downstream) -> None:
         """Count the ends that are noted on no edge of this group: whoever was to count them may have died."""
-        inbound: list[Dependency] = (await self._core.load((Read(Dependency, (child.execution_id,)),))).rows[0]
+        inbound: list[Dependency] = (await self.runtime.load((Read(Dependency, (child.execution_id,)),))).rows[0]
         edges = [edge for edge in inbound if flow_cancel.has_no_outcome(edge)]
-        upstreams = await load_readable(self._core, sorted({edge.upstream_execution_id for edge in edges}))
+        upstreams = await load_readable(self.runtime, sorted({edge.upstream_execution_id for edge in edges}))
         await self._fold(
             CompletedEdge(
                 child,
@@ -224,12 +229,12 @@ class BulkCanceller:
 
     async def _fold(self, settled: Iterable[CompletedEdge]) -> None:
         """Count these; raises when that cannot be: once the group is drained, nobody looks for them any more."""
-        for fold in await self._folding.resolve(settled):
+        for fold in await self.join_resolver.resolve(settled):
             if fold.refused is not None:
                 raise fold.refused
 
     def _count(self, reason: str, done: Dispositions) -> None:
-        meters = self._core.metrics
+        meters = self.runtime.metrics
         meters.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
         dispositions = Counter(one.value for one in done.values() if isinstance(one, MemberCancelResult))
         for disposition, amount in dispositions.items():
@@ -237,24 +242,50 @@ class BulkCanceller:
 
     async def drain(self, child: Downstream, revision: int | None = None) -> SiblingDrain:
         """Clear what a fired group had flagged; what it flagged in an entry of this revision, if one is given."""
-        return await self._core.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(PendingSiblingCancel, child), Read(EdgeGroup, child)),
             lambda rows, _: flow_cancel.drain_siblings(first(rows[0]), first(rows[1]), revision),
         )
 
+    def finish_in_background(self, cancels: Awaitable[Sequence[object]]) -> None:
+        """Finish cancels that their caller does not wait for; those that fail are left to the reconciler."""
 
-async def load_readable(core: Runtime, names: Sequence[str]) -> dict[str, Execution | None]:
+        async def run() -> None:
+            try:
+                failed = await cancels
+            except errors.FabricError as fault:
+                logger.warning("cancelling members was left to the reconciler: %s", fault)
+            else:
+                if failed:
+                    logger.warning("the cancel of %s was left to the reconciler", pluralize(len(failed), "member"))
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self, grace_s: float = BACKGROUND_GRACE_S) -> int:
+        """Wait for cancels in the background; return how many were stopped, which the reconciler finishes."""
+        if not self._background:
+            return 0
+        _, late = await asyncio.wait(self._background, timeout=grace_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return len(late)
+
+
+async def load_readable(runtime: Runtime, names: Sequence[str]) -> dict[str, Execution | None]:
     """These executions, None for one that is gone; one that cannot be read is told of and left out."""
     if not names:
         return {}
     try:
-        rows = (await core.load([Read(Execution, (name,)) for name in names])).rows
+        rows = (await runtime.load([Read(Execution, (name,)) for name in names])).rows
     except errors.Corruption as fault:
         if len(names) == 1:
             logger.error("%s is passed over: %s", names[0], fault)
             return {}
         half = len(names) // 2  # until the one that cannot be read is alone
-        return await load_readable(core, names[:half]) | await load_readable(core, names[half:])
+        return await load_readable(runtime, names[:half]) | await load_readable(runtime, names[half:])
     return {name: first(row) for name, row in zip(names, rows, strict=True)}
 
 

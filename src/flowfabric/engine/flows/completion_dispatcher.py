@@ -51,13 +51,13 @@ class CompletionDispatcher:
 
     def __init__(
         self,
-        core: Runtime,
+        runtime: Runtime,
         folding: JoinResolver,
         cancel_siblings: Callable[[Downstream, flow_cancel.SiblingCancels | None], Awaitable[object]],
         *,
         enabled: bool,
     ) -> None:
-        self._core = core
+        self.runtime = runtime
         self._folding = folding
         self._cancel_siblings = cancel_siblings
         self._enabled = enabled
@@ -175,7 +175,7 @@ class CompletionDispatcher:
                     owed, ahead, is_last=after_edge is None, inline=tries < 3, after_edge=after_edge
                 )
 
-            step = await self._core.decide_and_commit(
+            step = await self.runtime.decide_and_commit(
                 (Read(CompletionDispatch, (execution_id,)),), decide, load_more=self._edges_after
             )
             settled += step.edge_count
@@ -197,7 +197,7 @@ class CompletionDispatcher:
         where = (Where("upstream_execution_id", "=", owed.execution_id),)
         place = (owed.execution_id, owed.after_edge)
         order = ("upstream_execution_id", "edge_id")
-        found = await self._core.scan(Scan(Edge, where, order, place, MAX_EDGES_PER_STEP + 1, tolerant=True))
+        found = await self.runtime.scan(Scan(Edge, where, order, place, MAX_EDGES_PER_STEP + 1, tolerant=True))
         after = [_edge_id(found[MAX_EDGES_PER_STEP - 1])] if len(found) > MAX_EDGES_PER_STEP else []
         return [after, await self._ahead(_readable_edges(found[:MAX_EDGES_PER_STEP]))]
 
@@ -211,7 +211,7 @@ class CompletionDispatcher:
                 Read(Dependency, (edge.downstream_execution_id, edge.edge_id)),
             )
         try:
-            rows = (await self._core.load(wants)).rows
+            rows = (await self.runtime.load(wants)).rows
         except errors.Corruption as fault:
             if len(edges) > 1:  # halves, until the one that is wrong is alone
                 half = len(edges) // 2
@@ -224,7 +224,7 @@ class CompletionDispatcher:
     async def _dependency(self, edge: Edge) -> Dependency | None:
         """The edge as its downstream knows it; None if that cannot be read either."""
         try:
-            found = (await self._core.load((Read(Dependency, (edge.downstream_execution_id, edge.edge_id)),))).rows
+            found = (await self.runtime.load((Read(Dependency, (edge.downstream_execution_id, edge.edge_id)),))).rows
         except errors.Corruption:
             return None
         row: Dependency | None = first(found[0])
@@ -257,7 +257,7 @@ class CompletionDispatcher:
                 wants += (Read(EdgeGroup, (row.flow_id, one.execution_id)), Read(Execution, (one.execution_id,)))
             if one.passes_result:
                 wants.append(Read(Payload, (one.execution_id,)))
-        found = iter((await self._core.load(wants)).rows)
+        found = iter((await self.runtime.load(wants)).rows)
         results = [write.row for write in change.writes if type(write) is Insert and type(write.row) is Result]
         folds: list[tuple[Successor, Change]] = []
         for one in alone:
@@ -291,7 +291,7 @@ class CompletionDispatcher:
     async def _edges_of(self, ended: list[str]) -> list[CompletedEdge]:
         outcomes = {
             row.execution_id: row.terminal_outcome
-            for row in (await load_readable(self._core, ended)).values()
+            for row in (await load_readable(self.runtime, ended)).values()
             if row is not None and row.lifecycle_phase is LifecyclePhase.TERMINAL and row.flow_id is not None
         }
         return [
@@ -301,22 +301,22 @@ class CompletionDispatcher:
                 outcomes[edge.upstream_execution_id],
             )
             for edge in _readable_edges(
-                await scan_edges(self._core, "upstream_execution_id", [*outcomes], tolerant=True)
+                await scan_edges(self.runtime, "upstream_execution_id", [*outcomes], tolerant=True)
             )
         ]
 
 
-async def outgoing_edges(core: Runtime, upstreams: Sequence[str]) -> list[Edge]:
+async def outgoing_edges(runtime: Runtime, upstreams: Sequence[str]) -> list[Edge]:
     """The staged edges that lead away from these."""
-    return await scan_edges(core, "upstream_execution_id", upstreams)
+    return await scan_edges(runtime, "upstream_execution_id", upstreams)
 
 
-async def scan_edges(core: Runtime, end: str, names: Sequence[str], *, tolerant: bool = False) -> list[Any]:
+async def scan_edges(runtime: Runtime, end: str, names: Sequence[str], *, tolerant: bool = False) -> list[Any]:
     """The staged edges with one of these at one end, by that end and by id; see `Scan` for `tolerant`."""
     found: list[Any] = []
     place: tuple[Any, ...] | None = None
     while names:
-        page = await core.scan(
+        page = await runtime.scan(
             Scan(Edge, (Where(end, "in", names),), (end, "edge_id"), place, PAGE_SIZE, tolerant=tolerant)
         )
         found += page

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.after_commit import Rows, first
 from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.model.change import Change, merge_changes
 from flowfabric.model.execution import Execution, Payload, Result
@@ -80,8 +80,15 @@ class _Case(msgspec.Struct):
 class JoinResolver:
     """Counts what has been settled."""
 
-    def __init__(self, core: Runtime) -> None:
-        self._core = core
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    async def load_join_group(self, rows: Rows) -> Rows:
+        """Load the join group of a loaded execution, to be decided together with it."""
+        row = first(rows[0])
+        if row is None or row.flow_id is None:
+            return [[]]
+        return (await self.runtime.load((Read(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
 
     async def resolve(self, settled: Iterable[CompletedEdge]) -> list[DownstreamResolution]:
         """Count these edges; answers when everything is written."""
@@ -101,7 +108,7 @@ class JoinResolver:
             alone = len(folds) < len(batch)
             misses = misses + 1 if not folds else 0
             if alone:
-                await asyncio.sleep(self._core.random() * min(0.05, 0.001 * 2**misses))
+                await asyncio.sleep(self.runtime.random() * min(0.05, 0.001 * 2**misses))
         return done
 
     async def _fold_batch(
@@ -149,7 +156,7 @@ class JoinResolver:
             else:
                 written.append(([case], [answer], decision.change))
         written += [(cases, answers, merge_changes(*changes)) for cases, answers, changes in together.values()]
-        changes = [msgspec.structs.replace(change, id=self._core.minter.change_id()) for _, _, change in written]
+        changes = [msgspec.structs.replace(change, id=self.runtime.minter.change_id()) for _, _, change in written]
         times = await asyncio.gather(*(self._write(change, pause) for change in changes))
         for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
             if committed_at is None:
@@ -157,19 +164,19 @@ class JoinResolver:
             for case, answer in zip(members, answers, strict=True):
                 folds.append(_told(case, answer))
             rows = [[case.row for case in members], *(case.beside for case in members if case.beside)]
-            self._core.publish_commit(change, rows, committed_at)
+            self.runtime.publish_commit(change, rows, committed_at)
         return folds
 
     async def _write(self, change: Change, pause: StoreBackoff) -> int | None:
         """The commit's time, or None when the change was not written and has to be decided again."""
         try:
-            return await self._core.commit_queue.add(change)
+            return await self.runtime.commit_queue.add(change)
         except errors.StoreUnavailable as lost:
             await pause.sleep_or_raise()
             if not lost.in_doubt:
                 return None
         one = next(guard for guard in change.guards if guard.row is EdgeGroup)
-        loaded = await self._core.load((Read(EdgeGroup, one.key),))
+        loaded = await self.runtime.load((Read(EdgeGroup, one.key),))
         group = first(loaded.rows[0])
         return loaded.now if group is not None and group.revision == change.id else None
 
@@ -178,7 +185,7 @@ class JoinResolver:
         for child, settled in batch.items():
             wants += (Read(EdgeGroup, child), Read(Execution, (child.execution_id,)))
             wants += [Read(Dependency, (child.execution_id, one.edge_id)) for one in settled]
-        found = iter((await self._core.load(wants)).rows)
+        found = iter((await self.runtime.load(wants)).rows)
         cases = []
         for child, settled in batch.items():
             group, row = first(next(found)), first(next(found))
@@ -202,7 +209,7 @@ class JoinResolver:
             wants = [Read(Dependency, (case.child.execution_id,)) for case in flagging]
             for case in skipping:
                 wants += (Read(Flow, (case.child.flow_id,)), Read(PendingMemberCancel, case.child))
-            found = (await self._core.load(wants)).rows
+            found = (await self.runtime.load(wants)).rows
             inbound, flows = found[: len(flagging)], iter(found[len(flagging) :])
             for case in skipping:
                 flow, pending = first(next(flows)), bool(next(flows))
@@ -218,7 +225,7 @@ class JoinResolver:
         ended = sorted({one.upstream_execution_id for one in told})
         again: dict[str, Execution] = {}
         if ended:
-            found = (await self._core.load([Read(Execution, (name,)) for name in ended])).rows
+            found = (await self.runtime.load([Read(Execution, (name,)) for name in ended])).rows
             again = {each[0].execution_id: each[0] for each in found if each}
         for case, edges in zip(flagging, inbound, strict=True):
             going = joins.running_siblings(edges, case.tally, again)
@@ -239,7 +246,7 @@ class JoinResolver:
                     Read(Payload, (case.child.execution_id,)),
                     Read(Result, (carriers.pop(0).upstream_execution_id,)),
                 )
-            found = iter((await self._core.load(wants)).rows)
+            found = iter((await self.runtime.load(wants)).rows)
             left = []
             for case, carriers in open_cases:
                 payload, result = first(next(found)), first(next(found))

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
-from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.root_queue import AggregateRepository
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.owned_id import NamespacedId
@@ -77,17 +77,22 @@ class QuotaAdapter:
         return bool(row.revision == change_id)
 
 
-class LimitAggregates(Operations):
-    """Everything that decides on budgets or quotas stands on these."""
+class LimitAggregates:
+    """The aggregates of budgets and quota policies, each with its queue."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    # Built on first use: the number of partitions is known when the store is open.
 
     @cached_property
-    def budget_aggregates(self) -> AggregateRepository[BudgetState]:
-        """The decisions of this process about budgets."""
+    def budgets(self) -> AggregateRepository[BudgetState]:
+        """The budgets that this process decides on."""
         return AggregateRepository(self.runtime, BudgetAdapter(self.runtime.partitions))
 
     @cached_property
-    def quota_aggregates(self) -> AggregateRepository[QuotaState]:
-        """The decisions of this process about quota policies."""
+    def quotas(self) -> AggregateRepository[QuotaState]:
+        """The quota policies that this process decides on."""
         return AggregateRepository(self.runtime, QuotaAdapter(self.runtime.partitions))
 
 

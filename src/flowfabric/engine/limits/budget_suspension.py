@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from flowfabric.engine.operations.budgets import BudgetOperations
-from flowfabric.engine.operations.durable import DurableOperations
-from flowfabric.engine.operations.signing_keys import KEYSTORE
-from flowfabric.engine.operations.suspensions import SuspensionOperations
+from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.signing_keys import KEYSTORE, SigningKeys
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Suspension
@@ -24,8 +23,18 @@ from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.stores.queries import Read
 
 
-class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations):
-    """Puts executions to sleep for a budget, and wakes them."""
+class BudgetSuspender:
+    """Suspends executions on an exhausted budget and resumes them."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        aggregates: LimitAggregates,
+        signing_keys: SigningKeys,
+    ) -> None:
+        self.runtime = runtime
+        self.signing_keys = signing_keys
+        self.aggregates = aggregates
 
     async def suspend_for_budget(self, handle: Handle, need: BudgetNeed) -> bool:
         holder = self.runtime.handle_fields(handle)
@@ -33,7 +42,7 @@ class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations)
         return await self.runtime.decide_and_commit(
             (*_wants(holder.execution_id), *KEYSTORE),
             lambda rows, now: budget_suspension.suspend_for_budget(
-                first(rows[0]), first(rows[1]), self.unseal_loaded_keys(rows[3]), need, bed, holder, now
+                first(rows[0]), first(rows[1]), self.signing_keys.unseal_loaded_keys(rows[3]), need, bed, holder, now
             ),
         )
 
@@ -41,7 +50,7 @@ class BudgetSuspender(BudgetOperations, SuspensionOperations, DurableOperations)
         loaded = await self.runtime.load([Read(Suspension, (row.execution_id,)) for row in rows])
         needs = [suspend_rules.budget_needs(row, first(found)) for row, found in zip(rows, loaded.rows, strict=True)]
         names = sorted({need.budget for some in needs for need in some})
-        _, sheets = await self.budget_aggregates.load(names)
+        _, sheets = await self.aggregates.budgets.load(names)
         sheets = {name: sheet for name, sheet in sheets.items() if not budget_rules.find_corruption(sheet)}
         waking = []
         for row, some in zip(rows, needs, strict=True):

@@ -12,11 +12,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from typing import TypeVar
 
 from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
 from flowfabric.engine.limits.aggregates import LimitAggregates
+from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.runtime.root_queue import Decide
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.budget import Budget
 from flowfabric.model.execution import Execution
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId, parse_namespaced_id
@@ -27,10 +30,12 @@ from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.limits import quota, unblock_order
+from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.rules.scheduling import queue
-from flowfabric.stores.queries import Scan, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
-logger = logging.getLogger("flowfabric.waiting")
+logger = logging.getLogger("flowfabric.limits")
+A = TypeVar("A")
 
 PAGE_SIZE = 100
 MAX_PAGES = 20
@@ -48,8 +53,8 @@ class Capacity:
     are not there, and must not keep others waiting.
     """
 
-    def __init__(self, books: LimitAggregates, only: NamespacedId | None = None) -> None:
-        self._books = books
+    def __init__(self, aggregates: LimitAggregates, only: NamespacedId | None = None) -> None:
+        self._aggregates = aggregates
         self._only = only
         self._spent: dict[NamespacedId, bool] = {}
         self._left: dict[NamespacedId, int | None] = {}
@@ -62,7 +67,7 @@ class Capacity:
         """Know what these rows depend on."""
         unknown = sorted({one for row in rows for one in self._among(row, _budget_ids(row))} - self._spent.keys())
         if unknown:
-            _, sheets = await self._books.budget_aggregates.load(unknown)
+            _, sheets = await self._aggregates.budgets.load(unknown)
             for name, sheet in sheets.items():
                 self._budget_roots[name] = sheet.root
                 self._spent[name] = budget_rules.first_exhausted(sheet.dimensions.values()) is not None
@@ -71,7 +76,7 @@ class Capacity:
                     self.unreadable.add(name)
         unknown = sorted({one for row in rows for one in self._among(row, _policy_ids(row))} - self._left.keys())
         if unknown:
-            now, policies = await self._books.quota_aggregates.load(unknown)
+            now, policies = await self._aggregates.quotas.load(unknown)
             for name, policy in policies.items():
                 self._policy_roots[name] = policy.root
                 self._left[name] = quota.free_capacity(policy, now)
@@ -120,25 +125,23 @@ class Capacity:
         return [one for one in owner_rules.candidates(row.namespace, names) if self._only in (None, one)]
 
 
-def _budget_ids(row: Execution) -> Sequence[str]:
-    return decode_terms(row.terms).budget_ids if row.blocking_reason is BlockingReason.WAITING_FOR_BUDGET else ()
+class Unblocker:
+    """Blocks executions on a limit and unblocks them when there is capacity."""
 
-
-def _policy_ids(row: Execution) -> Sequence[str]:
-    return decode_terms(row.terms).quota_policy_ids if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA else ()
-
-
-def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
-    """The lists of which as many rows were read as were asked for, so that more may follow."""
-    counts = Counter(row.blocked_on for row in rows)
-    return {name for name, count in counts.items() if name is not None and count >= depth}
-
-
-class Unblocker(LimitAggregates, FairTurns):
-    """Sets work free that waited for room."""
-
-    _timers: dict[NamespacedId, asyncio.TimerHandle] | None = None
-    _ringing: set[asyncio.Task[None]] | None = None
+    def __init__(
+        self,
+        runtime: Runtime,
+        aggregates: LimitAggregates,
+        turns: FairTurns,
+        budget_suspender: BudgetSuspender,
+    ) -> None:
+        self.runtime = runtime
+        self.turns = turns
+        self.budget_suspender = budget_suspender
+        self.aggregates = aggregates
+        self._timers: dict[NamespacedId, asyncio.TimerHandle] = {}
+        self._rechecks: set[asyncio.Task[None]] = set()
+        self._last_lists: dict[str, str] = {}
 
     async def unblock_rows(self, rows: Sequence[Execution], room: Capacity) -> int:
         """Set those of the rows free that nothing holds up any more; how many."""
@@ -159,7 +162,7 @@ class Unblocker(LimitAggregates, FairTurns):
             logger.info("%s is not blocked (%s): %s", row.execution_id, reason, failed)
             return False
         if reason in queue.LIMITS and on:
-            self.note_blocked(row, reason, parse_namespaced_id(on))
+            self.turns.note_blocked(row, reason, parse_namespaced_id(on))
         return True
 
     async def unblock_row(self, execution_id: str, reason: BlockingReason) -> bool:
@@ -172,21 +175,25 @@ class Unblocker(LimitAggregates, FairTurns):
             return False
         return True
 
-    async def resume_budget_suspended(self, rows: Sequence[Execution]) -> int:
-        """Let those of the executions that budgets put to sleep go on for whose need there is room now; how many."""
-        raise NotImplementedError
-
     async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this budget: set free what waits for it; True when something still waits."""
         budget = NamespacedId(namespace, budget_id)
         return await self._wake(budget, BlockingReason.WAITING_FOR_BUDGET, queue.asleep_on_key(budget))
+
+    async def change_budget(
+        self, budget: NamespacedId, decide: Decide[BudgetState, A], reads: tuple[Read, ...] = ()
+    ) -> A:
+        """Decide on a budget and commit, then unblock what may run within it now."""
+        answer = await self.aggregates.budgets.decide_and_commit(budget, decide, reads)
+        await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        return answer
 
     async def unblock_quota_waiters(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """There may be room in this policy: set free as many as it can admit; True when something still waits."""
         policy = NamespacedId(namespace, quota_policy_id)
         return await self._wake(policy, BlockingReason.WAITING_FOR_QUOTA)
 
-    async def _unblock_redefined(self, own: NamespacedId, reason: BlockingReason) -> None:
+    async def unblock_redefined(self, own: NamespacedId, reason: BlockingReason) -> None:
         """A namespace has an id of its own: what the shared namesake holds up may go on there.
 
         A definition that is repeated does this again, in case the process of the first one died before it.
@@ -205,7 +212,7 @@ class Unblocker(LimitAggregates, FairTurns):
         after: tuple[str, int, str] | None = None
         for _ in range(MAX_PAGES):
             rows = await self._listed(Scan(Execution, where, ("blocked_on", *QUEUE_ORDER), after, PAGE_SIZE))
-            await self.unblock_rows(rows, Capacity(self))
+            await self.unblock_rows(rows, Capacity(self.aggregates))
             if len(rows) < PAGE_SIZE:
                 return
             after = (rows[-1].blocked_on or "", rows[-1].rank, rows[-1].execution_id)
@@ -233,20 +240,20 @@ class Unblocker(LimitAggregates, FairTurns):
         self, limit: NamespacedId, reason: BlockingReason, unkeyed: list[Execution], keyed: list[Execution]
     ) -> bool:
         """Unblock in fair order, beginning with the first rows of each list; True when something still waits."""
-        room, left, depth = Capacity(self, only=limit), False, 1
+        room, left, depth = Capacity(self.aggregates, only=limit), False, 1
         lists = queue.fair_list_prefix(reason, limit)
         for _ in range(MAX_PAGES):
             rows = unkeyed + keyed
-            self.note_lists(reason, limit, rows, whole=lists not in self._last_lists)
+            self.turns.note_lists(reason, limit, rows, whole=lists not in self._last_lists)
             if not rows:
                 return left
             await room.load(rows)
-            now, turns = self.runtime.estimate.now(), self.unblock_turns(lists, rows)
+            now, turns = self.runtime.estimate.now(), self.turns.unblock_turns(lists, rows)
             cut = _unfinished(keyed, depth) | _unfinished(unkeyed, PAGE_SIZE)
             order = unblock_order.unblock_order(rows, turns, now, truncated=cut)
             chosen = [row for row in order if room.admits(row)]
             after = unblock_order.credits_after(rows, turns, now, chosen, truncated=cut)
-            self.keep_unblock_turns(lists, after, chosen)
+            self.turns.keep_unblock_turns(lists, after, chosen)
             freed = sum(
                 await asyncio.gather(*(self.unblock_row(row.execution_id, row.blocking_reason) for row in chosen))
             )
@@ -281,30 +288,22 @@ class Unblocker(LimitAggregates, FairTurns):
             self._last_lists[lists] = max(names)
         return rows
 
-    @cached_property
-    def _last_lists(self) -> dict[str, str]:
-        return {}  # by the lists of a limit: where the next read begins, if the last one did not come to the end
-
     async def _wake_asleep(self, on: str, rows: list[Execution]) -> bool:
         """Resume what a budget put to sleep, beginning with the first page; True when something still waits."""
         left = False
         for _ in range(MAX_PAGES):
             if not rows:
                 return left
-            left |= await self.resume_budget_suspended(rows) < len(rows)
+            left |= await self.budget_suspender.resume_budget_suspended(rows) < len(rows)
             if len(rows) < PAGE_SIZE:
                 return left
             after = (rows[-1].rank, rows[-1].execution_id)
             rows = await self._listed(Scan(Execution, (Where("blocked_on", "=", on),), QUEUE_ORDER, after, PAGE_SIZE))
         return True
 
-    # -- windows that open by themselves --------------------------------------------------------------------------
-
     def schedule_quota_unblock(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """A window opens then: wake what waits for it. One timer a policy, the earliest."""
         policy = NamespacedId(namespace, quota_policy_id)
-        if self._timers is None:
-            self._timers, self._ringing = {}, set()
         loop = asyncio.get_running_loop()
         at = loop.time() + wait_ms / 1000
         timer = self._timers.get(policy)
@@ -316,29 +315,41 @@ class Unblocker(LimitAggregates, FairTurns):
 
     def cancel_window_timers(self) -> None:
         """Forget the windows that were to open; the sweep looks after what waits for them."""
-        for timer in (self._timers or {}).values():
+        for timer in self._timers.values():
             timer.cancel()
-        for task in self._ringing or ():
+        for task in self._rechecks:
             task.cancel()
-        self._timers, self._ringing = None, None
+        self._timers.clear()
 
     def _ring(self, policy: NamespacedId) -> None:
-        if self._timers is None or self._ringing is None:
-            return
         del self._timers[policy]
         task = asyncio.create_task(self._look_again(policy))
-        self._ringing.add(task)
-        task.add_done_callback(self._ringing.discard)
+        self._rechecks.add(task)
+        task.add_done_callback(self._rechecks.discard)
 
     async def _look_again(self, policy: NamespacedId) -> None:
         if not await self.unblock_quota_waiters(policy.id, namespace=policy.namespace):
             return
         wait_ms = MAX_RECHECK_MS
         try:
-            now, sheets = await self.quota_aggregates.load([policy])
+            now, sheets = await self.aggregates.quotas.load([policy])
             opens_at = quota.next_capacity_at(sheets[policy], now)
             if opens_at is not None:
                 wait_ms = max(1, opens_at - now)
         except errors.FabricError as away:
             logger.warning("when %s has room again is not known: %s", policy, away)
         self.schedule_quota_unblock(policy.id, wait_ms, namespace=policy.namespace)
+
+
+def _budget_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).budget_ids if row.blocking_reason is BlockingReason.WAITING_FOR_BUDGET else ()
+
+
+def _policy_ids(row: Execution) -> Sequence[str]:
+    return decode_terms(row.terms).quota_policy_ids if row.blocking_reason is BlockingReason.WAITING_FOR_QUOTA else ()
+
+
+def _unfinished(rows: Sequence[Execution], depth: int) -> set[str]:
+    """The lists of which as many rows were read as were asked for, so that more may follow."""
+    counts = Counter(row.blocked_on for row in rows)
+    return {name for name, count in counts.items() if name is not None and count >= depth}

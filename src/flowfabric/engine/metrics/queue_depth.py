@@ -7,9 +7,8 @@ the bound is at least that high.
 from __future__ import annotations
 
 import asyncio
-from functools import cached_property
 
-from flowfabric.engine.operations.base import Operations
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CancelBacklog, EdgeGroup
@@ -28,20 +27,19 @@ MAX_FLOWS = 10_000
 CANCEL_BACKLOG_METRIC = "ff_cancel_backlog_depth"
 
 
-class GaugeReader(Operations):
-    """What stands where, for those who watch."""
+class GaugeReader:
+    """Reads the gauges of queue depth."""
 
-    _levels_read_at: float | None = None
-
-    @cached_property
-    def _reading_levels(self) -> asyncio.Lock:
-        return asyncio.Lock()
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._refresh = asyncio.Lock()
+        self._refreshed_at: float | None = None
 
     async def refresh_gauges(self, *, max_age_s: float = MAX_GAUGE_AGE_S) -> None:
         """See to it that the meters show levels that are not older than this; StoreUnavailable: they show none."""
-        async with self._reading_levels:  # whoever comes meanwhile wants the same
+        async with self._refresh:  # whoever comes meanwhile wants the same
             clock = asyncio.get_running_loop().time
-            if self._levels_read_at is not None and clock() - self._levels_read_at < max_age_s:
+            if self._refreshed_at is not None and clock() - self._refreshed_at < max_age_s:
                 return
             self.runtime.metrics.gauges.clear()
             stands = {
@@ -55,7 +53,7 @@ class GaugeReader(Operations):
                 labels = {"lane": self.runtime.metrics.lane_label(lane)} | ({} if state is None else {"state": state})
                 self.runtime.metrics.add_to_gauge(name, level, **labels)
             self.runtime.metrics.set_gauge(CANCEL_BACKLOG_METRIC, len(backlog))
-            self._levels_read_at = clock()
+            self._refreshed_at = clock()
 
     async def executions_without_queue(self, limit: int) -> list[str]:
         """The executions that no claim finds, since their ready queue is missing from the store."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 
 from flowfabric import ids
-from flowfabric.engine.operations.signing_keys import KEYSTORE, SigningKeyOperations
+from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.signing_keys import KEYSTORE, SigningKeys
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
-from flowfabric.handles import Handle, HandleFields, HandleKind
-from flowfabric.model.change import Change, Upsert
+from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion, Gate, GateMemo, MailboxMessage, StepMemo, Vote
 from flowfabric.model.signing_key import SigningKey
@@ -31,9 +32,7 @@ from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.rules.suspension.state import ObservedSignal
-from flowfabric.stores.queries import Read, Scan, Where
-
-MAX_CHILD_COMPLETIONS = 1000
+from flowfabric.stores.queries import Read
 
 
 class WaitpointLink(msgspec.Struct, frozen=True):
@@ -66,28 +65,29 @@ class Waits(msgspec.Struct, frozen=True):
     memos: dict[str, GateMemo]
 
 
-class DurableOperations(SigningKeyOperations):
-    """What a durable function does to wait."""
+class DurableOperations:
+    """Operations of durable functions: gates, mailboxes and steps."""
 
-    parents_in_progress: dict[str, bool]  # parents whose children's ends are being taken in, and whether to look again
-    child_completion_tasks: set[asyncio.Task[int]]
+    runtime: Runtime
+    signing_keys: SigningKeys
+    root_queues: RootQueues
 
     async def open_gate(self, handle: Handle, args: GateArgs) -> OpenedGate | GateMemo:
         """Open a gate by name, find it open with the same links, or find what came of it."""
         fields, ask = self.runtime.handle_fields(handle), validate_suspension.validate_gate(args)
-        execution, fence = fields.execution_id, _fence(fields)
+        execution, fence = fields.execution_id, Fence.of(fields)
         seen: list[SigningKey] = []
         mail_seq = 0
         while True:
             wants = self._gate_wants(execution, ask, mail_seq)
 
             def decide(rows: list[list[Any]], now: int) -> Decision[OpenGate | GateMemo | NeedsMessage]:
-                seen[:] = self.unseal_loaded_keys(rows[3])
+                seen[:] = self.signing_keys.unseal_loaded_keys(rows[3])
                 scene = GateRows(
-                    row=_first(rows[0]),
-                    root=_first(rows[1]),
-                    memo=_first(rows[4]),
-                    mail=_first(rows[5]),
+                    row=first(rows[0]),
+                    root=first(rows[1]),
+                    memo=first(rows[4]),
+                    mail=first(rows[5]),
                     ends=[end for found in rows[6:] for end in found if isinstance(end, ChildCompletion)],
                     keys=seen,
                     waitpoints={
@@ -147,13 +147,13 @@ class DurableOperations(SigningKeyOperations):
         def decide(rows: list[list[Any]], now: int) -> Decision[park_rules.ParkedExecution | park_rules.GatesReady]:
             memos = {found[0].gate: found[0] for found in rows[2:] if found}
             return park_rules.park(
-                _first(rows[0]),
-                _first(rows[1]),
+                first(rows[0]),
+                first(rows[1]),
                 memos,
                 names,
                 suspension_id=suspension_id,
                 reason_code=reason,
-                fence=_fence(fields),
+                fence=Fence.of(fields),
                 holder=fields,
                 now=now,
             )
@@ -169,7 +169,7 @@ class DurableOperations(SigningKeyOperations):
         """The gates of an execution: those that are open, and what came of the others."""
         execution = validate.validate_execution_id(execution_id)
         loaded = await self.runtime.load((Read(Suspension, (execution,)), Read(GateMemo, (execution,))))
-        return Waits(wait_state.open_gates(_first(loaded.rows[0])), {memo.gate: memo for memo in loaded.rows[1]})
+        return Waits(wait_state.open_gates(first(loaded.rows[0])), {memo.gate: memo for memo in loaded.rows[1]})
 
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         """The signals that closed a gate, in the order in which they were accepted."""
@@ -177,8 +177,6 @@ class DurableOperations(SigningKeyOperations):
         wants = [Read(Signal, (memo.execution_id, vote.member, vote.seq)) for vote in votes if vote.seq]
         loaded = await self.runtime.load(wants) if wants else None
         return [] if loaded is None else [wait_state.observed_signal(found[0]) for found in loaded.rows if found]
-
-    # -- mailboxes ------------------------------------------------------------------------------------------------
 
     async def send_message(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
         """Send a message to an execution that has not ended; it is kept in order until somebody receives it."""
@@ -192,69 +190,8 @@ class DurableOperations(SigningKeyOperations):
         return await self.root_queues.decide_and_commit(
             ask.execution_id,
             wants,
-            lambda rows, now: mailbox.send_message(
-                _first(rows[0]), _first(rows[1]), _first(rows[2]), ask, now, call=call
-            ),
+            lambda rows, now: mailbox.send_message(first(rows[0]), first(rows[1]), first(rows[2]), ask, now, call=call),
         )
-
-    # -- children -------------------------------------------------------------------------------------------------
-
-    def deliver_written_child_completions(self, change: Change, _: object) -> None:
-        """Take a child's end in at once; the sweep does it when this process cannot."""
-        for write in change.writes:  # compared by type: this runs for every change
-            if type(write) is Upsert and type(write.row) is ChildCompletion and write.row.due_at is not None:
-                parent = write.row.parent_id
-                if parent in self.parents_in_progress:
-                    self.parents_in_progress[parent] = True
-                else:
-                    self.parents_in_progress[parent] = False
-                    fold = asyncio.create_task(self._fold(parent))
-                    self.child_completion_tasks.add(fold)
-                    fold.add_done_callback(self._folded)
-
-    def _folded(self, fold: asyncio.Task[int]) -> None:
-        self.child_completion_tasks.discard(fold)
-        if not fold.cancelled():
-            fold.exception()  # a failure is left to the sweep
-
-    async def _fold(self, parent_id: str) -> int:
-        taken = 0
-        try:
-            while True:
-                self.parents_in_progress[parent_id] = False
-                taken += await self.deliver_child_completions(parent_id)
-                if not self.parents_in_progress[parent_id]:
-                    return taken
-        finally:
-            del self.parents_in_progress[parent_id]
-
-    async def deliver_child_completions(self, parent_id: str) -> int:
-        """Let a parent's gates know of the children that ended; how many ends there were."""
-        parent = validate.validate_execution_id(parent_id)
-        where = (Where("parent_id", "=", parent), Where("due_at", "set"))
-        ends = await self.runtime.scan(
-            Scan(ChildCompletion, where, ("parent_id", "child_id", "life"), limit=MAX_CHILD_COMPLETIONS)
-        )
-        if not ends:
-            return 0
-        wants = (
-            Read(Execution, (parent,)),
-            Read(Suspension, (parent,)),
-            *(Read(ChildCompletion, (parent, end.child_id, end.life)) for end in ends),
-        )
-        return await self.runtime.decide_and_commit(
-            wants,
-            lambda rows, now: gate_rules.deliver_child_completions(
-                _first(rows[0]), _first(rows[1]), [found[0] for found in rows[2:] if found], now
-            ),
-        )
-
-    async def wait_for_child_completions(self) -> None:
-        """Wait until no end of a child is being taken in."""
-        while self.child_completion_tasks:
-            await asyncio.wait(self.child_completion_tasks)
-
-    # -- steps ----------------------------------------------------------------------------------------------------
 
     async def record_step(
         self,
@@ -282,7 +219,7 @@ class DurableOperations(SigningKeyOperations):
         seen = self.runtime._lease_cache.get(fields.execution_id)
         return await self.runtime.decide_and_commit(
             (Read(Execution, key[:1]), Read(StepMemo, key)),
-            lambda rows, now: steps.record_step(_first(rows[0]), _first(rows[1]), memo, _fence(fields), now),
+            lambda rows, now: steps.record_step(first(rows[0]), first(rows[1]), memo, Fence.of(fields), now),
             assumed_rows=None if seen is None else [[seen], []],
         )
 
@@ -297,11 +234,3 @@ class DurableOperations(SigningKeyOperations):
         if seen is not None and seen.lease_id == fields.lease_id and not seen.has_steps:
             return []
         return await self.read_steps(fields.execution_id)
-
-
-def _fence(fields: HandleFields) -> Fence:
-    return Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
-
-
-def _first(rows: list[Any]) -> Any:
-    return rows[0] if rows else None

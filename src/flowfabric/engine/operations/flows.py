@@ -1,39 +1,76 @@
-"""The verbs of a flow: build its graph, let executions wait for each other, resolve, cancel."""
+"""Cancelling a flow: the header, the members, and the wait for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Set
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.flows.bulk_cancel import BulkCanceller
+from flowfabric.engine.flows.bulk_cancel import BulkCanceller, load_readable
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.operations.bulk_create import defaults_of
-from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.keyed_lock import KeyedLock
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.answers.execution import Moved
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, Edge, EdgeGroup, Flow, FlowMember
+from flowfabric.model.flow import (
+    CancellationPolicy,
+    Dependency,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowMember,
+    PendingSiblingCancel,
+)
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow import build, dependencies, graph
+from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.dependencies import ApplyDependency
 from flowfabric.rules.flow.graph import CreateGraph
 from flowfabric.rules.flow.joins import Verdict
 from flowfabric.stores.queries import Read
 
+MAX_WAIT_MS = 300_000
+MAX_LISTED_MEMBERS = 1000  # members that the answer to a repeated cancel lists
+FlowCancel = flow_answers.FlowCancelled | flow_answers.CancellationScheduled | flow_answers.PartiallyCancelled
 MAX_SEARCHED_NODES = 1000
+_RESOLUTION = {
+    Verdict.SATISFIED: flow_answers.Resolution.SATISFIED,
+    Verdict.IMPOSSIBLE: flow_answers.Resolution.IMPOSSIBLE,
+    Verdict.PENDING: flow_answers.Resolution.PENDING,
+    Verdict.ALREADY_FIRED: flow_answers.Resolution.ALREADY_RESOLVED,
+    Verdict.ALREADY_RESOLVED: flow_answers.Resolution.ALREADY_RESOLVED,
+}
+
+
+class NoWait(msgspec.Struct, frozen=True):
+    """Answer when the flow is marked; members are cancelled in the background."""
+
+
+class WaitTimeout(msgspec.Struct, frozen=True):
+    """Answer when every member is dealt with, or raise when that takes longer."""
+
+    timeout_ms: int
+
+
+class WaitIndefinite(msgspec.Struct, frozen=True):
+    """Answer when every member is dealt with; "for ever" ends after five minutes."""
+
+
+Wait = NoWait | WaitTimeout | WaitIndefinite
+NO_WAIT = NoWait()
 
 
 class GraphEdge(msgspec.Struct, frozen=True):
@@ -46,15 +83,115 @@ class GraphEdge(msgspec.Struct, frozen=True):
     edge_id: str | None = None
 
 
-class FlowOperations(ExecutionOperations):
-    """What can be done to a flow, by the names of the specification."""
+class FlowOperations:
+    """Operations on flows, their edges and joins."""
 
-    join_resolver: JoinResolver
+    runtime: Runtime
+    flow_locks: KeyedLock
     bulk_canceller: BulkCanceller
+    join_resolver: JoinResolver
     dispatcher: CompletionDispatcher
-    _flow_locks: dict[str, asyncio.Lock]
 
-    # -- the graph ------------------------------------------------------------------------------------------------
+    async def cancel_flow(
+        self,
+        flow_id: str,
+        *,
+        policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
+        reason: str = "",
+        wait: Wait = NO_WAIT,
+    ) -> FlowCancel:
+        """Cancel a flow and those of its members that the policy selects; a repeated call changes nothing."""
+        wanted = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        longest_ms = max_wait_ms_of(wait)
+        why = validation.text("reason", reason)
+        answer = await self.cancel_flow_header(flow_id, reason=why, policy=wanted)
+        if isinstance(answer, flow_answers.HeaderAlreadyTerminal):
+            stored = answer.stored_cancellation_policy or wanted
+            return flow_answers.FlowCancelled(stored, answer.member_execution_ids[:MAX_LISTED_MEMBERS])
+        everyone, chosen = answer.member_execution_ids, answer.selected_execution_ids
+        if not chosen:
+            return flow_answers.FlowCancelled(wanted, everyone)
+        flow = validate.validate_flow_id(flow_id)
+        work = self.bulk_canceller.cancel_members(flow, chosen, why or flow_cancel.FALLBACK_REASON)
+        if longest_ms is None:
+            self.bulk_canceller.finish_in_background(work)
+            return flow_answers.CancellationScheduled(wanted, len(everyone), everyone)
+        try:
+            failed = await asyncio.wait_for(work, longest_ms / 1000)
+        except TimeoutError:
+            raise errors.OperationTimeout("cancel_flow", longest_ms) from None
+        if failed:
+            return flow_answers.PartiallyCancelled(wanted, everyone, failed)
+        return flow_answers.FlowCancelled(wanted, everyone)
+
+    async def cancel_flow_header(
+        self,
+        flow_id: str,
+        *,
+        reason: str = "",
+        policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
+        grace_ms: Any = flow_cancel.GRACE_MS,
+    ) -> flow_answers.HeaderCancelled | flow_answers.HeaderAlreadyTerminal:
+        """Mark a flow as cancelled and list the members to cancel; a reconciler sees to them after the grace."""
+        flow = validate.validate_flow_id(flow_id)
+        wanted = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        why = validation.text("reason", reason)
+        if refused := flow_cancel.check_grace(grace_ms):
+            raise refused
+
+        async def members(rows: Rows) -> Rows:
+            names = [member.execution_id for member in rows[1]]
+            found = await load_readable(self.runtime, names)
+            return [[row for row in found.values() if row is not None], [name for name in names if name not in found]]
+
+        return await self.runtime.decide_and_commit(
+            (Read(Flow, (flow,)), Read(FlowMember, (flow,))),
+            lambda rows, _: flow_cancel.cancel_header(
+                first(rows[0]),
+                rows[1],
+                {row.execution_id: row for row in rows[2]},
+                unread=rows[3],
+                reason=why,
+                policy=wanted,
+                grace_ms=grace_ms,
+            ),
+            load_more=members,
+        )
+
+    async def ack_cancel_member(self, flow_id: str, execution_id: str) -> None:
+        """One member of a cancelled flow is done with; one that is not listed is done with already."""
+        execution = validate.validate_execution_id(execution_id)
+        await self.bulk_canceller.acknowledge(validate.validate_flow_id(flow_id), [execution])
+
+    async def drain_sibling_cancel_group(self, flow_id: str, downstream: str) -> flow_answers.SiblingDrain:
+        """Clear what a fired join had flagged for cancelling."""
+        return await self.bulk_canceller.drain(_child(flow_id, downstream))
+
+    async def reconcile_sibling_cancel_group(self, flow_id: str, downstream: str) -> flow_answers.SiblingReconcile:
+        """Finish a drain that a crash interrupted; cancels nobody."""
+        child = _child(flow_id, downstream)
+
+        async def listed(rows: Rows) -> Rows:
+            names = flow_cancel.siblings_to_cancel(rows[1][0]) if rows[1] else []
+            return [[row for each in await self._rows_of(names) for row in each]]
+
+        if (await self.runtime.load((Read(PendingSiblingCancel, child),))).rows[0]:
+            await self.bulk_canceller.resolve_unrecorded_outcomes(child)
+        return await self.runtime.decide_and_commit(
+            (Read(PendingSiblingCancel, child), Read(EdgeGroup, child), Read(Dependency, (child.execution_id,))),
+            lambda rows, _: flow_cancel.reconcile_siblings(
+                first(rows[0]),
+                first(rows[1]),
+                {row.execution_id: row for row in rows[3]},
+                rows[2],
+            ),
+            load_more=listed,
+        )
+
+    async def _rows_of(self, names: list[str]) -> Rows:
+        if not names:
+            return []
+        return (await self.runtime.load([Read(Execution, (name,)) for name in names])).rows
 
     async def create_flow(
         self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"
@@ -115,7 +252,7 @@ class FlowOperations(ExecutionOperations):
         flow = validate.validate_flow_id(flow_id)
         member = self._member_id(flow, execution_id)
         wants = (Read(Flow, (flow,)), Read(Execution, (member,)), Read(FlowMember, (flow, member)))
-        async with self._turn(flow):
+        async with self.flow_locks.hold(flow):
             return await self.runtime.decide_and_commit(
                 wants,
                 lambda rows, _: build.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
@@ -161,7 +298,7 @@ class FlowOperations(ExecutionOperations):
             circle = bool(rows[0]) and await self._reaches(ask.downstream, ask.upstream)
             return []
 
-        async with self._turn(flow):
+        async with self.flow_locks.hold(flow):
             return await self.runtime.decide_and_commit(
                 wants,
                 lambda rows, _: build.stage_edge(
@@ -252,8 +389,6 @@ class FlowOperations(ExecutionOperations):
             (Read(Flow, (flow,)),), lambda rows, _: build.set_flow_tag(first(rows[0]), name, text)
         )
 
-    # -- ends -----------------------------------------------------------------------------------------------------
-
     async def resolve_dependency(
         self, flow_id: str, edge_id: str, downstream: str, outcome: str
     ) -> flow_answers.Resolution:
@@ -279,30 +414,15 @@ class FlowOperations(ExecutionOperations):
         return await self.runtime.decide_and_commit(
             (Read(Execution, (execution,)),),
             lambda rows, _: dependencies.promote_blocked(first(rows[0]), first(rows[1])),
-            load_more=self._join_group_of,
+            load_more=self.join_resolver.load_join_group,
         )
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
         """Whether dependencies let an execution run."""
         rows = (await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows
-        return dependencies.dependency_eligibility(first(rows[0]), first((await self._join_group_of(rows))[0]))
-
-    async def wait_for_dispatch(self) -> None:
-        """Wait until this process has carried every end it knows of to those who waited for it."""
-        await self.dispatcher.wait_idle()
-
-    # -- arguments ------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _turn(self, flow_id: str) -> AsyncIterator[None]:
-        """Calls that write one flow's row take turns in a process, instead of refusing each other in the store."""
-        turn = self._flow_locks.setdefault(flow_id, asyncio.Lock())
-        try:
-            async with turn:
-                yield
-        finally:
-            if not turn.locked():
-                self._flow_locks.pop(flow_id, None)
+        return dependencies.dependency_eligibility(
+            first(rows[0]), first((await self.join_resolver.load_join_group(rows))[0])
+        )
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
         execution = validate.validate_execution_id(execution_id)
@@ -319,6 +439,23 @@ class FlowOperations(ExecutionOperations):
             validation.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
+
+
+def max_wait_ms_of(wait: Wait) -> int | None:
+    """How long a caller waits at most; None for one that does not."""
+    match wait:
+        case NoWait():
+            return None
+        case WaitTimeout(timeout_ms=timeout_ms):
+            return validation.duration_ms("timeout_ms", timeout_ms, least=0)
+        case WaitIndefinite():
+            return MAX_WAIT_MS
+        case _:
+            raise errors.InvalidInput("wait: none of NoWait, WaitTimeout, WaitIndefinite")
+
+
+def _child(flow_id: str, downstream: str) -> Downstream:
+    return Downstream(validate.validate_flow_id(flow_id), validate.validate_member_id("downstream", downstream))
 
 
 def _check_partition(execution_id: str, partition: int, here: int) -> None:
@@ -339,15 +476,6 @@ def _an_edge(given: object, names: Set[str]) -> GraphEdge:
         if type(end) is not str or end not in names:
             validate.validate_member_id(part, end)
     return given
-
-
-_RESOLUTION = {
-    Verdict.SATISFIED: flow_answers.Resolution.SATISFIED,
-    Verdict.IMPOSSIBLE: flow_answers.Resolution.IMPOSSIBLE,
-    Verdict.PENDING: flow_answers.Resolution.PENDING,
-    Verdict.ALREADY_FIRED: flow_answers.Resolution.ALREADY_RESOLVED,
-    Verdict.ALREADY_RESOLVED: flow_answers.Resolution.ALREADY_RESOLVED,
-}
 
 
 def _labels(flow_kind: str, namespace: str) -> tuple[str, str]:

@@ -1,38 +1,290 @@
-"""Complete and fail: how attempts end, one at a time or many in one trip.
-
-What was claimed together may end together, without a task for each. Each end is decided by the same rule as a single
-one, on the sheet that its claim left here. Whatever that does not settle (a sheet that is not known, a refusal, an
-answer that got lost) is settled on its own.
-"""
+"""The verbs of a life but for its end (`finishing`): create, renew, note, delay, cancel, replay, expire, operate."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.executions import NO_FENCE, ExecutionOperations, fence_of
-from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.runtime import UnknownOutcome
+from flowfabric.engine.flows.join_resolver import JoinResolver
+from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.validation import execution as validate
-from flowfabric.handles import Handle
+from flowfabric.handles import Handle, HandleFields
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, FromNow
 from flowfabric.model.execution import Execution
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import finish
+from flowfabric.rules.execution import cancel, delay, finish, holder, lease
+from flowfabric.rules.execution import progress as progress_rules
+from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.flow import dependencies
+from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.queries import Read
 
+NO_FENCE = Fence()
+MAX_CHILDREN_PER_CHANGE = 100  # children that are cancelled in one change
 YIELD_TURNS = 5  # of the loop, within which a worker has handed over what it did with work that was handed to it
 
 
-class LeaseOperations(ExecutionOperations):
-    """How the holder of a lease ends its attempt."""
+class LeaseOperations:
+    """Operations of the holder of a lease."""
+
+    runtime: Runtime
+    join_resolver: JoinResolver
+
+    async def renew(
+        self,
+        handle: Handle | None = None,
+        *,
+        execution_id: str | None = None,
+        attempt_index: int | None = None,
+        fence: Fence = NO_FENCE,
+        source: str | None = None,
+        lease_ttl_ms: int | None = None,
+    ) -> answers.Renewed:
+        """Move the end of a live lease to now + ttl, which may also be earlier than it was.
+
+        Without a handle the whole fence is needed: there is no `source` that may renew a lease it does not hold.
+        """
+        validate.validate_source(source)
+        if handle is None:
+            held = await self._named_lease(execution_id, attempt_index, fence, lease_ttl_ms)
+        else:
+            held = self._held(handle, lease_ttl_ms)
+        [answer] = self._counted(await self._renew([held]))
+        if isinstance(answer, errors.FabricError):
+            raise answer
+        return answer
+
+    async def renew_many(
+        self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
+    ) -> list[answers.Renewed | errors.FabricError]:
+        """Renew many leases in one round trip; each answer stands for itself."""
+        held: list[LeaseRef | errors.FabricError] = []
+        for handle in validate.validate_iterable("handles", handles):
+            try:
+                held.append(self._held(handle, lease_ttl_ms))
+            except errors.FabricError as refused:
+                held.append(refused)
+        return self._counted(await self._renew(held))
+
+    async def _renew(self, held: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
+        # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
+        leases = [one for one in held if isinstance(one, LeaseRef) and one.lease_epoch <= validation.MAX_INTEGER]
+        renewed = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.renew(leases)) if leases else []
+        ends = dict(zip(leases, renewed, strict=True))
+        results: list[answers.Renewed | errors.FabricError] = []
+        for asked in held:
+            if isinstance(asked, errors.FabricError):
+                results.append(asked)
+            elif (end := ends.get(asked)) is not None:
+                if (seen := self.runtime._lease_cache.get(asked.execution_id)) is not None:
+                    self.runtime._lease_cache[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
+                    self.runtime.track_lease_expiry(seen.lane_id, end)  # it may have become shorter
+                results.append(answers.Renewed(end, asked.lease_epoch))
+            else:
+                results.append(await self._why_not_renewed(asked))
+        return results
+
+    def _counted(
+        self, results: list[answers.Renewed | errors.FabricError]
+    ) -> list[answers.Renewed | errors.FabricError]:
+        lost = sum(isinstance(one, errors.FabricError) for one in results)
+        self.runtime.metrics.count("ff_lease_renewal", len(results) - lost, outcome="ok")
+        self.runtime.metrics.count("ff_lease_renewal", lost, outcome="error")
+        return results
+
+    async def _why_not_renewed(self, held: LeaseRef) -> answers.Renewed | errors.FabricError:
+        fence = Fence(held.lease_id, held.lease_epoch, held.attempt_id)
+        try:
+            await self.runtime.decide_execution(
+                held.execution_id, lambda row, now: lease.check_renewal(row, held.attempt_index, fence, now)
+            )
+        except errors.FabricError as refused:
+            return refused
+        return (await self._renew([held]))[0]  # it was live after all: the first try met a passing fault
+
+    def _held(self, handle: Handle, lease_ttl_ms: int | None) -> LeaseRef:
+        fields = self.runtime.handle_fields(handle)
+        return LeaseRef(
+            fields.execution_id,
+            fields.attempt_index,
+            fields.attempt_id,
+            fields.lease_id,
+            fields.lease_epoch,
+            validation.duration_ms("lease_ttl_ms", fields.lease_ttl_ms if lease_ttl_ms is None else lease_ttl_ms),
+        )
+
+    async def _named_lease(
+        self, execution_id: str | None, attempt_index: int | None, fence: Fence, lease_ttl_ms: int | None
+    ) -> LeaseRef:
+        ttl = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
+        index = validation.integer("attempt_index", attempt_index, least=0, most=validate.MAX_ATTEMPT_INDEX)
+        execution, shown = self._execution_and_fence(None, execution_id, fence)
+        if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
+            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
+        return LeaseRef(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
+
+    async def progress(
+        self, handle: Handle, *, pct: int | None = None, message: str | None = None
+    ) -> answers.ProgressNoted:
+        """Note how far the work is; what is not given stays as it was."""
+        fields = self.runtime.handle_fields(handle)
+        return await self.update_progress(
+            fields.execution_id, fence=Fence.of(fields), pct=pct, message=message, _trust=True
+        )
+
+    async def update_progress(
+        self,
+        execution_id: str,
+        *,
+        fence: Fence,
+        pct: int | None = None,
+        message: str | None = None,
+        _trust: bool = False,
+    ) -> answers.ProgressNoted:
+        """Note progress for a caller that names its lease."""
+        execution, shown = self._execution_and_fence(None, execution_id, fence)
+        share = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
+        words = validation.optional_text("progress_message", message)
+        return await self.runtime.decide_execution(
+            execution, lambda row, now: progress_rules.update_progress(row, shown, share, words, now), use_cache=_trust
+        )
+
+    async def delay(
+        self,
+        handle: Handle | None = None,
+        *,
+        execution_id: str | None = None,
+        fence: Fence = NO_FENCE,
+        source: str | None = None,
+        delay_until: int,
+    ) -> answers.Delayed:
+        """Put the work away until an instant; the same attempt goes on afterwards."""
+        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
+        until = validation.instant_ms("delay_until", delay_until)
+        return await self.runtime.decide_execution(
+            execution,
+            lambda row, now: delay.delay(row, shown, by, until, now),
+            use_cache=handle is not None and self._untimed(execution),
+        )
+
+    async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
+        """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
+        fields = self.runtime.handle_fields(handle)
+        until = FromNow(validation.duration_ms("length_ms", length_ms, least=0))
+        why = validation.text("reason", reason)
+        return await self.runtime.decide_execution(
+            fields.execution_id,
+            lambda row, now: delay.delay(row, Fence.of(fields), None, until, now, detail=why),
+            use_cache=self._untimed(fields.execution_id),
+        )
+
+    async def wait_children(
+        self,
+        handle: Handle | None = None,
+        *,
+        execution_id: str | None = None,
+        fence: Fence = NO_FENCE,
+        source: str | None = None,
+    ) -> answers.Moved:
+        """Put the work away until its dependencies are resolved."""
+        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        by = validate.validate_source(source)
+        # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
+        seen = self.runtime._lease_cache.get(execution) if handle is not None and self._untimed(execution) else None
+        return await self.runtime.decide_and_commit(
+            (Read(Execution, (execution,)),),
+            lambda rows, now: dependencies.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
+            assumed_rows=[[seen], []] if seen is not None and seen.flow_id is None else None,
+            load_more=self.join_resolver.load_join_group,
+        )
+
+    def _untimed(self, execution_id: str) -> bool:
+        """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
+        seen = self.runtime._lease_cache.get(execution_id)
+        return seen is not None and seen.attempt_timeout_at is None
+
+    def _execution_and_fence(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
+        """Which execution is meant, and what is shown for it."""
+        if handle is not None:
+            fields = self.runtime.handle_fields(handle)
+            return fields.execution_id, Fence.of(fields)
+        return validate.validate_execution_id(execution_id), validate.validate_fence(fence)
+
+    async def cancel(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
+        """Cancel as the holder; again is success."""
+        fields = self.runtime.handle_fields(handle)
+        why = validation.text("reason", reason)
+        return await self.runtime.decide_execution(
+            fields.execution_id, lambda row, _: cancel.cancel(row, Fence.of(fields), cancel.WORKER, why)
+        )
+
+    async def cancel_children(
+        self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
+    ) -> answers.ChildrenCancelled:
+        """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
+        fields = self.runtime.handle_fields(handle)
+        why = validation.text("reason", reason)
+        names = [
+            *dict.fromkeys(
+                validate.validate_execution_id(one)
+                for one in validate.validate_iterable("execution_ids", execution_ids)
+            )
+        ]
+        portions = [
+            names[start : start + MAX_CHILDREN_PER_CHANGE] for start in range(0, len(names), MAX_CHILDREN_PER_CHANGE)
+        ]
+        done = [await self._cancel_portion(fields, portion, why) for portion in portions]
+        return answers.ChildrenCancelled(
+            tuple(name for one in done for name in one.cancelled), tuple(name for one in done for name in one.ended)
+        )
+
+    async def _cancel_portion(self, fields: HandleFields, names: Sequence[str], why: str) -> answers.ChildrenCancelled:
+        def decide(rows: Rows, now: int) -> Decision[answers.ChildrenCancelled]:
+            children = {name: first(found) for name, found in zip(names, rows[1:], strict=True)}
+            return cancel.cancel_children(first(rows[0]), Fence.of(fields), children, why, now)
+
+        wants = [Read(Execution, (name,)) for name in (fields.execution_id, *names)]
+        return await self.runtime.decide_and_commit(wants, decide)
+
+    async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
+        """Set several tags of the held execution, all or none; how many were given.
+
+        Only the holder of the lease may set tags that begin with `ff.`: people who decide by them trust them.
+        """
+        execution_id, fence = self.runtime.handle_fields(handle).execution_id, Fence.of(handle.fields)
+        given = validate.validate_tags(pairs)
+        if refused := tag_rules.check_not_empty(given):
+            raise refused
+        return await self.runtime.decide_execution(
+            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, given, now), use_cache=True
+        )
+
+    async def cancel_as_holder(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
+        """Cancel with the current lease, or with the last one while its attempt is open."""
+        execution_id, fence = self.runtime.handle_fields(handle).execution_id, Fence.of(handle.fields)
+        why = validation.text("reason", reason)
+        return await self.runtime.decide_execution(
+            execution_id, lambda row, _: holder.cancel_as_holder(row, fence, why)
+        )
+
+    async def require_lease(self, handle: Handle) -> None:
+        """Refuse a handle whose lease is not the current one, or is over.
+
+        For verbs on other partitions, which cannot be fenced in the same change: the lease may end right after it.
+        """
+        fields, fence = self.runtime.handle_fields(handle), Fence.of(handle.fields)
+        await self.runtime.decide_execution(
+            fields.execution_id, lambda row, now: lease.check_renewal(row, fields.attempt_index, fence, now)
+        )
 
     async def complete(
         self,
@@ -45,7 +297,7 @@ class LeaseOperations(ExecutionOperations):
         encoding: str | None = None,
     ) -> answers.Completed:
         """End the execution successfully, as the holder of a handle, of a fence, or as an operator."""
-        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        execution, shown = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
@@ -67,7 +319,7 @@ class LeaseOperations(ExecutionOperations):
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
         """End the attempt as failed; the retry policy decides whether another one follows."""
-        execution, shown = self.execution_and_fence(handle, execution_id, fence)
+        execution, shown = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         why = validation.text("failure_reason", reason)
         kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
@@ -117,7 +369,7 @@ class LeaseOperations(ExecutionOperations):
                 alone[place] = ()
                 waiting.setdefault(execution_id, []).append(place)
                 continue
-            shown = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
+            shown = Fence.of(fields)
             decision = finish.complete(row, shown, None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
                 alone[place] = ()
@@ -176,7 +428,7 @@ class LeaseOperations(ExecutionOperations):
         doubts: tuple[UnknownOutcome, ...],
         trusting: Rows | None,
     ) -> answers.Completed:
-        shown = fence_of(handle)
+        shown = Fence.of(handle.fields)
         return await self.runtime.decide_and_commit(
             (Read(Execution, (handle.fields.execution_id,)),),
             lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),

@@ -1,84 +1,186 @@
-"""Reads: what people, consoles and workers look at. Nothing here changes anything."""
+"""Reads of flows: what people and consoles look at, and the summary that is projected for them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.operations.base import Operations
+from flowfabric.engine.flows.completion_dispatcher import outgoing_edges, scan_edges
+from flowfabric.engine.operations.explainer import Explainer
+from flowfabric.engine.operations.pages import (
+    ExecutionOutcome,
+    ExecutionPage,
+    ExpiredLease,
+    ExpiredLeasePage,
+    FlowPage,
+    HistoryEntry,
+    IdMatches,
+    LanePage,
+    SnapshotPage,
+)
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.recent_creates import RecentCreates
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.wakeups import completion_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
+from flowfabric.ids import parse_execution_id
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
-from flowfabric.model.states import PublicState
+from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary
+from flowfabric.model.obstacles import Explanation
+from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
 from flowfabric.rules import validation
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution import views
-from flowfabric.rules.execution.views import (
-    ExecutionSnapshot as ExecutionSnapshot,  # part of the engine's own vocabulary
-)
+from flowfabric.rules.flow import views as flow_views
+from flowfabric.rules.flow.build import EdgeSnapshot, edge_snapshot
+from flowfabric.rules.flow.views import FlowSnapshot
 from flowfabric.stores.queries import Read, Scan, Where
 
+FIRST_CHECK_DELAY_S = 0.02  # that the end of what was just created is waited for before a look at it
+MAX_MEMBERS_PER_LOAD = 500  # members that are looked at together
 MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
 MAX_HISTORY_EVENTS = 1000
 RENEWED = "renewed"  # told so often that nothing else would be left of a long life
 MAX_MATCHES = 100
+_HISTORY_FIELDS = (
+    "lease_id",
+    "lease_epoch",
+    "attempt_id",
+    "attempt_index",
+    "worker_id",
+    "worker_instance_id",
+    "reason",
+)
 
 
-class ExecutionPage(msgspec.Struct, frozen=True):
-    """Execution ids, and the cursor of the next page when there is one."""
+class ReadOperations:
+    """Operations that read executions and flows."""
 
-    executions: list[str]
-    next_cursor: str | None = None
+    runtime: Runtime
+    explainer: Explainer
+    recent_creates: RecentCreates
 
+    async def explain(self, execution_id: str) -> Explanation:
+        """Explain why an execution is not running."""
+        return await self.explainer.explain(validate.validate_execution_id(execution_id))
 
-class SnapshotPage(msgspec.Struct, frozen=True):
-    """Executions as people see them, and the cursor of the next page when there is one."""
+    async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
+        """How the execution ended; None when it has not within the time."""
+        execution = parse_execution_id(validation.text("execution_id", execution_id))
+        clock = asyncio.get_running_loop().time
+        until = clock() + validation.duration_ms("max_wait_ms", max_wait_ms, least=0) / 1000
+        wants = (Read(Execution, (execution,)), Read(Result, (execution,)))
+        is_new = self.recent_creates.take(execution)
+        while True:
+            hint = self.runtime.wakeups.subscribe(completion_topic(execution))
+            try:
+                if is_new and until > clock():  # a look would be in vain, and in the way of whoever works on it
+                    is_new = False
+                    await asyncio.wait((hint,), timeout=min(FIRST_CHECK_DELAY_S, until - clock()))
+                loaded = await self.runtime.load(wants)
+                if not loaded.rows[0]:
+                    raise errors.NotFound("execution", execution_id=execution)
+                row: Execution = loaded.rows[0][0]
+                if row.lifecycle_phase is LifecyclePhase.TERMINAL:
+                    return _ended(row, loaded.rows[1][0] if loaded.rows[1] else None)
+                left = until - clock()
+                if left <= 0:
+                    return None
+                await wait_for_wakeup(hint, min(left, self.runtime.poll_interval_s))
+            finally:
+                hint.cancel()
 
-    executions: list[views.ExecutionSnapshot]
-    next_cursor: str | None = None
+    async def describe_flow(self, flow_id: str) -> FlowSnapshot | None:
+        """The flow with its joins; None when there is none."""
+        flow = validate.validate_flow_id(flow_id)
+        found, groups = (await self.runtime.load((Read(Flow, (flow,)), Read(EdgeGroup, (flow,))))).rows
+        return flow_views.flow_snapshot(found[0], groups) if found else None
 
+    async def list_flows(self, partition: int | str, *, cursor: str | None = None, limit: int = 50) -> FlowPage:
+        """Flows of one partition (its number or its key) by id, strictly after the cursor."""
+        index = validate.validate_flow_partition(partition, self.runtime.partitions)
+        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        after = None if cursor is None else (index, validate.validate_flow_id(cursor))
+        if not wanted:
+            return FlowPage([])
+        where = (Where("partition", "=", index),)
+        rows = await self.runtime.store.scan(Scan(Flow, where, ("partition", "flow_id"), after, wanted + 1))
+        page = [flow_views.flow_status(row) for row in rows[:wanted]]
+        return FlowPage(page, page[-1].flow_id if len(rows) > wanted else None)
 
-class IdMatches(msgspec.Struct, frozen=True):
-    """Execution ids that begin like a shortened one, in order; `more` says that there are others."""
+    async def list_flow_members(self, flow_id: str) -> list[str]:
+        """Every member that was ever added, ascending."""
+        found = (await self.runtime.load((Read(FlowMember, (validate.validate_flow_id(flow_id),)),))).rows[0]
+        return [row.execution_id for row in found]
 
-    execution_ids: list[str]
-    more: bool = False
+    async def list_outgoing_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
+        """The edges that lead away from an execution, by id."""
+        flow, upstream = validate.validate_flow_id(flow_id), validate.validate_execution_id(execution_id)
+        return [edge_snapshot(edge) for edge in await outgoing_edges(self.runtime, [upstream]) if edge.flow_id == flow]
 
+    async def list_incoming_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
+        """The edges that lead to an execution, by id."""
+        flow, downstream = validate.validate_flow_id(flow_id), validate.validate_execution_id(execution_id)
+        found = await scan_edges(self.runtime, "downstream_execution_id", [downstream])
+        return [edge_snapshot(edge) for edge in found if edge.flow_id == flow]
 
-class LanePage(msgspec.Struct, frozen=True):
-    lanes: list[str]
-    next_cursor: str | None = None
+    async def list_edges(
+        self, flow_id: str, *, outgoing: str | None = None, incoming: str | None = None
+    ) -> list[EdgeSnapshot]:
+        """The edges away from one execution, or to one."""
+        if (outgoing is None) == (incoming is None):
+            raise errors.InvalidInput("edges are listed either outgoing from or incoming to one execution")
+        if outgoing is not None:
+            return await self.list_outgoing_edges(flow_id, outgoing)
+        return await self.list_incoming_edges(flow_id, incoming or "")
 
+    async def describe_edge(self, flow_id: str, edge_id: str) -> EdgeSnapshot | None:
+        """One edge; None when this flow has no such edge."""
+        key = (validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id))
+        found = (await self.runtime.load((Read(Edge, key),))).rows[0]
+        return edge_snapshot(found[0]) if found else None
 
-class ExpiredLease(msgspec.Struct, frozen=True):
-    execution_id: str
-    lease_id: str
-    lease_epoch: int
-    worker_instance_id: str
-    expires_at_ms: int
-    attempt_index: int
+    async def resolve_execution_flow_id(self, execution_id: str) -> str | None:
+        """The flow of an execution; None when it has none or does not exist."""
+        found = (await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows[0]
+        return found[0].flow_id if found else None
 
+    async def get_flow_tag(self, flow_id: str, key: str) -> str | None:
+        """One tag; None when the flow or the tag is missing."""
+        if refused := tag_rules.check_tag_key(validation.text("key", key)):
+            raise refused
+        found = (await self.runtime.load((Read(Flow, (validate.validate_flow_id(flow_id),)),))).rows[0]
+        return flow_views.tags_of(found[0]).get(key) if found else None
 
-class ExpiredLeasePage(msgspec.Struct, frozen=True):
-    entries: list[ExpiredLease]
-    cursor: tuple[int, str] | None = None
+    async def get_flow_summary(self, flow_id: str) -> FlowSummary | None:
+        """What the projector last counted; None before it did."""
+        found = (await self.runtime.load((Read(FlowSummary, (validate.validate_flow_id(flow_id),)),))).rows[0]
+        return found[0] if found else None
 
+    async def project_flow_summary(self, flow_id: str) -> bool:
+        """Count the members of a flow and write its summary; False when there is nothing to count."""
+        flow = validate.validate_flow_id(flow_id)
 
-class HistoryEntry(msgspec.Struct, frozen=True):
-    """One entry of the lease history of an execution."""
+        async def members(rows: Rows) -> Rows:
+            names = [member.execution_id for member in rows[1]]
+            found: list[Any] = []
+            for start in range(0, len(names), MAX_MEMBERS_PER_LOAD):
+                part = names[start : start + MAX_MEMBERS_PER_LOAD]
+                found += (await self.runtime.load([Read(Execution, (name,)) for name in part])).rows
+            return [[row for each in found for row in each]]
 
-    event: str
-    ts: int
-    fields: dict[str, Any]
-
-
-class ReadOperations(Operations):
-    """What can be asked."""
+        return await self.runtime.decide_and_commit(
+            (Read(Flow, (flow,)), Read(FlowMember, (flow,))),
+            lambda rows, _: flow_views.project_summary(rows[0][0] if rows[0] else None, len(rows[1]), rows[2]),
+            load_more=members,
+        )
 
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
         """The execution for a reader; None when there is none, `Corruption` when what is kept of it cannot be read."""
@@ -347,6 +449,18 @@ class ReadOperations(Operations):
         return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
 
 
+def _ended(row: Execution, result: Result | None) -> ExecutionOutcome:
+    succeeded = row.terminal_outcome is TerminalOutcome.SUCCESS  # then a reason is that of an earlier attempt
+    return ExecutionOutcome(
+        row.execution_id,
+        row.terminal_outcome,
+        result.payload if result else None,
+        result.encoding if result else None,
+        None if succeeded else row.failure_reason or row.cancellation_reason,
+        row.namespace,
+    )
+
+
 def _tag(pair: object) -> tuple[str, str]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise errors.InvalidInput("tag: not a pair of key and value")
@@ -382,14 +496,3 @@ def _entry(told: FeedEvent) -> HistoryEntry:
     elif event.lease == "replay_initiated":
         fields = {name: details[name] for name in ("replay_count", "replay_type")}
     return HistoryEntry(event.lease or "", told.at, fields)
-
-
-_HISTORY_FIELDS = (
-    "lease_id",
-    "lease_epoch",
-    "attempt_id",
-    "attempt_index",
-    "worker_id",
-    "worker_instance_id",
-    "reason",
-)

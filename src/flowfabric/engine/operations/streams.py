@@ -8,34 +8,34 @@ list of those who want a hint.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.base import Operations
+from flowfabric.cursors import decode_cursor
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
+from flowfabric.engine.streams.frame_writer import FrameWriter
+from flowfabric.engine.streams.read_limiter import StreamReadLimiter
+from flowfabric.engine.streams.subscription import LegacyCompletions, N, Subscription
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
 from flowfabric.handles import Handle
-from flowfabric.model.execution import Execution
+from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, StreamSummary
-from flowfabric.rules import validation
+from flowfabric.rules import feed, validation
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.stream import append as append_rules
+from flowfabric.rules.feed import CompletionFeedEntry, Filter, LeaseFeedEntry, OperatorFeedEntry, SignalFeedEntry
 from flowfabric.rules.stream import read
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
 from flowfabric.rules.stream.read import StreamPage, StreamPosition, SummaryView
 from flowfabric.stores.queries import Read, Scan, Where
 
-BATCH_FRAMES = 500
-BATCH_BYTES = 4 * 1024 * 1024
 MAX_BLOCK_MS = 30_000
-RETRY_HINT_MS = 25
+TRIM_BATCH = 1000
 
 
 class Visibility(StrEnum):
@@ -45,64 +45,12 @@ class Visibility(StrEnum):
     EXCLUDE_BEST_EFFORT = "exclude_best_effort"
 
 
-class _Waiting(msgspec.Struct):
-    ask: FrameArgs
-    answer: asyncio.Future[Appended | errors.FabricError]
+class StreamOperations:
+    """Operations on output streams and event feeds."""
 
-
-class _Writer:
-    """The frames of one attempt that are still to be written."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[_Waiting] = deque()
-        self.task: asyncio.Task[None] | None = None
-
-    def next_batch(self) -> list[_Waiting]:
-        """As many as one change should carry."""
-        batch: list[_Waiting] = []
-        size = 0
-        while self.waiting and len(batch) < BATCH_FRAMES and (not batch or size < BATCH_BYTES):
-            size += len(self.waiting[0].ask.payload)
-            batch.append(self.waiting.popleft())
-        return batch
-
-
-class StreamReadLimiter:
-    """How many reads and tails are under way, and whether new ones are welcome."""
-
-    def __init__(self, most: int) -> None:
-        self.limit = most
-        self.running = 0
-        self.closing = asyncio.Event()
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[None]:
-        """A place among them; `ResourceExhausted` when all are taken, `Unavailable` while shutting down."""
-        if self.closing.is_set():
-            raise errors.Unavailable("stream_ops")
-        if self.running >= self.limit:
-            available = self.limit - self.running
-            hint = max(RETRY_HINT_MS, RETRY_HINT_MS * self.limit // (available + 1))
-            raise errors.ResourceExhausted("stream_ops", self.limit, hint)
-        self.running += 1
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
-
-
-class StreamOperations(Operations):
-    """What can be done with output streams."""
-
+    runtime: Runtime
+    frame_writer: FrameWriter
     stream_reads: StreamReadLimiter
-    frame_writers: dict[tuple[str, int], _Writer]
-
-    # -- append ---------------------------------------------------------------------------------------------------
 
     async def append_frame(
         self,
@@ -123,54 +71,13 @@ class StreamOperations(Operations):
             payload=given.payload,
             frame_type=given.frame_type,
             attempt_index=fields.attempt_index,
-            fence=Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id),
+            fence=Fence.of(fields),
             mode=given.mode,
             best_effort=given.best_effort,
             correlation_id=given.correlation_id,
         )
         key = (fields.execution_id, fields.attempt_index)
-        writer = self.frame_writers.get(key)
-        if writer is None:
-            writer = self.frame_writers[key] = _Writer()
-        waiting = _Waiting(ask, asyncio.get_running_loop().create_future())
-        writer.waiting.append(waiting)
-        if writer.task is None:
-            writer.task = asyncio.create_task(self._write(key, writer))
-        answer = await waiting.answer
-        if isinstance(answer, errors.FabricError):
-            raise answer
-        return answer
-
-    async def _write(self, key: tuple[str, int], writer: _Writer) -> None:
-        try:
-            while batch := writer.next_batch():
-                asks = [waiting.ask for waiting in batch]
-                try:
-                    answers = await self._append(key, asks)
-                except errors.FabricError as error:
-                    answers = [error] * len(batch)
-                except Exception as bug:  # every caller of this batch must hear of it
-                    answers = [_bug(bug)] * len(batch)
-                for waiting, answer in zip(batch, answers, strict=True):
-                    if not waiting.answer.done():
-                        waiting.answer.set_result(answer)
-        finally:
-            writer.task = None
-            if self.frame_writers.get(key) is writer:
-                del self.frame_writers[key]
-
-    async def _append(self, key: tuple[str, int], asks: list[FrameArgs]) -> append_rules.AppendResults:
-        return await self.runtime.decide_and_commit(
-            (Read(Execution, key[:1]), Read(Stream, key), Read(StreamSummary, key)),
-            lambda rows, now: append_rules.append_frames(_first(rows[0]), _first(rows[1]), _first(rows[2]), asks, now),
-        )
-
-    async def flush_frames(self) -> None:
-        """Wait until every frame that was handed in is written or refused."""
-        while tasks := [writer.task for writer in self.frame_writers.values() if writer.task is not None]:
-            await asyncio.wait(tasks)
-
-    # -- read -----------------------------------------------------------------------------------------------------
+        return await self.frame_writer.append(key, ask)
 
     async def read_stream(
         self,
@@ -256,8 +163,6 @@ class StreamOperations(Operations):
         wanted = [read.frame_view(row) for row in rows if StreamPosition(row.ms, row.seq) <= last]
         return msgspec.structs.replace(page, frames=wanted)
 
-    # -- shutdown -------------------------------------------------------------------------------------------------
-
     async def shutdown_prepare(self, grace_ms: int = 15_000) -> None:
         """Turn new reads away, let waiting tails return at once, and wait for those that are under way."""
         grace = validation.duration_ms("grace_ms", grace_ms, least=0)
@@ -268,13 +173,67 @@ class StreamOperations(Operations):
         except TimeoutError:
             raise errors.OperationTimeout("shutdown_prepare", grace) from None
 
+    async def subscribe_lease_history(
+        self, cursor: bytes = b"", chosen: Filter | None = None
+    ) -> Subscription[LeaseFeedEntry]:
+        """Every change of every lease."""
+        return await self._subscribe(Topic.LEASE, cursor, chosen, feed.lease_entry)
+
+    async def subscribe_completion(
+        self, cursor: bytes = b"", chosen: Filter | None = None
+    ) -> Subscription[CompletionFeedEntry]:
+        """Every end of a life."""
+        return await self._subscribe(Topic.COMPLETION, cursor, chosen, feed.completion_entry)
+
+    async def subscribe_operator_event(
+        self, cursor: bytes = b"", chosen: Filter | None = None
+    ) -> Subscription[OperatorFeedEntry]:
+        """What operators did."""
+        return await self._subscribe(Topic.OPERATOR, cursor, chosen, feed.operator_entry)
+
+    async def subscribe_signal_delivery(
+        self, cursor: bytes = b"", chosen: Filter | None = None
+    ) -> Subscription[SignalFeedEntry]:
+        """Every signal that was accepted, buffered or recognised as a repetition."""
+        return await self._subscribe(Topic.SIGNAL, cursor, chosen, feed.signal_entry)
+
+    async def subscribe_instance_tags(self, cursor: bytes = b"") -> Subscription[Any]:
+        """There is no such feed."""
+        raise errors.Unavailable("subscribe_instance_tags")
+
+    async def subscribe_completions(self) -> LegacyCompletions:
+        """Completions in the older form, from now on."""
+        return await self.subscribe_completions_filtered(Filter())
+
+    async def subscribe_completions_filtered(self, chosen: Filter) -> LegacyCompletions:
+        """The same for some executions."""
+
+        async def subscribe(cursor: bytes) -> Subscription[CompletionFeedEntry]:
+            return await self.subscribe_completion(cursor, chosen)
+
+        return LegacyCompletions(await subscribe(b""), subscribe)
+
+    async def trim_feed(self) -> int:
+        """Drop events that have been kept long enough; how many went."""
+        now = await self.runtime.retry_while_unavailable(self.runtime.store.ping)
+        before = now - self.runtime.settings.feed_retention_ms
+        return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.trim_feed(before, TRIM_BATCH))
+
+    async def _subscribe(
+        self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
+    ) -> Subscription[N]:
+        if not isinstance(cursor, bytes | bytearray):
+            raise errors.InvalidInput("cursor: not bytes")
+        wanted = validate.validate_filter(chosen)
+        position = decode_cursor(bytes(cursor))
+        if position is None:
+            position = await self.runtime.retry_while_unavailable(self.runtime.store.feed_end)
+        # Nothing stands before the first place, and so nothing can be missing there.
+        return Subscription(self.runtime, topic, max(position, 0), wanted, tell)
+
 
 def _index(attempt_index: object) -> int:
     return validation.integer("attempt_index", attempt_index, least=0)
-
-
-def _first(rows: list[Any]) -> Any:
-    return rows[0] if rows else None
 
 
 def _visibility(value: str) -> Visibility:
@@ -286,9 +245,3 @@ def _visibility(value: str) -> Visibility:
         raise errors.InvalidInput(
             f"visibility: {validation.preview(value)} is neither all nor exclude_best_effort"
         ) from None
-
-
-def _bug(cause: Exception) -> errors.FabricError:
-    error = errors.BugError(f"append_frame: {cause!r}")
-    error.__cause__ = cause
-    return error

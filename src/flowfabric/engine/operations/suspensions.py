@@ -1,13 +1,18 @@
-"""Suspend and resume: how work waits without a worker, and how it comes back."""
+"""Waitpoints and signals: how the world outside reaches waiting work."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.operations.signing_keys import KEYSTORE, SigningKeyOperations
+from flowfabric.engine.operations.pages import SuspendedEntry, SuspendedPage, WaitpointPage
+from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.signing_keys import KEYSTORE, SIGNING_KEYS, SigningKeys
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
 from flowfabric.handles import Handle, HandleFields, HandleKind
@@ -18,17 +23,40 @@ from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
-from flowfabric.rules.suspension import arguments, resume, views
+from flowfabric.rules.suspension import arguments, resume, signals, views
 from flowfabric.rules.suspension import encoding as wait_encoding
+from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import suspend as suspend_rules
+from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
+from flowfabric.rules.suspension.signals import (
+    LOG_LENGTH,
+    SIGNAL_CAP,
+    Accepted,
+    DuplicateDelivery,
+    SignalArgs,
+    SignalRows,
+)
+from flowfabric.rules.suspension.state import ObservedSignal
 from flowfabric.rules.suspension.suspend import SuspendOutcome, SuspendRows
 from flowfabric.rules.suspension.views import SuspensionRecord
+from flowfabric.rules.suspension.waitpoints import PROACTIVE, PendingWaitpoint, WaitpointRecord, WaitpointView
 from flowfabric.stores.queries import Read, Scan, Where
 
+DEFAULT_PAGE, MAX_PAGE = 100, 1000
 MAX_PAGE = 1000
 TRIGGERS = ("signal", "operator", "auto_resume")
+
+WaitpointRule = Callable[[Execution | None, Suspension | None, Waitpoint | None, int], Decision[bool]]
+
+
+class UnknownWaitpoint(errors.InvalidToken):
+    """The bridge found no token for this waitpoint."""
+
+
+class TokenMismatch(errors.InvalidToken):
+    """The token that was presented is not the waitpoint's."""
 
 
 class WaitpointDetails(msgspec.Struct, frozen=True):
@@ -62,21 +90,246 @@ class ConditionAlreadySatisfied(msgspec.Struct, frozen=True):
     details: SuspendDetails
 
 
-class SuspendedEntry(msgspec.Struct, frozen=True):
-    """A suspended execution in a list; the time is that of its timeout."""
+class SuspensionOperations:
+    """Operations on suspensions, waitpoints and signals."""
 
-    execution_id: str
-    suspended_at_ms: int
-    reason: str
+    runtime: Runtime
+    signing_keys: SigningKeys
+    root_queues: RootQueues
 
+    async def create_waitpoint(self, handle: Handle, waitpoint_key: str, expires_in: int) -> PendingWaitpoint:
+        """A waitpoint to hand out before the wait; what is sent to it until `expires_in` ms from now is kept."""
+        fields = self.runtime.handle_fields(handle)
+        key = validation.text("waitpoint_key", waitpoint_key)
+        length = validation.integer("expires_in", expires_in, least=0)
+        fence, waitpoint_id = Fence.of(fields), self.runtime.minter.uuid()
+        execution = fields.execution_id
 
-class SuspendedPage(msgspec.Struct, frozen=True):
-    entries: list[SuspendedEntry]
-    next_cursor: str | None = None
+        def decide(rows: list[list[Any]], now: int) -> Decision[PendingWaitpoint]:
+            return waitpoint_rules.create_waitpoint(
+                first(rows[0]),
+                first(rows[1]),
+                self.signing_keys.unseal_loaded_keys(rows[3]),
+                fence,
+                fields.attempt_index,
+                waitpoint_id=waitpoint_id,
+                waitpoint_key=key,
+                expires_in_ms=length,
+                now=now,
+            )
 
+        return await self.runtime.decide_and_commit(
+            (Read(Execution, (execution,)), Read(Suspension, (execution,)), *KEYSTORE), decide
+        )
 
-class SuspensionOperations(SigningKeyOperations):
-    """What can be done to waiting work."""
+    async def close_waitpoint(self, waitpoint_id: str, reason: str = PROACTIVE) -> bool:
+        """Close a waitpoint without waking what waits on it; True when it was open."""
+        identity = validate_suspension.validate_waitpoint_id(waitpoint_id)
+        why = validation.text("reason", reason) or PROACTIVE
+        found = (await self.runtime.load((Read(Waitpoint, (identity,)),))).rows[0]
+        if not found:
+            raise errors.WaitpointNotFound()
+        return await decide_on_waitpoint(
+            self.runtime,
+            found[0],
+            lambda row, root, one, now: waitpoint_rules.close_waitpoint(row, root, one, why, now),
+        )
+
+    async def describe_waitpoint(self, execution_id: str, waitpoint_id: str) -> WaitpointRecord | None:
+        """A waitpoint of an execution, open or closed; None when there is none."""
+        execution = validate.validate_execution_id(execution_id)
+        key = (validate_suspension.validate_waitpoint_id(waitpoint_id), ids.partition_of(execution))
+        loaded = await self.runtime.load((Read(Waitpoint, key), Read(Suspension, (execution,))))
+        found = first(loaded.rows[0])
+        if found is None or found.execution_id != execution:
+            return None
+        return waitpoint_rules.waitpoint_record(found, first(loaded.rows[1]), loaded.now)
+
+    async def list_pending_waitpoints(
+        self, execution_id: str, *, after: str | None = None, limit: int | None = None
+    ) -> WaitpointPage:
+        """The open waitpoints of an execution by id, without their tokens."""
+        execution = validate.validate_execution_id(execution_id)
+        wanted = DEFAULT_PAGE if limit is None else max(1, min(validation.integer("limit", limit), MAX_PAGE))
+        place = (execution, "" if after is None else validate_suspension.validate_waitpoint_id(after))
+        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Suspension, (execution,))))
+        if not loaded.rows[0]:
+            raise errors.NotFound("execution")
+        root, entries = first(loaded.rows[1]), list[WaitpointView]()
+        where = (Where("execution_id", "=", execution), Where("closed_at", "unset"))
+        while len(entries) <= wanted:  # closed ones are passed over, so a page may take several looks
+            rows = await self.runtime.scan(Scan(Waitpoint, where, ("execution_id", "waitpoint_id"), place, wanted + 1))
+            views = [waitpoint_rules.waitpoint_view(row, root, loaded.now) for row in rows]
+            entries += [view for view in views if view is not None]
+            if len(rows) <= wanted:
+                break
+            place = (execution, rows[-1].waitpoint_id)
+        return WaitpointPage(entries[:wanted], entries[wanted - 1].waitpoint_id if len(entries) > wanted else None)
+
+    async def read_waitpoint_token(
+        self, partition: int | str, waitpoint_id: str
+    ) -> waitpoint_tokens.WaitpointToken | None:
+        """The token of an open waitpoint, for those who may have it; None when there is no such waitpoint."""
+        index, identity = (
+            validate.validate_flow_partition(partition, self.runtime.partitions),
+            validate_suspension.validate_waitpoint_id(waitpoint_id),
+        )
+        found = first((await self.runtime.load((Read(Waitpoint, (identity, index)),))).rows[0])
+        if found is None:
+            return None
+        loaded = await self.runtime.load((Read(Suspension, (found.execution_id,)), SIGNING_KEYS))
+        return waitpoint_rules.token_if_open(
+            found, first(loaded.rows[0]), self.signing_keys.unseal_loaded_keys(loaded.rows[1]), loaded.now
+        )
+
+    async def read_token_of(self, execution_id: str, waitpoint_id: str) -> waitpoint_tokens.WaitpointToken | None:
+        """The same for a waitpoint of this very execution: one look at the same rows, whether it exists or not."""
+        execution, identity = (
+            validate.validate_execution_id(execution_id),
+            validate_suspension.validate_waitpoint_id(waitpoint_id),
+        )
+        key = (identity, ids.partition_of(execution))
+        loaded = await self.runtime.load((Read(Waitpoint, key), Read(Suspension, (execution,)), SIGNING_KEYS))
+        found, keys = first(loaded.rows[0]), self.signing_keys.unseal_loaded_keys(loaded.rows[2])
+        if found is None or found.execution_id != execution:
+            return None
+        return waitpoint_rules.token_if_open(found, first(loaded.rows[1]), keys, loaded.now)
+
+    async def is_token_of(self, execution_id: str, waitpoint_id: str, token: waitpoint_tokens.WaitpointToken) -> bool:
+        """True if a waitpoint of this execution, open or closed, was given this token; nothing is written."""
+        execution, identity = (
+            validate.validate_execution_id(execution_id),
+            validate_suspension.validate_waitpoint_id(waitpoint_id),
+        )
+        loaded = await self.runtime.load((Read(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
+        found, keys, shown = (
+            first(loaded.rows[0]),
+            self.signing_keys.unseal_loaded_keys(loaded.rows[1]),
+            token.reveal(),
+        )
+        is_its = found is not None and waitpoint_tokens.matches_stored(shown, found.token_kid, found.token_fingerprint)
+        refused = waitpoint_tokens.verify_token(
+            shown,
+            keys,
+            execution_id=execution,
+            waitpoint_id=identity,
+            owner=None if found is None else found.execution_id,
+            stored=shown if is_its else None,
+            now=loaded.now,
+        )
+        return refused is None
+
+    async def deliver_signal(self, args: SignalArgs) -> Accepted | DuplicateDelivery:
+        """Send a signal to a waitpoint, with the token that allows it."""
+        ask = validate_suspension.validate_signal(args)
+        return await self._deliver(ask)
+
+    async def _deliver(self, ask: SignalArgs) -> Accepted | DuplicateDelivery:
+        partition = ids.partition_of(ids.ExecutionId(ask.execution_id))
+        # Whatever is wrong with a token, the same rows are asked for: how long an answer takes tells nothing.
+        wants = [
+            Read(Execution, (ask.execution_id,)),
+            Read(Suspension, (ask.execution_id,)),
+            Read(Waitpoint, (ask.waitpoint_id, partition)),
+            SIGNING_KEYS,
+        ]
+        if ask.is_deduplicated:
+            wants.append(
+                Read(
+                    IdempotencyRecord,
+                    (ask.execution_id, ask.waitpoint_id, wait_encoding.key_digest(ask.idempotency_key or "")),
+                )
+            )
+
+        call = str(self.runtime.minter.change_id())
+
+        def decide(rows: list[list[Any]], now: int) -> Decision[Accepted | DuplicateDelivery]:
+            row, root, waitpoint, _, *remembered = map(first, rows)
+            scene = SignalRows(
+                row, root, waitpoint, first(remembered), self.signing_keys.unseal_loaded_keys(rows[3]), call
+            )
+            return signals.deliver_signal(scene, ask, now)
+
+        return await self.root_queues.decide_and_commit(ask.execution_id, wants, decide)
+
+    async def deliver_approval_signal(
+        self,
+        execution_id: str,
+        *,
+        lane_id: str,
+        waitpoint_id: str,
+        signal_name: str,
+        idempotency_suffix: str,
+        signal_dedup_ttl_ms: int,
+        maxlen: int | None = None,
+        max_signals_per_execution: int | None = None,
+    ) -> Accepted | DuplicateDelivery:
+        """An operator's word on a waitpoint, without a token."""
+        execution, identity = (
+            validate.validate_execution_id(execution_id),
+            validate_suspension.validate_waitpoint_id(waitpoint_id),
+        )
+        suffix = validation.text("idempotency_suffix", idempotency_suffix)
+        partition = ids.partition_of(execution)
+        loaded = await self.runtime.load(
+            (Read(Execution, (execution,)), Read(Waitpoint, (identity, partition)), *KEYSTORE)
+        )
+        row, found = first(loaded.rows[0]), first(loaded.rows[1])
+        if row is None:
+            raise errors.NotFound("execution")
+        if lane_id != row.lane_id:
+            raise errors.InvalidInput(f"lane_mismatch: the execution is in lane {row.lane_id}")
+        if found is None or found.execution_id != execution:
+            raise errors.NotFound("waitpoint")
+        token = waitpoint_tokens.remint_token(
+            self.signing_keys.unseal_loaded_keys(loaded.rows[3]), found.token_kid, execution, identity
+        )
+        return await self.deliver_signal(
+            SignalArgs(
+                execution_id=execution,
+                waitpoint_id=identity,
+                signal_id=self.runtime.minter.uuid(),
+                signal_name=signal_name,
+                signal_category="approval",
+                source_type="operator",
+                target_scope="execution",
+                waitpoint_token=waitpoint_tokens.WaitpointToken(token),
+                idempotency_key=f"approval:{signal_name}:{suffix}",
+                dedup_ttl_ms=signal_dedup_ttl_ms,
+                signal_maxlen=LOG_LENGTH if maxlen is None else maxlen,
+                max_signals_per_execution=SIGNAL_CAP
+                if max_signals_per_execution is None
+                else max_signals_per_execution,
+            )
+        )
+
+    async def observe_signals(self, handle: Handle) -> list[ObservedSignal]:
+        """The signals that resumed this attempt, in the order in which they were accepted; none otherwise."""
+        fields = self.runtime.handle_fields(handle)
+        loaded = await self.runtime.load((Read(Suspension, (fields.execution_id,)),))
+        root = first(loaded.rows[0])
+        places = signals.resuming_signals(root, fields.attempt_index)
+        if not places:
+            return []
+        execution = fields.execution_id
+        loaded = await self.runtime.load([Read(Signal, (execution, place.waitpoint_id, place.seq)) for place in places])
+        return [wait_state.observed_signal(found[0]) for found in loaded.rows if found]
+
+    async def verify_and_deliver(
+        self, args: SignalArgs, presented_token: str | waitpoint_tokens.WaitpointToken
+    ) -> Accepted | DuplicateDelivery:
+        """The bridge of a webhook: compare the presented token with the waitpoint's own, then deliver with it."""
+        if not isinstance(args, SignalArgs):
+            raise errors.InvalidInput("args: not the arguments of a signal")
+        ask = msgspec.structs.replace(
+            args, waitpoint_token=validate_suspension.validate_waitpoint_token(presented_token)
+        )
+        kept = await self.read_token_of(ask.execution_id, ask.waitpoint_id)
+        if kept is None:
+            raise UnknownWaitpoint()
+        if kept != ask.waitpoint_token:
+            raise TokenMismatch()
+        return await self.deliver_signal(ask)
 
     def fresh_waitpoint(self, waitpoint_key: str | None = None) -> FreshWaitpoint:
         """A waitpoint for a suspend to make, under an id of its own; without a key it is called after that."""
@@ -92,7 +345,7 @@ class SuspensionOperations(SigningKeyOperations):
             raise errors.AlreadySuspended()
         args = _acceptable(args)
         fields = self.runtime.handle_fields(handle)
-        fence = Fence(fields.lease_id, fields.lease_epoch, fields.attempt_id)
+        fence = Fence.of(fields)
         return await self._suspend(fields.execution_id, fence, fields, args)
 
     async def suspend_strict(self, handle: Handle, args: SuspendArgs) -> Suspended:
@@ -142,13 +395,17 @@ class SuspensionOperations(SigningKeyOperations):
         trusting = self._trusted(execution_id, args, len(wants))
 
         def decide(rows: list[list[Any]], now: int) -> Decision[SuspendOutcome]:
-            signers[:] = self.unseal_loaded_keys(rows[3]) if rows is not trusting else self.unseal_keys(rows[3])
+            signers[:] = (
+                self.signing_keys.unseal_loaded_keys(rows[3])
+                if rows is not trusting
+                else self.signing_keys.unseal_keys(rows[3])
+            )
             found = [one for some in rows[4:] for one in some if isinstance(one, Waitpoint)]
             found.sort(key=lambda one: one.partition == partition)  # that of its own partition is the one that is meant
             scene = SuspendRows(
-                row=_first(rows[0]),
-                root=_first(rows[1]),
-                remembered=None if remembers is None else _first(rows[remembers]),
+                row=first(rows[0]),
+                root=first(rows[1]),
+                remembered=None if remembers is None else first(rows[remembers]),
                 waitpoints={one.waitpoint_id: one for one in found},
                 buffered=() if pends is None else rows[pends],
                 keys=signers,
@@ -164,7 +421,7 @@ class SuspensionOperations(SigningKeyOperations):
 
         The time that an attempt has left is reckoned from a fresh look only.
         """
-        seen, keys = self.runtime._lease_cache.get(execution_id), self.cached_keys()
+        seen, keys = self.runtime._lease_cache.get(execution_id), self.signing_keys.cached_keys()
         if seen is None or keys is None or seen.has_waits or seen.attempt_timeout_at is not None:
             return None
         if any(isinstance(binding, UsePendingWaitpoint) for binding in args.waitpoints):
@@ -216,13 +473,13 @@ class SuspensionOperations(SigningKeyOperations):
     async def _about(self, execution_id: str, decide: Any) -> Any:
         return await self.runtime.decide_and_commit(
             (Read(Execution, (execution_id,)), Read(Suspension, (execution_id,))),
-            lambda rows, now: decide(_first(rows[0]), _first(rows[1]), now),
+            lambda rows, now: decide(first(rows[0]), first(rows[1]), now),
         )
 
     async def describe_suspension(self, execution_id: str) -> SuspensionRecord | None:
         """The open suspension of an execution, or the last one; None when it never waited."""
         execution = validate.validate_execution_id(execution_id)
-        root: Suspension | None = _first((await self.runtime.load((Read(Suspension, (execution,)),))).rows[0])
+        root: Suspension | None = first((await self.runtime.load((Read(Suspension, (execution,)),))).rows[0])
         if root is None:
             return None
         wants = [
@@ -251,12 +508,12 @@ class SuspensionOperations(SigningKeyOperations):
     async def _place(self, scan: Scan, cursor: str) -> tuple[int, str] | None:
         """Where to go on after an execution, suspended or not; one that is gone is passed by its id alone."""
         loaded = await self.runtime.load((Read(Suspension, (cursor,)),))
-        root: Suspension | None = _first(loaded.rows[0])
+        root: Suspension | None = first(loaded.rows[0])
         if root is not None and root.suspension_id is not None:
             return (NO_TIMEOUT if root.timeout_at is None else root.timeout_at), cursor
         where = (*scan.where, Where("execution_id", ">", cursor))
-        first = await self.runtime.scan(msgspec.structs.replace(scan, where=where, limit=1))
-        return (first[0].due_at, cursor) if first else None
+        following = await self.runtime.scan(msgspec.structs.replace(scan, where=where, limit=1))
+        return (following[0].due_at, cursor) if following else None
 
 
 def _acceptable(args: SuspendArgs) -> SuspendArgs:
@@ -266,5 +523,14 @@ def _acceptable(args: SuspendArgs) -> SuspendArgs:
     return args
 
 
-def _first(rows: list[Any]) -> Any:
-    return rows[0] if rows else None
+async def decide_on_waitpoint(runtime: Runtime, waitpoint: Waitpoint, decide: WaitpointRule) -> bool:
+    """Decide on a waitpoint together with its execution and suspension."""
+    owner = waitpoint.execution_id
+    reads = (
+        Read(Execution, (owner,)),
+        Read(Suspension, (owner,)),
+        Read(Waitpoint, (waitpoint.waitpoint_id, waitpoint.partition)),
+    )
+    return await runtime.decide_and_commit(
+        reads, lambda rows, now: decide(first(rows[0]), first(rows[1]), first(rows[2]), now)
+    )

@@ -2,31 +2,37 @@
 
 A message is a row of the commit that caused it, so it is never lost and never sent for something that did not happen.
 It may arrive twice (its receiver did the work and the process died before the row was removed), so receivers do the
-same thing once. The receiver of kind `release_admission` is the engine's method `_receive_release_admission`.
+same thing once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.base import Operations
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.text import pluralize
 from flowfabric.rules import outbox
 
-logger = logging.getLogger("flowfabric.relay")
+logger = logging.getLogger("flowfabric.outbox")
+
+Receiver = Callable[[OutboxMessage], Awaitable[None]]
 
 
-class OutboxRelay(Operations):
-    """Delivers what commits owe to other partitions."""
+class OutboxRelay:
+    """Delivers the messages that commits write for other partitions."""
 
-    _deliveries: set[asyncio.Task[None]] | None = None
+    def __init__(self, runtime: Runtime, receivers: Mapping[str, Receiver]) -> None:
+        """`receivers` has the receiver of each kind of message."""
+        self.runtime = runtime
+        self._receivers = receivers
+        self._deliveries: set[asyncio.Task[None]] = set()
 
     def deliver_written_messages(self, change: Change, _: object) -> None:
         """Deliver what a change that was just written here owes to others."""
@@ -37,8 +43,6 @@ class OutboxRelay(Operations):
         ]
         if not messages:
             return
-        if self._deliveries is None:
-            self._deliveries = set()
         task = asyncio.create_task(self._deliver_now(messages))
         self._deliveries.add(task)
         task.add_done_callback(self._deliveries.discard)
@@ -50,7 +54,7 @@ class OutboxRelay(Operations):
 
     async def deliver_outbox_message(self, message: OutboxMessage) -> bool:
         """Hand a message to its receiver and forget it; False when it has to wait for another try."""
-        receiver: Callable[[OutboxMessage], Awaitable[None]] | None = getattr(self, f"_receive_{message.kind}", None)
+        receiver = self._receivers.get(message.kind)
         if receiver is None:
             logger.error("message %s: nobody here receives %s", message.message_id, message.kind)
             return False

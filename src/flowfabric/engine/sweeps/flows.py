@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from flowfabric import errors, ids
 from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream
-from flowfabric.engine.operations.flow_cancels import FlowCancelOperations
-from flowfabric.engine.operations.flow_reads import FlowReadOperations
 from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.sweeps.sweeper import Sweep, SweepFilter, SweepResult
 from flowfabric.model.answers.flow import MemberCancelResult, SiblingReconcile
 from flowfabric.model.execution import Execution
@@ -34,6 +33,9 @@ from flowfabric.rules.feed import Filter
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import joins, successors
 from flowfabric.stores.queries import Read, Scan, UnreadableRow, Where
+
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
 
 logger = logging.getLogger("flowfabric.sweeper")
 
@@ -68,15 +70,15 @@ class RotatingScan:
         self._order = (column, *key)
         self._after: tuple[Any, ...] | None = None
 
-    async def page(self, engine: FlowCancelOperations, limit: int, *where: Where) -> ReadablePage:
+    async def page(self, runtime: Runtime, limit: int, *where: Where) -> ReadablePage:
         """The next rows whose instant has come, earliest first."""
-        now = await engine.runtime.store.ping()
-        engine.runtime.estimate.update(now)
+        now = await runtime.store.ping()
+        runtime.estimate.update(now)
         due = (Where(self._order[0], "<=", now), *where)
-        rows = await engine.runtime.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
+        rows = await runtime.store.scan(Scan(self._row, due, self._order, self._after, limit, tolerant=True))
         if not rows and self._after is not None:
             self._after = None
-            rows = await engine.runtime.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
+            rows = await runtime.store.scan(Scan(self._row, due, self._order, None, limit, tolerant=True))
         self._after = self._place(rows[-1]) if len(rows) == limit else None
         return readable_page(rows)
 
@@ -102,9 +104,8 @@ def readable_page(found: Sequence[Any]) -> ReadablePage:
 class FlowSweeps:
     """One pass of each sweep of flows; the places where the next pass goes on are kept here."""
 
-    def __init__(self, engine: FlowCancelOperations, reads: FlowReadOperations) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._reads = reads
         self._waiting = RotatingScan(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))
         self._flows = RotatingScan(Flow, "project_at", ("flow_id",))
         self._backlogs = RotatingScan(CancelBacklog, "due_at", ("flow_id",))
@@ -139,7 +140,7 @@ class FlowSweeps:
     async def dispatch_completions(self, batch: int) -> SweepResult:
         """Carry on with ends that a process wrote and did not live to follow up."""
         delivered = await self._deliver(batch)
-        noted = await self._noted.page(self._engine, batch)
+        noted = await self._noted.page(self._engine.runtime, batch)
         settled, unread = await self._ended(noted.rows)
         folded = await self._fold(settled)
         faults = delivered.errors + noted.unread_count + unread + folded.errors
@@ -147,11 +148,11 @@ class FlowSweeps:
 
     async def reconcile_dependencies(self, choice: SweepFilter) -> SweepResult:
         """Resolve edges whose upstream has ended, whether or not anybody noted it, and cascade the skips."""
-        noted = await self._renoted.page(self._engine, MAX_GROUPS * MAX_EDGES_PER_GROUP)
+        noted = await self._renoted.page(self._engine.runtime, MAX_GROUPS * MAX_EDGES_PER_GROUP)
         settled, unread = await self._ended(noted.rows)
         # An end with many edges goes to all of them, whoever may be chosen.
         delivered = await self._deliver(MAX_GROUPS) if not choice.filters else SweepResult(0, 0)
-        waiting = await self._waiting.page(self._engine, MAX_GROUPS)
+        waiting = await self._waiting.page(self._engine.runtime, MAX_GROUPS)
         more, unread_too = await self._unnoticed(waiting.rows)
         accepted, unread_children = await self._accepted(settled + more, choice)
         folded = await self._fold(accepted)
@@ -161,7 +162,7 @@ class FlowSweeps:
 
     async def _deliver(self, limit: int) -> SweepResult:
         """Go on with the ends that have many edges, and cascade the skips; what is processed are edges."""
-        owed = await self._owed.page(self._engine, limit)
+        owed = await self._owed.page(self._engine.runtime, limit)
         processed, faults = 0, owed.unread_count
         for row in owed.rows:
             try:
@@ -240,7 +241,7 @@ class FlowSweeps:
         processed = faults = 0
         seen: set[Any] = set()
         for _ in range(MAX_FLOW_PAGES):
-            page = await self._flows.page(self._engine, FLOWS_PAGE_SIZE)
+            page = await self._flows.page(self._engine.runtime, FLOWS_PAGE_SIZE)
             rows = [row for row in page.rows if row.flow_id not in seen]
             unread = [place for place in page.unread_keys if place not in seen]
             faults += len(unread)
@@ -248,7 +249,7 @@ class FlowSweeps:
                 self._flows.rewind()
                 break
             seen.update(unread, (row.flow_id for row in rows))
-            done = await self._each(ReadablePage(rows), lambda row: self._reads.project_flow_summary(row.flow_id))
+            done = await self._each(ReadablePage(rows), lambda row: self._engine.project_flow_summary(row.flow_id))
             processed, faults = processed + done.processed, faults + done.errors
         return SweepResult(processed, faults)
 
@@ -256,7 +257,7 @@ class FlowSweeps:
 
     async def reconcile_cancels(self, choice: SweepFilter) -> SweepResult:
         """Cancel what the backlog of cancelled flows lists, after the grace."""
-        backlogs = await self._backlogs.page(self._engine, MAX_BACKLOGS)
+        backlogs = await self._backlogs.page(self._engine.runtime, MAX_BACKLOGS)
         processed, faults = 0, backlogs.unread_count
         for backlog in backlogs.rows:
             try:
@@ -313,7 +314,7 @@ class FlowSweeps:
             )
             return True if all(isinstance(one, MemberCancelResult) for one in done.values()) else None
 
-        return await self._each(await self._flagged.page(self._engine, MAX_GROUPS), cancel)
+        return await self._each(await self._flagged.page(self._engine.runtime, MAX_GROUPS), cancel)
 
     async def reconcile_sibling_cancels(self, batch: int) -> SweepResult:
         """Finish drains that a crash interrupted."""
@@ -323,7 +324,7 @@ class FlowSweeps:
             self._engine.runtime.metrics.count("ff_sibling_cancel_reconcile", action=done.value)
             return done is not SiblingReconcile.NO_OP
 
-        return await self._each(await self._reconciled.page(self._engine, MAX_GROUPS), reconcile)
+        return await self._each(await self._reconciled.page(self._engine.runtime, MAX_GROUPS), reconcile)
 
     async def _each(self, page: ReadablePage, act: Callable[[Any], Awaitable[bool | None]]) -> SweepResult:
         processed, faults = 0, page.unread_count

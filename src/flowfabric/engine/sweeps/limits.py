@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flowfabric.engine.claiming.admitted_claimer import AdmittedClaimer
 from flowfabric.engine.sweeps.sweeper import Sweep, SweepFilter, SweepResult
 from flowfabric.engine.sweeps.unblock import UnblockSweep
 from flowfabric.model.budget import Budget, UsageKey
 from flowfabric.model.change import Change, Delete, Guard
 from flowfabric.model.execution import IdempotencyKey
 from flowfabric.model.outbox import OutboxMessage
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 from flowfabric.rules.feed import Filter
+from flowfabric.rules.limits import reservation, usage
 from flowfabric.stores.catalog import TABLE
 
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
 
-def limit_sweeps(engine: AdmittedClaimer, unblocking: UnblockSweep, chosen: Filter | None = None) -> tuple[Sweep, ...]:
+
+def limit_sweeps(engine: Engine, unblocking: UnblockSweep, chosen: Filter | None = None) -> tuple[Sweep, ...]:
     """These sweeps, for an engine; `chosen` restricts those over executions."""
     choice = SweepFilter.of(engine.runtime.settings.sweeps, chosen)
 
     async def reset(row: Budget) -> bool:
-        return await engine.reset_budget_if_due(row.budget_id, namespace=row.namespace)
+        return await engine.unblocker.change_budget(_owned(row), usage.reset_if_due) is not None
 
     async def lapse(row: Budget) -> bool:
-        return await engine.expire_reservations(row.budget_id, namespace=row.namespace)
+        return await engine.unblocker.change_budget(_owned(row), reservation.expire_reservations)
 
     def each_partition(
         count: int, reconcile: Callable[[int], Awaitable[Any]]
@@ -50,15 +54,19 @@ def limit_sweeps(engine: AdmittedClaimer, unblocking: UnblockSweep, chosen: Filt
             run_pass=each_partition(engine.runtime.partitions.quota, engine.reconcile_quota_counters),
         ),
         Sweep("unblock", run_pass=lambda batch: unblocking.run(batch, choice)),
-        Sweep("worker_registry_ttl_sweep", "lapses_at", engine.remove_expired_worker, row=RegisteredWorker),
-        Sweep("outbox_relay", "due_at", engine.redeliver_outbox_message, row=OutboxMessage),
+        Sweep("worker_registry_ttl_sweep", "lapses_at", engine.routes.remove_expired, row=RegisteredWorker),
+        Sweep("outbox_relay", "due_at", engine.outbox.redeliver_outbox_message, row=OutboxMessage),
         Sweep("idempotency_keys", "expires_at", _forget(engine), row=IdempotencyKey),
         Sweep("usage_keys", "expires_at", _forget(engine), row=UsageKey),
         Sweep("worker_events", "expires_at", _forget(engine), row=WorkerEvent),
     )
 
 
-def _forget(engine: AdmittedClaimer) -> Callable[[Any], Awaitable[bool]]:
+def _owned(row: Budget) -> NamespacedId:
+    return NamespacedId(row.namespace, row.budget_id)
+
+
+def _forget(engine: Engine) -> Callable[[Any], Awaitable[bool]]:
     """Remove a row whose life is over. A root is removed only as it was seen; others are named by their end, too."""
 
     async def forget(row: msgspec.Struct) -> bool:

@@ -4,43 +4,34 @@ events."""
 from __future__ import annotations
 
 import logging
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from flowfabric import errors
-from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.operations.suspensions import decide_on_waitpoint
 from flowfabric.engine.sweeps.sweeper import Sweep, SweepResult
 from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.suspension import Suspension, Waitpoint
+from flowfabric.rules.scheduling import queue
+from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 from flowfabric.rules.suspension.resume import SuspensionExpiry
 from flowfabric.settings import FEED_RETENTION_MS
 
-logger = logging.getLogger("flowfabric.sweeper")
+if TYPE_CHECKING:
+    from flowfabric.engine.engine import Engine
 
-T = TypeVar("T")
+logger = logging.getLogger("flowfabric.sweeper")
 
 UNTOUCHED = (SuspensionExpiry.NOT_DUE, SuspensionExpiry.NOT_SUSPENDED)
 
 
-class SuspensionSweepEngine(Protocol):
-    """What these sweeps need of an engine."""
-
-    runtime: Runtime
-
-    async def expire_suspension(self, execution_id: str) -> SuspensionExpiry: ...
-    async def expire_pending_waitpoint(self, waitpoint: Waitpoint) -> bool: ...
-    async def deliver_child_completions(self, parent_id: str) -> int: ...
-    async def trim_feed(self) -> int: ...
-    async def restore_queue(self, execution_id: str) -> bool: ...
-
-
-def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
+def suspension_sweeps(engine: Engine) -> tuple[Sweep, ...]:
     """All of them."""
 
     async def time_out(row: Suspension) -> bool:
         return await engine.expire_suspension(row.execution_id) not in UNTOUCHED
 
     async def take_in(row: ChildCompletion) -> bool:
-        return await engine.deliver_child_completions(row.parent_id) > 0
+        return await engine.child_completions.deliver(row.parent_id) > 0
 
     async def trim(_: int) -> SweepResult:
         return SweepResult(await engine.trim_feed(), 0)
@@ -57,7 +48,7 @@ def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
         Sweep(
             "pending_wp_expiry",
             "pending_until",
-            engine.expire_pending_waitpoint,
+            lambda row: decide_on_waitpoint(engine.runtime, row, waitpoint_rules.expire_pending),
             row=Waitpoint,
             owner="execution_id",
         ),
@@ -67,14 +58,14 @@ def suspension_sweeps(engine: SuspensionSweepEngine) -> tuple[Sweep, ...]:
     )
 
 
-async def _restore_queues(engine: SuspensionSweepEngine, batch: int) -> SweepResult:
+async def _restore_queues(engine: Engine, batch: int) -> SweepResult:
     """Put executions whose ready queue was lost back into their queues. One that cannot be read holds up no other."""
     restored = failed = 0
     for execution_id in await engine.runtime.retry_while_unavailable(
         lambda: engine.runtime.store.executions_in_missing_queues(batch)
     ):
         try:
-            restored += await engine.restore_queue(execution_id)
+            restored += await engine.runtime.decide_execution(execution_id, lambda row, _: queue.restore_queue(row))
             logger.warning("%s: its ready queue was missing and was restored", execution_id)
         except errors.FabricError as fault:
             failed += 1

@@ -23,16 +23,14 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.grants import GrantOperations
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import due_topic
 from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
 from flowfabric.engine.validation import execution as validate
 from flowfabric.ids import scan_jitter
-from flowfabric.model.answers import execution as answers
 from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution
 from flowfabric.rules import sweep_lease, validation
-from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Sweeps
 from flowfabric.stores.catalog import TABLE
@@ -111,9 +109,9 @@ class Sweeper:
 
     def __init__(
         self,
-        engine: GrantOperations,
+        runtime: Runtime,
         settings: Sweeps,
-        more: Iterable[Sweep] = (),
+        sweeps: Iterable[Sweep],
         chosen: Filter | None = None,
         places: SweepCursors | None = None,
     ) -> None:
@@ -121,17 +119,17 @@ class Sweeper:
 
         `places` lets it go on where others left off.
         """
-        self._engine = engine
+        self.runtime = runtime
         self._settings = settings
         self._choice = SweepFilter.of(settings, chosen)
-        self._holder = engine.runtime.minter.uuid()
+        self._holder = runtime.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._forbearance: dict[str, FailureBackoff] = {}
         self._places: SweepCursors = {} if places is None else places
         self._outdated = False
         self.restarts = 0
-        self.sweeps = {sweep.name: sweep for sweep in (*_sweeps(engine), *more)}
+        self.sweeps = {sweep.name: sweep for sweep in sweeps}
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -153,7 +151,7 @@ class Sweeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if late:
-            self._engine.runtime.metrics.count("ff_shutdown_timeout", len(late))
+            self.runtime.metrics.count("ff_shutdown_timeout", len(late))
         return len(late)
 
     async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
@@ -168,7 +166,7 @@ class Sweeper:
                 return
             except Exception:
                 self.restarts += 1
-                self._engine.runtime.metrics.count("ff_scanner_restart", scanner=sweep.name)
+                self.runtime.metrics.count("ff_scanner_restart", scanner=sweep.name)
                 logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_DELAY_S)
                 await self._leave(sweep)  # what this process cannot do another one may
                 await self._rest(RESTART_DELAY_S)
@@ -180,7 +178,7 @@ class Sweeper:
         late_s = interval_ms / 1000 * self._settings.jitter * spread
         while not self._stopping.is_set():
             pause_s = interval_ms / 1000 + late_s
-            hint = self._engine.runtime.wakeups.subscribe(due_topic(sweep.row, sweep.column))
+            hint = self.runtime.wakeups.subscribe(due_topic(sweep.row, sweep.column))
             self._plan(sweep, pause_s)  # an instant that is written while the pass is under way counts as well
             try:
                 if held_ms := await self._hold(sweep, interval_ms):
@@ -228,9 +226,9 @@ class Sweeper:
 
     def _plan(self, sweep: Sweep, pause_s: float) -> dict[str, int]:
         """Say when the sweep looks next, so that a write of an earlier instant wakes it up."""
-        planned = self._engine.runtime.next_sweep_at.setdefault(sweep.row, {})
+        planned = self.runtime.next_sweep_at.setdefault(sweep.row, {})
         if sweep.column:
-            planned[sweep.column] = self._engine.runtime.estimate.now() + int(pause_s * 1000)
+            planned[sweep.column] = self.runtime.estimate.now() + int(pause_s * 1000)
         return planned
 
     async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:
@@ -258,8 +256,8 @@ class Sweeper:
         try:
             return await self._pass(sweep, self._batch(sweep) if batch is None else batch)
         finally:
-            self._engine.runtime.metrics.count("ff_scanner_cycle", scanner=sweep.name)
-            self._engine.runtime.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
+            self.runtime.metrics.count("ff_scanner_cycle", scanner=sweep.name)
+            self.runtime.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
 
     def _batch(self, sweep: Sweep) -> int:
         return self._settings.batches.get(sweep.name, self._settings.batch)
@@ -291,21 +289,19 @@ class Sweeper:
         Those that are passed over, or that nothing could be done about, never hide the ones behind them: however many
         there are, a pass goes on where the last one did nothing. There is no place behind the end.
         """
-        engine, column = self._engine, sweep.column
+        runtime, column = self.runtime, sweep.column
         where = sweep.where + self._wheres(sweep)
-        due = await engine.runtime.retry_while_unavailable(
-            lambda: engine.runtime.store.due(sweep.row, column, limit=batch, where=where)
+        due = await runtime.retry_while_unavailable(
+            lambda: runtime.store.due(sweep.row, column, limit=batch, where=where)
         )
-        engine.runtime.estimate.update(due.now)
+        runtime.estimate.update(due.now)
         order = (column, *(name for name in TABLE[sweep.row].key if name != column))
 
         def place_of(row: Any) -> tuple[Any, ...]:
             return tuple(getattr(row, name) for name in order)
 
         async def behind(place: tuple[Any, ...]) -> list[Any]:
-            return await engine.runtime.scan(
-                Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch)
-            )
+            return await runtime.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch))
 
         begins = self._places.get((sweep.name, self._choice))
         page = (begins and await behind(begins)) or due.rows
@@ -333,7 +329,7 @@ class Sweeper:
             return page
         owners = page
         if sweep.owner is not None:
-            loaded = await self._engine.runtime.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
+            loaded = await self.runtime.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
             owners = [found[0] if found else None for found in loaded.rows]
         return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
@@ -352,7 +348,7 @@ class Sweeper:
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
         """For how many milliseconds another process holds the sweep; 0 if this one does."""
         name = self._lease_name(sweep)
-        return await self._engine.runtime.decide_and_commit(
+        return await self.runtime.decide_and_commit(
             (Read(SweepLease, (name,)),),
             lambda rows, now: sweep_lease.hold_sweep(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
         )
@@ -363,7 +359,7 @@ class Sweeper:
     async def _leave(self, sweep: Sweep) -> None:
         """Let others do the sweep; if that cannot be told, they may when the lease is over."""
         with contextlib.suppress(errors.FabricError):
-            await self._engine.runtime.decide_and_commit(
+            await self.runtime.decide_and_commit(
                 (Read(SweepLease, (self._lease_name(sweep),)),),
                 lambda rows, _: sweep_lease.release_sweep(rows[0][0] if rows[0] else None, self._holder),
             )
@@ -371,25 +367,3 @@ class Sweeper:
 
 def _name(row: Any) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in TABLE[type(row)].key)
-
-
-def _sweeps(engine: GrantOperations) -> tuple[Sweep, ...]:
-    async def mark(execution_id: str) -> bool:
-        return isinstance(await engine.mark_lease_expired_if_due(execution_id), answers.MarkedExpired)
-
-    async def promote(execution_id: str) -> bool:
-        return await engine.promote_delayed(execution_id) is answers.Promotion.PROMOTED
-
-    def expire(reason: str) -> Callable[[str], Awaitable[bool]]:
-        async def act(execution_id: str) -> bool:
-            return isinstance(await engine.expire_if_due(execution_id, reason), answers.Expired)
-
-        return act
-
-    return (
-        Sweep("lease_expiry", "lease_expires_at", mark, (Where("lease_expired_at", "unset"),)),
-        Sweep("delayed_promoter", "delay_until", promote),
-        Sweep("attempt_timeout", "attempt_timeout_at", expire(expire_rules.ATTEMPT_TIMEOUT)),
-        Sweep("execution_deadline", "deadline_at", expire(expire_rules.EXECUTION_DEADLINE)),
-        Sweep("retention_trimmer", "purge_at", engine.purge_execution),
-    )

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.claiming.admitted_claimer import AdmittedClaimer
-from flowfabric.engine.limits.unblocker import PAGE_SIZE, Capacity
+from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.limits.unblocker import PAGE_SIZE, Capacity, Unblocker
 from flowfabric.engine.sweeps.sweeper import SweepFilter, SweepResult
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
@@ -29,8 +30,11 @@ LAST_POSITION = 2**63 - 1  # no rank comes after it
 class UnblockSweep:
     """The passes of one engine over what is blocked."""
 
-    def __init__(self, engine: AdmittedClaimer) -> None:
-        self._engine = engine
+    def __init__(self, unblocker: Unblocker, budget_suspender: BudgetSuspender, routes: WorkerRoutes) -> None:
+        self.runtime = unblocker.runtime
+        self.unblocker = unblocker
+        self.budget_suspender = budget_suspender
+        self.routes = routes
         self._places: dict[str, tuple[Any, ...] | None] = {}
 
     async def run(self, batch: int, choice: SweepFilter) -> SweepResult:
@@ -42,16 +46,16 @@ class UnblockSweep:
         return SweepResult(freed, failed)
 
     async def _pass_over(self, start: str, batch: int, choice: SweepFilter) -> SweepResult:
-        room, routes = Capacity(self._engine), WorkerRoutes(self._engine)
+        room, live = Capacity(self.unblocker.aggregates), LiveWorkers(self.routes)
         place = self._places.get(start)
         seen = freed = failed = 0
         while seen < batch:
             where = (Where("blocked_on", "starts", start),)
-            page: list[Execution] = await self._engine.runtime.scan(Scan(Execution, where, ORDER, place, PAGE_SIZE))
+            page: list[Execution] = await self.runtime.scan(Scan(Execution, where, ORDER, place, PAGE_SIZE))
             for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
                 rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
                 try:
-                    freed += await self._free(start, rows, room, routes)
+                    freed += await self._free(start, rows, room, live)
                 except errors.FabricError:
                     failed += 1  # what cannot be read stays blocked
                 place = (on, LAST_POSITION) if room.is_list_full(on) else (on, page[-1].rank, page[-1].execution_id)
@@ -62,17 +66,17 @@ class UnblockSweep:
         self._places[start] = place
         return SweepResult(freed, failed + len(room.unreadable))
 
-    async def _free(self, start: str, rows: list[Execution], room: Capacity, routes: WorkerRoutes) -> int:
+    async def _free(self, start: str, rows: list[Execution], room: Capacity, live: LiveWorkers) -> int:
         if not rows:
             return 0
         if start == ASLEEP_ON_PREFIX:
-            return await self._engine.resume_budget_suspended(rows)
+            return await self.budget_suspender.resume_budget_suspended(rows)
         if start != BLOCKED_ON_PREFIX[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
-            return await self._engine.unblock_rows(rows, room)
+            return await self.unblocker.unblock_rows(rows, room)
         freed = 0
         for row in rows:
-            if await routes.has_capable_worker(row):
-                freed += await self._engine.unblock_row(row.execution_id, row.blocking_reason)
+            if await live.has_capable_worker(row):
+                freed += await self.unblocker.unblock_row(row.execution_id, row.blocking_reason)
         return freed
 
 
@@ -83,18 +87,18 @@ def _waits(row: Execution, start: str) -> bool:
     return BLOCKED_ON_PREFIX.get(row.blocking_reason) == start
 
 
-class WorkerRoutes:
+class LiveWorkers:
     """The live workers of each namespace, as seen in one pass."""
 
-    def __init__(self, engine: AdmittedClaimer) -> None:
-        self._engine = engine
+    def __init__(self, routes: WorkerRoutes) -> None:
+        self._routes = routes
         self._workers: dict[str, list[RegisteredWorker] | None] = {}
 
     async def has_capable_worker(self, row: Execution) -> bool:
         """Whether somebody can run this; when that cannot be found out it may be tried, and will be blocked again."""
         if row.namespace not in self._workers:
             try:
-                self._workers[row.namespace] = await self._engine.list_live_workers(row.namespace)
+                self._workers[row.namespace] = await self._routes.list_live_workers(row.namespace)
             except errors.StoreUnavailable:
                 self._workers[row.namespace] = None
         known = self._workers[row.namespace]

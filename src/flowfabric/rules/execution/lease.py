@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.handles import HandleFields
 from flowfabric.model.change import NOW, Change, FromNow, Insert, Patch, expired, from_now, lease_event, seen
 from flowfabric.model.execution import Attempt, Execution, Lineage
 from flowfabric.model.states import (
@@ -45,6 +46,11 @@ class Fence(msgspec.Struct, frozen=True, gc=False):
     lease_id: str | None = None
     lease_epoch: int | None = None
     attempt_id: str | None = None
+
+    @classmethod
+    def of(cls, fields: HandleFields) -> Fence:
+        """Return the lease identity in a handle."""
+        return cls(fields.lease_id, fields.lease_epoch, fields.attempt_id)
 
 
 def resolve_fence(row: Execution, fence: Fence, source: str | None) -> Fence | errors.FabricError:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.operations.subscriptions import Subscription
+from flowfabric.engine.streams.subscription import Subscription
 from flowfabric.engine.types import Filter
 from flowfabric.server import sse
 from flowfabric.server.errors import bad_request

@@ -29,7 +29,7 @@ from flowfabric.api.executions import (
     SetTagsRequest,
     SetTagsResponse,
 )
-from flowfabric.engine.operations.reads import ExecutionPage
+from flowfabric.engine.operations.pages import ExecutionPage
 from flowfabric.engine.types import POLICY_PARTS, CreateExecution, Fence
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.api_token import ApiScope

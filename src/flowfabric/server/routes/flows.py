@@ -19,9 +19,8 @@ from flowfabric.api.flows import (
     SetJoinResponse,
     StageEdgeRequest,
 )
-from flowfabric.engine.operations.flow_cancels import NoWait, Wait, WaitIndefinite, WaitTimeout
-from flowfabric.engine.operations.flow_reads import FlowPage
-from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.operations.flows import GraphEdge, NoWait, Wait, WaitIndefinite, WaitTimeout
+from flowfabric.engine.operations.pages import FlowPage
 from flowfabric.engine.types import FlowSnapshot
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.api_token import ApiScope

@@ -44,7 +44,7 @@ async def metrics(request: Request[None]) -> Response:
         return Response(404)
     try:
         async with asyncio.timeout(QUEUE_DEPTH_TIMEOUT_S):
-            await request.engine.refresh_gauges()
+            await request.engine.gauges.refresh_gauges()
     except (errors.StoreUnavailable, TimeoutError):
         logging.logger.warning("the gauges could not be read; the counters are exposed without them")
     return Response(200, exposition(request.app.http_metrics.registry, request.engine.metrics), CONTENT_TYPE)

@@ -14,17 +14,17 @@ from flowfabric.api.executions import (
     ReadResultsRequest,
     ReadResultsResponse,
 )
-from flowfabric.engine.claiming import poller
 from flowfabric.engine.engine import Capabilities
-from flowfabric.engine.operations.reads import (
-    MAX_MATCHES,
-    ExecutionSnapshot,
+from flowfabric.engine.operations.pages import (
+    ExecutionOutcome,
     HistoryEntry,
     IdMatches,
     LanePage,
     SnapshotPage,
+    SuspendedPage,
 )
-from flowfabric.engine.operations.suspensions import SuspendedPage
+from flowfabric.engine.operations.reads import MAX_MATCHES
+from flowfabric.engine.types import ExecutionSnapshot
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.api_token import ApiScope
 from flowfabric.server.errors import bad_request
@@ -171,7 +171,7 @@ async def await_end(request: Request[None]) -> Response:
     return json_response(outcome_response(ended, with_result=request.query_param("result") in ("true", "1")))
 
 
-def outcome_response(ended: poller.ExecutionOutcome, *, with_result: bool) -> ExecutionOutcomeResponse:
+def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> ExecutionOutcomeResponse:
     """Return the response for an outcome."""
     return ExecutionOutcomeResponse(
         ended.execution_id,

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.cursors import decode_cursor, encode_cursor
-from flowfabric.engine.operations.base import Operations
+from flowfabric.cursors import encode_cursor
 from flowfabric.engine.runtime.runtime import RETRY_FOR_S, Runtime, StoreBackoff
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC, wait_for_wakeup
-from flowfabric.engine.validation import execution as validate
 from flowfabric.model.event import FeedEvent, Topic
-from flowfabric.rules import feed
-from flowfabric.rules.feed import CompletionFeedEntry, Filter, LeaseFeedEntry, OperatorFeedEntry, SignalFeedEntry
+from flowfabric.rules.feed import CompletionFeedEntry, Filter
 from flowfabric.stores.queries import FeedPage
 
 N = TypeVar("N")
-
 PAGE_SIZE = 256
 DIVERGED = "the cursor is not in this feed: the store was restored, or failed over and lost its newest events"
-TRIM_BATCH = 1000
 
 
 class Subscription(AsyncIterator[N]):
@@ -132,11 +127,13 @@ class LegacyCompletions(AsyncIterator[LegacyCompletion]):
     """Completions from now on, in the older form; it goes on through everything and never ends."""
 
     def __init__(
-        self, subscriptions: SubscriptionOperations, subscription: Subscription[CompletionFeedEntry], chosen: Filter
+        self,
+        subscription: Subscription[CompletionFeedEntry],
+        subscribe: Callable[[bytes], Awaitable[Subscription[CompletionFeedEntry]]],
     ) -> None:
-        self._subscriptions = subscriptions
+        """`subscribe` subscribes again, from a cursor."""
         self._subscription = subscription
-        self._filter = chosen
+        self._subscribe = subscribe
 
     def __aiter__(self) -> LegacyCompletions:
         return self
@@ -148,64 +145,6 @@ class LegacyCompletions(AsyncIterator[LegacyCompletion]):
             except (errors.StreamBackpressure, errors.Corruption):
                 continue
             except errors.StreamDisconnected as gone:
-                self._subscription = await self._subscriptions.subscribe_completion(gone.cursor, self._filter)
+                self._subscription = await self._subscribe(gone.cursor)
                 continue
             return LegacyCompletion(done.execution_id, done.outcome, done.at, done.flow_id)
-
-
-class SubscriptionOperations(Operations):
-    """The feeds that can be subscribed to; an empty cursor means from now on."""
-
-    async def subscribe_lease_history(
-        self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[LeaseFeedEntry]:
-        """Every change of every lease."""
-        return await self._subscribe(Topic.LEASE, cursor, chosen, feed.lease_entry)
-
-    async def subscribe_completion(
-        self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[CompletionFeedEntry]:
-        """Every end of a life."""
-        return await self._subscribe(Topic.COMPLETION, cursor, chosen, feed.completion_entry)
-
-    async def subscribe_operator_event(
-        self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[OperatorFeedEntry]:
-        """What operators did."""
-        return await self._subscribe(Topic.OPERATOR, cursor, chosen, feed.operator_entry)
-
-    async def subscribe_signal_delivery(
-        self, cursor: bytes = b"", chosen: Filter | None = None
-    ) -> Subscription[SignalFeedEntry]:
-        """Every signal that was accepted, buffered or recognised as a repetition."""
-        return await self._subscribe(Topic.SIGNAL, cursor, chosen, feed.signal_entry)
-
-    async def subscribe_instance_tags(self, cursor: bytes = b"") -> Subscription[Any]:
-        """There is no such feed."""
-        raise errors.Unavailable("subscribe_instance_tags")
-
-    async def subscribe_completions(self) -> LegacyCompletions:
-        """Completions in the older form, from now on."""
-        return await self.subscribe_completions_filtered(Filter())
-
-    async def subscribe_completions_filtered(self, chosen: Filter) -> LegacyCompletions:
-        """The same for some executions."""
-        return LegacyCompletions(self, await self.subscribe_completion(b"", chosen), chosen)
-
-    async def trim_feed(self) -> int:
-        """Drop events that have been kept long enough; how many went."""
-        now = await self.runtime.retry_while_unavailable(self.runtime.store.ping)
-        before = now - self.runtime.settings.feed_retention_ms
-        return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.trim_feed(before, TRIM_BATCH))
-
-    async def _subscribe(
-        self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
-    ) -> Subscription[N]:
-        if not isinstance(cursor, bytes | bytearray):
-            raise errors.InvalidInput("cursor: not bytes")
-        wanted = validate.validate_filter(chosen)
-        position = decode_cursor(bytes(cursor))
-        if position is None:
-            position = await self.runtime.retry_while_unavailable(self.runtime.store.feed_end)
-        # Nothing stands before the first place, and so nothing can be missing there.
-        return Subscription(self.runtime, topic, max(position, 0), wanted, tell)

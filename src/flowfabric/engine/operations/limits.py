@@ -1,11 +1,4 @@
-"""Budgets: define them, report to them, reserve in them, give back and reset.
-
-Reports to one budget are chained: fifty concurrent ones cost one load and one commit. A verb that makes room wakes
-what waits for it.
-
-A verb about a budget names its `namespace`. A verb of an execution finds the budget as its policy would: in the
-execution's namespace (loaded, unless the caller says which it is), then in `default` unless `shared` is False.
-"""
+"""Budgets and quota policies."""
 
 from __future__ import annotations
 
@@ -16,8 +9,12 @@ from typing import TypeVar
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.limits.aggregates import LimitAggregates
+from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.limits.quota_slots import QuotaSlots
 from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
 from flowfabric.engine.runtime.root_queue import Decide
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import limits as validate_limits
 from flowfabric.handles import Handle
@@ -25,24 +22,30 @@ from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.budget import Budget, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.execution import Execution
 from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
+from flowfabric.model.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules import validation
 from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.limits import owner as owner_rules
+from flowfabric.rules.limits import quota, usage
 from flowfabric.rules.limits import reservation as reservation_rules
-from flowfabric.rules.limits import usage
 from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.stores.queries import Read, Scan, Where
 
 A = TypeVar("A")
-
 MAX_LISTED = 1000
 SUSPEND = "suspend"  # the hard action that puts the execution to sleep
+MAX_WINDOW_SECONDS = validation.MAX_DURATION_MS // 1000
 
 
-class BudgetOperations(Unblocker):
-    """What can be done with a budget, by the names of the specification."""
+class LimitOperations:
+    """Operations on budgets and quota policies."""
 
-    # -- defining -------------------------------------------------------------------------------------------------
+    runtime: Runtime
+    unblocker: Unblocker
+    aggregates: LimitAggregates
+    budget_suspender: BudgetSuspender
+    quota_slots: QuotaSlots
 
     async def create_budget(
         self,
@@ -80,12 +83,12 @@ class BudgetOperations(Unblocker):
             limits=validate_limits.build_limits(dimensions, hard_limits, soft_limits),
             declaration=validation.optional_text("declaration", declaration, limit=validation.MAX_NAME_BYTES),
         )
-        answer: limit_answers.BudgetDefined = await self.budget_aggregates.decide_and_commit(
+        answer: limit_answers.BudgetDefined = await self.aggregates.budgets.decide_and_commit(
             budget, lambda sheet, now: usage.define_budget(sheet, definition, now)
         )
         if isinstance(answer, limit_answers.LimitsChanged):
-            await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
-        await self._unblock_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
+            await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        await self.unblocker.unblock_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
         return answer
 
     async def change_budget_limits(
@@ -100,9 +103,7 @@ class BudgetOperations(Unblocker):
         """Raise or lower limits; what waits for room goes on when there is some."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
         given = validate_limits.build_limits(dimensions, hard_limits, soft_limits)
-        return await self._make_room(budget, lambda sheet, now: usage.change_limits(sheet, given, now))
-
-    # -- reporting ------------------------------------------------------------------------------------------------
+        return await self.unblocker.change_budget(budget, lambda sheet, now: usage.change_limits(sheet, given, now))
 
     async def report_usage(
         self,
@@ -186,14 +187,12 @@ class BudgetOperations(Unblocker):
         """Give back everything that an execution spent since the last reset; again gives back nothing."""
         execution = validate.validate_execution_id(execution_id)
         own = await self._own(namespace, budget_id, execution)
-        return await self._make_owner_room(
+        return await self._change_owner_budget(
             own,
             lambda sheet, now: usage.release_spends(sheet, execution, now),
             lambda budget: (Read(BudgetSpend, (*budget, execution)),),
             shared=shared,
         )
-
-    # -- whose budget ---------------------------------------------------------------------------------------------
 
     async def _own(self, namespace: str | None, budget_id: str, execution_id: str) -> NamespacedId:
         """The budget of the execution's own namespace; `default` for an execution that nobody knows."""
@@ -216,20 +215,18 @@ class BudgetOperations(Unblocker):
         It costs no further round trip, unless the budget is the shared one of another namespace: then one more load.
         """
         if own.is_shared or not shared:
-            return await self.budget_aggregates.decide_and_commit(own, decide, wants(own)), own
+            return await self.aggregates.budgets.decide_and_commit(own, decide, wants(own)), own
 
         def decide_here(sheet: BudgetState, now: int) -> tuple[A | NamespacedId | errors.FabricError, BudgetState]:
             owner = sheet.resolve_owner(own.namespace)
             return decide(sheet, now) if owner == own else (owner, sheet)
 
-        answer: A | NamespacedId = await self.budget_aggregates.decide_and_commit(
+        answer: A | NamespacedId = await self.aggregates.budgets.decide_and_commit(
             own, decide_here, (*wants(own), Read(Budget, own.shared))
         )
         if not isinstance(answer, NamespacedId):
             return answer, own
-        return await self.budget_aggregates.decide_and_commit(answer, decide, wants(answer)), answer
-
-    # -- reserving ------------------------------------------------------------------------------------------------
+        return await self.aggregates.budgets.decide_and_commit(answer, decide, wants(answer)), answer
 
     async def reserve_budget(
         self,
@@ -276,7 +273,7 @@ class BudgetOperations(Unblocker):
         reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
         spent = validate_limits.amounts_by_name("amounts", amounts)
         own = await self._own(namespace, budget_id, execution)
-        return await self._make_owner_room(
+        return await self._change_owner_budget(
             own,
             lambda sheet, now: reservation_rules.settle(sheet, reservation, execution, spent, now),
             lambda budget: (_settled(budget, reservation), Read(BudgetSpend, (*budget, execution))),
@@ -308,23 +305,20 @@ class BudgetOperations(Unblocker):
         own = validate_limits.build_owned_id(namespace, budget_id)
         reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
         owner = None if execution_id is None else validate.validate_execution_id(execution_id)
-        return await self._make_owner_room(
+        return await self._change_owner_budget(
             own, lambda sheet, now: reservation_rules.refund(sheet, reservation, now, owner), shared=shared
         )
 
-    # -- resetting ------------------------------------------------------------------------------------------------
-
     async def reset_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> limit_answers.BudgetReset:
         """Begin a new period; what waits for the budget goes on."""
-        return await self._make_room(validate_limits.build_owned_id(namespace, budget_id), usage.reset_budget)
+        return await self.unblocker.change_budget(
+            validate_limits.build_owned_id(namespace, budget_id), usage.reset_budget
+        )
 
-    async def reset_budget_if_due(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
-        """The sweep's form; False when it was not due (any more)."""
-        return await self._make_room(NamespacedId(namespace, budget_id), usage.reset_if_due) is not None
-
-    async def expire_reservations(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
-        """Let go of reservations whose time is over; True when there were some."""
-        return await self._make_room(NamespacedId(namespace, budget_id), reservation_rules.expire_reservations)
+    async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+        """Unblock what waits for a budget, as far as it has capacity; True when something still waits."""
+        budget = validate_limits.build_owned_id(namespace, budget_id)
+        return await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
 
     async def reconcile_budget_counters(self, partition: int) -> limit_answers.Reconciled:
         """Set or clear the note of breach on every budget of a partition that never resets."""
@@ -338,7 +332,7 @@ class BudgetOperations(Unblocker):
             )
             keys = [NamespacedId(row.namespace, row.budget_id) for row in rows]
             marks = await asyncio.gather(
-                *(self.budget_aggregates.decide_and_commit(key, usage.mark_breach) for key in keys),
+                *(self.aggregates.budgets.decide_and_commit(key, usage.mark_breach) for key in keys),
                 return_exceptions=True,
             )
             processed += sum(mark is True for mark in marks)
@@ -347,14 +341,12 @@ class BudgetOperations(Unblocker):
                 return limit_answers.Reconciled(processed, failed)
             after = keys[-1]
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     async def get_budget_status(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.BudgetStatus:
         """A budget of a namespace for people."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
-        _, sheets = await self.budget_aggregates.load([budget])
+        _, sheets = await self.aggregates.budgets.load([budget])
         status = budget_rules.status(sheets[budget])
         if isinstance(status, errors.FabricError):
             raise status
@@ -365,7 +357,7 @@ class BudgetOperations(Unblocker):
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty when undefined."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
-        _, sheets = await self.budget_aggregates.load([budget])
+        _, sheets = await self.aggregates.budgets.load([budget])
         sheet = sheets[budget]
         if sheet.root is None or not sheet.root.defined:
             return {}, {}
@@ -386,29 +378,18 @@ class BudgetOperations(Unblocker):
         scan = Scan(Budget, where, ("budget_id",), after, wanted)
         return [row.budget_id for row in await self.runtime.store.scan(scan)] if wanted else []
 
-    # -- what a breach does ---------------------------------------------------------------------------------------
-
-    async def suspend_for_budget(self, handle: Handle, need: budget_rules.BudgetNeed) -> bool:
-        """Put an execution to sleep until the budget has room for what it needs; True when it sleeps."""
-        raise NotImplementedError
-
     async def _met_limit(
         self, answer: A, budget: NamespacedId, amounts: budget_rules.Amounts, handle: Handle | None
     ) -> A:
         if not isinstance(answer, limit_answers.HardBreach) or answer.action != SUSPEND or handle is None:
             return answer
         need = budget_rules.BudgetNeed(budget.id, answer.dimension, dict(amounts)[answer.dimension], budget.namespace)
-        parked = await self.suspend_for_budget(handle, need)
+        parked = await self.budget_suspender.suspend_for_budget(handle, need)
         if parked:  # room that was made between the breach and the sleep must not be slept through
-            await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+            await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
         return msgspec.structs.replace(answer, parked=parked)
 
-    async def _make_room(self, budget: NamespacedId, decide: Decide[BudgetState, A], wants: tuple[Read, ...] = ()) -> A:
-        answer = await self.budget_aggregates.decide_and_commit(budget, decide, wants)
-        await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
-        return answer
-
-    async def _make_owner_room(
+    async def _change_owner_budget(
         self,
         own: NamespacedId,
         decide: Decide[BudgetState, A],
@@ -417,9 +398,125 @@ class BudgetOperations(Unblocker):
         shared: bool,
     ) -> A:
         answer, budget = await self._ask_owner(own, decide, wants, shared=shared)
-        await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
         return answer
+
+    async def create_quota_policy(
+        self,
+        quota_policy_id: str,
+        *,
+        window_seconds: int,
+        max_requests_per_window: int,
+        max_concurrent: int,
+        jitter_ms: int = 0,
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists:
+        """Define a policy of a namespace; 0 is no limit. A second definition changes nothing."""
+        policy = _owned(namespace, quota_policy_id)
+        numbers = limit_answers.QuotaLimits(
+            validation.integer("window_seconds", window_seconds, least=0, most=MAX_WINDOW_SECONDS),
+            validation.integer("max_requests_per_window", max_requests_per_window, least=0),
+            validation.integer("max_concurrent", max_concurrent, least=0),
+            validation.duration_ms("jitter_ms", jitter_ms, least=0),
+        )
+        answer: (
+            limit_answers.QuotaPolicyCreated | limit_answers.QuotaPolicyExists
+        ) = await self.aggregates.quotas.decide_and_commit(
+            policy, lambda sheet, now: quota.define_policy(sheet, numbers, now)
+        )
+        await self.unblocker.unblock_redefined(policy, BlockingReason.WAITING_FOR_QUOTA)
+        return answer
+
+    async def read_quota_policy_limits(
+        self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> limit_answers.QuotaLimits | None:
+        """The four numbers of a policy of a namespace; None when undefined."""
+        loaded = await self.runtime.load((Read(QuotaPolicy, _owned(namespace, quota_policy_id)),))
+        numbers = quota.limits_of(loaded.rows[0][0] if loaded.rows[0] else None)
+        if isinstance(numbers, errors.FabricError):
+            raise numbers
+        return numbers
+
+    async def check_admission(
+        self,
+        quota_policy_id: str,
+        execution_id: str,
+        *,
+        dimension: str = "",
+        window_seconds: int,
+        rate_limit: int,
+        concurrency_cap: int,
+        jitter_ms: int = 0,
+    ) -> limit_answers.AdmissionResult:
+        """Admit an execution by the numbers given, whatever the policy says and whether or not it exists.
+
+        The policy is the one that the id stands for in the execution's namespace.
+        """
+        policy = _policy_id(quota_policy_id)
+        execution = validate.validate_execution_id(execution_id)
+        ask = quota.AdmissionRequest(
+            execution_id=execution,
+            window_ms=1000 * validation.integer("window_seconds", window_seconds, least=0, most=MAX_WINDOW_SECONDS),
+            rate_limit=validation.integer("rate_limit", rate_limit, least=0),
+            concurrency_cap=validation.integer("concurrency_cap", concurrency_cap, least=0),
+            jitter_ms=validation.duration_ms("jitter_ms", jitter_ms, least=0),
+            dimension=validation.text("dimension", dimension, limit=validation.MAX_NAME_BYTES)
+            or quota.DEFAULT_DIMENSION,
+            call_id=self.runtime.minter.change_id(),
+            chance=self.runtime.random(),
+        )
+        row, owner = await self._policy_for(execution, policy)
+        verdict, _ = await self.quota_slots.check(owner, msgspec.structs.replace(ask, life=quota.life_of(row)))
+        return verdict
+
+    async def _policy_for(self, execution_id: str, policy: str) -> tuple[Execution | None, NamespacedId]:
+        """An execution, and the policy that an id stands for in its namespace."""
+        shared = NamespacedId(DEFAULT_NAMESPACE, policy)
+        loaded = await self.runtime.load((Read(Execution, (execution_id,)), Read(QuotaPolicy, shared)))
+        row: Execution | None = loaded.rows[0][0] if loaded.rows[0] else None
+        own = shared if row is None else NamespacedId(row.namespace, policy)
+        roots = {shared: loaded.rows[1][0] if loaded.rows[1] else None}
+        if not own.is_shared:
+            found = (await self.runtime.load((Read(QuotaPolicy, own),))).rows[0]
+            roots[own] = found[0] if found else None
+        return row, owner_rules.resolve_owner(own.namespace, policy, roots)
+
+    async def release_admission(self, quota_policy_id: str, execution_id: str) -> limit_answers.AdmissionReleased:
+        """Give an execution's slot back, whoever got it; again is the same."""
+        policy = _policy_id(quota_policy_id)
+        execution = validate.validate_execution_id(execution_id)
+        rows = (await self.runtime.load((Read(Execution, (execution,)),))).rows[0]
+        await self.quota_slots.release_held(rows[0].namespace if rows else DEFAULT_NAMESPACE, policy, execution)
+        return limit_answers.AdmissionReleased()
+
+    async def reconcile_quota_counters(self, partition: int) -> limit_answers.Reconciled:
+        """Trim windows, drop dead slots and recount, for every policy of a partition."""
+        place = validation.integer("partition", partition, least=0, most=self.runtime.partitions.quota - 1)
+        processed = failed = 0
+        after: NamespacedId | None = None
+        while True:
+            scan = Scan(
+                QuotaPolicy, (Where("partition", "=", place),), ("namespace", "quota_policy_id"), after, PAGE_SIZE
+            )
+            rows: list[QuotaPolicy] = await self.runtime.store.scan(scan)
+            moves = await asyncio.gather(
+                *(self.quota_slots.reconcile(row.quota_policy_id, namespace=row.namespace) for row in rows),
+                return_exceptions=True,
+            )
+            processed += sum(moved is True for moved in moves)
+            failed += sum(isinstance(moved, errors.FabricError) for moved in moves)
+            if len(rows) < PAGE_SIZE:
+                return limit_answers.Reconciled(processed, failed)
+            after = NamespacedId(rows[-1].namespace, rows[-1].quota_policy_id)
 
 
 def _settled(budget: NamespacedId, reservation_id: str) -> Read:
     return Read(UsageKey, (*budget, reservation_rules.settlement_digest(reservation_id)))
+
+
+def _owned(namespace: str, text: str) -> NamespacedId:
+    return NamespacedId(validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES), _policy_id(text))
+
+
+def _policy_id(text: str) -> str:
+    return ids.parse_uuid(validation.text("quota_policy_id", text), "quota_policy_id")

@@ -8,10 +8,9 @@ grant is checked when it is redeemed.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flowfabric import errors
-from flowfabric.engine.operations.grants import GrantOperations
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle
 from flowfabric.model.answers.execution import (
@@ -24,8 +23,10 @@ from flowfabric.model.answers.execution import (
 )
 from flowfabric.rules import validation
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from flowfabric.engine.operations.claims import ClaimOperations
 
+T = TypeVar("T")
 POOL = "tasks"
 
 
@@ -34,7 +35,7 @@ class GrantRedeemer:
 
     def __init__(
         self,
-        engine: GrantOperations,
+        engine: ClaimOperations,
         worker_id: str,
         worker_instance_id: str,
         lease_ttl_ms: int,
@@ -124,16 +125,6 @@ class GrantRedeemer:
             max_reclaim_count=max_reclaim_count,
             grant_key=grant.grant_key,
         )
-
-
-class RedeemerOperations(GrantOperations):
-    """Workers that are offered work."""
-
-    def redeemer(
-        self, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int = 15_000, max_concurrent_tasks: int = 1
-    ) -> GrantRedeemer:
-        """A worker that redeems grants, so many at a time; more are refused with `WorkerAtCapacity` and stay good."""
-        return GrantRedeemer(self, worker_id, worker_instance_id, lease_ttl_ms, max_concurrent_tasks)
 
 
 def _claim_grant(grant: object) -> ClaimGrant:

@@ -1,4 +1,4 @@
-"""The signing keystore: seed, rotate, list."""
+"""Signing keys: how the engine reads the keystore."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.operations.base import Operations
-from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import UNREADABLE_SECRET, SecretBox
 from flowfabric.model.change import Change, Delete, Guard, Upsert
 from flowfabric.model.signing_key import Keystore, SigningKey
-from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security.signed_handle import HandleKeys, handle_keys
@@ -24,66 +22,14 @@ SIGNING_KEYS = Read(SigningKey, (0,))
 KEYSTORE = (Read(Keystore, (0,)), SIGNING_KEYS)
 
 
-class PartitionRotation(msgspec.Struct, frozen=True):
-    """The outcome of a rotation where keys are kept; there is one such place, number 0."""
+class SigningKeys:
+    """Loads, caches and unseals the keys that sign tokens and handles."""
 
-    partition: int
-    result: keystore.KeyRotated | keystore.KeyUnchanged | errors.FabricError
-
-
-class SigningKeyOperations(Operations):
-    """What can be done to signing keys."""
-
-    secret_box: SecretBox
-    _keys_heard: tuple[float, list[SigningKey]] | None = None
-    _clock = staticmethod(time.monotonic)
-    root_queues: RootQueues
-
-    async def seed_waitpoint_hmac_secret(
-        self, kid: str, secret_hex: str
-    ) -> keystore.KeySeeded | keystore.KeyAlreadySeeded:
-        """Install the first signing key; call it on every start, it never overwrites."""
-        name = validation.text("kid", kid, limit=validation.MAX_NAME_BYTES)
-        secret = validation.text("secret_hex", secret_hex)
-        answer: Any = await self.runtime.decide_and_commit(
-            KEYSTORE,
-            lambda rows, _: self._decided(rows, keystore.seed_key(self.unseal_loaded_keys(rows[1]), name, secret)),
-        )
-        return answer  # type: ignore[no-any-return]
-
-    async def rotate_waitpoint_hmac_secret_all(
-        self, new_kid: str, new_secret_hex: str, grace_ms: int
-    ) -> list[PartitionRotation]:
-        """Let another key sign; the one before verifies for `grace_ms` more."""
-        name = validation.text("new_kid", new_kid, limit=validation.MAX_NAME_BYTES)
-        secret = validation.text("new_secret_hex", new_secret_hex)
-        if refused := keystore.check_rotation(name, secret, grace_ms):
-            raise refused
-        try:
-            result: Any = await self.runtime.decide_and_commit(
-                KEYSTORE,
-                lambda rows, now: self._decided(
-                    rows, keystore.rotate_key(self.unseal_loaded_keys(rows[1]), name, secret, grace_ms, now)
-                ),
-            )
-        except errors.RotationConflict as conflict:
-            result = conflict
-        return [PartitionRotation(0, result)]
-
-    async def ensure_signing_key(self, secret_hex: str) -> keystore.KeySeeded | keystore.KeyAlreadySeeded:
-        """Put this secret into an empty keystore as its first key; an existing key stays."""
-        answer: Any = await self.runtime.decide_and_commit(
-            KEYSTORE,
-            lambda rows, _: self._decided(
-                rows, keystore.install_configured_key(self.unseal_loaded_keys(rows[1]), secret_hex)
-            ),
-        )
-        return answer  # type: ignore[no-any-return]
-
-    async def list_waitpoint_hmac_kids(self) -> keystore.KeyIds:
-        """Which keys sign and which still verify."""
-        loaded = await self.runtime.load(KEYSTORE)
-        return keystore.list_kids(tuple(loaded.rows[1]), loaded.now)
+    def __init__(self, runtime: Runtime, secret_box: SecretBox) -> None:
+        self.runtime = runtime
+        self.secret_box = secret_box
+        self._cached: tuple[float, list[SigningKey]] | None = None
+        self._clock = time.monotonic
 
     async def require_signing_key(self, op: str) -> SigningKey:
         """The key that signs grants; without one nothing is granted."""
@@ -108,12 +54,12 @@ class SigningKeyOperations(Operations):
         A key that retired within that moment still verifies for its grace; what it signed might as well have been
         signed that much earlier.
         """
-        heard = self._keys_heard
+        heard = self._cached
         return heard[1] if heard is not None and self._clock() - heard[0] < KEY_CACHE_S else None
 
     def unseal_loaded_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
         """Keys as they were just loaded, with their secrets opened."""
-        self._keys_heard = (self._clock(), rows)
+        self._cached = (self._clock(), rows)
         return self.unseal_keys(rows)
 
     def unseal_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
@@ -121,10 +67,10 @@ class SigningKeyOperations(Operations):
         opened = (self.secret_box.open(key.secret_hex, key.kid) for key in rows)
         return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
-    def _decided(self, rows: list[list[Any]], decision: keystore.KeyDecision) -> Decision[Any]:
+    def decided(self, rows: list[list[Any]], decision: keystore.KeyDecision) -> Decision[Any]:
         if not decision.put and not decision.drop:
             return Decision(decision.answer)
-        self._keys_heard = None
+        self._cached = None
         root = rows[0][0] if rows[0] else None
         current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
         sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, rows[1])) for key in decision.put)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import cached_property
 
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import load_readable
-from flowfabric.engine.operations.base import Operations
 from flowfabric.engine.runtime.after_commit import Rows, first
-from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.model.suspension import Waitpoint
@@ -26,32 +24,24 @@ WAITPOINTS_PAGE = 1000
 EDGES_PAGE = 500
 MEMBERS_PAGE = 200
 MAX_REMEMBERED_MEMBERS = 1000
-
 logger = logging.getLogger("flowfabric.retention")
 
 
-class PurgeOperations(Operations):
-    """Removes finished executions, one by one, and flows of which no member is left."""
+class Purger:
+    """Deletes ended executions and flows with everything that belongs to them."""
 
-    @cached_property
-    def _members_left(self) -> dict[str, str]:
-        """By flow: a member that was there when it was last checked."""
-        return {}
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._members_left: dict[str, str] = {}  # by flow: the member that was left when it was last checked
+        self._flow_checks: dict[str, asyncio.Task[bool]] = {}  # by flow: the check that concurrent purges share
 
-    @cached_property
-    def _flow_checks(self) -> dict[str, asyncio.Task[bool]]:
-        """By flow: a check that has not begun yet, and that all purges of this moment share."""
-        return {}
-
-    async def purge_execution(self, execution_id: str, *, default_retention_ms: int | None = None) -> bool:
+    async def purge_execution(self, execution_id: str, default_retention_ms: int | None) -> bool:
         """Remove a finished execution whose retention is over, with everything it owns.
 
         Its flow goes as well if no other member is left; that is no part of the answer.
         """
-        execution = validate.validate_execution_id(execution_id)
-        default = validate.optional_duration("default_retention_ms", default_retention_ms)
         flows: set[str] = set()
-        gone = await self._purge_rows(execution, default, flows)
+        gone = await self._purge_rows(execution_id, default_retention_ms, flows)
         if gone:
             for flow_id in flows:
                 await self._check_flow(flow_id)
@@ -59,13 +49,12 @@ class PurgeOperations(Operations):
 
     async def purge_flow(self, flow_id: str) -> bool:
         """Remove a flow whose last member retention has removed, with its members, edges, joins and summary."""
-        flow = validate.validate_flow_id(flow_id)
 
         async def left(rows: Rows) -> Rows:
-            return [[await self._member_left(flow)]] if rows[0] else [[]]
+            return [[await self._member_left(flow_id)]] if rows[0] else [[]]
 
         return await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)),),
+            (Read(Flow, (flow_id,)),),
             lambda rows, now: retention.purge_flow(first(rows[0]), first(rows[1]), now),
             load_more=left,
         )

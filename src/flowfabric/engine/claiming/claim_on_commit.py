@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from flowfabric import errors
-from flowfabric.engine.claiming.ready_queues import MAX_QUEUES_PER_CLAIM
-from flowfabric.engine.operations.explain import ExplainOperations
+from flowfabric.engine.claiming.fast_claims import FastClaims
+from flowfabric.engine.claiming.ready_queues import MAX_QUEUES_PER_CLAIM, ReadyQueues
 from flowfabric.engine.runtime.commit_queue import PendingClaim
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.answers import execution as answers
@@ -21,8 +22,18 @@ from flowfabric.model.execution import QueueKey
 from flowfabric.rules.scheduling import capabilities
 
 
-class ClaimOnCommit(ExplainOperations):
-    """Wishes for work that this process may soon put into its lanes."""
+class ClaimOnCommit:
+    """Claims that are attached to the next commit of this process."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        queues: ReadyQueues,
+        fast_claims: FastClaims,
+    ) -> None:
+        self.runtime = runtime
+        self.fast_claims = fast_claims
+        self.queues = queues
 
     def register_pending_claim(self, orders: Sequence[ClaimOrder], limit: int) -> PendingClaim | None:
         """A wish for up to so many executions of one of these lanes; None when a claim there is more than a take."""
@@ -31,7 +42,7 @@ class ClaimOnCommit(ExplainOperations):
             return None
         wish = PendingClaim(
             {
-                lane_topic(order.lane_id): partial(self._claim_request, lines, limit, order)
+                lane_topic(order.lane_id): partial(self.fast_claims.claim_request, lines, limit, order)
                 for order, lines in plain.items()
             }
         )
@@ -43,11 +54,11 @@ class ClaimOnCommit(ExplainOperations):
         lane = order.lane_id
         if order.namespaces is not None or lane in self.runtime._takeover_lanes:
             return ()
-        if not self.is_lane_fresh(lane):  # or nobody would notice what was lost in this lane
+        if not self.queues.is_lane_fresh(lane):  # or nobody would notice what was lost in this lane
             return ()
         known = sorted(self.runtime._queues.get(lane, ()))
         lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
-        if not self._is_fast(lane, lines) or len(lines) > MAX_QUEUES_PER_CLAIM:
+        if not self.queues.is_fast(lane, lines) or len(lines) > MAX_QUEUES_PER_CLAIM:
             return ()
         return tuple(line for line in lines if not line.guarded)
 
@@ -58,15 +69,17 @@ class ClaimOnCommit(ExplainOperations):
         if take is None:
             return []
         try:
-            return self._accept_claimed(take, await wish.rows)
+            return self.fast_claims.accept_claimed(take, await wish.rows)
         except errors.StoreUnavailable as lost:
             if not lost.in_doubt:
                 return []
-            return await self._find_claimed([take]) or await self._send_claim(self._with_new_lease_ids(take), take)
+            return await self.fast_claims.find_claimed([take]) or await self.fast_claims.send_claim(
+                self.fast_claims.with_new_lease_ids(take), take
+            )
 
     def abandon_pending_claim(self, wish: PendingClaim) -> None:
         """Wait for a wish no more; what it gets all the same is given back."""
         self.runtime.commit_queue.remove_pending_claim(wish)
         if wish.attached is not None and (not wish.rows.done() or wish.rows.cancelled()):
-            self.late_claims.watch([wish.attached])
+            self.fast_claims.late_claims.watch([wish.attached])
         wish.rows.cancel()

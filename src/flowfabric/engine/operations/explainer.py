@@ -7,8 +7,10 @@ it, budgets, quotas, the queue. Nothing is changed.
 from __future__ import annotations
 
 from flowfabric import errors
-from flowfabric.engine.claiming.admitted_claimer import AdmittedClaimer
-from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.claiming.ready_queues import ReadyQueues
+from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.limits.aggregates import LimitAggregates
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model import obstacles
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, DependencyState
@@ -25,12 +27,24 @@ from flowfabric.stores.queries import Read, Scan, Where
 MAX_COUNTED = 1000
 
 
-class ExplainOperations(AdmittedClaimer):
-    """Answers the question of everyone who waits."""
+class Explainer:
+    """Explains why an execution is not running."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        queues: ReadyQueues,
+        aggregates: LimitAggregates,
+        routes: WorkerRoutes,
+    ) -> None:
+        self.runtime = runtime
+        self.routes = routes
+        self.aggregates = aggregates
+        self.queues = queues
 
     async def explain(self, execution_id: str) -> obstacles.Explanation:
         """Why an execution is not running."""
-        loaded = await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
+        loaded = await self.runtime.load((Read(Execution, (execution_id,)),))
         if not loaded.rows[0]:
             raise errors.NotFound("execution")
         row: Execution = loaded.rows[0][0]
@@ -43,7 +57,7 @@ class ExplainOperations(AdmittedClaimer):
             return await self._suspension(row)
         if row.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
             return await self._dependencies(row)
-        live = await self.list_live_workers(row.namespace)
+        live = await self.routes.list_live_workers(row.namespace)
         return (
             explain_rules.explain_workers(row, live)
             or await self._budget_in_the_way(row)
@@ -57,7 +71,7 @@ class ExplainOperations(AdmittedClaimer):
         needs = [need for need in suspend_rules.budget_needs(row, root) if explain_rules.may_show_budget(row, need)]
         if not needs:
             return explain_rules.explain_suspension(row, root)
-        _, sheets = await self.budget_aggregates.load([needs[0].budget])
+        _, sheets = await self.aggregates.budgets.load([needs[0].budget])
         return explain_rules.explain_budget_need(sheets[needs[0].budget], needs[0])
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
@@ -69,7 +83,7 @@ class ExplainOperations(AdmittedClaimer):
         names = decode_terms(row.terms).budget_ids
         if not names:
             return None
-        _, sheets = await self.budget_aggregates.load(owner_rules.candidates(row.namespace, names))
+        _, sheets = await self.aggregates.budgets.load(owner_rules.candidates(row.namespace, names))
         roots = {key: sheet.root for key, sheet in sheets.items()}
         return explain_rules.explain_budgets(
             [sheets[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names]
@@ -79,7 +93,7 @@ class ExplainOperations(AdmittedClaimer):
         names = decode_terms(row.terms).quota_policy_ids
         if not names:
             return None
-        now, sheets = await self.quota_aggregates.load(owner_rules.candidates(row.namespace, names))
+        now, sheets = await self.aggregates.quotas.load(owner_rules.candidates(row.namespace, names))
         roots = {key: sheet.root for key, sheet in sheets.items()}
         return explain_rules.explain_quotas(
             row, [sheets[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names], now
@@ -91,7 +105,7 @@ class ExplainOperations(AdmittedClaimer):
             for worker in live
             if workers.serves(worker, row.lane_id, row.required_capabilities)
         )
-        lines = tuple(await self.lane_queues(row.lane_id))
+        lines = tuple(await self.queues.lane_queues(row.lane_id))
         before = (Where("line", "in", lines), Where("rank", "<=", row.rank))
         rows = (
             await self.runtime.scan(Scan(Execution, before, ("rank",), limit=MAX_COUNTED, limit_by="line"))

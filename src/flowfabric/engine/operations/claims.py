@@ -1,0 +1,546 @@
+"""Claims, grants and the registry of workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from flowfabric import errors
+from flowfabric.engine.claiming.admission import AdmissionContext, AdmissionControl
+from flowfabric.engine.claiming.claim_on_commit import ClaimOnCommit
+from flowfabric.engine.claiming.claimer import Claimer
+from flowfabric.engine.claiming.grant_scheduler import GrantScheduler
+from flowfabric.engine.claiming.grants import sign_reclaim_grant
+from flowfabric.engine.claiming.guarded_claims import GuardedClaims
+from flowfabric.engine.claiming.poller import LanePoller
+from flowfabric.engine.claiming.ready_queues import ReadyQueues, in_namespaces
+from flowfabric.engine.claiming.redeemer import GrantRedeemer
+from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.signing_keys import SIGNING_KEYS, SigningKeys
+from flowfabric.engine.runtime.wakeups import lane_topic
+from flowfabric.engine.validation import execution as validate
+from flowfabric.handles import Handle, HandleKind
+from flowfabric.model.answers import execution as answers
+from flowfabric.model.execution import Execution
+from flowfabric.model.states import BlockingReason, LifecyclePhase
+from flowfabric.model.worker import (
+    MarkedDead,
+    NotRegistered,
+    RegisteredWorker,
+    WorkerEvent,
+    WorkerPage,
+    WorkerRefreshed,
+    WorkerRegistered,
+)
+from flowfabric.rules import validation
+from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.execution import claim, expire, reclaim
+from flowfabric.rules.execution import grant as grant_rules
+from flowfabric.rules.execution.lease import AcquiredLease
+from flowfabric.rules.scheduling import workers
+from flowfabric.rules.scheduling.workers import Registration
+from flowfabric.rules.security import grant_key as grant_keys
+from flowfabric.stores.queries import Read, Scan, Where
+
+OPERATOR = "operator"
+DEFAULT_PAGE_SIZE = 1000
+MAX_PAGE_SIZE = 10_000
+
+
+class ClaimOperations:
+    """Operations that claim work, grant it, and register workers."""
+
+    runtime: Runtime
+    claimer: Claimer
+    claim_on_commit: ClaimOnCommit
+    signing_keys: SigningKeys
+    queues: ReadyQueues
+    grant_scheduler: GrantScheduler
+    admission: AdmissionControl
+    guarded_claims: GuardedClaims
+    routes: WorkerRoutes
+
+    async def claim(
+        self,
+        lane_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+    ) -> answers.Claimed | None:
+        """The best claimable execution of the lane, fresh, resumed or taken over; None when there is none in time."""
+        claimed = await self.claim_many(
+            lane_id,
+            1,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+            max_wait_ms=max_wait_ms,
+        )
+        return claimed[0] if claimed else None
+
+    async def claim_many(
+        self,
+        lane_id: str,
+        limit: int,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions in claim order, as soon as there is at least one; limits are not asked."""
+        order = validate.build_claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        return await self.claimer.poll_lane(order, limit, max_wait_ms)
+
+    async def claim_admitted(
+        self,
+        lane_id: str,
+        limit: int = 1,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+        namespaces: Collection[str] | None = None,
+    ) -> list[answers.Claimed]:
+        """Up to `limit` executions in claim order that their budgets and quotas let run, as soon as there is one.
+
+        `namespaces` are those whose work is wanted; None is all.
+        """
+        order = validate.build_claim_order(
+            lane_id,
+            worker_id,
+            worker_instance_id,
+            capabilities,
+            lease_ttl_ms,
+            admission=True,
+            namespaces=namespaces,
+        )
+        return await self.claimer.poll_lane(order, limit, max_wait_ms)
+
+    def pulling(
+        self,
+        lanes: Sequence[str],
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        namespaces: Collection[str] | None = None,
+    ) -> LanePoller:
+        """Return a poller of these lanes for one worker; `namespaces` restricts it to work of these."""
+        wanted = validate.validate_iterable("lanes", lanes)
+        if not wanted:
+            raise errors.InvalidInput("lanes: empty")
+        offered = validate.validate_iterable("capabilities", capabilities)
+        orders = [
+            validate.build_claim_order(
+                lane,
+                worker_id,
+                worker_instance_id,
+                offered,
+                lease_ttl_ms,
+                admission=True,
+                namespaces=namespaces,
+            )
+            for lane in wanted
+        ]
+        return LanePoller(self.claimer, self.claim_on_commit, orders)
+
+    async def claim_from_lanes(
+        self,
+        lanes: Sequence[str],
+        limit: int,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        lease_ttl_ms: int = 15_000,
+        max_wait_ms: int = 0,
+        go_on: Callable[[], bool] = lambda: True,
+        namespaces: Collection[str] | None = None,
+    ) -> list[answers.Claimed]:
+        """Claim once from these lanes."""
+        poller = self.pulling(
+            lanes,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            lease_ttl_ms=lease_ttl_ms,
+            namespaces=namespaces,
+        )
+        try:
+            return await poller.claim(limit, max_wait_ms=max_wait_ms, go_on=go_on)
+        finally:
+            poller.close()
+
+    def wake_claims(self, lanes: Sequence[str]) -> None:
+        """Let the claims of this process that wait for these lanes look again, or end."""
+        self.runtime.wakeups.notify(lane_topic(lane) for lane in lanes)
+
+    async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
+        """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
+        lane = validate.validate_lane_id(lane_id)
+        place = validate.validate_flow_partition(partition, self.runtime.partitions)
+        most = validation.integer("limit", limit, least=0, most=10_000)
+        rows: list[Execution] = []
+        for line in await self.runtime.retry_while_unavailable(lambda: self.runtime.store.queues(lane)):
+            if most:
+                where = (
+                    Where("line", "=", line),
+                    Where("partition", "=", place),
+                    Where("lifecycle_phase", "=", LifecyclePhase.RUNNABLE),
+                    Where("blocking_reason", "=", BlockingReason.WAITING_FOR_WORKER),
+                )
+                rows += await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
+        rows.sort(key=lambda row: (row.rank, row.execution_id))
+        return [row.execution_id for row in rows[:most]]
+
+    async def claim_for_worker(
+        self,
+        lane_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        namespaces: Collection[str] | None = None,
+    ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
+        """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
+        own = in_namespaces(validate.validate_namespaces(namespaces))
+        offered = validate.validate_capabilities(capabilities)
+        order = validate.build_grant_request(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            key = await self.signing_keys.require_signing_key("claim_for_worker")
+            await self.queues.refresh_lane(order.lane_id)
+            return await self.grant_scheduler.best(order, key, own)
+        finally:
+            self.runtime.metrics.observe(
+                "ff_claim_from_grant_duration", clock() - began, lane=self.runtime.metrics.lane_label(order.lane_id)
+            )
+
+    async def issue_claim_grant(
+        self,
+        execution_id: str,
+        *,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        capability_hash: str | None = None,
+        route_snapshot_json: str | None = None,
+        admission_summary: str | None = None,
+    ) -> answers.Granted:
+        """Offer one claimable execution to one worker."""
+        execution = validate.validate_execution_id(execution_id)
+        order = validate.build_grant_request(
+            lane_id,
+            worker_id,
+            worker_instance_id,
+            worker_capabilities,
+            grant_ttl_ms,
+            capability_hash,
+            route_snapshot_json,
+            admission_summary,
+        )
+        return await self.runtime.decide_execution(
+            execution, lambda row, now: grant_rules.issue_claim_grant(row, order, now)
+        )
+
+    async def issue_reclaim_grant(
+        self,
+        execution_id: str,
+        *,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        capability_hash: str | None = None,
+        route_snapshot_json: str | None = None,
+        admission_summary: str | None = None,
+    ) -> answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded:
+        """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first.
+
+        Without a key to sign it, what would be granted is `Unavailable`.
+        """
+        execution = validate.validate_execution_id(execution_id)
+        order = validate.build_grant_request(
+            lane_id,
+            worker_id,
+            worker_instance_id,
+            worker_capabilities,
+            grant_ttl_ms,
+            capability_hash,
+            route_snapshot_json,
+            admission_summary,
+        )
+        key = await self.signing_keys.find_signing_key("issue_reclaim_grant")
+        await self.runtime.decide_execution(execution, expire.mark_lease_expired_if_due)
+
+        def decide(
+            row: Execution | None, now: int
+        ) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
+            if not isinstance(key, errors.FabricError):
+                return sign_reclaim_grant(row, order, key, now)
+            unsigned: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now)
+            return refuse(key) if isinstance(unsigned.answer, answers.Granted) else unsigned
+
+        return await self.runtime.decide_execution(execution, decide)
+
+    async def verify_grant(self, execution_id: str, grant_key: str) -> grant_keys.GrantFault | None:
+        """What is wrong with a key for the grant in this execution's slot; None when it is good."""
+        execution = validate.validate_execution_id(execution_id)
+        key = validation.text("grant_key", grant_key)
+        loaded = await self.runtime.load((Read(Execution, (execution,)), SIGNING_KEYS))
+        grant = grant_rules.stored_grant(loaded.rows[0][0]) if loaded.rows[0] else None
+        return grant_keys.verify_grant(key, grant, self.signing_keys.unseal_loaded_keys(loaded.rows[1]), loaded.now)
+
+    async def claim_execution(
+        self,
+        execution_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str = "",
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+        lease_ttl_ms: int = 15_000,
+        attempt_timeout_ms: int | None = None,
+        execution_deadline_at: int | None = None,
+        grant_key: str | None = None,
+    ) -> answers.Claimed:
+        """Redeem a claim grant by beginning a new attempt; a `grant_key` has to be the one that was issued with it."""
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
+            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
+        )
+        timeout = validate.optional_duration("attempt_timeout_ms", attempt_timeout_ms)
+        deadline = validate.optional_instant("execution_deadline_at", execution_deadline_at)
+        proof = await self._proof(grant_key)
+        return await self._redeem(
+            execution,
+            HandleKind.FRESH,
+            lambda row, now: claim.claim_execution(
+                row, holder, now, attempt_timeout_ms=timeout, execution_deadline_at=deadline, proof=proof
+            ),
+        )
+
+    async def claim_resumed_execution(
+        self,
+        execution_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str = "",
+        lease_id: str | None = None,
+        lease_ttl_ms: int = 15_000,
+        remaining_attempt_timeout_ms: int | None = None,
+        grant_key: str | None = None,
+    ) -> answers.Claimed:
+        """Redeem a grant by going on with the interrupted attempt; the key is checked as by `claim_execution`."""
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
+            worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.runtime.minter
+        )
+        remaining = validate.optional_duration("remaining_attempt_timeout_ms", remaining_attempt_timeout_ms)
+        proof = await self._proof(grant_key)
+        return await self._redeem(
+            execution,
+            HandleKind.RESUMED,
+            lambda row, now: claim.claim_resumed_execution(
+                row, holder, now, remaining_attempt_timeout_ms=remaining, proof=proof
+            ),
+        )
+
+    async def claim_from_resume_grant(
+        self,
+        grant: answers.ClaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int = 15_000,
+    ) -> Handle:
+        """The handle-level form of the resumed claim."""
+        if not isinstance(grant, answers.ClaimGrant):
+            raise errors.InvalidInput("grant: not a claim grant")
+        claimed = await self.claim_resumed_execution(
+            grant.execution_id,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lane_id=grant.lane_id,
+            lease_ttl_ms=lease_ttl_ms,
+            grant_key=grant.grant_key,
+        )
+        return claimed.handle
+
+    async def issue_grant_and_claim(
+        self, execution_id: str, *, lane_id: str, lease_duration_ms: int
+    ) -> answers.OperatorClaim:
+        """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.runtime.minter)
+        answer = await self.runtime.decide_execution(
+            execution, lambda row, now: claim.issue_grant_and_claim(row, holder, now)
+        )
+        self.runtime.track_lease_expiry(holder.lane_id, answer.lease_expires_at)
+        return answers.OperatorClaim(answer.lease_id, answer.lease_epoch, answer.attempt_index)
+
+    async def reclaim_execution(
+        self,
+        execution_id: str,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str = "",
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+        lease_ttl_ms: int = 15_000,
+        max_reclaim_count: int | None = None,
+        grant_key: str | None = None,
+    ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
+        """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
+        execution = validate.validate_execution_id(execution_id)
+        holder = validate.build_holder(
+            worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
+        )
+        asked = (
+            None if max_reclaim_count is None else validation.integer("max_reclaim_count", max_reclaim_count, least=0)
+        )
+        proof = await self._proof(grant_key)
+        answer = await self.runtime.decide_execution(
+            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now, proof)
+        )
+        return (
+            self.guarded_claims.claimed_by_rule(answer, HandleKind.RECLAIMED)
+            if isinstance(answer, AcquiredLease)
+            else answer
+        )
+
+    def redeemer(
+        self, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int = 15_000, max_concurrent_tasks: int = 1
+    ) -> GrantRedeemer:
+        """A worker that redeems grants, so many at a time; more are refused with `WorkerAtCapacity` and stay good."""
+        return GrantRedeemer(self, worker_id, worker_instance_id, lease_ttl_ms, max_concurrent_tasks)
+
+    async def _proof(self, grant_key: str | None) -> grant_keys.GrantProof | None:
+        """A shown grant key with the keys that check it; they are of another partition than the grant."""
+        shown = validation.optional_text("grant_key", grant_key)
+        if shown is None:
+            return None
+        loaded = await self.runtime.load((SIGNING_KEYS,))
+        return grant_keys.GrantProof(shown, self.signing_keys.unseal_loaded_keys(loaded.rows[0]))
+
+    async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
+        """Redeem a grant; one that was given out after admission is admitted again, as its slots may have lapsed.
+
+        An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
+        """
+        rows = (await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0]
+        row = rows[0] if rows else None
+        admitted = (
+            await self.admission.admit([row], AdmissionContext())
+            if row is not None and grant_rules.holds_admitted_grant(row)
+            else []
+        )
+        try:
+            acquired = await self.runtime.decide_execution(execution_id, decide)
+        except errors.StoreUnavailable:
+            raise  # it may have been written, and then it needs what it got
+        except errors.FabricError:
+            for one in admitted:
+                await self.admission.release_slots(one)
+            raise
+        return self.guarded_claims.claimed_by_rule(acquired, kind)
+
+    async def register_worker(
+        self,
+        *,
+        namespace: str = "default",
+        worker_instance_id: str,
+        worker_id: str,
+        lanes: Collection[str],
+        capabilities: Iterable[str] = (),
+        liveness_ttl_ms: int,
+    ) -> WorkerRegistered | WorkerRefreshed:
+        """Enter the registry; work that waited for these capabilities is claimable again before this answers."""
+        offered = validate.validate_capabilities(capabilities)
+        served = frozenset(validate.validate_lane_id(lane) for lane in validate.validate_iterable("lanes", lanes))
+        if not served:
+            raise errors.InvalidInput("lanes: empty")
+        ask = Registration(
+            _namespace(namespace),
+            validate.validate_instance_id(worker_instance_id),
+            validate.validate_worker_id(worker_id),
+            served,
+            offered,
+            validation.duration_ms("liveness_ttl_ms", liveness_ttl_ms),
+        )
+        answer = await self.runtime.decide_and_commit(
+            _wants(ask.namespace, ask.worker_instance_id),
+            lambda rows, now: workers.register(rows[0][0] if rows[0] else None, ask, now),
+        )
+        for lane in sorted(ask.lanes):
+            await self.routes.open_route(ask.namespace, lane, offered)
+        return answer
+
+    async def heartbeat_worker(
+        self, *, namespace: str = "default", worker_instance_id: str
+    ) -> WorkerRefreshed | NotRegistered:
+        """Stay in the registry for another while; a record that lapsed is not revived."""
+        instance = validate.validate_instance_id(worker_instance_id)
+        return await self.runtime.decide_and_commit(
+            _wants(_namespace(namespace), instance),
+            lambda rows, now: workers.heartbeat(rows[0][0] if rows[0] else None, instance, now),
+        )
+
+    async def mark_worker_dead(
+        self, *, namespace: str = "default", worker_instance_id: str, reason: str = ""
+    ) -> MarkedDead | NotRegistered:
+        """Take a worker out of the registry; its leases end by their own time."""
+        instance = validate.validate_instance_id(worker_instance_id)
+        if refused := workers.check_reason(validation.text("reason", reason)):
+            raise refused
+        return await self.runtime.decide_and_commit(
+            _wants(_namespace(namespace), instance),
+            lambda rows, now: workers.mark_dead(rows[0][0] if rows[0] else None, instance, reason, now),
+        )
+
+    async def list_workers(
+        self, namespace: str | None = None, *, after: str | None = None, limit: int = DEFAULT_PAGE_SIZE
+    ) -> WorkerPage:
+        """The live workers of a namespace by instance id, strictly after a place."""
+        if namespace is None:
+            raise errors.Unavailable("list_workers", "of all namespaces")
+        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE_SIZE)
+        if not wanted:
+            return WorkerPage([])
+        place_after = None if after is None else (validation.text("after", after),)
+        rows = await self.routes.live_workers(_namespace(namespace), place_after, wanted + 1)
+        entries = [workers.worker_view(row) for row in rows[:wanted]]
+        return WorkerPage(entries, entries[-1].worker_instance_id if len(rows) > wanted else None)
+
+    async def list_worker_events(self, namespace: str, worker_instance_id: str) -> list[WorkerEvent]:
+        """The log of one instance, oldest first."""
+        instance = validate.validate_instance_id(worker_instance_id)
+        loaded = await self.runtime.load((Read(WorkerEvent, (_namespace(namespace), instance)),))
+        return loaded.rows[0]
+
+
+def _namespace(text: str) -> str:
+    return validation.text("namespace", text, limit=validation.MAX_NAME_BYTES)
+
+
+def _wants(namespace: str, worker_instance_id: str) -> tuple[Read, ...]:
+    return (Read(RegisteredWorker, (namespace, worker_instance_id)),)

@@ -1,0 +1,98 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.rules.execution import views
+from flowfabric.rules.flow.views import FlowStatus
+from flowfabric.rules.suspension.waitpoints import WaitpointView
+
+
+class ExecutionOutcome(msgspec.Struct, frozen=True):
+    """How a life ended."""
+
+    execution_id: str
+    outcome: TerminalOutcome
+    result: bytes | None
+    encoding: str | None
+    reason: str | None
+    namespace: str | None = None  # None when a server does not say it
+
+
+class FlowPage(msgspec.Struct, frozen=True):
+    """Flows, and the cursor of the next page when there is one."""
+
+    flows: list[FlowStatus]
+    next_cursor: str | None = None
+
+
+class ExecutionPage(msgspec.Struct, frozen=True):
+    """Execution ids, and the cursor of the next page when there is one."""
+
+    executions: list[str]
+    next_cursor: str | None = None
+
+
+class SnapshotPage(msgspec.Struct, frozen=True):
+    """Executions as people see them, and the cursor of the next page when there is one."""
+
+    executions: list[views.ExecutionSnapshot]
+    next_cursor: str | None = None
+
+
+class IdMatches(msgspec.Struct, frozen=True):
+    """Execution ids that begin like a shortened one, in order; `more` says that there are others."""
+
+    execution_ids: list[str]
+    more: bool = False
+
+
+class LanePage(msgspec.Struct, frozen=True):
+    lanes: list[str]
+    next_cursor: str | None = None
+
+
+class ExpiredLease(msgspec.Struct, frozen=True):
+    execution_id: str
+    lease_id: str
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at_ms: int
+    attempt_index: int
+
+
+class ExpiredLeasePage(msgspec.Struct, frozen=True):
+    entries: list[ExpiredLease]
+    cursor: tuple[int, str] | None = None
+
+
+class HistoryEntry(msgspec.Struct, frozen=True):
+    """One entry of the lease history of an execution."""
+
+    event: str
+    ts: int
+    fields: dict[str, Any]
+
+
+class WaitpointPage(msgspec.Struct, frozen=True):
+    """Open waitpoints, and the cursor of the next page when there is one."""
+
+    entries: list[WaitpointView]
+    next_cursor: str | None = None
+
+
+class SuspendedEntry(msgspec.Struct, frozen=True):
+    """A suspended execution in a list; the time is that of its timeout."""
+
+    execution_id: str
+    suspended_at_ms: int
+    reason: str
+
+
+class SuspendedPage(msgspec.Struct, frozen=True):
+    entries: list[SuspendedEntry]
+    next_cursor: str | None = None
