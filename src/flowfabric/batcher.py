@@ -39,7 +39,7 @@ class Batcher(Generic[Item, Result]):
         on_abandoned: Callable[[Item], None] = lambda item: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy.
+        """`weight` bounds a batch beside the number of items: none is added once the batch weighs `max_weight`.
 
         `on_abandoned` is called with an item that was flushed although its caller had been cancelled, `on_idle` when
         nothing is left to flush.
@@ -92,16 +92,13 @@ class Batcher(Generic[Item, Result]):
         postponed: list[tuple[Item, asyncio.Future[Result]]] = []
         taken: set[Hashable] = set()
         queue, total = self._queue, 0.0
-        while queue and len(batch) < self._max_items:
-            item = queue[0][0]
-            weight = self._weight(item)
-            if batch and total + weight > self._max_weight:
-                break
+        while queue and len(batch) < self._max_items and total < self._max_weight:
             entry = queue.popleft()
+            item = entry[0]
             keys = () if self._keys is None else tuple(self._keys(item))
             if taken.isdisjoint(keys):
                 taken.update(keys)
-                total += weight
+                total += self._weight(item)
                 batch.append(entry)
             else:
                 postponed.append(entry)

@@ -189,7 +189,7 @@ async def test_fail_against_revoke(engines: Pair, referee: Referee, fails_first:
     calls = [one.fail(held.handle, reason="boom"), other.revoke_lease(held.execution_id)]
     async with referee.holding(held.execution_id):
         tasks = await referee.line_up(*(calls if fails_first else calls[::-1]))
-    expected = ["TerminalFailed", "AlreadySatisfied"] if fails_first else ["Revoked", "lease_revoked"]
+    expected = ["TerminalFailed", "NothingToDo"] if fails_first else ["Revoked", "lease_revoked"]
     assert [await outcome(task) for task in tasks] == expected
 
 

@@ -13,8 +13,9 @@ import asyncpg
 import pytest
 
 from flowfabric import Context, Fabric
-from flowfabric.connector import open_engine
+from flowfabric.connector import connect
 from flowfabric.engine.engine import Engine
+from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import StoreUnavailable
 from flowfabric.sdk import fabric as fabric_page
 from flowfabric.sdk.task import AsyncTask
@@ -32,12 +33,12 @@ async def loose(url: str) -> AsyncIterator[Fabric]:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineAPI]:
     """Every engine that is opened."""
-    made = list[Engine]()
+    made = list[EngineAPI]()
 
-    async def counted(*given: Any, token: str | None = None, **ways: Any) -> Engine:
-        made.append(await open_engine(*given, **ways))
+    async def counted(*given: Any, token: str | None = None, **ways: Any) -> EngineAPI:
+        made.append(await connect(*given, token=token, **ways))
         return made[-1]
 
     monkeypatch.setattr(fabric_page, "connect", counted)
@@ -61,7 +62,7 @@ async def apart(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return await asyncio.to_thread(in_a_loop_of_its_own, call)
 
 
-async def test_loops_that_come_and_go_share_one_engine(loose: Fabric, opened: list[Engine]) -> None:
+async def test_loops_that_come_and_go_share_one_engine(loose: Fabric, opened: list[EngineAPI]) -> None:
     double = doubling(loose)
 
     runs = [await apart(lambda n=n: double.submit(n)) for n in range(CALLS)]  # type: ignore[misc]
@@ -94,7 +95,7 @@ async def _connections(watching: Any) -> int:
     )
 
 
-async def test_threads_and_loops_without_a_claim_share_one_engine(loose: Fabric, opened: list[Engine]) -> None:
+async def test_threads_and_loops_without_a_claim_share_one_engine(loose: Fabric, opened: list[EngineAPI]) -> None:
     double = doubling(loose)
 
     run = await asyncio.to_thread(lambda: double.sync.submit(1))
@@ -104,7 +105,7 @@ async def test_threads_and_loops_without_a_claim_share_one_engine(loose: Fabric,
 
 
 async def test_a_loop_that_claims_the_engine_has_it_without_a_hop_and_others_come_to_it(
-    loose: Fabric, opened: list[Engine]
+    loose: Fabric, opened: list[EngineAPI]
 ) -> None:
     double = doubling(loose)
     async with loose:
@@ -114,7 +115,7 @@ async def test_a_loop_that_claims_the_engine_has_it_without_a_hop_and_others_com
     assert len(opened) == 1
 
 
-async def test_a_worker_claims_its_loop(loose: Fabric, opened: list[Engine]) -> None:
+async def test_a_worker_claims_its_loop(loose: Fabric, opened: list[EngineAPI]) -> None:
     double = doubling(loose)
     async with working(loose) as worker:
         await until_so(lambda: worker._engine is not None)
@@ -158,7 +159,7 @@ async def test_results_streams_and_refusals_come_back_to_the_loop_that_asked(loo
 
 
 async def test_an_app_that_was_closed_opens_another_engine_when_it_is_used_again(
-    loose: Fabric, opened: list[Engine]
+    loose: Fabric, opened: list[EngineAPI]
 ) -> None:
     others = set(threading.enumerate())
     double = doubling(loose)
@@ -210,7 +211,7 @@ async def test_a_call_whose_loop_ends_learns_that_its_outcome_is_unknown(
     assert ended.value.in_doubt
 
 
-async def test_a_transaction_of_another_loop_carries_a_submit(own_database: str, opened: list[Engine]) -> None:
+async def test_a_transaction_of_another_loop_carries_a_submit(own_database: str, opened: list[EngineAPI]) -> None:
     loose = Fabric(own_database)
     double = doubling(loose)
 

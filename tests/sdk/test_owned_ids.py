@@ -73,7 +73,7 @@ async def test_a_node_does_not_read_the_result_of_another_namespace(shared_app: 
         engine = await shared_app.engine()
         ask = await reads.build_create(engine, {}, options=reads.default_options, results={"given": forged.id})
         made = await engine.create(ask)
-        with pytest.raises(RunFailed, match="taken in another namespace"):
+        with pytest.raises(RunFailed, match="another namespace"):
             await reads.run(made.execution_id).result(10)
 
 

@@ -315,7 +315,7 @@ class Oracle(Claiming):
                 case _:
                     self.expire_if_due(execution_id, name)
         return {
-            "is": "Pass",
+            "is": "SweepResult",
             "processed": len(due),
             "errors": 0,
             "now": self.now,

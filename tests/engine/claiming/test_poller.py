@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from flowfabric import Engine, Settings, errors
-from flowfabric.engine.claiming import poller
+from flowfabric.engine.operations import reads
+from flowfabric.engine.runtime import recent_creates
 from flowfabric.engine.runtime.wakeups import COMPLETION_PREFIX, completion_topic, lane_topic
 from flowfabric.stores.port import Store
 
@@ -113,7 +114,7 @@ async def test_a_lane_that_could_not_be_looked_at_is_looked_at_again(
     pull = engine.pulling(["default"], **ME)
     made = await make(engine)
     with monkeypatch.context() as away:
-        away.setattr(engine, "claim_available", _failing)
+        away.setattr(engine.claimer, "claim_available", _failing)
         with pytest.raises(errors.StoreUnavailable):
             await pull.claim(1, max_wait_ms=NEVER_MS)
     async with asyncio.timeout(10):
@@ -194,7 +195,7 @@ async def finish(engine: Engine) -> None:
 async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
     engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
+    monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
     looks.clear()
     waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
@@ -211,7 +212,7 @@ async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
 async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
+    monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
     told = engine.runtime.wakeups.subscribe(completion_topic(made))  # so that this process is told of it
     await finish(engine)
@@ -236,7 +237,7 @@ async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine
 async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
     engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
+    monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await make(engine)
     looks.clear()
     async with asyncio.timeout(10):
@@ -247,7 +248,7 @@ async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
 async def test_what_was_created_and_never_waited_for_is_not_remembered_without_end(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "MAX_RECENT_CREATES", 2)
+    monkeypatch.setattr(recent_creates, "MAX_RECENT_CREATES", 2)
     made = [await make(engine) for _ in range(3)]
     assert list(engine.recent_creates._completions) == made[1:]
 

@@ -20,7 +20,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five edges are many, and a step takes two."""
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
     monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", 2)
-    monkeypatch.setattr("flowfabric.engine.operations.replay.MAX_EDGES_PER_STEP", 2)
+    monkeypatch.setattr("flowfabric.engine.operations.executions.MAX_EDGES_PER_STEP", 2)
 
 
 async def joins(crew: Crew, **given: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operations import executions
+from flowfabric.engine.operations import leases
 from flowfabric.model.answers.execution import ChildrenCancelled, Claimed
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss
@@ -102,7 +102,7 @@ async def test_a_parent_that_loses_its_lease_meanwhile_ends_nothing(play: Play, 
 
 
 async def test_many_children_end_in_portions(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executions, "MAX_CHILDREN_PER_CHANGE", 3)
+    monkeypatch.setattr(leases, "MAX_CHILDREN_PER_CHANGE", 3)
     parent = await play.claimed()
     children = await spawned(play, parent, 7)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.claiming import namespace_filter, ready_queues
+from flowfabric.engine.claiming import claimer, ready_queues
 from flowfabric.engine.claiming.ready_queues import LOOKAHEAD_ROWS
 from flowfabric.model.answers.execution import Claimed
 from tests.scenarios.play import LEASE_MS, Play
@@ -142,7 +142,7 @@ async def test_grants_are_given_within_namespaces(play: Play) -> None:
 async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(namespace_filter, "CHEAP_SCAN_S", 0.0)
+    monkeypatch.setattr(claimer, "CHEAP_SCAN_S", 0.0)
     looks: list[float] = []
     clock, heads = asyncio.get_running_loop().time, play.engine.queues.queue_heads
 
@@ -152,12 +152,12 @@ async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
             await asyncio.sleep(0.02)
         return await heads(lines, *given, **named)
 
-    monkeypatch.setattr(play.engine, "queue_heads", slow)
+    monkeypatch.setattr(play.engine.queues, "queue_heads", slow)
     await play.create(namespace="theirs")
     for _ in range(2):
         assert await claims(play, "mine") == []
 
-    assert looks[1] - looks[0] > 0.02 * namespace_filter.PAUSE_FACTOR
+    assert looks[1] - looks[0] > 0.02 * claimer.PAUSE_FACTOR
     mine = await play.create(namespace="other")
     assert names(await claims(play, "other")) == [mine], "others need not wait for that"
 
@@ -173,7 +173,7 @@ async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_nex
             raise errors.StoreUnavailable("gone", source="transport")
         return await heads(*given, **named)
 
-    monkeypatch.setattr(play.engine, "queue_heads", failing)
+    monkeypatch.setattr(play.engine.queues, "queue_heads", failing)
     assert names(await claims(play, "mine")) == [mine]
     assert len(looks) == 2
     with pytest.raises(errors.StoreUnavailable):

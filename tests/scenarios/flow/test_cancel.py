@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.cursors import FROM_THE_START
-from flowfabric.engine.operations import flow_cancels
+from flowfabric.engine.operations import flows
 from flowfabric.engine.operations.flows import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.change import Change, Delete, Insert, Patch
@@ -440,8 +440,8 @@ async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(
 
 
 async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flow_cancels.MAX_WAIT_MS == 300_000
-    monkeypatch.setattr(flow_cancels, "MAX_WAIT_MS", 20)
+    assert flows.MAX_WAIT_MS == 300_000
+    monkeypatch.setattr(flows, "MAX_WAIT_MS", 20)
     await flow.begin("a")
     stuck = Stuck(flow, "a")
     flow.engine.runtime.commit_queue._store = stuck  # type: ignore[assignment]

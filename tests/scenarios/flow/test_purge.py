@@ -97,7 +97,7 @@ async def test_a_flow_whose_last_member_went_before_a_crash_is_found_later(
     async def dies(flow_id: str) -> None:
         """The process dies after it has removed a member."""
 
-    monkeypatch.setattr(flow.engine, "_check_flow", dies)
+    monkeypatch.setattr(flow.engine.purger, "_check_flow", dies)
     assert await flow.sweep("retention_trimmer") == [2]
     assert (await left_of_flows(flow.engine))["Flow"] == 1
 
@@ -241,7 +241,7 @@ async def test_a_member_that_joins_while_the_flow_is_checked_keeps_it(
         await flow.engine.add_execution_to_flow(flow.id, late)
         return found
 
-    monkeypatch.setattr(flow.engine, "_member_left", joins_meanwhile)
+    monkeypatch.setattr(flow.engine.purger, "_member_left", joins_meanwhile)
     assert await flow.sweep("retention_trimmer") == [1]
 
     assert await flow.engine.list_flow_members(flow.id) == flow.ids(["a", "late"])
@@ -263,7 +263,7 @@ async def test_a_member_made_again_with_its_old_id_while_the_flow_is_checked_kee
         await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
         return found
 
-    monkeypatch.setattr(flow.engine, "_member_left", comes_again)
+    monkeypatch.setattr(flow.engine.purger, "_member_left", comes_again)
     assert await flow.sweep("retention_trimmer") == [1]
 
     assert await flow.engine.resolve_execution_flow_id(flow.names["a"]) == flow.id

@@ -80,7 +80,7 @@ async def test_a_chain_that_was_skipped_goes_at_once(flow: Flowing) -> None:
 
 async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", 2)
-    monkeypatch.setattr("flowfabric.engine.operations.purging.EDGES_PAGE", 2)
+    monkeypatch.setattr("flowfabric.engine.retention.purger.EDGES_PAGE", 2)
     await flow.begin()
     await flow.add("a", policy=READ)
     for name in "vwxyz":

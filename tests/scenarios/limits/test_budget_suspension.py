@@ -130,7 +130,7 @@ async def test_the_sweep_wakes_what_a_dead_process_did_not(play: Play, monkeypat
     async def dies(budget_id: str, *, namespace: str) -> bool:
         return True
 
-    monkeypatch.setattr(play.engine, "unblock_budget_waiters", dies)
+    monkeypatch.setattr(play.engine.unblocker, "unblock_budget_waiters", dies)
     await raise_the_limit(play)
     assert await play.vector(held.execution_id) == ASLEEP
     assert (await play.engine.sweep_once("unblock")).processed == 1
@@ -152,7 +152,7 @@ async def test_room_made_while_it_falls_asleep_is_not_slept_through(
         await proceed.wait()
         return await sleep(handle, need)
 
-    monkeypatch.setattr(play.engine, "suspend_for_budget", slowly)
+    monkeypatch.setattr(play.engine.budget_suspender, "suspend_for_budget", slowly)
     reporting = asyncio.create_task(play.engine.report_usage(held.handle, B, {"tokens": 10}))
     await falling.wait()
     await other.reset_budget(B)

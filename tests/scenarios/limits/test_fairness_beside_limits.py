@@ -241,7 +241,7 @@ async def test_a_freed_slot_costs_few_reads_and_frees_one(
     for number in range(120):
         await submit(play, f"tenant-{number % keys}", 1, ONE)
     assert await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
-    monkeypatch.setattr(play.engine, "unblock_quota_waiters", _wakes_nobody)
+    monkeypatch.setattr(play.engine.unblocker, "unblock_quota_waiters", _wakes_nobody)
     await play.engine.complete(held.handle)
     await play.engine.outbox.wait_for_deliveries()
     watched = Watched(play.engine.store)

@@ -285,7 +285,7 @@ async def test_a_message_that_nobody_takes_waits_longer_each_time(play: Play, mo
     async def refuse(message: OutboxMessage) -> None:
         raise errors.StoreUnavailable("quota", backend="test", in_doubt=False)
 
-    monkeypatch.setattr(play.engine, "_receive_release_admission", refuse)
+    monkeypatch.setitem(play.engine.outbox._receivers, "release_admission", refuse)
     await play.engine.complete(held.handle)
     await play.engine.outbox.wait_for_deliveries()
     waits = []
@@ -332,7 +332,7 @@ async def test_a_call_that_lost_the_claim_leaves_a_slot_alone_that_another_call_
         await proceed.wait()
         return await claim_row(*given)
 
-    monkeypatch.setattr(play.engine, "_claim_row", late)
+    monkeypatch.setattr(play.engine.guarded_claims, "_claim_row", late)
     slow = asyncio.create_task(pull(play))
     await claiming.wait()  # admitted, not yet claimed
     [fast] = await other.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")

@@ -267,7 +267,7 @@ async def test_a_route_is_opened_when_the_registry_cannot_be_read(play: Play, mo
     async def away(namespace: str) -> list[RegisteredWorker]:
         raise errors.StoreUnavailable("registry", backend="test", in_doubt=False)
 
-    monkeypatch.setattr(play.engine, "list_live_workers", away)
+    monkeypatch.setattr(play.engine.routes, "list_live_workers", away)
     assert (await play.engine.sweep_once("unblock")).processed == 1
     assert await play.vector(e) == WAITING
 

@@ -158,7 +158,7 @@ async def test_what_a_run_can_be_asked(mailing: World) -> None:
     replies[:] = [(200, "r1")]
     run = await send.options(delay="1h").submit(Mail("a"))
     assert await run.state() is PublicState.DELAYED
-    assert type((await run.explain()).obstacle).__name__ == "Delayed"
+    assert type((await run.explain()).obstacle).__name__ == "DelayedObstacle"
     assert await run.attempts() == []
     assert await run.progress() == {}
     await run.cancel("never mind")

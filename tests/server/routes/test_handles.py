@@ -203,7 +203,7 @@ async def test_a_handle_costs_no_look_at_the_keystore_once_it_is_known(
         loads.append(None)
         return await real()
 
-    monkeypatch.setattr(ask.engine, "handle_keys", counted)
+    monkeypatch.setattr(ask.engine.signing_keys, "handle_keys", counted)
     for _ in range(20):
         await said(ask, "progress", work, pct=1)
 
@@ -221,7 +221,7 @@ async def test_a_crowd_of_forged_handles_costs_few_looks_at_the_keystore(
         loads.append(None)
         return await real()
 
-    monkeypatch.setattr(ask.engine, "handle_keys", counted)
+    monkeypatch.setattr(ask.engine.signing_keys, "handle_keys", counted)
     forged = [flipped(work["handle"], place) for place in range(-30, -1)]
     results = (await ask.post("/v1/leases/renew", {"handles": forged * 50})).json()["results"]
 

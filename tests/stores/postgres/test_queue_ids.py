@@ -51,7 +51,7 @@ async def test_a_change_in_steps_adds_the_row_of_a_lost_queue_as_well(pg: Postgr
     await line_up(pg, waiting("a"))
     await rival.connection.execute("delete from ff_line")
 
-    made = change(Delete(Result, ("b",)), Insert(waiting("b")), lines=(QueueKey("other"),))
+    made = change(Delete(Result, ("b",)), Insert(waiting("b")), queues=(QueueKey("other"),))
     assert await pg.commit([made]) != [None]
 
     assert sorted(await pg.queues()) == [MAIL, QueueKey("other")]
@@ -74,7 +74,7 @@ async def test_two_queues_with_one_number_are_refused(pg: PostgresStore, monkeyp
     await line_up(pg, waiting("a"))
     monkeypatch.setattr(queue_ids, "queue_id", lambda line: queue_id(MAIL))
 
-    with pytest.raises(Unstorable, match="same number"):
+    with pytest.raises(Unstorable, match="same id"):
         await line_up(pg, waiting("b", line=QueueKey("other")))
     assert await pg.queues() == [MAIL]
 

@@ -124,6 +124,8 @@ class AdminOperations:
 
     async def authenticate_token(self, token: str) -> VerifiedToken | None:
         """Who shows this token; None when it is not good."""
+        if not isinstance(token, str):
+            raise errors.InvalidInput("token: not text")
         found = _FORM(token)
         if found is None:
             return None

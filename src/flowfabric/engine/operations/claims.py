@@ -183,8 +183,9 @@ class ClaimOperations:
             poller.close()
 
     def wake_claims(self, lanes: Sequence[str]) -> None:
-        """Let the claims of this process that wait for these lanes look again, or end."""
-        self.runtime.wakeups.notify(lane_topic(lane) for lane in lanes)
+        """Wake the claims of this process that wait for these lanes."""
+        names = [validate.validate_lane_id(lane) for lane in validate.validate_iterable("lanes", lanes)]
+        self.runtime.wakeups.notify(lane_topic(lane) for lane in names)
 
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
         """The ids of claimable executions of a lane and partition in claim order; changes nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric import ids
+from flowfabric import errors, ids
 from flowfabric.engine.runtime.after_commit import first
 from flowfabric.engine.runtime.pending_rows import RootQueues
 from flowfabric.engine.runtime.runtime import Runtime
@@ -173,6 +173,8 @@ class DurableOperations:
 
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         """The signals that closed a gate, in the order in which they were accepted."""
+        if not isinstance(memo, GateMemo):
+            raise errors.InvalidInput("memo: not a GateMemo")
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         wants = [Read(Signal, (memo.execution_id, vote.member, vote.seq)) for vote in votes if vote.seq]
         loaded = await self.runtime.load(wants) if wants else None

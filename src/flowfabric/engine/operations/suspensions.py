@@ -201,12 +201,9 @@ class SuspensionOperations:
             validate.validate_execution_id(execution_id),
             validate_suspension.validate_waitpoint_id(waitpoint_id),
         )
+        shown = validate_suspension.validate_waitpoint_token(token).reveal()
         loaded = await self.runtime.load((Read(Waitpoint, (identity, ids.partition_of(execution))), SIGNING_KEYS))
-        found, keys, shown = (
-            first(loaded.rows[0]),
-            self.signing_keys.unseal_loaded_keys(loaded.rows[1]),
-            token.reveal(),
-        )
+        found, keys = first(loaded.rows[0]), self.signing_keys.unseal_loaded_keys(loaded.rows[1])
         is_its = found is not None and waitpoint_tokens.matches_stored(shown, found.token_kid, found.token_fingerprint)
         refused = waitpoint_tokens.verify_token(
             shown,
