@@ -21,7 +21,7 @@ from tests.cli.terminal import Terminal
 WATCHING = ("explain", "tail", "signal", "approvals", "workers", "budgets")
 
 
-def test_migrate_tells_from_where_to_where(tmp_path: Path) -> None:
+def test_migrate_reports_the_schema_versions_before_and_after(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/new.db")
 
     first, again = ff.document("migrate"), ff.document("migrate")
@@ -44,7 +44,7 @@ def test_backup_copies_the_store_to_a_new_file(tmp_path: Path) -> None:
     assert "exists already; name a new file" in again.output
 
 
-def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
+def test_submit_prints_the_id_and_show_prints_the_execution(ff: Terminal) -> None:
     execution = ff.submit("--lane", "mail", "--kind", "welcome", "--payload", "hällo", "--tag", "tenant.name=acme")
 
     found = ff.document("show", execution)
@@ -58,7 +58,7 @@ def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
-def test_submit_takes_a_payload_byte_for_byte(ff: Terminal, tmp_path: Path, source: str) -> None:
+def test_submit_reads_a_payload_as_bytes_from_a_file_or_stdin(ff: Terminal, tmp_path: Path, source: str) -> None:
     blob = bytes(range(256))
     (tmp_path / "blob").write_bytes(blob)
 
@@ -68,7 +68,7 @@ def test_submit_takes_a_payload_byte_for_byte(ff: Terminal, tmp_path: Path, sour
     assert ff.engine(lambda engine: engine.read_execution_context(execution)).input_payload == blob
 
 
-def test_the_same_key_is_the_same_execution(ff: Terminal) -> None:
+def test_a_second_submit_with_the_same_key_returns_the_first_execution(ff: Terminal) -> None:
     policy = ("--policy", '{"dedup_window_ms": 60000}')
     first = ff.document("submit", "--key", "invoice-7", *policy)
     again = ff.document("submit", "--key", "invoice-7", *policy)
@@ -78,7 +78,7 @@ def test_the_same_key_is_the_same_execution(ff: Terminal) -> None:
     assert len(ff.document("ls")["executions"]) == 1
 
 
-def test_a_delayed_submit_waits_for_its_time(ff: Terminal) -> None:
+def test_a_submit_with_a_delay_creates_a_delayed_execution(ff: Terminal) -> None:
     execution = ff.submit("--delay", "1h30m")
 
     found = ff.document("show", execution)["execution"]
@@ -88,7 +88,7 @@ def test_a_delayed_submit_waits_for_its_time(ff: Terminal) -> None:
     assert until - found["created_at"] == pytest.approx(90 * 60 * 1000, abs=5000)
 
 
-def test_ls_filters_and_turns_pages(ff: Terminal) -> None:
+def test_ls_filters_and_paginates(ff: Terminal) -> None:
     mail = {ff.submit("--lane", "mail", "--tag", "tenant.name=acme") for _ in range(3)}
     other = ff.submit("--namespace", "tests", "--delay", "1h")
 
@@ -111,7 +111,7 @@ def test_ls_filters_and_turns_pages(ff: Terminal) -> None:
     assert seen == sorted(mail | {other})
 
 
-def test_people_get_tables(ff: Terminal) -> None:
+def test_ls_and_show_print_tables(ff: Terminal) -> None:
     assert ff.says("ls") == "No executions.\n"
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
 
@@ -131,7 +131,7 @@ def test_people_get_tables(ff: Terminal) -> None:
     assert f"ff ls --cursor '{execution}'" not in listed
 
 
-def test_a_result_is_shown_as_text_or_by_its_size(ff: Terminal) -> None:
+def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
     texts = {ff.submit("--lane", lane): result for lane, result in (("a", b'{"ok":true}'), ("b", b"\xff\x00"))}
 
     async def complete(engine: Engine) -> None:
@@ -149,7 +149,7 @@ def test_a_result_is_shown_as_text_or_by_its_size(ff: Terminal) -> None:
     assert "2 bytes" in ff.says("show", second)
 
 
-def test_cancel_then_replay(ff: Terminal) -> None:
+def test_a_cancelled_execution_can_be_replayed(ff: Terminal) -> None:
     execution = ff.submit()
 
     assert ff.document("cancel", execution, "--reason", "not needed") == {
@@ -161,7 +161,7 @@ def test_cancel_then_replay(ff: Terminal) -> None:
     assert ff.document("show", execution)["execution"]["public_state"] == "waiting"
 
 
-def test_doctor_finds_a_healthy_store_healthy(ff: Terminal) -> None:
+def test_doctor_reports_a_healthy_store(ff: Terminal) -> None:
     report = ff.document("doctor")
 
     assert report["healthy"]
@@ -191,18 +191,18 @@ def test_doctor_names_the_signing_key(ff: Terminal) -> None:
         (None, {}, "sqlite:///flowfabric.db"),
     ],
 )
-def test_the_store_is_the_named_one_else_the_environments(
+def test_the_store_comes_from_the_option_else_from_the_environment(
     named: str | None, environ: dict[str, str], chosen: str
 ) -> None:
     assert resolve_store_url(named, environ) == chosen
 
 
-def test_an_environment_that_names_no_store_is_refused() -> None:
+def test_a_postgres_backend_without_a_url_is_refused() -> None:
     with pytest.raises(InvalidInput, match="FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"):
         resolve_store_url(None, {"FF_BACKEND": "postgres"})
 
 
-def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_backend_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_BACKEND", "oracle")
     monkeypatch.delenv("FLOWFABRIC_URL", raising=False)
 
@@ -212,21 +212,21 @@ def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.Monkey
     assert "FF_BACKEND: 'oracle' is no known store" in " ".join(answer.stderr.replace("│", " ").split())
 
 
-def test_passwords_are_not_shown() -> None:
+def test_passwords_are_redacted_from_urls() -> None:
     assert redact_url("postgresql://ann:s3cret@host/db") == "postgresql://ann:…@host/db"
     assert redact_url("postgresql://ann@host/db") == "postgresql://ann@host/db"
     assert redact_url("sqlite:///a@b.db") == "sqlite:///a@b.db"
 
 
 @pytest.mark.parametrize("page", [(), ("admin",), ("bench",)])
-def test_the_list_of_commands_cuts_no_sentence(page: tuple[str, ...]) -> None:
+def test_the_list_of_commands_truncates_no_sentence(page: tuple[str, ...]) -> None:
     said = CliRunner().invoke(app, [*page, "--help"]).stdout
 
     assert said.partition("Commands:")[2]
     assert "..." not in said.partition("Commands:")[2]
 
 
-def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
+def test_help_lists_the_commands_and_imports_neither_engine_nor_rich() -> None:
     look = (
         "import sys; from flowfabric.cli import app\n"
         "try: app(['--help'])\n"
@@ -258,11 +258,11 @@ def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
     ]
 
 
-def test_the_states_that_are_offered_are_those_that_there_are() -> None:
+def test_the_offered_states_are_the_public_states() -> None:
     assert set(STATES) == {state.value for state in PublicState if state is not PublicState.RESUMABLE}
 
 
-def test_states_are_completed_by_the_shell() -> None:
+def test_the_shell_completes_states() -> None:
     environ = {"_FF_COMPLETE": "complete_bash", "COMP_WORDS": "ff ls --state ca", "COMP_CWORD": "3"}
 
     answer = CliRunner().invoke(app, env=environ, prog_name="ff")

@@ -14,7 +14,7 @@ from tests.cli.terminal import Terminal
         ("no-such-host.invalid", "ff: transport: the name of the host could not be resolved: "),
     ],
 )
-def test_an_unreachable_server_is_named_with_the_reason(address: str, words: str) -> None:
+def test_an_unreachable_server_is_reported_with_host_and_reason(address: str, words: str) -> None:
     said = Terminal(f"postgresql://nobody:secret@{address}/none").refuses("ls")
 
     assert said.startswith(words)

@@ -34,7 +34,7 @@ HELD = [
 
 
 @pytest.mark.slow
-def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path) -> None:
+def test_the_demo_kills_a_worker_and_checks_that_nothing_was_lost(tmp_path: Path) -> None:
     demo = [sys.executable, "-m", "flowfabric.demo"]
 
     done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path, timeout=90)
@@ -51,7 +51,7 @@ def test_the_demo_kills_a_worker_and_proves_that_nothing_was_lost(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_machines_get_one_document_of_what_held(tmp_path: Path) -> None:
+def test_the_demo_prints_its_claims_as_json(tmp_path: Path) -> None:
     demo = [sys.executable, "-m", "flowfabric.cli", "demo", "--json"]
 
     done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path, timeout=90)
@@ -65,7 +65,7 @@ def test_machines_get_one_document_of_what_held(tmp_path: Path) -> None:
     assert "gets SIGKILL at" in done.stderr
 
 
-async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_demo_without_retry_and_takeover_fails_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     async with await open_engine("memory://") as engine:
         play = DemoState(await submit(engine), {})
         for _ in ORDERS:
@@ -83,7 +83,7 @@ async def test_a_demo_without_retry_and_takeover_proves_nothing(capsys: pytest.C
     assert "something did not hold" in said
 
 
-async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_wrong_result_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     async with await open_engine("memory://") as engine:
         play = DemoState(await submit(engine), {})
         for _ in ORDERS:
@@ -98,7 +98,7 @@ async def test_a_lost_order_is_noticed(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_interrupted_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_demo_prints_that_it_stopped_and_leaves_no_files(tmp_path: Path) -> None:
     # A shell starts what runs in its background with SIGINT ignored, and tests may run there: the demo must hear it.
     hears = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     demo = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_a_demo_that_is_interrupted_says_so_and_leaves_nothing_behind(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_narrow_terminal_shows_names_and_states_whole() -> None:
+def test_a_narrow_terminal_does_not_cut_names_and_states() -> None:
     out = io.StringIO()
     sights = [OrderStatus("order-4", "active", 2, "worker-b", 25), OrderStatus("extract", "completed", 1, "", 100)]
 
@@ -134,7 +134,9 @@ def test_a_narrow_terminal_shows_names_and_states_whole() -> None:
         assert re.search(rf"^{sight.name} +{sight.state} ", out.getvalue(), re.MULTILINE)
 
 
-def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dumb_terminal_gets_lines_instead_of_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal all the same
     screen = Screen()

@@ -37,7 +37,7 @@ async def test_doctor_names_an_idle_transaction(database: str) -> None:
     ],
     ids=["transaction", "prepared", "slot"],
 )
-def test_a_snapshot_that_is_held_for_long_is_a_fault(holder: SnapshotHolder, says: str) -> None:
+def test_an_old_snapshot_is_reported_as_a_problem(holder: SnapshotHolder, says: str) -> None:
     found = maintenance._snapshots([holder])
 
     assert not found["ok"]
@@ -46,5 +46,5 @@ def test_a_snapshot_that_is_held_for_long_is_a_fault(holder: SnapshotHolder, say
     assert "pg_terminate_backend" in found["hint"]
 
 
-def test_short_transactions_are_not_named() -> None:
+def test_short_transactions_are_not_reported() -> None:
     assert maintenance._snapshots([SnapshotHolder("transaction", "pid 7", "flowfabric", "shop", "active", 0, 3)])["ok"]

@@ -21,7 +21,7 @@ from tests.cli.terminal import Terminal
         ("serve", "memory://", "flowfabric.server.lifecycle", "flowfabric[server]"),
     ],
 )
-def test_a_missing_extra_is_named(
+def test_a_missing_extra_is_reported_with_its_name(
     monkeypatch: pytest.MonkeyPatch, command: str, url: str, page: str, extra: str
 ) -> None:
     parent, _, name = page.rpartition(".")
@@ -32,5 +32,5 @@ def test_a_missing_extra_is_named(
 
 
 @pytest.mark.parametrize("url", ["valkey://localhost", "valkey+cluster://localhost"])
-def test_a_store_that_is_still_to_come_is_told(url: str) -> None:
+def test_an_unsupported_store_is_refused(url: str) -> None:
     assert "there is no Valkey store in this release" in Terminal(url).refuses("ls")

@@ -16,7 +16,7 @@ from tests.postgres_install import ROOT
 README = ROOT / "README.md"
 
 
-def test_it_can_be_read_in_two_minutes() -> None:
+def test_the_readme_is_short() -> None:
     text = README.read_text()
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
@@ -24,14 +24,14 @@ def test_it_can_be_read_in_two_minutes() -> None:
     assert len(text.splitlines()) <= 120
 
 
-def test_all_of_its_python_runs_in_the_tests() -> None:
+def test_the_python_of_the_readme_runs_in_the_tests() -> None:
     """One block, between the marks that tests/sdk/test_readme.py plays it by."""
     [block] = blocks(README)
 
     assert f"<!-- durable:begin -->\n```python\n{block.code}```\n<!-- durable:end -->" in README.read_text()
 
 
-def test_its_commands_work_as_written_on_one_store(tmp_path: Path) -> None:
+def test_the_commands_of_the_readme_work_as_written(tmp_path: Path) -> None:
     """The app and `ff` look into the same store without being told which."""
     [block] = blocks(README)
     (tmp_path / "shop.py").write_text(block.code)
@@ -61,7 +61,7 @@ def test_its_commands_work_as_written_on_one_store(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.db")) == ["flowfabric.db"]
 
 
-def test_its_commands_exist() -> None:
+def test_the_commands_named_in_the_readme_exist() -> None:
     from typer.main import get_command
 
     from flowfabric.cli import app

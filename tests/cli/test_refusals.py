@@ -37,7 +37,7 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
         (("submit", "--lane", "x\ty"), "lane_id: non-printable byte at index 1", ""),
     ],
 )
-def test_a_refusal_is_told_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
+def test_a_refusal_is_printed_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
     said = ff.refuses(*arguments)
 
     assert said.startswith("ff: ")
@@ -67,7 +67,7 @@ def test_a_wrong_option_is_a_usage_error(ff: Terminal, arguments: tuple[str, ...
     assert ff.document("ls")["executions"] == []
 
 
-def test_what_ended_otherwise_cannot_be_cancelled(ff: Terminal) -> None:
+def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     execution = ff.submit()
 
     async def complete(engine: Engine) -> None:
@@ -83,7 +83,7 @@ def test_what_ended_otherwise_cannot_be_cancelled(ff: Terminal) -> None:
     assert ff.document("show", execution)["execution"]["public_state"] == "completed"
 
 
-def test_what_has_not_ended_cannot_be_replayed(ff: Terminal) -> None:
+def test_a_waiting_execution_cannot_be_replayed(ff: Terminal) -> None:
     execution = ff.submit()
 
     said = ff.refuses("replay", execution)
@@ -93,7 +93,7 @@ def test_what_has_not_ended_cannot_be_replayed(ff: Terminal) -> None:
 
 
 @pytest.mark.parametrize("command", [("ls",), ("show", UNKNOWN), ("submit",), ("cancel", UNKNOWN), ("replay", UNKNOWN)])
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_a_missing_store_is_not_created(tmp_path: Path, command: tuple[str, ...]) -> None:
     said = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
 
     assert f"there is no store at {tmp_path}/missing.db" in said
@@ -101,7 +101,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, command: tuple[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_newer_schema_is_left_alone(ff: Terminal, tmp_path: Path) -> None:
+def test_a_store_with_a_newer_schema_is_refused(ff: Terminal, tmp_path: Path) -> None:
     db = apsw.Connection(str(tmp_path / "ff.db"))
     db.execute("insert into ff_schema_version (version, applied_at) values (999, 0)")
     db.close()
@@ -117,7 +117,7 @@ def test_a_newer_schema_is_left_alone(ff: Terminal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("ls",), ("migrate",), ("bench", "throughput")])
-def test_a_server_that_is_away_is_told_with_a_hint(command: tuple[str, ...]) -> None:
+def test_an_unreachable_server_is_reported_with_a_hint(command: tuple[str, ...]) -> None:
     said = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
 
     assert said.startswith("ff: transport: ")
@@ -125,7 +125,7 @@ def test_a_server_that_is_away_is_told_with_a_hint(command: tuple[str, ...]) -> 
     assert "secret" not in said
 
 
-def test_doctor_tells_that_a_server_is_away() -> None:
+def test_doctor_reports_an_unreachable_server() -> None:
     answer = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").run("doctor")
 
     assert answer.exit_code == 1
@@ -135,13 +135,13 @@ def test_doctor_tells_that_a_server_is_away() -> None:
     assert "secret" not in answer.output
 
 
-def test_a_wrong_password_is_told_with_a_hint() -> None:
+def test_a_wrong_password_has_a_hint() -> None:
     refused = StoreUnavailable("password authentication failed", backend="Postgres", source="auth")
 
     assert "are the user and the password in the address right" in (hint_for(refused) or "")
 
 
-def test_a_file_that_is_no_store_is_told_with_a_hint(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_reported_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "junk.db").write_bytes(b"this is something else" * 10)
     ff = Terminal(f"sqlite:///{tmp_path}/junk.db")
     for said in (ff.refuses("ls"), ff.run("doctor").stdout):
@@ -153,14 +153,14 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
     assert "'mysql' is no known store" in Terminal("mysql://example.org").refuses("ls")
 
 
-def test_a_new_store_is_created_and_an_old_one_is_left_alone(tmp_path: Path) -> None:
+def test_migrate_creates_a_store_once(tmp_path: Path) -> None:
     terminal = Terminal(f"sqlite:///{tmp_path}/new.db")
 
     assert ": created with schema version " in terminal.says("migrate")
     assert ": already at schema version " in terminal.says("migrate")
 
 
-def test_a_budget_id_that_is_none_is_told_once(ff: Terminal) -> None:
+def test_an_invalid_budget_id_is_reported_once(ff: Terminal) -> None:
     said = ff.refuses("budgets", "xyz")
 
     assert said.count("UUID") == 1

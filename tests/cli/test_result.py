@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 
 
 @pytest.fixture(params=["store", "server"])
@@ -19,7 +19,7 @@ def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
     if request.param == "store":
         yield ff
     else:
-        with serving(ff.store) as server:
+        with run_server(ff.store) as server:
             yield Terminal(server.url, ff.store)
 
 
@@ -38,7 +38,7 @@ def end(ff: Terminal, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("result", [b'{"ok":true}', b"\xff\x00", b""])
-def test_the_result_is_printed_byte_for_byte(ff: Terminal, result: bytes) -> None:
+def test_the_result_is_printed_as_bytes(ff: Terminal, result: bytes) -> None:
     execution = ff.submit()
     end(ff, result=result)
 
@@ -47,7 +47,7 @@ def test_the_result_is_printed_byte_for_byte(ff: Terminal, result: bytes) -> Non
     assert (answer.exit_code, answer.stdout_bytes, answer.stderr) == (0, result, "")
 
 
-def test_a_document_has_the_outcome_too(ff: Terminal) -> None:
+def test_the_json_document_contains_the_outcome(ff: Terminal) -> None:
     execution = ff.submit()
     end(ff, result=b"42")
 
@@ -59,7 +59,7 @@ def test_a_document_has_the_outcome_too(ff: Terminal) -> None:
     }
 
 
-def test_a_failure_and_a_cancel_have_exit_codes_of_their_own(ff: Terminal) -> None:
+def test_a_failed_and_a_cancelled_execution_have_different_exit_codes(ff: Terminal) -> None:
     failed = ff.submit()
     end(ff, reason="no luck")
     cancelled = ff.submit()
@@ -72,7 +72,7 @@ def test_a_failure_and_a_cancel_have_exit_codes_of_their_own(ff: Terminal) -> No
         assert ff.run("result", execution, "--json").exit_code == code
 
 
-def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
+def test_an_execution_that_has_not_ended_is_reported_with_the_reason(ff: Terminal) -> None:
     execution = ff.submit()
 
     for options in ((), ("--timeout", "10ms")):
@@ -82,7 +82,7 @@ def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
     assert "Hint: --wait waits for its end" in ff.run("result", execution).stderr
 
 
-def test_wait_waits_for_the_end(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_blocks_until_the_execution_ends(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.results.POLL_MS", 50)
     execution = ff.submit()
     heard: list[Any] = []

@@ -55,7 +55,7 @@ def got(port: int, path: str, patience_s: float = 30) -> Any:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_server_starts_answers_and_stops_when_told(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_server_starts_and_stops_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path, FF_API_TOKEN="s3cret-token") as (process, port):
         assert got(port, "/healthz") == {"status": "ok"}
         process.send_signal(number)
@@ -70,7 +70,7 @@ def test_the_server_starts_answers_and_stops_when_told(tmp_path: Path, number: s
     assert "s3cret-token" not in said
 
 
-def test_an_open_server_says_so(tmp_path: Path) -> None:
+def test_a_server_without_a_token_logs_a_warning(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, port):
         got(port, "/readyz")
         process.terminate()
@@ -87,7 +87,7 @@ def test_an_open_server_says_so(tmp_path: Path) -> None:
         ([], {"FF_WAITPOINT_HMAC_SECRET": "5ecre7x"}, "invalid value for FF_WAITPOINT_HMAC_SECRET: must be"),
     ],
 )
-def test_settings_that_cannot_be_used_stop_the_start(
+def test_invalid_settings_stop_the_start(
     tmp_path: Path, arguments: list[str], environ: dict[str, str], words: str
 ) -> None:
     command = [*FF, "--store", f"sqlite:///{tmp_path}/ff.db", *arguments]
@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_used_stop_the_start(
     assert not (tmp_path / "ff.db").exists()
 
 
-def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
+def test_an_address_in_use_stops_the_start(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -114,7 +114,7 @@ def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None:
+def test_a_store_with_another_partition_count_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, port):
         got(port, "/healthz")
         process.terminate()
@@ -127,7 +127,7 @@ def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None
     assert "FF_FLOW_PARTITIONS" in said.partition("Hint: ")[2]
 
 
-def test_a_person_may_ask_for_plain_logs_in_a_file(tmp_path: Path) -> None:
+def test_plain_logs_can_be_configured(tmp_path: Path) -> None:
     with serving(tmp_path, FF_LOG_FORMAT="plain") as (process, port):
         got(port, "/healthz")
         process.terminate()

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 
 ONE = "{fp:86}:0197aaaa-0000-7000-8000-000000000001"
 TWO = "{fp:86}:0197aaaa-1111-7000-8000-000000000002"
@@ -26,12 +26,12 @@ def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
     if request.param == "store":
         yield ff
     else:
-        with serving(ff.store) as server:
+        with run_server(ff.store) as server:
             yield Terminal(server.url, ff.store)
 
 
 @pytest.mark.parametrize("short", ["86:0197aaaa-0", "{fp:86}:0197aaaa-0", "0197aaaa-0000", "0197AAAA00"])
-def test_every_command_takes_a_unique_beginning(ff: Terminal, short: str) -> None:
+def test_every_command_accepts_a_unique_prefix(ff: Terminal, short: str) -> None:
     assert ff.document("show", short)["execution"]["execution_id"] == ONE
     assert ff.document("explain", short)["execution_id"] == ONE
     assert ff.document("tail", short, "--no-follow")["execution_id"] == ONE
@@ -42,7 +42,7 @@ def test_every_command_takes_a_unique_beginning(ff: Terminal, short: str) -> Non
 
 
 @pytest.mark.parametrize("command", [("show",), ("cancel",), ("result",), ("explain",)])
-def test_an_ambiguous_beginning_lists_what_it_could_be_and_changes_nothing(ff: Terminal, command: tuple[str]) -> None:
+def test_an_ambiguous_prefix_lists_the_matches_and_changes_nothing(ff: Terminal, command: tuple[str]) -> None:
     said = ff.refuses(*command, "0197aaaa")
 
     assert "more than one begins with '0197aaaa'; give more of it:" in said
@@ -50,14 +50,14 @@ def test_an_ambiguous_beginning_lists_what_it_could_be_and_changes_nothing(ff: T
     assert {one["public_state"] for one in ff.document("ls")["executions"]} == {"waiting"}
 
 
-def test_a_beginning_of_nothing_is_told(ff: Terminal) -> None:
+def test_a_prefix_without_a_match_is_reported(ff: Terminal) -> None:
     said = ff.refuses("cancel", "0197b")
 
     assert "execution_not_found: no id begins with '0197b'" in said
     assert "Hint: `ff ls` shows which executions there are" in said
 
 
-def test_budgets_are_found_by_the_beginning_of_their_id(ff: Terminal) -> None:
+def test_budgets_are_found_by_a_prefix_of_their_id(ff: Terminal) -> None:
     budgets = ["0b000000-0000-4000-8000-000000000001", "0b000000-1000-4000-8000-000000000001"]
 
     async def create(engine: Engine) -> None:

@@ -34,7 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return name
 
 
-def test_a_task_is_submitted_with_its_own_ways(ff: Terminal, module: str) -> None:
+def test_a_task_is_submitted_with_its_own_options(ff: Terminal, module: str) -> None:
     made = ff.document("submit", f"{module}:send", "--payload", '{"mail": {"to": "ana"}}', "--tag", "app.order=7")
 
     found = ff.document("show", made["execution_id"])
@@ -53,7 +53,7 @@ def test_a_task_is_submitted_with_its_own_ways(ff: Terminal, module: str) -> Non
     assert ff.document("ls")["executions"][0]["execution_kind"] == f"{module}.send"
 
 
-def test_options_go_before_the_tasks_own_and_a_key_is_the_same_execution(ff: Terminal, module: str) -> None:
+def test_options_override_those_of_the_task_and_a_key_returns_the_same_execution(ff: Terminal, module: str) -> None:
     given = ("submit", f"{module}:send", "--payload", '{"mail": {"to": "ana"}, "copies": 2}', "--key", "order-7")
     first = ff.document(*given, "--lane", "bulk", "--delay", "1h")
     again = ff.document(*given)
@@ -63,7 +63,7 @@ def test_options_go_before_the_tasks_own_and_a_key_is_the_same_execution(ff: Ter
     assert (found["lane_id"], found["public_state"]) == ("bulk", "delayed")
 
 
-def test_without_a_store_it_is_the_apps_own(module: str, tmp_path: Path) -> None:
+def test_the_store_of_the_app_is_the_default(module: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from flowfabric.cli import app
@@ -90,19 +90,19 @@ def test_without_a_store_it_is_the_apps_own(module: str, tmp_path: Path) -> None
         ("", "{}", "say which task of"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_made(
+def test_invalid_input_is_refused_and_nothing_is_created(
     ff: Terminal, module: str, target: str, payload: str, text: str
 ) -> None:
     assert text in ff.refuses("submit", f"{module}:{target}", "--payload", payload)
     assert ff.document("ls")["executions"] == []
 
 
-def test_what_a_task_says_itself_is_not_said_twice(ff: Terminal, module: str) -> None:
+def test_an_option_that_the_task_defines_is_refused(ff: Terminal, module: str) -> None:
     answer = ff.run("submit", f"{module}:send", "--policy", "{}")
 
     assert answer.exit_code == 2
     assert "leave --policy out" in answer.stderr
 
 
-def test_a_module_that_is_not_there_is_told(ff: Terminal) -> None:
+def test_a_missing_module_is_reported(ff: Terminal) -> None:
     assert "there is no module 'nowhere' here" in ff.refuses("submit", "nowhere:send")

@@ -17,7 +17,7 @@ import pytest
 from flowfabric import Context, Engine, Fabric, Fatal, Run
 from flowfabric.sdk.worker.worker import Worker
 from tests.cli.terminal import Terminal
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 
 
 @dataclass
@@ -91,7 +91,7 @@ def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
     if request.param == "store":
         yield ff
     else:
-        with serving(ff.store) as server:
+        with run_server(ff.store) as server:
             yield Terminal(server.url, ff.store)
 
 
@@ -100,7 +100,7 @@ def shop(ff: Terminal) -> Shop:
     return Shop(ff.store)
 
 
-def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: Shop) -> None:
+def test_approvals_are_listed_and_votes_are_sent_with_their_links(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     assert ff.says("approvals") == "Nothing waits for an answer.\n"
     shop.work_until(run, "suspended")
@@ -127,7 +127,7 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
     assert ff.document("approvals")["approvals"] == []
 
 
-def test_signal_reaches_a_function_that_receives(ff: Terminal, shop: Shop) -> None:
+def test_a_signal_is_received_by_the_function(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.steered.submit())
 
     assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent: kept until it asks for it\n"
@@ -138,7 +138,7 @@ def test_signal_reaches_a_function_that_receives(ff: Terminal, shop: Shop) -> No
     assert json.loads(ff.document("show", run)["result"]["text"]) == ["left", "right"]
 
 
-def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
+def test_an_invalid_signal_is_refused(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     shop.work_until(run, "suspended")
     [listed] = ff.document("approvals", "--links")["approvals"]
@@ -158,7 +158,7 @@ def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
     assert asked["answers"] == 0
 
 
-def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
+def test_explain_reports_the_obstacle(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     later = ff.submit("--delay", "1h")
 
@@ -175,7 +175,7 @@ def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
     assert str(delayed["facts"]["until"]) not in told
 
 
-def test_show_says_in_words_what_it_waits_for(ff: Terminal, shop: Shop) -> None:
+def test_show_explains_what_the_execution_waits_for(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     shop.work_until(run, "suspended")
 
@@ -188,7 +188,7 @@ def test_show_says_in_words_what_it_waits_for(ff: Terminal, shop: Shop) -> None:
     assert "ff.show" in ff.document("show", run)["execution"]["tags"]  # machines get all of it
 
 
-def test_tail_says_why_nothing_comes(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_explains_why_there_is_no_output(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.tail.BLOCK_MS", 50)
     run = shop.submit(lambda: shop.ask.submit(False))
     heard: list[Any] = []
@@ -213,7 +213,7 @@ def test_tail_says_why_nothing_comes(ff: Terminal, shop: Shop, monkeypatch: pyte
     assert answer.stdout == "fortythinking\n-two\n"
 
 
-def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop) -> None:
+def test_tail_prints_the_output_and_the_outcome(ff: Terminal, shop: Shop) -> None:
     good, bad = shop.submit(lambda: shop.ask.submit(False)), shop.submit(lambda: shop.ask.submit(True))
     shop.work_until(good, "completed")
     shop.work_until(bad, "failed")
@@ -282,7 +282,7 @@ def test_workers_and_budgets_are_listed(ff: Terminal) -> None:
 
 
 @pytest.mark.parametrize("command", [("explain", "nonsense"), ("tail", "nonsense"), ("signal", "nonsense", "x")])
-def test_an_id_that_is_none_is_told_with_a_hint(ff: Terminal, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_invalid_id_is_refused_with_a_hint(ff: Terminal, command: tuple[str, ...], tmp_path: Path) -> None:
     assert "Hint: an execution id looks like" in ff.refuses(*command)
     unknown = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
     assert "execution_not_found" in ff.refuses(command[0], unknown, *command[2:])

@@ -88,7 +88,7 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
     yard.close()
 
 
-def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
+def test_sigterm_drains_a_worker(yard: Yard) -> None:
     (yard.folder / "hold").touch()
     yard.start("--slots", "1", "--lanes", "default", "--capabilities", "gpu,cpu")
     running, waiting = yard.submit("hello"), yard.submit("again")
@@ -106,14 +106,14 @@ def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
     assert "stopped after" in yard.said()
 
 
-def test_a_lane_that_no_task_is_in_is_told(yard: Yard) -> None:
+def test_a_lane_without_tasks_is_reported(yard: Yard) -> None:
     yard.start("--lanes", "default,defualt")
     yard.until(lambda: "lanes default, defualt" in yard.said())
     yard.until(lambda: "no task of the app is in lane defualt" in yard.said())
     assert yard.end() == 0, yard.said()
 
 
-def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
+def test_the_store_option_overrides_the_store_of_the_app(yard: Yard) -> None:
     yard.start("--store", yard.ff.store, url="sqlite:///unused.db")
     execution = yard.submit("hello")
     yard.until(lambda: yard.result(execution) is not None)
@@ -122,7 +122,7 @@ def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
     assert not (yard.folder / "unused.db").exists()
 
 
-def test_a_second_sigterm_hands_work_back_without_costing_an_attempt(yard: Yard) -> None:
+def test_a_second_sigterm_releases_work_without_costing_an_attempt(yard: Yard) -> None:
     (yard.folder / "hold").touch()
     yard.start("--grace", "1h")
     execution = yard.submit("hello")
@@ -140,7 +140,7 @@ def test_a_second_sigterm_hands_work_back_without_costing_an_attempt(yard: Yard)
 
 
 @pytest.mark.slow
-def test_reload_starts_the_new_code(yard: Yard) -> None:
+def test_reload_restarts_the_worker_with_the_new_code(yard: Yard) -> None:
     yard.start("--reload")
     first = yard.submit("one")
     yard.until(lambda: yard.result(first) is not None)
@@ -186,7 +186,7 @@ def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
         (".shop:app", "'.shop:app' is not MODULE:APP"),
     ],
 )
-def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) -> None:
+def test_a_missing_app_is_reported(ff: Terminal, target: str, text: str) -> None:
     assert text in ff.refuses("worker", target)
 
 
@@ -199,7 +199,7 @@ def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) 
         ("wrong_words", "def (", "SyntaxError: invalid syntax"),
     ],
 )
-def test_an_app_that_does_not_load_tells_which_of_its_lines_is_wrong(
+def test_an_app_that_does_not_load_is_reported_with_the_failing_line(
     ff: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, told: str
 ) -> None:
     (tmp_path / f"{name}.py").write_text(f"from flowfabric import Fabric\napp = Fabric()\n{line}\n")
@@ -211,7 +211,7 @@ def test_an_app_that_does_not_load_tells_which_of_its_lines_is_wrong(
     assert "importlib" not in answer.stderr
 
 
-def test_files_that_matter_are_watched(tmp_path: Path) -> None:
+def test_python_files_are_watched_for_changes(tmp_path: Path) -> None:
     for name in ("a.py", "deep/b.py", "notes.txt", ".venv/c.py", "__pycache__/d.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -20,7 +20,7 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in TYPED
 
 
 @pytest.mark.parametrize("name", PAGES)
-async def test_the_code_of_the_page_runs(
+async def test_the_code_of_a_page_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = ModuleType("page")
@@ -36,7 +36,7 @@ async def test_the_code_of_the_page_runs(
     assert [line for line in told if line not in printed] == [], "printed otherwise, or not in this order"
 
 
-async def test_the_diagram_of_states_is_what_the_rules_say() -> None:
+async def test_the_state_diagram_matches_the_rules() -> None:
     made = await states.diagram()
 
     assert states.kept() == made, "python -m tests.docs.states writes it anew"
@@ -69,12 +69,12 @@ def test_the_security_page_has_every_route() -> None:
         "* `async work() -> None`",
     ],
 )
-def test_the_reference_answers_what_people_ask(line: str) -> None:
+def test_the_reference_contains_the_line(line: str) -> None:
     assert line in reference.PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in flowfabric.__all__ if name != "__version__"])
-def test_every_public_name_is_explained(name: str) -> None:
+def test_every_public_name_has_a_description(name: str) -> None:
     entry = re.search(
         rf"^### `{name}[`(\[].*?(?=^###? )", reference.PAGE.read_text() + "\n## ", re.DOTALL | re.MULTILINE
     )
@@ -83,7 +83,7 @@ def test_every_public_name_is_explained(name: str) -> None:
     assert len(re.sub(r"```.*?```", "", entry[0], flags=re.DOTALL).splitlines()) > 2, "it has no words"
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_are_not_broken() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
     broken = [
         f"{page.relative_to(ROOT)}: {link}"

@@ -16,7 +16,7 @@ from tests.postgres_install import ROOT
 
 
 @pytest.mark.slow
-def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> None:
     session = commands(blocks(ROOT / "docs" / "tutorial.md"))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC"))}
     path = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
@@ -49,7 +49,7 @@ def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
     assert len([command for command in session if command.prints]) > 10
 
 
-def test_dots_stand_for_anything_and_nothing_else_does() -> None:
+def test_an_ellipsis_matches_anything() -> None:
     assert matches("a … c\n", "a   b\n c\n")
     assert matches("✓ voted …\n", "✓ voted (resume_condition_satisfied)\n")
     assert matches("", "")

@@ -79,13 +79,13 @@ STORIES = {
 }
 
 
-def test_every_example_has_its_story() -> None:
+def test_every_example_has_an_expected_output() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "stage") == sorted(STORIES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STORIES))
-def test_the_example_tells_its_story(name: str, tmp_path: Path) -> None:
+def test_the_example_prints_the_expected_output(name: str, tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key != "FLOWFABRIC_URL"}
     environ |= {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT / "src")}
     (tmp_path / "tmp").mkdir()
@@ -109,7 +109,7 @@ def test_the_example_tells_its_story(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(STORIES))
-def test_the_example_says_how_to_run_it(name: str) -> None:
+def test_the_docstring_of_the_example_shows_its_command(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
 
     assert text.startswith('"""')

@@ -98,21 +98,21 @@ TRUST = (
         "client/transport.py",
         "                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
         "                if refused is None and status < 500:\n                    raise errors.InvalidInput(str(status))\n                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
-        f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_sent_again",
+        f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_retried",
     ),
     Fault(
         "an authorization problem fails the attempt of a handler",
         "sdk/worker/outcome.py",
         "        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):",
         "        case StoreUnavailable(source=StoreFault.AUTH):",
-        f"{FOREIGN}::test_a_handler_that_is_not_authorized_goes_on_later",
+        f"{FOREIGN}::test_a_handler_that_is_not_authorized_is_delayed",
     ),
     Fault(
         "an end that was not heard is not sent again",
         "sdk/worker/outcome.py",
         "return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)",
         "return True",
-        f"{FOREIGN}::test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in_the_end",
+        f"{FOREIGN}::test_a_run_succeeds_although_a_proxy_refuses_its_completion_for_long",
     ),
     Fault(
         "claims beside an old snapshot read from the head for ever",
@@ -315,7 +315,7 @@ TRUST = (
         "server/routes/approval_pages.py",
         "await _answer_form(request) if token is None else await _answer_json(request, token)",
         "await _answer_form(request)",
-        "tests/server/routes/test_approval_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
+        "tests/server/routes/test_approval_json.py::test_a_vote_posted_as_json_gets_a_json_response",
     ),
     Fault(
         "a message ends in facts that nobody can act on",
@@ -329,6 +329,6 @@ TRUST = (
         "sdk/approvals.py",
         "quote(run_id, safe=':')",
         "run_id",
-        "tests/server/routes/test_approval_json.py::test_a_link_holds_only_characters_of_a_url",
+        "tests/server/routes/test_approval_json.py::test_a_link_contains_only_url_characters",
     ),
 )

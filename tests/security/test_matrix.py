@@ -157,7 +157,7 @@ def test_every_route_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-async def test_a_token_is_good_for_its_scope_and_its_namespaces_only(
+async def test_a_token_is_valid_for_its_scope_and_its_namespaces_only(
     stage: Stage, operation: Route, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="flowfabric")
@@ -263,7 +263,7 @@ async def serve_owner(stage: Stage, operation: Route, make: Maker) -> None:
 
 
 @pytest.mark.parametrize("store", ["memory", "postgres"], indirect=True)
-async def test_no_store_lets_a_token_reach_the_rows_of_another_namespace(store: Store) -> None:
+async def test_a_token_cannot_reach_rows_of_another_namespace_on_any_store(store: Store) -> None:
     world = World(store)
     await world.fill()
     stage, foreign = SharedStage(world), world.cast.foreign

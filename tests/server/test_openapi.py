@@ -1,4 +1,4 @@
-"""The description of the API: kept in the repository, true, and complete."""
+"""The OpenAPI document: current, correct and complete."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from flowfabric.server.__main__ import render_document
 from flowfabric.server.lifecycle import Server, seed_signing_key
 from flowfabric.server.routes import ROUTE_GROUPS
 
-KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.json"
 FEW = 4
-EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
+EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # a larger number is drawn at random
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 FLOW = "550e8400-e29b-41d4-a716-446655440000"
 
 
-def test_the_kept_description_is_the_served_one() -> None:
-    assert KEPT.read_text() == render_document(), "run: python -m flowfabric.server > docs/openapi.json"
+def test_the_committed_openapi_document_is_current() -> None:
+    assert DOCUMENT.read_text() == render_document(), "run: python -m flowfabric.server > docs/openapi.json"
 
 
-def test_every_operation_is_named_once_and_says_what_it_does() -> None:
+def test_every_operation_has_a_unique_name_and_a_summary() -> None:
     operations = [operation for page in ROUTE_GROUPS for operation in page.entries]
     names = [operation.name for operation in operations]
 
@@ -40,8 +40,8 @@ def test_every_operation_is_named_once_and_says_what_it_does() -> None:
     assert [operation.name for operation in operations if not operation.summary] == []
 
 
-def test_every_route_stands_in_the_documents_table() -> None:
-    table = (KEPT.parent / "server.md").read_text()
+def test_every_route_is_in_the_table_of_the_server_page() -> None:
+    table = (DOCUMENT.parent / "server.md").read_text()
     missing = [
         f"{operation.method} {operation.path}"
         for page in ROUTE_GROUPS
@@ -83,17 +83,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
-    """Connections that are kept."""
     with requests.Session() as session:
         yield session
 
 
-schema = schemathesis.openapi.from_path(KEPT)
+schema = schemathesis.openapi.from_path(DOCUMENT)
 
 
 @schema.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Let half of the requests be about something that is there."""
+    """Let half of the requests name an existing resource."""
     given = dict(path_parameters or {})
     known = {"/v1/executions": EXECUTION, "/v1/flows": FLOW, "/v1/budgets": FLOW, "/v1/quotas": FLOW}
     for prefix, name in known.items():
@@ -102,21 +101,20 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
     return given if path_parameters is not None else None
 
 
-def impatient(given: Any) -> Any:
-    """Nobody has time to wait for what does not come."""
-    if isinstance(given, dict) and isinstance(given.get("wait_ms"), int):
-        return given | {"wait_ms": given["wait_ms"] % 20}
-    return given
+def shorten_wait(values: Any) -> Any:
+    if isinstance(values, dict) and isinstance(values.get("wait_ms"), int):
+        return values | {"wait_ms": values["wait_ms"] % 20}
+    return values
 
 
 @schema.hook
 def map_query(context: Any, query: Any) -> Any:
-    return impatient(query)
+    return shorten_wait(query)
 
 
 @schema.hook
 def map_body(context: Any, body: Any) -> Any:
-    return impatient(body)
+    return shorten_wait(body)
 
 
 @schema.exclude(path_regex="/v1/events/|/stream/events|/stream/tail").parametrize()
@@ -127,7 +125,7 @@ def map_body(context: Any, body: Any) -> Any:
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(
+def test_every_response_conforms_to_the_openapi_document(
     case: schemathesis.Case[Any], address: str, session: requests.Session
 ) -> None:
     case.call_and_validate(

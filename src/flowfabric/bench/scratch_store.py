@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from flowfabric import __version__
 from flowfabric.errors import InvalidInput
 
 BATCH = 100  # rows that the control inserts, claims and finishes at a time
@@ -63,6 +65,16 @@ class ScratchStore(msgspec.Struct, frozen=True):
     control: Control | None = None
     shared: bool = True  # True if a second engine on this URL sees the same rows
 
+    @property
+    def kind(self) -> str:
+        """The scheme of its URL."""
+        return self.url.partition("://")[0]
+
+    @property
+    def all_versions(self) -> dict[str, str]:
+        """The versions of FlowFabric, Python, and of the server and driver."""
+        return {"flowfabric": __version__, "python": platform.python_version(), **self.versions}
+
 
 def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
     """Create an empty store of the same kind, on the same server or disk; it is removed at the end."""
@@ -82,7 +94,7 @@ def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
 
 @asynccontextmanager
 async def _as_named(url: str) -> AsyncIterator[ScratchStore]:
-    yield ScratchStore(url, "none: rows live and die with the process", {}, shared=False)
+    yield ScratchStore(url, "none: rows are in the memory of the process", {}, shared=False)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ async def small(url: str, depth: int = 0) -> ThroughputReport:
     return await throughput(url, jobs=200, payload_bytes=64, rounds=1, samples=5, depth=depth)
 
 
-def test_sqlite_is_measured_beside_a_bare_table(tmp_path: Path) -> None:
+def test_sqlite_is_compared_with_a_bare_table(tmp_path: Path) -> None:
     report = asyncio.run(small(f"sqlite:///{tmp_path}/named.db"))
 
     assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
@@ -38,7 +38,7 @@ def test_sqlite_is_measured_beside_a_bare_table(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_postgres_is_measured_in_a_database_of_its_own(database: str) -> None:
+async def test_postgres_is_measured_in_a_scratch_database(database: str) -> None:
     report = await small(database)
 
     assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))

@@ -8,7 +8,7 @@ from tests.cli.terminal import Terminal
 
 
 @pytest.mark.serial
-def test_requests_are_measured_beside_a_bare_route(ff: Terminal) -> None:
+def test_requests_are_compared_with_a_bare_route(ff: Terminal) -> None:
     report = ff.document("bench", "http", "--requests", "200", "--rounds", "1", "--clients", "8")
 
     for name in ("create", "claim", "complete", "control"):
