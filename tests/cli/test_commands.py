@@ -1,4 +1,4 @@
-"""What each command does, for people and for machines."""
+"""The commands, with tables and with JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal
 
-WATCHING = ("explain", "tail", "signal", "approvals", "workers", "budgets")
+WAIT_COMMANDS = ("explain", "tail", "signal", "approvals", "workers", "budgets")
 
 
 def test_migrate_reports_the_schema_versions_before_and_after(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_migrate_reports_the_schema_versions_before_and_after(tmp_path: Path) ->
 
     assert first["from"] == 0 < first["to"]
     assert (again["from"], again["to"]) == (first["to"], first["to"])
-    assert f"already at schema version {first['to']}" in ff.says("migrate")
+    assert f"already at schema version {first['to']}" in ff.stdout("migrate")
 
 
 def test_backup_copies_the_store_to_a_new_file(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_submit_reads_a_payload_as_bytes_from_a_file_or_stdin(ff: Terminal, tmp_
     (tmp_path / "blob").write_bytes(blob)
 
     name = str(tmp_path / "blob") if source == "file" else "-"
-    execution = ff.says("submit", "--payload-file", name, given=blob if source == "stdin" else None).strip()
+    execution = ff.stdout("submit", "--payload-file", name, stdin=blob if source == "stdin" else None).strip()
 
     assert ff.engine(lambda engine: engine.read_execution_context(execution)).input_payload == blob
 
@@ -112,7 +112,7 @@ def test_ls_filters_and_paginates(ff: Terminal) -> None:
 
 
 def test_ls_and_show_print_tables(ff: Terminal) -> None:
-    assert ff.says("ls") == "No executions.\n"
+    assert ff.stdout("ls") == "No executions.\n"
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
 
     async def fail_once(engine: Engine) -> None:
@@ -121,13 +121,13 @@ def test_ls_and_show_print_tables(ff: Terminal) -> None:
         await engine.fail(claimed.handle, reason="flaky")
 
     ff.engine(fail_once)
-    listed, told = ff.says("ls"), ff.says("show", execution)
+    listed, shown = ff.stdout("ls"), ff.stdout("show", execution)
 
     assert re.search(rf"{re.escape(execution)} +task +delayed +default +1 ", listed)
     assert "retry backoff until" in listed
-    assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", told)
-    assert re.search(r"acquired +1 +w-1", told)
-    assert re.search(r"released +1 +w-1 +failed_retry_scheduled", told)
+    assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", shown)
+    assert re.search(r"acquired +1 +w-1", shown)
+    assert re.search(r"released +1 +w-1 +failed_retry_scheduled", shown)
     assert f"ff ls --cursor '{execution}'" not in listed
 
 
@@ -145,8 +145,8 @@ def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
 
     assert ff.document("show", first)["result"] == {"bytes": 11, "text": '{"ok":true}'}
     assert ff.document("show", second)["result"] == {"bytes": 2, "base64": "/wA="}
-    assert '{"ok":true}' in ff.says("show", first)
-    assert "2 bytes" in ff.says("show", second)
+    assert '{"ok":true}' in ff.stdout("show", first)
+    assert "2 bytes" in ff.stdout("show", second)
 
 
 def test_a_cancelled_execution_can_be_replayed(ff: Terminal) -> None:
@@ -156,7 +156,7 @@ def test_a_cancelled_execution_can_be_replayed(ff: Terminal) -> None:
         "execution_id": execution,
         "public_state": "cancelled",
     }
-    assert ff.says("cancel", execution) == f"✓ {execution} is cancelled\n"
+    assert ff.stdout("cancel", execution) == f"✓ {execution} is cancelled\n"
     assert ff.document("replay", execution)["public_state"] == "waiting"
     assert ff.document("show", execution)["execution"]["public_state"] == "waiting"
 
@@ -169,7 +169,7 @@ def test_doctor_reports_a_healthy_store(ff: Terminal) -> None:
         *("store", "schema", "latency", "clock", "queues", "keystore")
     ]
     assert "no signing key yet" in report["checks"][-1]["says"]
-    assert ff.says("doctor").count("✓") == 6
+    assert ff.stdout("doctor").count("✓") == 6
 
 
 def test_doctor_names_the_signing_key(ff: Terminal) -> None:
@@ -220,24 +220,24 @@ def test_passwords_are_redacted_from_urls() -> None:
 
 @pytest.mark.parametrize("page", [(), ("admin",), ("bench",)])
 def test_the_list_of_commands_truncates_no_sentence(page: tuple[str, ...]) -> None:
-    said = CliRunner().invoke(app, [*page, "--help"]).stdout
+    output = CliRunner().invoke(app, [*page, "--help"]).stdout
 
-    assert said.partition("Commands:")[2]
-    assert "..." not in said.partition("Commands:")[2]
+    assert output.partition("Commands:")[2]
+    assert "..." not in output.partition("Commands:")[2]
 
 
 def test_help_lists_the_commands_and_imports_neither_engine_nor_rich() -> None:
-    look = (
+    script = (
         "import sys; from flowfabric.cli import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "print({'rich', 'asyncio', 'msgspec', 'apsw', 'asyncpg', 'fastapi', 'flowfabric.engine'} & set(sys.modules))"
     )
 
-    said = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
-    assert said.splitlines()[-1] == "set()"
-    commands = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
+    assert output.splitlines()[-1] == "set()"
+    commands = re.findall(r"^  (\w+)  ", output.partition("Commands:")[2], re.MULTILINE)
     assert commands == [
         "version",
         "migrate",
@@ -249,7 +249,7 @@ def test_help_lists_the_commands_and_imports_neither_engine_nor_rich() -> None:
         "replay",
         "submit",
         "result",
-        *WATCHING,
+        *WAIT_COMMANDS,
         "worker",
         "serve",
         "demo",

@@ -1,4 +1,4 @@
-"""Tables in a terminal that is too narrow for them."""
+"""Tables on terminals of different widths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_narrow_terminal_gets_a_list_without_truncation(monkeypatch: pytest.Mo
     assert "…" not in text
     for value in ROW:
         assert " ".join(str(value).split()) in text
-    assert text.count("why it waits") == 1, "what is empty is left out"
+    assert text.count("why it waits") == 1, "empty cells are left out"
 
 
 def test_a_wide_terminal_gets_a_table_whose_last_column_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,9 @@ def test_a_pipe_gets_a_table_of_full_width(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_first_line_of_a_failure_is_its_message_without_the_traceback() -> None:
-    told = 'retry backoff until 1700000000000 (attempt 0 failed: ValueError: no\n  File "x.py", line 1\n)'
-    assert output.first_line(told) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
+    failure = 'retry backoff until 1700000000000 (attempt 0 failed: ValueError: no\n  File "x.py", line 1\n)'
+    assert (
+        output.first_line(failure) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
+    )
     assert output.first_line("ValueError: no (really)\n  File") == "ValueError: no (really)"
     assert output.first_line(None) == ""

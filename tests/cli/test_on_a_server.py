@@ -44,8 +44,8 @@ def test_executions_are_submitted_listed_shown_cancelled_and_replayed(ff: Termin
 
     assert ff.document("ls", "--tag", "shop.a=b") == direct.document("ls", "--tag", "shop.a=b")
     assert ff.document("explain", execution_id) == direct.document("explain", execution_id)
-    assert "is cancelled" in ff.says("cancel", execution_id)
-    assert "is waiting" in ff.says("replay", execution_id)
+    assert "is cancelled" in ff.stdout("cancel", execution_id)
+    assert "is waiting" in ff.stdout("replay", execution_id)
 
     async def complete(engine: Engine) -> None:
         held = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
@@ -57,7 +57,7 @@ def test_executions_are_submitted_listed_shown_cancelled_and_replayed(ff: Termin
     shown = ff.document("show", execution_id)
     assert shown == direct.document("show", execution_id)
     assert shown["result"] == {"bytes": 2, "base64": "/wA="}
-    assert ff.says("tail", execution_id) == direct.says("tail", execution_id) == "out"
+    assert ff.stdout("tail", execution_id) == direct.stdout("tail", execution_id) == "out"
 
 
 def test_an_unknown_execution_is_reported_as_on_a_store(ff: Terminal, direct: Terminal) -> None:
@@ -76,7 +76,7 @@ def test_budgets_and_workers_are_listed(ff: Terminal, direct: Terminal) -> None:
             worker_instance_id="w:1", worker_id="w", lanes=["mail"], liveness_ttl_ms=60_000, capabilities=["gpu"]
         )
 
-    assert ff.says("budgets") == "No budgets.\n"
+    assert ff.stdout("budgets") == "No budgets.\n"
     direct.engine(declare)
 
     assert ff.document("budgets") == direct.document("budgets")
@@ -98,9 +98,9 @@ def test_doctor_checks_the_store_behind_a_server(ff: Terminal, direct: Terminal)
 
 
 def test_doctor_reports_an_unreachable_server_and_a_wrong_token(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    away = Terminal("http://127.0.0.1:9").run("doctor", "--json")
-    assert away.exit_code == 1
-    assert "store_unavailable" in away.stdout or "server" in away.stdout
+    unreachable = Terminal("http://127.0.0.1:9").run("doctor", "--json")
+    assert unreachable.exit_code == 1
+    assert "store_unavailable" in unreachable.stdout or "server" in unreachable.stdout
 
     monkeypatch.setenv("FLOWFABRIC_TOKEN", "wrong")
     refused = ff.run("doctor")
@@ -118,9 +118,9 @@ def test_a_token_without_the_scope_of_a_command_is_refused_with_a_hint(
         return (await engine.make_api_token("reader", [ApiScope.READ])).token
 
     monkeypatch.setenv("FLOWFABRIC_TOKEN", direct.engine(reading))
-    said = ff.refuses("cancel", execution_id)
-    assert "token lacks scope: operate" in said
-    assert "FLOWFABRIC_TOKEN" in said
+    error = ff.refuses("cancel", execution_id)
+    assert "token lacks scope: operate" in error
+    assert "FLOWFABRIC_TOKEN" in error
     assert ff.document("doctor")["healthy"]
 
 
@@ -139,11 +139,11 @@ def test_an_app_with_a_wrong_or_missing_token_is_refused_with_the_variable(
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "text"),
     [("migrate", "brings its store up to date when it starts"), ("serve", "serve the store that is behind it")],
 )
-def test_commands_that_need_a_store_refuse_a_server(command: str, words: str) -> None:
-    assert words in Terminal("http://127.0.0.1:9").refuses(command)
+def test_commands_that_need_a_store_refuse_a_server(command: str, text: str) -> None:
+    assert text in Terminal("http://127.0.0.1:9").refuses(command)
 
 
 def test_approval_links_point_to_the_server_in_use(

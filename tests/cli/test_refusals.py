@@ -1,4 +1,4 @@
-"""What `ff` says when something is wrong: on stderr, with a hint, without a traceback, and nothing has changed."""
+"""Errors of `ff`: on stderr, with a hint, without a traceback, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
     ],
 )
 def test_a_refusal_is_printed_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
-    said = ff.refuses(*arguments)
+    error = ff.refuses(*arguments)
 
-    assert said.startswith("ff: ")
-    assert text in said
-    assert (f"Hint: {hint}" in said) if hint else ("Hint" not in said)
+    assert error.startswith("ff: ")
+    assert text in error
+    assert (f"Hint: {hint}" in error) if hint else ("Hint" not in error)
     assert ff.document("ls")["executions"] == []
 
 
@@ -76,28 +76,28 @@ def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
         await engine.complete(claimed.handle)
 
     ff.engine(complete)
-    said = ff.refuses("cancel", execution)
+    error = ff.refuses("cancel", execution)
 
-    assert "execution_not_active" in said
-    assert "Hint: it has ended already: `ff show` tells how, `ff replay` gives it another life" in said
+    assert "execution_not_active" in error
+    assert "Hint: it has ended already: `ff show` tells how, `ff replay` gives it another life" in error
     assert ff.document("show", execution)["execution"]["public_state"] == "completed"
 
 
 def test_a_waiting_execution_cannot_be_replayed(ff: Terminal) -> None:
     execution = ff.submit()
 
-    said = ff.refuses("replay", execution)
+    error = ff.refuses("replay", execution)
 
-    assert "execution_not_terminal" in said
-    assert "Hint: only what has ended can be replayed" in said
+    assert "execution_not_terminal" in error
+    assert "Hint: only what has ended can be replayed" in error
 
 
 @pytest.mark.parametrize("command", [("ls",), ("show", UNKNOWN), ("submit",), ("cancel", UNKNOWN), ("replay", UNKNOWN)])
 def test_a_missing_store_is_not_created(tmp_path: Path, command: tuple[str, ...]) -> None:
-    said = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
+    error = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
 
-    assert f"there is no store at {tmp_path}/missing.db" in said
-    assert "Hint: `ff migrate` makes or updates the store" in said
+    assert f"there is no store at {tmp_path}/missing.db" in error
+    assert "Hint: `ff migrate` makes or updates the store" in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,9 +107,9 @@ def test_a_store_with_a_newer_schema_is_refused(ff: Terminal, tmp_path: Path) ->
     db.close()
 
     for command in ("ls", "migrate", "submit"):
-        said = ff.refuses(command)
-        assert "schema_too_new" in said
-        assert "Hint: update this installation" in said
+        error = ff.refuses(command)
+        assert "schema_too_new" in error
+        assert "Hint: update this installation" in error
     report = ff.run("doctor")
     assert report.exit_code == 1
     assert "✗ store" in report.stdout
@@ -118,11 +118,11 @@ def test_a_store_with_a_newer_schema_is_refused(ff: Terminal, tmp_path: Path) ->
 
 @pytest.mark.parametrize("command", [("ls",), ("migrate",), ("bench", "throughput")])
 def test_an_unreachable_server_is_reported_with_a_hint(command: tuple[str, ...]) -> None:
-    said = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
+    error = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
 
-    assert said.startswith("ff: transport: ")
-    assert "Hint: is the address right and the server up? --store or FLOWFABRIC_URL names it" in said
-    assert "secret" not in said
+    assert error.startswith("ff: transport: ")
+    assert "Hint: is the address right and the server up? --store or FLOWFABRIC_URL names it" in error
+    assert "secret" not in error
 
 
 def test_doctor_reports_an_unreachable_server() -> None:
@@ -144,9 +144,9 @@ def test_a_wrong_password_has_a_hint() -> None:
 def test_a_file_that_is_no_database_is_reported_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "junk.db").write_bytes(b"this is something else" * 10)
     ff = Terminal(f"sqlite:///{tmp_path}/junk.db")
-    for said in (ff.refuses("ls"), ff.run("doctor").stdout):
-        assert "file is not a database" in said
-        assert "is it the right file, and may you write to it" in said
+    for error in (ff.refuses("ls"), ff.run("doctor").stdout):
+        assert "file is not a database" in error
+        assert "is it the right file, and may you write to it" in error
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:
@@ -156,12 +156,12 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
 def test_migrate_creates_a_store_once(tmp_path: Path) -> None:
     terminal = Terminal(f"sqlite:///{tmp_path}/new.db")
 
-    assert ": created with schema version " in terminal.says("migrate")
-    assert ": already at schema version " in terminal.says("migrate")
+    assert ": created with schema version " in terminal.stdout("migrate")
+    assert ": already at schema version " in terminal.stdout("migrate")
 
 
 def test_an_invalid_budget_id_is_reported_once(ff: Terminal) -> None:
-    said = ff.refuses("budgets", "xyz")
+    error = ff.refuses("budgets", "xyz")
 
-    assert said.count("UUID") == 1
-    assert "`ff budgets` shows which budgets there are" in said
+    assert error.count("UUID") == 1
+    assert "`ff budgets` shows which budgets there are" in error

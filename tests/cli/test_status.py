@@ -1,4 +1,4 @@
-"""What a person sees on a terminal while `ff worker` works and `ff serve` serves."""
+"""The output of `ff worker` and `ff serve` on a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUS = r"\d+ running · \d+ done · \d+ failed · \d+/s"
 def test_a_worker_on_a_terminal_shows_a_status_line(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(APP)
     ff = Terminal(f"sqlite:///{tmp_path}/ff.db")
-    ff.says("migrate")
+    ff.stdout("migrate")
     with on_terminal("worker", "shop:app", folder=tmp_path) as worker:
         worker.until("0 running · 0 done · 0 failed · 0/s")
         for word in ("hello", "no"):
@@ -43,7 +43,7 @@ def test_a_worker_on_a_terminal_shows_a_status_line(tmp_path: Path) -> None:
         text = worker.stop()
 
     assert worker.process.returncode == 0, text
-    assert f"{CLEAR}said hello\r\n" in text, "what a handler prints stands in a line of its own"
+    assert f"{CLEAR}said hello\r\n" in text, "the output of a handler has its own line"
     last = text.rpartition(CLEAR)[2]
     assert "stopped after 1 completed, 1 attempt failed" in last
     assert re.search(STATUS, last) is None
@@ -54,7 +54,7 @@ def test_a_worker_without_a_terminal_shows_no_status_line(tmp_path: Path) -> Non
         APP.replace("return word", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     )
     ff = Terminal(f"sqlite:///{tmp_path}/ff.db")
-    ff.says("migrate")
+    ff.stdout("migrate")
     ff.submit("--kind", "say", "--payload", '{"word": "hello"}')
 
     command = [sys.executable, "-m", "flowfabric.cli", "worker", "shop:app"]

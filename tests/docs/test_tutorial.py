@@ -1,4 +1,4 @@
-"""A newcomer who types what the tutorial says gets what the tutorial says."""
+"""The commands of the tutorial print the output that it shows."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> Non
     path = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
     environ |= {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    with (tmp_path / "said").open("w+") as said_file, (tmp_path / "complaints").open("w+") as complaints:
+    with (tmp_path / "stdout").open("w+") as stdout, (tmp_path / "stderr").open("w+") as stderr:
         shell = subprocess.Popen(
             ["bash", "-c", script(session)],
             cwd=tmp_path,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=said_file,
-            stderr=complaints,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
         try:
             shell.wait(100)
         finally:
-            with suppress(ProcessLookupError):  # whatever it has left running
+            with suppress(ProcessLookupError):  # processes that it has left running
                 os.killpg(shell.pid, signal.SIGKILL)
 
-    printed = (tmp_path / "said").read_text().split(f"{MARK}\n")
-    wrong = (tmp_path / "complaints").read_text()
-    for command, said in zip(session, printed, strict=False):
+    printed = (tmp_path / "stdout").read_text().split(f"{MARK}\n")
+    errors = (tmp_path / "stderr").read_text()
+    for command, output in zip(session, printed, strict=False):
         if command.prints is not None:
-            assert matches(command.prints, said), (
-                f"$ {command.words}\nshould print\n{command.prints}\nand prints\n{said}\n{wrong}"
+            assert matches(command.prints, output), (
+                f"$ {command.words}\nshould print\n{command.prints}\nand prints\n{output}\n{errors}"
             )
-    assert len(printed) == len(session) + 1, wrong
+    assert len(printed) == len(session) + 1, errors
     assert len([command for command in session if command.prints]) > 10
 
 

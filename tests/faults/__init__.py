@@ -1,1 +1,1 @@
-"""Faults put in on purpose, to see that a test notices each of them."""
+"""Seeded faults: each is a small mistake in the source that a test has to detect."""

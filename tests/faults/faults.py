@@ -1,6 +1,6 @@
-"""All faults. Most are slips that any of us could make.
+"""All faults.
 
-A patch that no longer applies fails a quick test; then look whether the fault has moved or has become impossible.
+A fault whose text no longer occurs fails a quick test: update the fault, or remove it if it has become impossible.
 """
 
 from __future__ import annotations

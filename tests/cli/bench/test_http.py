@@ -1,4 +1,4 @@
-"""`ff bench http`: the measurement runs and tells what it promised."""
+"""`ff bench http` measures requests and a bare route."""
 
 from __future__ import annotations
 

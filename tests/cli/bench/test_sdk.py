@@ -1,4 +1,4 @@
-"""`ff bench sdk` measures tasks through a worker process, and a peer beside it when there is one."""
+"""`ff bench sdk` measures tasks through a worker process, and a peer if it can be installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_sensible(report: SdkReport) -> None:
 
 @pytest.fixture
 def other_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that is there: it only starts jobs, one after the other."""
+    """An installed peer, which only starts jobs one after the other."""
     home, scripts = tmp_path / "peers" / f"huey-{HUEY.version}", tmp_path / "scripts"
     (home / "bin").mkdir(parents=True)
     (home / "complete").touch()
@@ -125,6 +125,6 @@ def test_an_interpreter_without_venv_is_a_missing_peer(tmp_path: Path, monkeypat
 
 
 def test_a_memory_store_is_refused(tmp_path: Path) -> None:
-    said = Terminal("memory://").refuses("bench", "sdk", "--no-peer")
+    error = Terminal("memory://").refuses("bench", "sdk", "--no-peer")
 
-    assert "a worker of another process has to see it" in said
+    assert "a worker in another process cannot use it" in error

@@ -1,4 +1,4 @@
-"""`ff bench suspend` measures what it says on every kind of store, and leaves nothing behind."""
+"""`ff bench suspend` measures waits and streams on every store, and leaves no files."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/named.db")
     arguments = ("bench", "suspend", "--rounds", "3", "--frames", "256", "--tails", "2")
 
-    told = ff.document(*arguments)
-    table = ff.says(*arguments)
+    document = ff.document(*arguments)
+    table = ff.stdout(*arguments)
 
-    assert (told["frames"], told["store"]) == (256, "sqlite")
+    assert (document["frames"], document["store"]) == (256, "sqlite")
     assert "suspend → signal → running again" in table
     assert "durability: WAL, synchronous=FULL" in table
