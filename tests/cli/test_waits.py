@@ -111,7 +111,7 @@ def test_approvals_are_listed_and_votes_are_sent_with_their_links(ff: Terminal, 
     assert second.rpartition("?")[2] in output
 
     voted = ff.stdout("signal", second, "--value", '{"ok": true}', "--by", "bo")
-    assert voted == "✓ voted: it has all the answers that it needs and goes on\n"
+    assert voted == "✓ voted: the approval is complete, and the run resumes\n"
     shop.work_until(run, "completed")
     assert ff.document("show", run)["result"]["text"] == '"deployed"'
     assert ff.document("approvals")["approvals"] == []
@@ -121,7 +121,8 @@ def test_a_signal_is_received_by_the_function(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.receive_twice.submit())
 
     assert (
-        ff.stdout("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent: kept until it asks for it\n"
+        ff.stdout("signal", run, "steer", "--value", '"left"', "--key", "k1")
+        == "✓ sent: kept until the run receives it\n"
     )
     assert (
         ff.stdout("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent before, and delivered once\n"

@@ -2,8 +2,8 @@
 
     python -m tests.docs.states      writes it into docs/concepts.md
 
-Each path starts with a new execution on a store in memory; an operation that is refused is no transition. Two states are
-equal if all seven dimensions are.
+Each path starts with a new execution on a store in memory; an operation that is refused is no transition. Two states
+are equal if all seven dimensions are.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi import checks
 
 from flowfabric.connector import open_engine
-from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.__main__ import render_document
-from flowfabric.server.lifecycle import Server, seed_signing_key
 from flowfabric.server.routes import ROUTE_GROUPS
+from tests.client.server_thread import run_server
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.json"
 FEW = 4
@@ -52,33 +50,21 @@ def test_every_route_is_in_the_table_of_the_server_page() -> None:
     assert missing == []
 
 
+async def create_resources(url: str) -> None:
+    async with await open_engine(url) as engine:
+        await engine.create_execution(execution_id=EXECUTION)
+        await engine.create_flow(FLOW)
+        await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
+        await engine.create_quota_policy(FLOW, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server in a thread, for a tool that asks synchronously."""
+    """A server in a thread, for a synchronous client."""
     url = f"sqlite:///{tmp_path_factory.mktemp('api')}/ff.db"
-    ready, found = threading.Event(), list[Any]()
-
-    async def run() -> None:
-        async with await open_engine(url) as engine:
-            app = create_app(engine, ServerSettings(port=0))
-            await seed_signing_key(engine, app.settings)
-            await engine.create_execution(execution_id=EXECUTION)
-            await engine.create_flow(FLOW)
-            await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
-            await engine.create_quota_policy(FLOW, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
-            server = Server(app)
-            found.append(server)
-            serving = asyncio.create_task(server.serve())
-            await server.listening.wait()
-            ready.set()
-            await serving
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    ready.wait(30)
-    yield f"http://127.0.0.1:{found[0].port}"
-    found[0].should_exit = True
-    thread.join(30)
+    asyncio.run(create_resources(url))
+    with run_server(url) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 The same number of no-ops is drained twice in each round: without requirements, and spread over ten capability sets.
 Then a hundred workers claim a thousand tasks in three scenarios: every worker has all capabilities (happy), ten workers
-have rare ones that half of the tasks need (partial), a single worker has those that a tenth of the tasks needs (scarce).
+have rare ones that half of the tasks need (partial), one worker has those that a tenth of the tasks need (scarce).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from time import perf_counter
 import msgspec
 
 from flowfabric import CreateExecution, Engine
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import CLAIM_BATCH, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
 from flowfabric.connector import open_engine
@@ -41,13 +41,9 @@ class RoutingResult(msgspec.Struct, frozen=True):
     latency_p99_ms: float
 
 
-class CapabilityReport(msgspec.Struct, frozen=True):
+class CapabilityReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     jobs: int
     rounds: int
     sets: int

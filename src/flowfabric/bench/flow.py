@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 
 from flowfabric import CreateExecution, Engine
-from flowfabric.bench.scratch_store import Control, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, Control, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
 from flowfabric.connector import open_engine
@@ -40,13 +40,9 @@ class LatencyPercentiles(msgspec.Struct, frozen=True):
     samples: int
 
 
-class FlowReport(msgspec.Struct, frozen=True):
+class FlowReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     rounds: int
     steps: int
     in_flight: int

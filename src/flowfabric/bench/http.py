@@ -19,7 +19,7 @@ from time import perf_counter, time
 
 import msgspec
 
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.errors import InvalidInput
 
@@ -34,13 +34,9 @@ class RequestRate(msgspec.Struct, frozen=True):
     p99_ms: float
 
 
-class HttpReport(msgspec.Struct, frozen=True):
+class HttpReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     clients: int
     requests: int
     rounds: int

@@ -56,6 +56,15 @@ async def paced(count: int, per_second: int) -> AsyncIterator[int]:
         yield number
 
 
+class BenchReport(msgspec.Struct, frozen=True):
+    """The fields of every report: what was measured, on which machine."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+
+
 class ScratchStore(msgspec.Struct, frozen=True):
     """An empty store to measure on."""
 

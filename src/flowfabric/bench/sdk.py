@@ -22,7 +22,7 @@ import msgspec
 from flowfabric.bench import sdk_app
 from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
-from flowfabric.bench.scratch_store import ScratchStore, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, ScratchStore, scratch_store
 from flowfabric.bench.throughput import PER_SECOND, ProgressCallback, StepCounter
 from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import InvalidInput
@@ -47,13 +47,9 @@ class PeerReport(msgspec.Struct, frozen=True):
     drain_per_s: float
 
 
-class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
+class SdkReport(BenchReport, frozen=True, omit_defaults=True):
     """The results; rates are medians over the rounds, from the first start of a job to the last."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     load: float  # of the machine before the run: if it is not near 0, other processes disturb the results
     rounds: int
     jobs: int

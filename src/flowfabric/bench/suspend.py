@@ -11,10 +11,8 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import TypeVar
 
-import msgspec
-
 from flowfabric import Engine, Handle
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.connector import open_engine
 from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.engine.types import FreshWaitpoint, SignalArgs, SuspendArgs
@@ -30,13 +28,9 @@ PAUSE_S = 0.005  # for the waiting side to become idle
 T = TypeVar("T")
 
 
-class SuspendReport(msgspec.Struct, frozen=True):
+class SuspendReport(BenchReport, frozen=True):
     """The results; times are in milliseconds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     rounds: int
     resume_p50_ms: float  # from the call of suspend until a waiting worker has claimed the same attempt
     resume_p99_ms: float

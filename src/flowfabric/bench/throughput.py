@@ -15,7 +15,7 @@ import msgspec
 
 from flowfabric import Engine
 from flowfabric.bench import workload
-from flowfabric.bench.scratch_store import Control, ScratchStore, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, Control, ScratchStore, scratch_store
 from flowfabric.connector import open_engine
 
 PER_SECOND = 50  # submits while latency is measured
@@ -24,13 +24,9 @@ SAMPLES = 200
 CLAIMS = 50  # timed claims in each of two stores
 
 
-class ThroughputReport(msgspec.Struct, frozen=True, omit_defaults=True):
+class ThroughputReport(BenchReport, frozen=True, omit_defaults=True):
     """The results; rates are medians over the rounds, and so are ratios to the control of the same round."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     jobs: int
     payload_bytes: int
     rounds: int

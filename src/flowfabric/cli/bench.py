@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, RoutingResult
     from flowfabric.bench.flow import FlowReport, LatencyPercentiles
     from flowfabric.bench.http import HttpReport
+    from flowfabric.bench.scratch_store import BenchReport
     from flowfabric.bench.sdk import SdkReport
     from flowfabric.bench.suspend import SuspendReport as WaitReport
     from flowfabric.bench.throughput import ProgressCallback, ThroughputReport
@@ -28,7 +29,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Benchmark a store through the engine, compared with a bare table."""
+    """Benchmark a store, compared with a bare table."""
 
 
 @app.command()
@@ -76,7 +77,7 @@ def flow(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Chains, a fan-out with its join, the sibling cancels of a quorum. In a scratch store beside the named one."""
+    """Chains, fan-outs with joins, and cancels of siblings. In a scratch store beside the named one."""
     from flowfabric.bench.flow import flow
 
     def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, FlowReport]:
@@ -268,9 +269,7 @@ def _print_http(report: HttpReport) -> None:
     typer.echo(f"create: {report.create_ratio} of a bare FastAPI route")
 
 
-def _print_setup(
-    report: ThroughputReport | WaitReport | FlowReport | CapabilityReport | SdkReport, workload: str
-) -> None:
+def _print_setup(report: BenchReport, workload: str) -> None:
     """Print what was measured on which machine, versions and durability."""
     typer.echo(f"{workload}, {pluralize(report.cores, 'core')}")
     typer.echo(f"versions: {', '.join(f'{name} {version}' for name, version in report.versions.items())}")

@@ -97,7 +97,7 @@ def ls(
 
 
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Show one execution: its state, its attempts, and the history of its leases."""
+    """Show one execution. Its state, its attempts, and the history of its leases."""
 
     async def load_details(engine: EngineAPI, full_id: str) -> dict[str, Any]:
         from flowfabric.errors import NotFound

@@ -89,7 +89,7 @@ def backup(
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Check the store: whether it exists and is current, how fast it answers, and its clock."""
+    """Check the store. Whether it exists and is current, how fast it answers, and its clock."""
     with exit_on_error():
         url = resolve_store_url(store)
     findings = _run_checks(url)

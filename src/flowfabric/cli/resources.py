@@ -19,7 +19,7 @@ def workers(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the live workers, with their lanes, capabilities and last heartbeat."""
+    """List the live workers. Their lanes, capabilities and last heartbeat."""
 
     async def load_workers(engine: EngineAPI) -> list[Any]:
         page = await engine.list_workers(namespace)
@@ -62,7 +62,7 @@ def budgets(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List budgets, with the usage, reservations and limits of each dimension and the next reset."""
+    """List budgets. The usage, reservations and limits of each dimension, and the next reset."""
 
     async def load_budgets(engine: EngineAPI) -> list[BudgetStatus]:
         from flowfabric.cli.short_ids import resolve_budget_id
@@ -90,7 +90,7 @@ def budgets(
                 "promised",
                 "soft limit",
                 "hard limit",
-                "begins anew",
+                "next reset",
                 "at the limit",
             ),
             [row for item in known for row in _rows(item)],

@@ -61,8 +61,8 @@ def signal(
 
 
 SATISFIED = "resume_condition_satisfied"
-_VOTED = {True: "✓ voted: it has all the answers that it needs and goes on", False: "✓ voted: more answers are needed"}
-_SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kept until it asks for it"}
+_VOTED = {True: "✓ voted: the approval is complete, and the run resumes", False: "✓ voted: more answers are needed"}
+_SENT = {True: "✓ sent: the run waited for this, and resumes", False: "✓ sent: kept until the run receives it"}
 
 
 def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
@@ -145,7 +145,7 @@ def approvals(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List open approvals: the executions that ask, how many votes they have, and until when."""
+    """List open approvals. The executions that ask, how many votes they have, and until when."""
     from flowfabric.connector import public_base_url
 
     base = public_base_url(resolve_store_url(store), public_url) if links else None

@@ -21,7 +21,7 @@ BLOCK_MS = 1000  # how long one poll waits for a frame before progress and outco
 
 
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Explain why an execution is not running, with the obstacle and its facts."""
+    """Explain why an execution is not running. Prints the obstacle and its facts."""
     from flowfabric.api.encoding import variant_name
 
     answer = run_on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
@@ -184,7 +184,7 @@ class _Tail:
         if self._emit is not None:
             self._emit({"attempt": attempt, "reset": True})
         else:
-            self._print_note(f"attempt {attempt} begins anew")
+            self._print_note(f"attempt {attempt} starts from the beginning")
 
     async def _print_progress(self) -> None:
         from flowfabric.sdk.durable.output import progress_document

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from flowfabric import Context, Fabric, InvalidInput, Run
-from flowfabric.engine.engine import Engine
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.rules.durable import schema_limits
@@ -21,6 +20,9 @@ from flowfabric.server.routing import SIGNAL_LIMIT
 from tests.rules.durable.test_schema_limits import BAD, CIRCLES, ODD, choosing
 from tests.sdk.conftest import working
 from tests.server.api_client import ApiClient, path, wait_until
+from tests.server.routes.test_approval_pages import api, app
+
+__all__ = ["api", "app"]
 
 
 class Payment(msgspec.Struct):
@@ -37,19 +39,6 @@ class OpenApproval:
 
     run: Run[Any]
     links: list[str] = field(default_factory=list)
-
-
-@pytest.fixture
-async def app() -> AsyncIterator[Fabric]:
-    async with Fabric("memory://", public_url="http://ff") as app:
-        yield app
-
-
-@pytest.fixture
-async def api(app: Fabric) -> ApiClient:
-    engine = await app.engine()
-    assert isinstance(engine, Engine)
-    return ApiClient(engine)
 
 
 async def open_approval(app: Fabric, shape: Any, *, count: int = 1, show: Any = None) -> AsyncIterator[OpenApproval]:
