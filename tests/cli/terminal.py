@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import pytest
 from typer.testing import CliRunner, Result
 
 import flowfabric
@@ -31,6 +34,24 @@ class Terminal:
         result = self.run(*arguments, stdin=stdin)
         assert result.exit_code == 0, result.stderr
         return result.stdout
+
+    def run_until_explained(
+        self, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object], *arguments: str
+    ) -> Result:
+        """Run a command in a thread, call `work` once the command has explained an execution, and return its result."""
+        explain, explained = flowfabric.Engine.explain, threading.Event()
+
+        async def recorded(engine: flowfabric.Engine, execution_id: str) -> Any:
+            answer = await explain(engine, execution_id)
+            explained.set()
+            return answer
+
+        monkeypatch.setattr(flowfabric.Engine, "explain", recorded)
+        with ThreadPoolExecutor() as threads:
+            result = threads.submit(self.run, *arguments)
+            assert explained.wait(30)
+            work()
+            return result.result(30)
 
     def document(self, *arguments: str) -> Any:
         """Run a command with `--json`; return the decoded document."""

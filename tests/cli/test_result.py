@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -78,22 +77,7 @@ def test_an_execution_that_has_not_ended_is_reported_with_the_reason(ff: Termina
 def test_wait_blocks_until_the_execution_ends(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.results.POLL_MS", 50)
     execution = ff.submit()
-    results: list[Any] = []
-    explained = threading.Event()
-    explain = Engine.explain
+    answer = ff.run_until_explained(monkeypatch, lambda: end_execution(ff, result=b"42"), "result", execution, "--wait")
 
-    async def recorded(engine: Engine, execution_id: str) -> Any:
-        answer = await explain(engine, execution_id)
-        explained.set()
-        return answer
-
-    monkeypatch.setattr(Engine, "explain", recorded)
-    waiting = threading.Thread(target=lambda: results.append(ff.run("result", execution, "--wait")))
-    waiting.start()
-    assert explained.wait(30)
-    end_execution(ff, result=b"42")
-    waiting.join(30)
-
-    [answer] = results
     assert (answer.exit_code, answer.stdout) == (0, "42")
     assert answer.stderr.startswith("· No live worker serves lane default")

@@ -120,13 +120,9 @@ def test_approvals_are_listed_and_votes_are_sent_with_their_links(ff: Terminal, 
 def test_a_signal_is_received_by_the_function(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.receive_twice.submit())
 
-    assert (
-        ff.stdout("signal", run, "steer", "--value", '"left"', "--key", "k1")
-        == "✓ sent: kept until the run receives it\n"
-    )
-    assert (
-        ff.stdout("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent before, and delivered once\n"
-    )
+    send = ("signal", run, "steer", "--value", '"left"', "--key", "k1")
+    assert ff.stdout(*send) == "✓ sent: kept until the run receives it\n"
+    assert ff.stdout(*send) == "✓ sent before, and delivered once\n"
     assert ff.document("signal", run, "steer", "--value", '"right"')["signal_id"]
     shop.work_until(run, "completed")
 
@@ -186,24 +182,8 @@ def test_show_explains_what_the_execution_waits_for(ff: Terminal, shop: Shop) ->
 def test_tail_explains_why_there_is_no_output(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.tail.BLOCK_MS", 50)
     run = shop.submit(lambda: shop.ask.submit(False))
-    results: list[Any] = []
+    answer = ff.run_until_explained(monkeypatch, lambda: shop.work_until(run, "completed"), "tail", run)
 
-    following = threading.Thread(target=lambda: results.append(ff.run("tail", run)))
-    asked = threading.Event()
-    explain = Engine.explain
-
-    async def recorded(engine: Engine, execution_id: str) -> Any:
-        answer = await explain(engine, execution_id)
-        asked.set()
-        return answer
-
-    monkeypatch.setattr(Engine, "explain", recorded)
-    following.start()
-    assert asked.wait(30)
-    shop.work_until(run, "completed")
-    following.join(30)
-
-    [answer] = results
     assert "· No live worker serves lane default of namespace default: start one with `ff worker`.\n" in answer.stderr
     assert answer.stdout == "fortythinking\n-two\n"
 

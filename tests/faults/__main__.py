@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.faults import FAULTS
 from tests.faults.fault import SOURCE, Fault
-from tests.faults.faults import FAULTS
 from tests.postgres_install import ROOT
 
 COPIED = ("src", "tests", "pyproject.toml")

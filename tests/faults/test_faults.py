@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import FAULTS
 from tests.faults.__main__ import detecting_test
 from tests.faults.fault import SOURCE, Fault
-from tests.faults.faults import FAULTS
 from tests.postgres_install import ROOT
 
 

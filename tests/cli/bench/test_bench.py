@@ -1,4 +1,4 @@
-"""`ff bench throughput` measures engine and control, and leaves no files or databases."""
+"""`ff bench throughput` and `ff bench http` measure engine and control, and leave no files or databases."""
 
 from __future__ import annotations
 
@@ -77,3 +77,14 @@ def test_the_command_prints_one_document_or_a_table(tmp_path: Path) -> None:
     assert document["jobs"] == 100
     assert "bulk submit" in table
     assert "durability: WAL, synchronous=FULL" in table
+
+
+@pytest.mark.serial
+def test_requests_are_compared_with_a_bare_route(ff: Terminal) -> None:
+    report = ff.document("bench", "http", "--requests", "200", "--rounds", "1", "--clients", "8")
+
+    for name in ("create", "claim", "complete", "control"):
+        assert report[name]["per_s"] > 0
+        assert report[name]["p99_ms"] > 0
+    assert report["create_ratio"] > 0
+    assert report["clients"] == 8
