@@ -58,7 +58,7 @@ async def announce(copies: list[str | None]) -> str:
 @app.task
 async def alert() -> str:
     say("alert: something failed")
-    return "told the operators"
+    return "notified the operators"
 
 
 def film(file: str) -> tuple[Flow, dict[str, Node[str]]]:

@@ -29,7 +29,7 @@ HELD = [
     "lease epochs only increased: by one with each lease",
     "the flow continued without the failed branch: enrich failed, so alert ran and archive was skipped, each once",
     "publish ran when two of three were done: clean and rank were enough",
-    "publish waited for its approval without holding a worker: it was suspended, signalled and resumed in the same",
+    "publish waited for its approval without a worker: suspended, signalled and resumed in the same attempt",
 ]
 
 

@@ -79,7 +79,7 @@ def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     error = ff.refuses("cancel", execution)
 
     assert "execution_not_active" in error
-    assert "Hint: it has ended already: `ff show` tells how, `ff replay` gives it another life" in error
+    assert "Hint: it has ended already: `ff show` prints its outcome, `ff replay` runs it again" in error
     assert ff.document("show", execution)["execution"]["public_state"] == "completed"
 
 
@@ -89,7 +89,7 @@ def test_a_waiting_execution_cannot_be_replayed(ff: Terminal) -> None:
     error = ff.refuses("replay", execution)
 
     assert "execution_not_terminal" in error
-    assert "Hint: only what has ended can be replayed" in error
+    assert "Hint: only an ended execution can be replayed" in error
 
 
 @pytest.mark.parametrize("command", [("ls",), ("show", UNKNOWN), ("submit",), ("cancel", UNKNOWN), ("replay", UNKNOWN)])

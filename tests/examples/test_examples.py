@@ -56,7 +56,7 @@ EXPECTED = {
         "probe holiday.mov",
         "published: published 3 renditions with 5 captions",
         "announced: on east:480p and west:480p",
-        "alerted: told the operators",
+        "alerted: notified the operators",
         "10 completed, 1 failed",
     ],
     "recurring_job": ["exists already", r"report for …\d+, \d+ ms after its time", "3 runs for 3 times"],

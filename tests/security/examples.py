@@ -1,7 +1,7 @@
 """A valid request for every operation of the server, about rows of a given tenant.
 
 An example is a function of two tenants: the first owns the resource of the path, the namespace or the handle, the
-second the other resources of the request. An operation may have several examples, told apart by the text after the
+second the other resources of the request. An operation may have several examples, which differ by the text after the
 colon of their name.
 """
 

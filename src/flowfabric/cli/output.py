@@ -190,9 +190,9 @@ def hint_for(error: FabricError) -> str | None:
         case errors.NotFound():
             return "`ff ls` shows which executions there are"
         case errors.ExecutionNotActive():
-            return "it has ended already: `ff show` tells how, `ff replay` gives it another life"
+            return "it has ended already: `ff show` prints its outcome, `ff replay` runs it again"
         case errors.ExecutionNotTerminal():
-            return "only what has ended can be replayed: `ff show` tells where it stands"
+            return "only an ended execution can be replayed: `ff show` prints its state"
         case ids.MissingTag() | ids.InvalidPartitionIndex() | ids.InvalidUuid() | ids.NotAShortId():
             return (
                 "an execution id looks like '{fp:86}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d'; quote it for the shell, or "

@@ -37,7 +37,7 @@ def workers(
     else:
         print_table(
             "",
-            ("worker", "lanes", "capabilities", "since", "last heard of"),
+            ("worker", "lanes", "capabilities", "since", "last heartbeat"),
             [
                 (
                     item.worker_instance_id,

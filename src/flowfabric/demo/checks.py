@@ -94,9 +94,9 @@ async def _flow_claims(engine: Engine, demo: DemoState, completed: list[str]) ->
             f"{' and '.join(good)} were enough",
         ),
         (
-            f"{release.PUBLISH} waited for its approval without holding a worker",
+            f"{release.PUBLISH} waited for its approval without a worker",
             demo.approval == "resume_condition_satisfied" and len(approved) == 1 and approved[0].resumed_at is not None,
-            "it was suspended, signalled and resumed in the same attempt",
+            "suspended, signalled and resumed in the same attempt",
         ),
     ]
 
