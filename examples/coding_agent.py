@@ -30,7 +30,7 @@ class Review:
 
 
 async def write_code(task: str, wishes: list[str], number: int) -> Patch:
-    """A fake model. Its first answer is wrong."""
+    """Act as a model whose first answer is wrong."""
     await asyncio.sleep(0.05)
     body = "return a + b" if number > 0 else "return a - b"
     doc = '    """Add two numbers."""\n' if any("docstring" in wish for wish in wishes) else ""
@@ -46,7 +46,7 @@ async def run_tests(patch: Patch) -> str:
 
 
 async def note(line: str) -> None:
-    """Print in a step, so that it happens once: the function itself runs from the top after every wait."""
+    """Write to the log in a step, so that it happens once: the function runs again from the top after every wait."""
     await current().stream("log").write(line)
 
 

@@ -26,7 +26,7 @@ class Payment:
 
 
 class Callbacks(BaseHTTPRequestHandler):
-    """The public endpoint. `ff serve` accepts the same JSON at the same path; this server replaces it here."""
+    """The public endpoint. It replaces `ff serve`, which accepts the same JSON at the same path."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -50,7 +50,7 @@ app = Fabric(store(), public_url=f"http://127.0.0.1:{endpoint.server_port}")
 
 
 def payment_service(callback_url: str, amount: int) -> None:
-    """The payment service: works for a while, then calls back."""
+    """Act as the payment service, which calls back."""
 
     def post(url: str) -> int:
         body = json.dumps({"status": "paid", "amount": amount}).encode()

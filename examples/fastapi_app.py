@@ -1,7 +1,7 @@
-"""A web service that submits and streams: POST a question, read the answer as it is written, come back to it later.
+"""A web service that submits and streams: POST a question, read the answer while it is written or later.
 
-`uvicorn fastapi_app:web` serves it, `ff worker fastapi_app:app` works for it; any number of either. Run as a script it
-plays both parts on a free port, and a browser's:
+`uvicorn fastapi_app:web` runs the service, `ff worker fastapi_app:app` a worker; any number of each may run. As a
+script, this file runs both on a free port, and a client:
 
     python examples/fastapi_app.py
 """
@@ -41,12 +41,12 @@ async def answer(ctx: Context, question: Question) -> str:
 
 
 @asynccontextmanager
-async def connected(_: FastAPI) -> AsyncIterator[None]:
+async def app_lifespan(_: FastAPI) -> AsyncIterator[None]:
     async with app:
         yield
 
 
-web = FastAPI(lifespan=connected)
+web = FastAPI(lifespan=app_lifespan)
 
 
 @web.post("/questions", status_code=202)
@@ -65,7 +65,7 @@ async def state(run_id: str) -> dict[str, str]:
 
 @web.get("/questions/{run_id}/stream")
 async def stream(run_id: str) -> StreamingResponse:
-    """Server-sent events; late readers get everything from the beginning."""
+    """Stream server-sent events; late readers get everything from the beginning."""
 
     async def events() -> AsyncIterator[str]:
         async for frame in answer.run(run_id).stream("answer"):
@@ -79,7 +79,7 @@ async def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         free.listen()
-        # The worker keeps the app open, so the service need not.
+        # The worker already keeps the app open, so the lifespan is off.
         server = uvicorn.Server(uvicorn.Config(web, log_level="error", lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[free]))
         async with working(app), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{free.getsockname()[1]}") as browser:

@@ -1,4 +1,4 @@
-"""An alert at night: check, apply a safe fix, ask before an unsafe one, check again, and escalate in the end.
+"""An alert at night: diagnose, apply a safe fix, ask before an unsafe one, check again, and escalate.
 
 python examples/incident_remediation.py
 """
@@ -60,8 +60,8 @@ async def remediate(ctx: Context, alert: Alert) -> str:
     await ctx.sleep("500ms")  # an hour would do as well: long sleeps hold no worker and survive restarts
     if await ctx.step(is_healthy):
         return f"{cause}: caches were enough"
-    for person, patience in (("ana", "2s"), ("bo", "30m")):  # a restart affects customers: somebody has to approve it
-        gate = await ctx.approval(f"restart-{person}", Go, expires=patience)
+    for person, timeout in (("ana", "2s"), ("bo", "30m")):  # a restart affects customers, so a person has to approve it
+        gate = await ctx.approval(f"restart-{person}", Go, expires=timeout)
         await ctx.step(page, person, gate.links[0])
         votes = await gate
         if votes.expired:
@@ -70,7 +70,7 @@ async def remediate(ctx: Context, alert: Alert) -> str:
         if votes[0].value.go:
             await ctx.step(restart)
             healthy = await ctx.step(is_healthy)
-            return f"{cause}: restarted by {votes[0].by}'s word, {'healthy again' if healthy else 'still ill'}"
+            return f"{cause}: restart approved by {votes[0].by}, {'healthy again' if healthy else 'still unhealthy'}"
         return f"{cause}: {person} takes over"
     return f"{cause}: nobody answered"
 

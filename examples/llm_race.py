@@ -1,4 +1,4 @@
-"""Ask five models, take the first two answers, cancel the others. Their tokens are streamed.
+"""Ask five models, use the first two answers and cancel the others. The tokens are streamed.
 
 python examples/llm_race.py
 """
@@ -43,8 +43,7 @@ async def ask(ctx: Context, model: str, question: str) -> Answer:
 async def best_of(ctx: Context, question: str) -> str:
     calls = [ask.s(model, question) for model in MODELS]
     answers = await ctx.gather(calls, join=Quorum(2, cancel_rest=True))  # the slot is free meanwhile
-    given = [answer for answer in answers if answer is not None]
-    return " / ".join(answer.text for answer in given)
+    return " / ".join(answer.text for answer in answers if answer is not None)
 
 
 async def main() -> None:

@@ -1,6 +1,6 @@
-"""A flow whose shape is known: probe a film, then encode and caption it side by side, mirror it and publish it.
+"""A flow with a fixed graph: probe a film, encode and caption it in parallel, mirror it and publish it.
 
-An argument that is a node is an edge, and carries the node's result. The whole graph is handed over at once.
+A node as an argument is an edge, and passes the node's result. The whole graph is submitted in one call.
 
     python examples/media_pipeline.py
 """
@@ -58,11 +58,11 @@ async def announce(copies: list[str | None]) -> str:
 @app.task
 async def alert() -> str:
     say("alert: something failed")
-    return "told the operators"
+    return "notified the operators"
 
 
 def film(file: str) -> tuple[Flow, dict[str, Node[str]]]:
-    """The graph, and its last nodes by name."""
+    """Build the graph; return it with its last nodes by name."""
     flow = app.flow("film")
     source = flow.add(probe, file)
     renditions = [flow.add(encode, source, height) for height in (480, 1080, 2160)]

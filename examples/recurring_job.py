@@ -1,6 +1,6 @@
-"""A job that runs every second, as cron runs one every hour: never twice for the same time, and none is lost.
+"""A cron-like job that runs every second: never twice for the same time, and no run is lost.
 
-Each run hands the next one over before it works. Its key is the time that it is for: however often that hand-over is
+Each run submits the next one before it works. The idempotency key is the time of the run: however often the submit is
 repeated after crashes, there is one run for each time.
 
     python examples/recurring_job.py

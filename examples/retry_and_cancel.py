@@ -1,4 +1,4 @@
-"""Retries, a requested delay, a permanent failure, and a cancel: four ways in which work does not simply succeed.
+"""Retries, a requested delay, a permanent failure, and a cancel.
 
 python examples/retry_and_cancel.py
 """
@@ -18,13 +18,13 @@ class GatewayDown(Exception):
     """A transient failure."""
 
 
-tidied = asyncio.Event()
+cleaned_up = asyncio.Event()
 calls = {"charge": 0, "quota": 0}
 
 
 @app.task(retry=Retry(max=3, base="200ms", factor=2, jitter=False))
 async def charge(ctx: Context, order: str) -> str:
-    """Fails twice; each failure is followed by another attempt, after 200 ms, then 400 ms."""
+    """Fail twice; another attempt follows after 200 ms, then after 400 ms."""
     calls["charge"] += 1
     say(f"charge {order}: attempt {ctx.attempt + 1}, with the key {ctx.key('charge')[:8]} as before")
     if calls["charge"] < 3:
@@ -34,7 +34,7 @@ async def charge(ctx: Context, order: str) -> str:
 
 @app.task
 async def quota(order: str) -> str:
-    """The other system says when to retry: that is not a failure and costs no retry."""
+    """Retry when the other system says so: this is not a failure and uses up no retry."""
     calls["quota"] += 1
     if calls["quota"] == 1:
         say("quota: 429, come back in 300 ms")
@@ -44,7 +44,7 @@ async def quota(order: str) -> str:
 
 @app.task(retry=Retry(max=5))
 async def refund(order: str) -> str:
-    """A retry cannot fix this, so none follows."""
+    """Fail for good: a retry cannot fix this, so none follows."""
     raise Fatal(f"{order} was never paid")
 
 
@@ -55,8 +55,8 @@ async def export(rows: int) -> None:
     try:
         await asyncio.sleep(3600)
     finally:
-        say("export is told to stop, and tidies up")
-        tidied.set()
+        say("export is cancelled, and cleans up")
+        cleaned_up.set()
 
 
 async def main() -> None:
@@ -76,7 +76,7 @@ async def main() -> None:
             await long.result(timeout=20)
         except RunCancelled as cancelled:
             say("export was cancelled:", cancelled.reason)
-        await tidied.wait()  # the worker notices at its next heartbeat
+        await cleaned_up.wait()  # the worker notices at its next heartbeat
 
 
 if __name__ == "__main__":

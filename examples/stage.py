@@ -1,7 +1,7 @@
 """Shared by the examples, so that each runs with one command: a store in a temporary folder, and a worker.
 
-An application has neither of them in its code: it names its store (or sets FLOWFABRIC_URL), and its workers are
-processes of their own, started with `ff worker package.module:app` on as many machines as it likes.
+An application has neither in its code: it names its store (or sets FLOWFABRIC_URL), and its workers are separate
+processes, started with `ff worker package.module:app` on any number of machines.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The proof: rules, stores, engine and edges at work."""
+"""Tests of rules, stores, engine, SDK, server, client and command line."""

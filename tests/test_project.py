@@ -1,4 +1,4 @@
-"""The promises of the files at the top of the tree."""
+"""The files at the top of the tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_lock_names_no_address_and_hashes_everything() -> None:
+def test_the_lock_contains_no_url_and_hashes_every_package() -> None:
     lock = (ROOT / "requirements.lock").read_text()
     entries = re.split(r"\n(?=\S)", lock.strip())
 
@@ -39,7 +39,7 @@ def test_the_lock_names_no_address_and_hashes_everything() -> None:
     assert [entry for entry in entries if "==" not in entry or "--hash=sha256:" not in entry] == []
 
 
-def test_the_lock_holds_every_direct_dependency(project: dict[str, Any]) -> None:
+def test_the_lock_contains_every_direct_dependency(project: dict[str, Any]) -> None:
     locked = set(re.findall(r"^([\w.-]+)(?=\[|==)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     extras = chain.from_iterable(project["project"]["optional-dependencies"].values())
     wanted = [*project["project"]["dependencies"], *extras, *project["dependency-groups"]["dev"]]
@@ -47,7 +47,7 @@ def test_the_lock_holds_every_direct_dependency(project: dict[str, Any]) -> None
     assert {re.split(r"[\[>=<~!; ]", name)[0] for name in wanted} - locked == set()
 
 
-def test_every_dependency_says_what_it_is_for() -> None:
+def test_every_dependency_has_a_comment_about_its_purpose() -> None:
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     named = [line for line in lines if re.match(r'    "[\w.\[\]-]+>=', line)]
 
@@ -63,7 +63,7 @@ def test_the_extras_exist(project: dict[str, Any]) -> None:
     assert set(metadata("flowfabric").get_all("Provides-Extra", [])) == EXTRAS
 
 
-def test_ci_runs_what_developers_run() -> None:
+def test_ci_runs_dev_test() -> None:
     script = ROOT / ".ci" / "run"
 
     assert script.read_text().rstrip().endswith("exec ./dev test")
@@ -71,7 +71,7 @@ def test_ci_runs_what_developers_run() -> None:
     assert os.access(ROOT / "dev", os.X_OK)
 
 
-def test_the_readme_names_the_two_commands_and_the_licence_is_whole() -> None:
+def test_the_readme_names_demo_and_test_and_the_licence_is_complete() -> None:
     readme = (ROOT / "README.md").read_text()
 
     assert "./dev demo" in readme
@@ -92,7 +92,7 @@ def test_dev_lists_its_commands_without_installing_anything(tmp_path: Path) -> N
 
 
 def dev_script() -> ModuleType:
-    """The script `dev` as a module."""
+    """Load the script `dev` as a module."""
     loader = SourceFileLoader("dev_script", str(ROOT / "dev"))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -101,26 +101,28 @@ def dev_script() -> ModuleType:
     return module
 
 
-def stand_in(path: Path, answer: str) -> None:
-    """An interpreter that describes itself as told, whatever it is asked to run."""
+def write_fake_python(path: Path, answer: str) -> None:
+    """Write a fake interpreter, which prints this description whatever it runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{answer}\n")
     path.chmod(0o755)
 
 
-def test_every_other_python_is_found_once_and_those_that_cannot_be_used_are_named(
+def test_every_other_python_is_found_once_and_unusable_ones_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dev = dev_script()
     own = " ".join(map(str, sys.version_info[:3]))
-    stand_in(tmp_path / "bin" / "python3.11", "echo 3 11 200 final CPython")
-    stand_in(tmp_path / "bin" / "python3.14", "echo 3 14 0 beta CPython")
-    stand_in(tmp_path / "bin" / "python3.9", "echo 3 9 1 final CPython")
-    stand_in(tmp_path / "bin" / "python3.12", "exit 127")
-    stand_in(tmp_path / "pyenv" / "versions" / "again" / "bin" / "python3.11", "echo 3 11 200 final CPython")
-    stand_in(tmp_path / "pyenv" / "versions" / "own" / "bin" / "python3.11", f"echo {own} final CPython")
-    stand_in(tmp_path / "pyenv" / "versions" / "bare" / "bin" / "python3.13", "echo 3 13 200 final CPython ssl zlib")
-    stand_in(tmp_path / "pyenv" / "versions" / "pypy" / "bin" / "python3.11", "echo 3 11 201 final PyPy")
+    write_fake_python(tmp_path / "bin" / "python3.11", "echo 3 11 200 final CPython")
+    write_fake_python(tmp_path / "bin" / "python3.14", "echo 3 14 0 beta CPython")
+    write_fake_python(tmp_path / "bin" / "python3.9", "echo 3 9 1 final CPython")
+    write_fake_python(tmp_path / "bin" / "python3.12", "exit 127")
+    write_fake_python(tmp_path / "pyenv" / "versions" / "again" / "bin" / "python3.11", "echo 3 11 200 final CPython")
+    write_fake_python(tmp_path / "pyenv" / "versions" / "own" / "bin" / "python3.11", f"echo {own} final CPython")
+    write_fake_python(
+        tmp_path / "pyenv" / "versions" / "bare" / "bin" / "python3.13", "echo 3 13 200 final CPython ssl zlib"
+    )
+    write_fake_python(tmp_path / "pyenv" / "versions" / "pypy" / "bin" / "python3.11", "echo 3 11 201 final PyPy")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
 
@@ -136,7 +138,7 @@ def test_every_other_python_is_found_once_and_those_that_cannot_be_used_are_name
     ]
 
 
-def test_a_python_without_an_environment_is_named_and_the_others_are_tested(
+def test_a_python_without_an_environment_is_reported_and_the_others_are_tested(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dev = dev_script()
@@ -152,7 +154,7 @@ def test_a_python_without_an_environment_is_named_and_the_others_are_tested(
             raise dev.Stop("Fix: install the headers.")
         return interpreter
 
-    def tests(*_: object, python: Path, **ways: object) -> bool:
+    def tests(*_: object, python: Path, **options: object) -> bool:
         ran.append(python)
         return python == Path("/a/python3.11")
 
@@ -160,20 +162,20 @@ def test_a_python_without_an_environment_is_named_and_the_others_are_tested(
     monkeypatch.setattr(dev, "environment", environment)
     monkeypatch.setattr(dev, "tests", tests)
 
-    assert dev.elsewhere() == ["python 3.13.200"]
+    assert dev.test_other_pythons() == ["python 3.13.200"]
     assert ran == [Path("/a/python3.11"), Path("/c/python")]
-    told = capsys.readouterr().err
-    assert "not tested on /d/python3.14 is PyPy" in told
-    assert "not tested on /b/python3.12: no environment could be made for it" in told
+    output = capsys.readouterr().err
+    assert "not tested on /d/python3.14 is PyPy" in output
+    assert "not tested on /b/python3.12: no environment could be created" in output
 
 
-def test_files_made_by_tools_are_not_kept() -> None:
+def test_generated_files_are_ignored_by_git() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
 
     assert {"/.dev/", "__pycache__/", "uv.lock", "pylock*.toml", "*.db", "*.db-*"} <= set(ignored)
 
 
-def test_ff_tells_its_version(project: dict[str, Any]) -> None:
+def test_ff_version_prints_the_version_of_the_project(project: dict[str, Any]) -> None:
     answer = CliRunner().invoke(app, ["version"])
 
     assert answer.exit_code == 0
@@ -187,7 +189,7 @@ def test_every_decision_is_in_the_index() -> None:
     assert [page.name for page in sorted(folder.glob("[0-9]*.md")) if f"({page.name})" not in index] == []
 
 
-def test_the_shared_random_generator_is_left_to_the_application() -> None:
+def test_no_module_uses_the_shared_random_generator() -> None:
     own = {"Random", "SystemRandom"}
     shared = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -62,9 +62,9 @@ def test_scenarios_about_http_are_tested_on_the_server(marked: Marked) -> None:
 
 
 def test_scenarios_of_suspensions_flows_and_limits_run_on_every_store(marked: Marked) -> None:
-    asked = [number for number in numbers() if not number.startswith("EX-") and number not in HTTP_ONLY]
+    expected = [number for number in numbers() if not number.startswith("EX-") and number not in HTTP_ONLY]
 
-    assert [number for number in asked if not any(taken & ON_EVERY_STORE for _, taken in marked[number])] == []
+    assert [number for number in expected if not any(names & ON_EVERY_STORE for _, names in marked[number])] == []
 
 
 def test_marks_name_scenarios_that_exist(marked: Marked) -> None:

@@ -1,4 +1,4 @@
-"""The servers that the tests bring along: shared, obedient, and gone when nobody needs them."""
+"""The test servers: shared by processes, stoppable, and stopped when no process uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own(name: str) -> PostgresServer:
     return postgres(name)
 
 
-def test_a_server_is_as_careful_as_in_production(own: PostgresServer) -> None:
+def test_the_test_server_has_the_durability_settings_of_production(own: PostgresServer) -> None:
     shown = {setting: own.execute(f"SHOW {setting}") for setting in ("fsync", "synchronous_commit", "max_connections")}
 
     assert shown == {"fsync": "on", "synchronous_commit": "on", "max_connections": "200"}
@@ -60,7 +60,7 @@ def test_a_database_is_copied_from_a_template_that_is_prepared_once(own: Postgre
 
 
 @pytest.mark.parametrize("end", [PostgresServer.stop, PostgresServer.kill])
-def test_what_was_committed_is_there_after_the_end_and_a_new_start(own: PostgresServer, end: object) -> None:
+def test_committed_rows_survive_a_stop_or_kill_and_a_new_start(own: PostgresServer, end: object) -> None:
     own.execute("CREATE TABLE note AS SELECT 'hello' AS text")
 
     assert callable(end)
@@ -87,13 +87,13 @@ def test_processes_share_a_server_and_the_last_one_to_leave_stops_it(name: str, 
         leave(name)
         assert own.is_running()
 
-        other.kill()  # without a chance to say goodbye
+        other.kill()
 
     servers._wait(lambda: not own.is_running(), "the supervisor to notice", seconds=20)
     servers._wait(lambda: not _data(name).exists(), "the data to be removed", seconds=20)
 
 
-def test_a_server_whose_supervisor_was_killed_is_ended_and_replaced(name: str, own: PostgresServer) -> None:
+def test_a_server_whose_supervisor_was_killed_is_stopped_and_replaced(name: str, own: PostgresServer) -> None:
     own.execute("CREATE TABLE note (text text)")
     postmaster = servers._state(_data(name).parent)["pid"]
     os.kill(_parent(postmaster), signal.SIGKILL)
@@ -108,27 +108,27 @@ def test_a_server_whose_supervisor_was_killed_is_ended_and_replaced(name: str, o
         other.kill()
 
 
-def test_a_missing_server_fails_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_installation_fails_with_a_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(postgres_install.BIN_VARIABLE, str(tmp_path))
     with pytest.raises(ServerMissing, match="Fix: run ./dev test"):
         postgres("missing")
 
 
-def test_a_named_server_that_does_not_answer_fails_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_server_that_does_not_answer_fails_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_servers", {})
     monkeypatch.setenv(postgres_install.DSN_VARIABLE, "postgresql://postgres@127.0.0.1:1/postgres")
     with pytest.raises(ServerMissing, match="FF_TEST_PG_DSN names does not answer"):
         postgres()
 
 
-def test_a_named_server_is_not_ours_to_stop(monkeypatch: pytest.MonkeyPatch, own: PostgresServer) -> None:
+def test_a_configured_server_cannot_be_stopped(monkeypatch: pytest.MonkeyPatch, own: PostgresServer) -> None:
     monkeypatch.setattr(servers, "_servers", {})
     monkeypatch.setenv(postgres_install.DSN_VARIABLE, own.dsn())
 
     server = postgres()
 
     assert server.execute("SELECT 1") == "1"
-    with pytest.raises(RuntimeError, match="not ours to stop"):
+    with pytest.raises(RuntimeError, match="cannot be stopped"):
         server.stop()
 
 

@@ -19,7 +19,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.settings import Deadlines, Settings
 from flowfabric.stores.postgres import PostgresStore
 from tests.blackhole import BlackHole, black_hole
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 from tests.conftest import emptied
 from tests.sdk.conftest import until_so, working
 
@@ -41,7 +41,7 @@ class Place:
 @pytest.fixture(params=["postgres", "http"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     if request.param == "http":
-        with serving(f"sqlite:///{tmp_path / 'app.db'}") as server:
+        with run_server(f"sqlite:///{tmp_path / 'app.db'}") as server:
             async with _behind(server.url) as place:
                 yield place
     else:

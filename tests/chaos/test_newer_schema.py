@@ -14,7 +14,8 @@ import asyncpg
 import pytest
 
 from tests.chaos.test_sweepers import until
-from tests.cli.test_serve import FF, free_port, got
+from tests.cli.test_serve import FF, get_json
+from tests.client.server_thread import free_port
 from tests.engine.operations.test_schema_versions import BREAKING, SILENT, Place, place
 
 __all__ = ["place"]
@@ -62,7 +63,7 @@ async def test_a_server_that_nobody_asks_says_that_the_schema_is_newer_and_stops
 ) -> None:
     port = free_port()
     with running([*FF, "--store", place.url, "--port", str(port), *options], tmp_path) as server:
-        assert await asyncio.to_thread(got, port, "/healthz") == {"status": "ok"}
+        assert await asyncio.to_thread(get_json, port, "/healthz") == {"status": "ok"}
         version = await place.migrate(SILENT)
         said = await last_words(server)
 
@@ -78,10 +79,10 @@ async def test_a_server_that_nobody_asks_says_that_the_schema_is_newer_and_stops
 async def test_a_server_that_is_asked_answers_that_it_cannot_and_stops(place: Place, tmp_path: Path) -> None:
     port = free_port()
     with running([*FF, "--store", place.url, "--port", str(port), "--no-sweeps"], tmp_path) as server:
-        await asyncio.to_thread(got, port, "/healthz")
+        await asyncio.to_thread(get_json, port, "/healthz")
         await place.migrate(BREAKING)
         with pytest.raises(OSError, match="503|refused|reset"):  # refused once it has stopped
-            await asyncio.to_thread(got, port, "/v1/executions?partition=0", 0)
+            await asyncio.to_thread(get_json, port, "/v1/executions?partition=0", 0)
         said = await last_words(server)
 
     assert server.returncode == 1, said

@@ -1,17 +1,29 @@
-"""A terminal with a store."""
+"""Terminals on a store, and on a server in front of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.terminal import Terminal
+from tests.client.server_thread import run_server
 
 
 @pytest.fixture
 def ff(tmp_path: Path) -> Terminal:
     """A terminal on a migrated, empty store."""
     terminal = Terminal(f"sqlite:///{tmp_path}/ff.db")
-    terminal.says("migrate")
+    terminal.stdout("migrate")
     return terminal
+
+
+@pytest.fixture(params=["store", "server"])
+def ff_or_server(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """The terminal of `ff`, or one on a server in front of its store."""
+    if request.param == "store":
+        yield ff
+    else:
+        with run_server(ff.store) as server:
+            yield Terminal(server.url, ff.store)

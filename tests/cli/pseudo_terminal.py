@@ -1,4 +1,4 @@
-"""A process on a terminal of its own, as a person starts it."""
+"""A process on a pseudo terminal."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tests.postgres_install import ROOT
 
 
 class OnTerminal:
-    """`ff …` with a terminal for its input and output."""
+    """`ff …` with a terminal as stdin, stdout and stderr."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process = process
         self._master = master
         self.text = ""
 
-    def until(self, words: str, seconds: float = 60) -> str:
-        """Everything it has written, once these words are in it."""
+    def until(self, text: str, seconds: float = 60) -> str:
+        """Wait until the output contains a text; return all output."""
         end = time.monotonic() + seconds
-        while words not in self.text:
+        while text not in self.text:
             assert time.monotonic() < end, self.text
             assert self._read(0.1) or self.process.poll() is None, self.text
         return self.text
 
     def stop(self) -> str:
-        """Everything it has written, after SIGTERM."""
+        """Send SIGTERM, wait for the exit, and return all output."""
         self.process.send_signal(signal.SIGTERM)
         end = time.monotonic() + 60
         while self._read(0.1) or self.process.poll() is None:
@@ -54,11 +54,11 @@ class OnTerminal:
 
 @contextmanager
 def on_terminal(*arguments: str, folder: Path, environ: Mapping[str, str] | None = None) -> Iterator[OnTerminal]:
-    """Run `ff` with these arguments on a terminal; it is gone afterwards."""
+    """Run `ff` on a terminal during the block."""
     master, slave = pty.openpty()
-    given = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "100", **(environ or {})}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "100", **(environ or {})}
     command = [sys.executable, "-m", "flowfabric.cli", *arguments]
-    process = subprocess.Popen(command, cwd=folder, env=given, stdin=slave, stdout=slave, stderr=slave)
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     try:
         yield OnTerminal(process, master)

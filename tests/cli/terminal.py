@@ -1,12 +1,15 @@
-"""`ff` as a script would use it."""
+"""A test client of the command line."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import pytest
 from typer.testing import CliRunner, Result
 
 import flowfabric
@@ -23,34 +26,51 @@ class Terminal:
         self.store = store
         self._behind = behind or store
 
-    def run(self, *arguments: str, given: bytes | None = None) -> Result:
-        """The whole answer."""
-        return CliRunner().invoke(app, [*arguments, "--store", self.store], input=given)
+    def run(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        return CliRunner().invoke(app, [*arguments, "--store", self.store], input=stdin)
 
-    def says(self, *arguments: str, given: bytes | None = None) -> str:
-        """What it printed; it has to succeed."""
-        answer = self.run(*arguments, given=given)
-        assert answer.exit_code == 0, answer.stderr
-        return answer.stdout
+    def stdout(self, *arguments: str, stdin: bytes | None = None) -> str:
+        """Run a command that has to succeed; return its output."""
+        result = self.run(*arguments, stdin=stdin)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    def run_until_explained(
+        self, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object], *arguments: str
+    ) -> Result:
+        """Run a command in a thread, call `work` once the command has explained an execution, and return its result."""
+        explain, explained = flowfabric.Engine.explain, threading.Event()
+
+        async def recorded(engine: flowfabric.Engine, execution_id: str) -> Any:
+            answer = await explain(engine, execution_id)
+            explained.set()
+            return answer
+
+        monkeypatch.setattr(flowfabric.Engine, "explain", recorded)
+        with ThreadPoolExecutor() as threads:
+            result = threads.submit(self.run, *arguments)
+            assert explained.wait(30)
+            work()
+            return result.result(30)
 
     def document(self, *arguments: str) -> Any:
-        """The document that it printed."""
-        return json.loads(self.says(*arguments, "--json"))
+        """Run a command with `--json`; return the decoded document."""
+        return json.loads(self.stdout(*arguments, "--json"))
 
     def refuses(self, *arguments: str) -> str:
-        """What it had to say against it; it has to fail, without a document and without a traceback."""
-        answer = self.run(*arguments)
-        assert answer.exit_code == 1
-        assert answer.stdout == ""
-        assert "Traceback" not in answer.stderr
-        return answer.stderr
+        """Run a command that has to fail, without output and without a traceback; return its stderr."""
+        result = self.run(*arguments)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+        return result.stderr
 
     def submit(self, *arguments: str) -> str:
-        """The id of a new execution."""
-        return self.says("submit", *arguments).strip()
+        """Submit an execution; return its id."""
+        return self.stdout("submit", *arguments).strip()
 
     def engine(self, work: Callable[[flowfabric.Engine], Awaitable[T]]) -> T:
-        """Do something on the same store without the command line."""
+        """Run a coroutine function on an engine of the same store."""
 
         async def connected() -> T:
             async with await open_engine(self._behind) as engine:

@@ -1,4 +1,4 @@
-"""`ff admin`: told before anything is deployed."""
+"""`ff admin`: commands for operators of a deployment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(lanes: str, partitions: int | str = 256, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["admin", "partition-collisions", *arguments], env=environ)
 
 
-def test_lanes_that_share_a_partition_are_told_with_a_verdict() -> None:
+def test_lanes_that_share_a_partition_are_listed_with_a_verdict() -> None:
     answer = run("a, b,c", 1)
 
     assert answer.exit_code == 0
@@ -33,14 +33,14 @@ def test_lanes_that_share_a_partition_are_told_with_a_verdict() -> None:
     }
 
 
-def test_a_lane_that_shares_nothing_is_told_in_words() -> None:
+def test_a_single_lane_is_reported_as_clean() -> None:
     assert run("a", 256).stdout == "Clean: no lanes share a partition (1 lane, 256 partitions)\n"
 
 
 @pytest.mark.parametrize(
     ("count", "pairs", "verdict"), [(10, 0, "Clean"), (50, 1, "Watch"), (40, 1, "Elevated"), (20, 2, "Remediate")]
 )
-def test_the_verdict_goes_by_the_share_of_lanes_that_collide(count: int, pairs: int, verdict: str) -> None:
+def test_the_verdict_depends_on_the_share_of_colliding_lanes(count: int, pairs: int, verdict: str) -> None:
     by_partition: dict[int, list[str]] = {}
     for number in range(2000):
         lane = f"lane-{number}"
@@ -54,7 +54,7 @@ def test_the_verdict_goes_by_the_share_of_lanes_that_collide(count: int, pairs: 
 
 
 @pytest.mark.parametrize(
-    ("lanes", "partitions", "words"),
+    ("lanes", "partitions", "text"),
     [
         ("a,b,a", 256, "named twice: a"),
         ("é", 256, "lane_id"),
@@ -63,27 +63,27 @@ def test_the_verdict_goes_by_the_share_of_lanes_that_collide(count: int, pairs: 
         (",", 1, "at least one"),
     ],
 )
-def test_names_that_are_none_end_with_2(lanes: str, partitions: int | str, words: str) -> None:
+def test_invalid_lanes_or_partitions_exit_with_2(lanes: str, partitions: int | str, text: str) -> None:
     answer = run(lanes, partitions)
     assert (answer.exit_code, answer.stdout) == (2, "")
-    assert words in answer.stderr
+    assert text in answer.stderr
 
 
-def test_an_unknown_command_ends_with_2() -> None:
+def test_an_unknown_command_exits_with_2() -> None:
     assert CliRunner().invoke(app, ["admin", "nonsense"]).exit_code == 2
 
 
 # -- the signing key ----------------------------------------------------------------------------------------------
 
 
-def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
-    first = ff.says("admin", "rotate-secret", "k1")
-    second = ff.says(
-        "admin", "rotate-secret", "k2", "--secret-file", "-", "--grace", "1h", given=b"aabbccdd" * 8 + b"\n"
+def test_a_new_key_signs_and_the_previous_one_still_verifies(ff: Terminal) -> None:
+    first = ff.stdout("admin", "rotate-secret", "k1")
+    second = ff.stdout(
+        "admin", "rotate-secret", "k2", "--secret-file", "-", "--grace", "1h", stdin=b"aabbccdd" * 8 + b"\n"
     )
 
     assert (first, second) == ("✓ k1 signs\n", "✓ k2 signs; k1 verifies for 1h more\n")
-    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", given=b"AABBCCDD" * 8)
+    again = ff.run("rotate-secret", "k2", "--secret-file", "-", "--json", stdin=b"AABBCCDD" * 8)
     assert json.loads(again.stdout) == {"rotated": 1, "failed": [], "new_kid": "k2", "previous_kid": None}
 
     async def kids(engine: Engine) -> Any:
@@ -94,7 +94,7 @@ def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["k1"], "rotation_conflict — This key id exists with another secret. (kid=k1)"),
         (["a:b"], "invalid_kid: a:b"),
@@ -102,23 +102,23 @@ def test_another_key_signs_and_the_one_before_verifies(ff: Terminal) -> None:
         (["k2", "--store", "http://127.0.0.1:1"], "ask it: POST /v1/admin/rotate-waitpoint-secret"),
     ],
 )
-def test_a_rotation_that_cannot_be_changes_nothing(ff: Terminal, arguments: list[str], words: str) -> None:
-    ff.says("admin", "rotate-secret", "k1")
-    where = [] if "--store" in arguments else ["--store", ff.store]
-    refused = CliRunner().invoke(app, ["admin", "rotate-secret", *arguments, *where])
+def test_a_refused_rotation_changes_nothing(ff: Terminal, arguments: list[str], text: str) -> None:
+    ff.stdout("admin", "rotate-secret", "k1")
+    store = [] if "--store" in arguments else ["--store", ff.store]
+    refused = CliRunner().invoke(app, ["admin", "rotate-secret", *arguments, *store])
 
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert words in refused.stderr
-    assert "k1 signs" in ff.says("doctor")
+    assert text in refused.stderr
+    assert "k1 signs" in ff.stdout("doctor")
 
 
-def test_the_version_is_told_as_an_option_too() -> None:
+def test_the_version_option_prints_the_same_as_the_command() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == CliRunner().invoke(app, ["version"]).stdout
 
 
-def test_a_key_id_that_is_taken_is_refused_with_what_to_do(ff: Terminal) -> None:
-    ff.says("admin", "rotate-secret", "k1")
-    said = ff.refuses("admin", "rotate-secret", "k1")
+def test_a_key_id_in_use_is_refused_with_a_hint(ff: Terminal) -> None:
+    ff.stdout("admin", "rotate-secret", "k1")
+    error = ff.refuses("admin", "rotate-secret", "k1")
 
-    assert "rotation_conflict" in said
-    assert "Hint: give the new key a name of its own, or the secret that it had: --secret-file" in said
+    assert "rotation_conflict" in error
+    assert "Hint: give the new key a name of its own, or the secret that it had: --secret-file" in error

@@ -1,4 +1,4 @@
-"""What each command does, for people and for machines."""
+"""The commands, with tables and with JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal
 
-WATCHING = ("explain", "tail", "signal", "approvals", "workers", "budgets")
 
-
-def test_migrate_tells_from_where_to_where(tmp_path: Path) -> None:
+def test_migrate_reports_the_schema_versions_before_and_after(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/new.db")
 
     first, again = ff.document("migrate"), ff.document("migrate")
 
     assert first["from"] == 0 < first["to"]
     assert (again["from"], again["to"]) == (first["to"], first["to"])
-    assert f"already at schema version {first['to']}" in ff.says("migrate")
+    assert f"already at schema version {first['to']}" in ff.stdout("migrate")
 
 
 def test_backup_copies_the_store_to_a_new_file(tmp_path: Path) -> None:
@@ -44,7 +42,7 @@ def test_backup_copies_the_store_to_a_new_file(tmp_path: Path) -> None:
     assert "exists already; name a new file" in again.output
 
 
-def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
+def test_submit_prints_the_id_and_show_prints_the_execution(ff: Terminal) -> None:
     execution = ff.submit("--lane", "mail", "--kind", "welcome", "--payload", "hällo", "--tag", "tenant.name=acme")
 
     found = ff.document("show", execution)
@@ -58,17 +56,17 @@ def test_submit_prints_the_id_and_show_tells_everything(ff: Terminal) -> None:
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
-def test_submit_takes_a_payload_byte_for_byte(ff: Terminal, tmp_path: Path, source: str) -> None:
+def test_submit_reads_a_payload_as_bytes_from_a_file_or_stdin(ff: Terminal, tmp_path: Path, source: str) -> None:
     blob = bytes(range(256))
     (tmp_path / "blob").write_bytes(blob)
 
     name = str(tmp_path / "blob") if source == "file" else "-"
-    execution = ff.says("submit", "--payload-file", name, given=blob if source == "stdin" else None).strip()
+    execution = ff.stdout("submit", "--payload-file", name, stdin=blob if source == "stdin" else None).strip()
 
     assert ff.engine(lambda engine: engine.read_execution_context(execution)).input_payload == blob
 
 
-def test_the_same_key_is_the_same_execution(ff: Terminal) -> None:
+def test_a_second_submit_with_the_same_key_returns_the_first_execution(ff: Terminal) -> None:
     policy = ("--policy", '{"dedup_window_ms": 60000}')
     first = ff.document("submit", "--key", "invoice-7", *policy)
     again = ff.document("submit", "--key", "invoice-7", *policy)
@@ -78,7 +76,7 @@ def test_the_same_key_is_the_same_execution(ff: Terminal) -> None:
     assert len(ff.document("ls")["executions"]) == 1
 
 
-def test_a_delayed_submit_waits_for_its_time(ff: Terminal) -> None:
+def test_a_submit_with_a_delay_creates_a_delayed_execution(ff: Terminal) -> None:
     execution = ff.submit("--delay", "1h30m")
 
     found = ff.document("show", execution)["execution"]
@@ -88,7 +86,7 @@ def test_a_delayed_submit_waits_for_its_time(ff: Terminal) -> None:
     assert until - found["created_at"] == pytest.approx(90 * 60 * 1000, abs=5000)
 
 
-def test_ls_filters_and_turns_pages(ff: Terminal) -> None:
+def test_ls_filters_and_paginates(ff: Terminal) -> None:
     mail = {ff.submit("--lane", "mail", "--tag", "tenant.name=acme") for _ in range(3)}
     other = ff.submit("--namespace", "tests", "--delay", "1h")
 
@@ -111,8 +109,8 @@ def test_ls_filters_and_turns_pages(ff: Terminal) -> None:
     assert seen == sorted(mail | {other})
 
 
-def test_people_get_tables(ff: Terminal) -> None:
-    assert ff.says("ls") == "No executions.\n"
+def test_ls_and_show_print_tables(ff: Terminal) -> None:
+    assert ff.stdout("ls") == "No executions.\n"
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
 
     async def fail_once(engine: Engine) -> None:
@@ -121,17 +119,17 @@ def test_people_get_tables(ff: Terminal) -> None:
         await engine.fail(claimed.handle, reason="flaky")
 
     ff.engine(fail_once)
-    listed, told = ff.says("ls"), ff.says("show", execution)
+    listed, shown = ff.stdout("ls"), ff.stdout("show", execution)
 
     assert re.search(rf"{re.escape(execution)} +task +delayed +default +1 ", listed)
     assert "retry backoff until" in listed
-    assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", told)
-    assert re.search(r"acquired +1 +w-1", told)
-    assert re.search(r"released +1 +w-1 +failed_retry_scheduled", told)
+    assert re.search(r"0 +initial +ended_failure +w-1 +1 .* flaky", shown)
+    assert re.search(r"acquired +1 +w-1", shown)
+    assert re.search(r"released +1 +w-1 +failed_retry_scheduled", shown)
     assert f"ff ls --cursor '{execution}'" not in listed
 
 
-def test_a_result_is_shown_as_text_or_by_its_size(ff: Terminal) -> None:
+def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
     texts = {ff.submit("--lane", lane): result for lane, result in (("a", b'{"ok":true}'), ("b", b"\xff\x00"))}
 
     async def complete(engine: Engine) -> None:
@@ -145,23 +143,23 @@ def test_a_result_is_shown_as_text_or_by_its_size(ff: Terminal) -> None:
 
     assert ff.document("show", first)["result"] == {"bytes": 11, "text": '{"ok":true}'}
     assert ff.document("show", second)["result"] == {"bytes": 2, "base64": "/wA="}
-    assert '{"ok":true}' in ff.says("show", first)
-    assert "2 bytes" in ff.says("show", second)
+    assert '{"ok":true}' in ff.stdout("show", first)
+    assert "2 bytes" in ff.stdout("show", second)
 
 
-def test_cancel_then_replay(ff: Terminal) -> None:
+def test_a_cancelled_execution_can_be_replayed(ff: Terminal) -> None:
     execution = ff.submit()
 
     assert ff.document("cancel", execution, "--reason", "not needed") == {
         "execution_id": execution,
         "public_state": "cancelled",
     }
-    assert ff.says("cancel", execution) == f"✓ {execution} is cancelled\n"
+    assert ff.stdout("cancel", execution) == f"✓ {execution} is cancelled\n"
     assert ff.document("replay", execution)["public_state"] == "waiting"
     assert ff.document("show", execution)["execution"]["public_state"] == "waiting"
 
 
-def test_doctor_finds_a_healthy_store_healthy(ff: Terminal) -> None:
+def test_doctor_reports_a_healthy_store(ff: Terminal) -> None:
     report = ff.document("doctor")
 
     assert report["healthy"]
@@ -169,7 +167,7 @@ def test_doctor_finds_a_healthy_store_healthy(ff: Terminal) -> None:
         *("store", "schema", "latency", "clock", "queues", "keystore")
     ]
     assert "no signing key yet" in report["checks"][-1]["says"]
-    assert ff.says("doctor").count("✓") == 6
+    assert ff.stdout("doctor").count("✓") == 6
 
 
 def test_doctor_names_the_signing_key(ff: Terminal) -> None:
@@ -191,18 +189,18 @@ def test_doctor_names_the_signing_key(ff: Terminal) -> None:
         (None, {}, "sqlite:///flowfabric.db"),
     ],
 )
-def test_the_store_is_the_named_one_else_the_environments(
+def test_the_store_comes_from_the_option_else_from_the_environment(
     named: str | None, environ: dict[str, str], chosen: str
 ) -> None:
     assert resolve_store_url(named, environ) == chosen
 
 
-def test_an_environment_that_names_no_store_is_refused() -> None:
+def test_a_postgres_backend_without_a_url_is_refused() -> None:
     with pytest.raises(InvalidInput, match="FF_POSTGRES_URL: must be set when FF_BACKEND is postgres"):
         resolve_store_url(None, {"FF_BACKEND": "postgres"})
 
 
-def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_backend_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_BACKEND", "oracle")
     monkeypatch.delenv("FLOWFABRIC_URL", raising=False)
 
@@ -212,57 +210,43 @@ def test_a_backend_that_nobody_knows_ends_with_code_2(monkeypatch: pytest.Monkey
     assert "FF_BACKEND: 'oracle' is no known store" in " ".join(answer.stderr.replace("│", " ").split())
 
 
-def test_passwords_are_not_shown() -> None:
+def test_passwords_are_redacted_from_urls() -> None:
     assert redact_url("postgresql://ann:s3cret@host/db") == "postgresql://ann:…@host/db"
     assert redact_url("postgresql://ann@host/db") == "postgresql://ann@host/db"
     assert redact_url("sqlite:///a@b.db") == "sqlite:///a@b.db"
 
 
 @pytest.mark.parametrize("page", [(), ("admin",), ("bench",)])
-def test_the_list_of_commands_cuts_no_sentence(page: tuple[str, ...]) -> None:
-    said = CliRunner().invoke(app, [*page, "--help"]).stdout
+def test_the_list_of_commands_truncates_no_sentence(page: tuple[str, ...]) -> None:
+    output = CliRunner().invoke(app, [*page, "--help"]).stdout
 
-    assert said.partition("Commands:")[2]
-    assert "..." not in said.partition("Commands:")[2]
+    assert output.partition("Commands:")[2]
+    assert "..." not in output.partition("Commands:")[2]
 
 
-def test_help_lists_the_commands_and_loads_neither_engine_nor_tables() -> None:
-    look = (
+def test_help_lists_the_commands_and_imports_neither_engine_nor_rich() -> None:
+    script = (
         "import sys; from flowfabric.cli import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "print({'rich', 'asyncio', 'msgspec', 'apsw', 'asyncpg', 'fastapi', 'flowfabric.engine'} & set(sys.modules))"
     )
 
-    said = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
-    assert said.splitlines()[-1] == "set()"
-    commands = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
+    assert output.splitlines()[-1] == "set()"
+    commands = re.findall(r"^  (\w+)  ", output.partition("Commands:")[2], re.MULTILINE)
     assert commands == [
-        "version",
-        "migrate",
-        "doctor",
-        "backup",
-        "ls",
-        "show",
-        "cancel",
-        "replay",
-        "submit",
-        "result",
-        *WATCHING,
-        "worker",
-        "serve",
-        "demo",
-        "admin",
-        "bench",
+        *("version", "migrate", "doctor", "backup", "ls", "show", "cancel", "replay", "submit", "result"),
+        *("explain", "tail", "signal", "approvals", "workers", "budgets", "worker", "serve", "demo", "admin", "bench"),
     ]
 
 
-def test_the_states_that_are_offered_are_those_that_there_are() -> None:
+def test_the_offered_states_are_the_public_states() -> None:
     assert set(STATES) == {state.value for state in PublicState if state is not PublicState.RESUMABLE}
 
 
-def test_states_are_completed_by_the_shell() -> None:
+def test_the_shell_completes_states() -> None:
     environ = {"_FF_COMPLETE": "complete_bash", "COMP_WORDS": "ff ls --state ca", "COMP_CWORD": "3"}
 
     answer = CliRunner().invoke(app, env=environ, prog_name="ff")

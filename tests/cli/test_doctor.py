@@ -1,4 +1,4 @@
-"""What `ff doctor` says of those who keep dead rows alive."""
+"""`ff doctor` reports snapshots that keep dead rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ async def test_doctor_names_an_idle_transaction(database: str) -> None:
     holder: Any = await asyncpg.connect(database, server_settings={"application_name": "report"})
     await holder.execute("begin isolation level repeatable read")
     await holder.fetch("select count(*) from ff_exec_core")
-    await holder.fetch("select pg_sleep(1.1)")  # younger ones are nobody's business
+    await holder.fetch("select pg_sleep(1.1)")  # younger transactions are not reported
 
-    found = {one["check"]: one for one in (await asyncio.to_thread(Terminal(database).document, "doctor"))["checks"]}
+    finding = {one["check"]: one for one in (await asyncio.to_thread(Terminal(database).document, "doctor"))["checks"]}
     pid = holder.get_server_pid()
     await holder.close()
 
-    assert found["snapshot"]["ok"]
-    assert f"transaction pid {pid}, report, database {name}, idle in transaction for " in found["snapshot"]["says"]
+    assert finding["snapshot"]["ok"]
+    assert f"transaction pid {pid}, report, database {name}, idle in transaction for " in finding["snapshot"]["says"]
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ async def test_doctor_names_an_idle_transaction(database: str) -> None:
     ],
     ids=["transaction", "prepared", "slot"],
 )
-def test_a_snapshot_that_is_held_for_long_is_a_fault(holder: SnapshotHolder, says: str) -> None:
-    found = maintenance._snapshots([holder])
+def test_an_old_snapshot_is_reported_as_a_problem(holder: SnapshotHolder, says: str) -> None:
+    finding = maintenance._snapshots([holder])
 
-    assert not found["ok"]
-    assert says in found["says"]
-    assert f"{holder.transactions} transactions ago" in found["says"]
-    assert "pg_terminate_backend" in found["hint"]
+    assert not finding["ok"]
+    assert says in finding["says"]
+    assert f"{holder.transactions} transactions ago" in finding["says"]
+    assert "pg_terminate_backend" in finding["hint"]
 
 
-def test_short_transactions_are_not_named() -> None:
+def test_short_transactions_are_not_reported() -> None:
     assert maintenance._snapshots([SnapshotHolder("transaction", "pid 7", "flowfabric", "shop", "active", 0, 3)])["ok"]

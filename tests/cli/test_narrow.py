@@ -1,4 +1,4 @@
-"""Tables in a terminal that is too narrow for them."""
+"""Tables on terminals of different widths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int, *rows: tuple[object, ..
     return out.getvalue().splitlines()
 
 
-def test_a_narrow_terminal_gets_a_list_in_which_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_gets_a_list_without_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, 80, ROW, (ID, "shop.hello", "completed", None, ""))
 
     assert max(map(len, lines)) <= 80
@@ -30,10 +30,10 @@ def test_a_narrow_terminal_gets_a_list_in_which_nothing_is_cut(monkeypatch: pyte
     assert "…" not in text
     for value in ROW:
         assert " ".join(str(value).split()) in text
-    assert text.count("why it waits") == 1, "what is empty is left out"
+    assert text.count("why it waits") == 1, "empty cells are left out"
 
 
-def test_a_wide_terminal_gets_a_table_whose_last_column_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_terminal_gets_a_table_whose_last_column_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, 150, ROW)
 
     [line] = [line for line in lines if ID in line]
@@ -41,12 +41,14 @@ def test_a_wide_terminal_gets_a_table_whose_last_column_is_folded(monkeypatch: p
     assert sum("because" in line for line in lines) > 1
 
 
-def test_a_pipe_gets_a_table_as_wide_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_a_table_of_full_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(ID in line and "delayed" in line for line in printed(monkeypatch, 200, ROW, terminal=False))
 
 
-def test_of_a_failure_people_get_what_it_says() -> None:
-    told = 'retry backoff until 1700000000000 (attempt 0 failed: ValueError: no\n  File "x.py", line 1\n)'
-    assert output.first_line(told) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
+def test_the_first_line_of_a_failure_is_its_message_without_the_traceback() -> None:
+    failure = 'retry backoff until 1700000000000 (attempt 0 failed: ValueError: no\n  File "x.py", line 1\n)'
+    assert (
+        output.first_line(failure) == "retry backoff until 2023-11-14 22:13:20.000Z (attempt 0 failed: ValueError: no)"
+    )
     assert output.first_line("ValueError: no (really)\n  File") == "ValueError: no (really)"
     assert output.first_line(None) == ""

@@ -14,26 +14,26 @@ from flowfabric.model.api_token import ApiScope
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
-from tests.client.serving import Serving, serving
+from tests.client.server_thread import ServerThread, run_server
 from tests.sdk.conftest import until, working
 
 ROOT = "a-long-secret-that-nobody-guesses"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Serving]:
-    with serving(f"sqlite:///{tmp_path}/ff.db", ServerSettings(api_token=Secret(ROOT))) as server:
+def server(tmp_path: Path) -> Iterator[ServerThread]:
+    with run_server(f"sqlite:///{tmp_path}/ff.db", ServerSettings(api_token=Secret(ROOT))) as server:
         yield server
 
 
 @pytest.fixture
-def direct(server: Serving) -> Terminal:
+def direct(server: ServerThread) -> Terminal:
     """A terminal on the store behind the server."""
     return Terminal(server.store_url)
 
 
 @pytest.fixture
-def ff(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def ff(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal on the server."""
     monkeypatch.setenv("FLOWFABRIC_TOKEN", ROOT)
     return Terminal(server.url)
@@ -44,8 +44,8 @@ def test_executions_are_submitted_listed_shown_cancelled_and_replayed(ff: Termin
 
     assert ff.document("ls", "--tag", "shop.a=b") == direct.document("ls", "--tag", "shop.a=b")
     assert ff.document("explain", execution_id) == direct.document("explain", execution_id)
-    assert "is cancelled" in ff.says("cancel", execution_id)
-    assert "is waiting" in ff.says("replay", execution_id)
+    assert "is cancelled" in ff.stdout("cancel", execution_id)
+    assert "is waiting" in ff.stdout("replay", execution_id)
 
     async def complete(engine: Engine) -> None:
         held = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
@@ -57,10 +57,10 @@ def test_executions_are_submitted_listed_shown_cancelled_and_replayed(ff: Termin
     shown = ff.document("show", execution_id)
     assert shown == direct.document("show", execution_id)
     assert shown["result"] == {"bytes": 2, "base64": "/wA="}
-    assert ff.says("tail", execution_id) == direct.says("tail", execution_id) == "out"
+    assert ff.stdout("tail", execution_id) == direct.stdout("tail", execution_id) == "out"
 
 
-def test_what_is_not_there_is_told_like_on_a_store(ff: Terminal, direct: Terminal) -> None:
+def test_an_unknown_execution_is_reported_as_on_a_store(ff: Terminal, direct: Terminal) -> None:
     unknown = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
     for command in ("show", "cancel", "replay", "explain", "tail"):
         assert ff.refuses(command, unknown).splitlines()[-1] == direct.refuses(command, unknown).splitlines()[-1]
@@ -76,7 +76,7 @@ def test_budgets_and_workers_are_listed(ff: Terminal, direct: Terminal) -> None:
             worker_instance_id="w:1", worker_id="w", lanes=["mail"], liveness_ttl_ms=60_000, capabilities=["gpu"]
         )
 
-    assert ff.says("budgets") == "No budgets.\n"
+    assert ff.stdout("budgets") == "No budgets.\n"
     direct.engine(declare)
 
     assert ff.document("budgets") == direct.document("budgets")
@@ -86,7 +86,7 @@ def test_budgets_and_workers_are_listed(ff: Terminal, direct: Terminal) -> None:
     assert ff.document("workers") == direct.document("workers")
 
 
-def test_doctor_looks_through_the_server_at_its_store(ff: Terminal, direct: Terminal) -> None:
+def test_doctor_checks_the_store_behind_a_server(ff: Terminal, direct: Terminal) -> None:
     found = {one["check"]: one for one in ff.document("doctor")["checks"]}
 
     assert [*found] == ["server", "store", "schema", "latency", "clock", "keystore"]
@@ -97,12 +97,10 @@ def test_doctor_looks_through_the_server_at_its_store(ff: Terminal, direct: Term
     assert found["schema"]["says"].split(",")[0] == behind["schema"].split(",")[0]
 
 
-def test_doctor_tells_of_a_server_that_is_away_and_of_a_wrong_token(
-    ff: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away = Terminal("http://127.0.0.1:9").run("doctor", "--json")
-    assert away.exit_code == 1
-    assert "store_unavailable" in away.stdout or "server" in away.stdout
+def test_doctor_reports_an_unreachable_server_and_a_wrong_token(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    unreachable = Terminal("http://127.0.0.1:9").run("doctor", "--json")
+    assert unreachable.exit_code == 1
+    assert "store_unavailable" in unreachable.stdout or "server" in unreachable.stdout
 
     monkeypatch.setenv("FLOWFABRIC_TOKEN", "wrong")
     refused = ff.run("doctor")
@@ -111,7 +109,7 @@ def test_doctor_tells_of_a_server_that_is_away_and_of_a_wrong_token(
     assert "FLOWFABRIC_TOKEN" in refused.stdout
 
 
-def test_a_token_that_is_not_good_for_a_command_is_told_so(
+def test_a_token_without_the_scope_of_a_command_is_refused_with_a_hint(
     ff: Terminal, direct: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execution_id = ff.submit()
@@ -120,15 +118,15 @@ def test_a_token_that_is_not_good_for_a_command_is_told_so(
         return (await engine.make_api_token("reader", [ApiScope.READ])).token
 
     monkeypatch.setenv("FLOWFABRIC_TOKEN", direct.engine(reading))
-    said = ff.refuses("cancel", execution_id)
-    assert "token lacks scope: operate" in said
-    assert "FLOWFABRIC_TOKEN" in said
+    error = ff.refuses("cancel", execution_id)
+    assert "token lacks scope: operate" in error
+    assert "FLOWFABRIC_TOKEN" in error
     assert ff.document("doctor")["healthy"]
 
 
 @pytest.mark.parametrize("token", ["wrong", None])
-def test_an_app_with_a_wrong_token_or_none_is_told_where_it_comes_from(
-    server: Serving, monkeypatch: pytest.MonkeyPatch, token: str | None
+def test_an_app_with_a_wrong_or_missing_token_is_refused_with_the_variable(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     monkeypatch.delenv("FLOWFABRIC_TOKEN", raising=False)
     app = Fabric(server.url, token=token)
@@ -141,14 +139,16 @@ def test_an_app_with_a_wrong_token_or_none_is_told_where_it_comes_from(
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "text"),
     [("migrate", "brings its store up to date when it starts"), ("serve", "serve the store that is behind it")],
 )
-def test_commands_that_need_the_store_itself_say_so(command: str, words: str) -> None:
-    assert words in Terminal("http://127.0.0.1:9").refuses(command)
+def test_commands_that_need_a_store_refuse_a_server(command: str, text: str) -> None:
+    assert text in Terminal("http://127.0.0.1:9").refuses(command)
 
 
-def test_links_lead_to_the_server_that_is_asked(ff: Terminal, server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_approval_links_point_to_the_server_in_use(
+    ff: Terminal, server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = Fabric(server.url)
 
     @app.task

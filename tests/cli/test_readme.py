@@ -1,4 +1,4 @@
-"""The README is what it says: short, and true."""
+"""The README is short and correct."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.postgres_install import ROOT
 README = ROOT / "README.md"
 
 
-def test_it_can_be_read_in_two_minutes() -> None:
+def test_the_readme_is_short() -> None:
     text = README.read_text()
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
@@ -24,27 +24,34 @@ def test_it_can_be_read_in_two_minutes() -> None:
     assert len(text.splitlines()) <= 120
 
 
-def test_all_of_its_python_runs_in_the_tests() -> None:
-    """One block, between the marks that tests/sdk/test_readme.py plays it by."""
+def test_the_python_of_the_readme_runs_in_the_tests() -> None:
+    """It is one block, between the marks that tests/sdk/test_readme.py uses."""
     [block] = blocks(README)
 
     assert f"<!-- durable:begin -->\n```python\n{block.code}```\n<!-- durable:end -->" in README.read_text()
 
 
-def test_its_commands_work_as_written_on_one_store(tmp_path: Path) -> None:
-    """The app and `ff` look into the same store without being told which."""
+def test_the_commands_of_the_readme_work_as_written(tmp_path: Path) -> None:
+    """The app and `ff` use the same store by default."""
     [block] = blocks(README)
     (tmp_path / "shop.py").write_text(block.code)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC_"))}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
 
-    def ff(*words: str) -> str:
-        command = [sys.executable, "-m", "flowfabric.cli", *words]
+    def ff(*arguments: str) -> str:
+        command = [sys.executable, "-m", "flowfabric.cli", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
 
     commands = re.findall(r"^ff (.*?)(?:  +#.*)?$", README.read_text(), re.MULTILINE)
-    assert [words.split()[0] for words in commands] == ["worker", "submit", "approvals", "signal", "explain", "result"]
-    work, submit, approvals, signal, explain, result = (shlex.split(words) for words in commands)
+    assert [arguments.split()[0] for arguments in commands] == [
+        "worker",
+        "submit",
+        "approvals",
+        "signal",
+        "explain",
+        "result",
+    ]
+    work, submit, approvals, signal, explain, result = (shlex.split(arguments) for arguments in commands)
     run = ff(*submit).strip()
     worker = subprocess.Popen([sys.executable, "-m", "flowfabric.cli", *work], cwd=tmp_path, env=environ)
     try:
@@ -61,7 +68,7 @@ def test_its_commands_work_as_written_on_one_store(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.db")) == ["flowfabric.db"]
 
 
-def test_its_commands_exist() -> None:
+def test_the_commands_named_in_the_readme_exist() -> None:
     from typer.main import get_command
 
     from flowfabric.cli import app

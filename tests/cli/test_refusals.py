@@ -1,4 +1,4 @@
-"""What `ff` says when something is wrong: on stderr, with a hint, without a traceback, and nothing has changed."""
+"""Errors of `ff`: on stderr, with a hint, without a traceback, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
         (("submit", "--lane", "x\ty"), "lane_id: non-printable byte at index 1", ""),
     ],
 )
-def test_a_refusal_is_told_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
-    said = ff.refuses(*arguments)
+def test_a_refusal_is_printed_with_a_hint(ff: Terminal, arguments: tuple[str, ...], text: str, hint: str) -> None:
+    error = ff.refuses(*arguments)
 
-    assert said.startswith("ff: ")
-    assert text in said
-    assert (f"Hint: {hint}" in said) if hint else ("Hint" not in said)
+    assert error.startswith("ff: ")
+    assert text in error
+    assert (f"Hint: {hint}" in error) if hint else ("Hint" not in error)
     assert ff.document("ls")["executions"] == []
 
 
@@ -67,7 +67,7 @@ def test_a_wrong_option_is_a_usage_error(ff: Terminal, arguments: tuple[str, ...
     assert ff.document("ls")["executions"] == []
 
 
-def test_what_ended_otherwise_cannot_be_cancelled(ff: Terminal) -> None:
+def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     execution = ff.submit()
 
     async def complete(engine: Engine) -> None:
@@ -76,40 +76,40 @@ def test_what_ended_otherwise_cannot_be_cancelled(ff: Terminal) -> None:
         await engine.complete(claimed.handle)
 
     ff.engine(complete)
-    said = ff.refuses("cancel", execution)
+    error = ff.refuses("cancel", execution)
 
-    assert "execution_not_active" in said
-    assert "Hint: it has ended already: `ff show` tells how, `ff replay` gives it another life" in said
+    assert "execution_not_active" in error
+    assert "Hint: it has ended already: `ff show` prints its outcome, `ff replay` runs it again" in error
     assert ff.document("show", execution)["execution"]["public_state"] == "completed"
 
 
-def test_what_has_not_ended_cannot_be_replayed(ff: Terminal) -> None:
+def test_a_waiting_execution_cannot_be_replayed(ff: Terminal) -> None:
     execution = ff.submit()
 
-    said = ff.refuses("replay", execution)
+    error = ff.refuses("replay", execution)
 
-    assert "execution_not_terminal" in said
-    assert "Hint: only what has ended can be replayed" in said
+    assert "execution_not_terminal" in error
+    assert "Hint: only an ended execution can be replayed" in error
 
 
 @pytest.mark.parametrize("command", [("ls",), ("show", UNKNOWN), ("submit",), ("cancel", UNKNOWN), ("replay", UNKNOWN)])
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, command: tuple[str, ...]) -> None:
-    said = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
+def test_a_missing_store_is_not_created(tmp_path: Path, command: tuple[str, ...]) -> None:
+    error = Terminal(f"sqlite:///{tmp_path}/missing.db").refuses(*command)
 
-    assert f"there is no store at {tmp_path}/missing.db" in said
-    assert "Hint: `ff migrate` makes or updates the store" in said
+    assert f"there is no store at {tmp_path}/missing.db" in error
+    assert "Hint: `ff migrate` makes or updates the store" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_newer_schema_is_left_alone(ff: Terminal, tmp_path: Path) -> None:
+def test_a_store_with_a_newer_schema_is_refused(ff: Terminal, tmp_path: Path) -> None:
     db = apsw.Connection(str(tmp_path / "ff.db"))
     db.execute("insert into ff_schema_version (version, applied_at) values (999, 0)")
     db.close()
 
     for command in ("ls", "migrate", "submit"):
-        said = ff.refuses(command)
-        assert "schema_too_new" in said
-        assert "Hint: update this installation" in said
+        error = ff.refuses(command)
+        assert "schema_too_new" in error
+        assert "Hint: update this installation" in error
     report = ff.run("doctor")
     assert report.exit_code == 1
     assert "✗ store" in report.stdout
@@ -117,15 +117,15 @@ def test_a_newer_schema_is_left_alone(ff: Terminal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("ls",), ("migrate",), ("bench", "throughput")])
-def test_a_server_that_is_away_is_told_with_a_hint(command: tuple[str, ...]) -> None:
-    said = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
+def test_an_unreachable_server_is_reported_with_a_hint(command: tuple[str, ...]) -> None:
+    error = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").refuses(*command)
 
-    assert said.startswith("ff: transport: ")
-    assert "Hint: is the address right and the server up? --store or FLOWFABRIC_URL names it" in said
-    assert "secret" not in said
+    assert error.startswith("ff: transport: ")
+    assert "Hint: is the address right and the server up? --store or FLOWFABRIC_URL names it" in error
+    assert "secret" not in error
 
 
-def test_doctor_tells_that_a_server_is_away() -> None:
+def test_doctor_reports_an_unreachable_server() -> None:
     answer = Terminal("postgresql://nobody:secret@127.0.0.1:1/none").run("doctor")
 
     assert answer.exit_code == 1
@@ -135,33 +135,49 @@ def test_doctor_tells_that_a_server_is_away() -> None:
     assert "secret" not in answer.output
 
 
-def test_a_wrong_password_is_told_with_a_hint() -> None:
+def test_a_wrong_password_has_a_hint() -> None:
     refused = StoreUnavailable("password authentication failed", backend="Postgres", source="auth")
 
     assert "are the user and the password in the address right" in (hint_for(refused) or "")
 
 
-def test_a_file_that_is_no_store_is_told_with_a_hint(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_reported_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "junk.db").write_bytes(b"this is something else" * 10)
     ff = Terminal(f"sqlite:///{tmp_path}/junk.db")
-    for said in (ff.refuses("ls"), ff.run("doctor").stdout):
-        assert "file is not a database" in said
-        assert "is it the right file, and may you write to it" in said
+    for error in (ff.refuses("ls"), ff.run("doctor").stdout):
+        assert "file is not a database" in error
+        assert "is it the right file, and may you write to it" in error
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:
     assert "'mysql' is no known store" in Terminal("mysql://example.org").refuses("ls")
 
 
-def test_a_new_store_is_created_and_an_old_one_is_left_alone(tmp_path: Path) -> None:
+def test_migrate_creates_a_store_once(tmp_path: Path) -> None:
     terminal = Terminal(f"sqlite:///{tmp_path}/new.db")
 
-    assert ": created with schema version " in terminal.says("migrate")
-    assert ": already at schema version " in terminal.says("migrate")
+    assert ": created with schema version " in terminal.stdout("migrate")
+    assert ": already at schema version " in terminal.stdout("migrate")
 
 
-def test_a_budget_id_that_is_none_is_told_once(ff: Terminal) -> None:
-    said = ff.refuses("budgets", "xyz")
+def test_an_invalid_budget_id_is_reported_once(ff: Terminal) -> None:
+    error = ff.refuses("budgets", "xyz")
 
-    assert said.count("UUID") == 1
-    assert "`ff budgets` shows which budgets there are" in said
+    assert error.count("UUID") == 1
+    assert "`ff budgets` shows which budgets there are" in error
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("127.0.0.1:1", "ff: transport: 127.0.0.1:1: connection refused"),
+        ("no-such-host.invalid", "ff: transport: the name of the host could not be resolved: "),
+    ],
+)
+def test_an_unreachable_server_is_reported_with_host_and_reason_without_errno(address: str, text: str) -> None:
+    error = Terminal(f"postgresql://nobody:secret@{address}/none").refuses("ls")
+
+    assert error.startswith(text)
+    assert "Errno" not in error
+    assert "secret" not in error
+    assert "Hint: is the address right and the server up?" in error

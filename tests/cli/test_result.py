@@ -1,55 +1,47 @@
-"""`ff result`: the result's exact bytes, and an exit code for each kind of end."""
+"""`ff result`: the exact bytes of the result, and an exit code for each outcome."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
-from tests.client.serving import serving
 
 
-@pytest.fixture(params=["store", "server"])
-def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    """A terminal on a store, or on a server in front of it."""
-    if request.param == "store":
-        yield ff
-    else:
-        with serving(ff.store) as server:
-            yield Terminal(server.url, ff.store)
+@pytest.fixture
+def ff(ff_or_server: Terminal) -> Terminal:
+    return ff_or_server
 
 
-def end(ff: Terminal, **given: Any) -> None:
-    """Claim the only waiting execution and end it."""
+def end_execution(ff: Terminal, **options: Any) -> None:
+    """Claim the only waiting execution, and complete or fail it."""
 
-    async def ended(engine: Engine) -> None:
+    async def end(engine: Engine) -> None:
         claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
         assert claimed is not None
-        if "result" in given:
-            await engine.complete(claimed.handle, **given)
+        if "result" in options:
+            await engine.complete(claimed.handle, **options)
         else:
-            await engine.fail(claimed.handle, category="permanent", **given)
+            await engine.fail(claimed.handle, category="permanent", **options)
 
-    ff.engine(ended)
+    ff.engine(end)
 
 
 @pytest.mark.parametrize("result", [b'{"ok":true}', b"\xff\x00", b""])
-def test_the_result_is_printed_byte_for_byte(ff: Terminal, result: bytes) -> None:
+def test_the_result_is_printed_as_bytes(ff: Terminal, result: bytes) -> None:
     execution = ff.submit()
-    end(ff, result=result)
+    end_execution(ff, result=result)
 
     answer = ff.run("result", execution)
 
     assert (answer.exit_code, answer.stdout_bytes, answer.stderr) == (0, result, "")
 
 
-def test_a_document_has_the_outcome_too(ff: Terminal) -> None:
+def test_the_json_document_contains_the_outcome(ff: Terminal) -> None:
     execution = ff.submit()
-    end(ff, result=b"42")
+    end_execution(ff, result=b"42")
 
     assert ff.document("result", execution) == {
         "execution_id": execution,
@@ -59,11 +51,11 @@ def test_a_document_has_the_outcome_too(ff: Terminal) -> None:
     }
 
 
-def test_a_failure_and_a_cancel_have_exit_codes_of_their_own(ff: Terminal) -> None:
+def test_a_failed_and_a_cancelled_execution_have_different_exit_codes(ff: Terminal) -> None:
     failed = ff.submit()
-    end(ff, reason="no luck")
+    end_execution(ff, reason="no luck")
     cancelled = ff.submit()
-    ff.says("cancel", cancelled, "--reason", "not needed")
+    ff.stdout("cancel", cancelled, "--reason", "not needed")
 
     for execution, code, words in ((failed, 1, "failed: no luck"), (cancelled, 3, "was cancelled: not needed")):
         answer = ff.run("result", execution)
@@ -72,7 +64,7 @@ def test_a_failure_and_a_cancel_have_exit_codes_of_their_own(ff: Terminal) -> No
         assert ff.run("result", execution, "--json").exit_code == code
 
 
-def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
+def test_an_execution_that_has_not_ended_is_reported_with_the_reason(ff: Terminal) -> None:
     execution = ff.submit()
 
     for options in ((), ("--timeout", "10ms")):
@@ -82,25 +74,10 @@ def test_what_has_not_ended_is_told_with_the_reason(ff: Terminal) -> None:
     assert "Hint: --wait waits for its end" in ff.run("result", execution).stderr
 
 
-def test_wait_waits_for_the_end(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_blocks_until_the_execution_ends(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.results.POLL_MS", 50)
     execution = ff.submit()
-    heard: list[Any] = []
-    told = threading.Event()
-    explain = Engine.explain
+    answer = ff.run_until_explained(monkeypatch, lambda: end_execution(ff, result=b"42"), "result", execution, "--wait")
 
-    async def seen(engine: Engine, execution_id: str) -> Any:
-        answer = await explain(engine, execution_id)
-        told.set()
-        return answer
-
-    monkeypatch.setattr(Engine, "explain", seen)
-    listener = threading.Thread(target=lambda: heard.append(ff.run("result", execution, "--wait")))
-    listener.start()
-    assert told.wait(30)
-    end(ff, result=b"42")
-    listener.join(30)
-
-    [answer] = heard
     assert (answer.exit_code, answer.stdout) == (0, "42")
     assert answer.stderr.startswith("· No live worker serves lane default")

@@ -1,4 +1,4 @@
-"""`ff serve` as an operator runs it: a process that starts, answers, and stops when told."""
+"""`ff serve` as a process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from typing import Any
 
 import pytest
 
+from tests.client.server_thread import free_port
+
 FF = [sys.executable, "-c", "from flowfabric.cli import main; main()", "serve"]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @contextmanager
-def serving(folder: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server on a store of its own; killed when a test forgets it."""
+def run_serve(folder: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a server on a new store; it is killed at the end."""
     port = free_port()
     command = [*FF, "--store", f"sqlite:///{folder}/ff.db", "--port", str(port)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environ)
@@ -41,9 +37,9 @@ def serving(folder: Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str
             process.stderr.close()
 
 
-def got(port: int, path: str, patience_s: float = 30) -> Any:
-    """The JSON behind a path, as soon as the server answers."""
-    until = time.monotonic() + patience_s
+def get_json(port: int, path: str, timeout_s: float = 30) -> Any:
+    """Return the JSON of a path, as soon as the server answers."""
+    until = time.monotonic() + timeout_s
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
@@ -55,52 +51,52 @@ def got(port: int, path: str, patience_s: float = 30) -> Any:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_server_starts_answers_and_stops_when_told(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, FF_API_TOKEN="s3cret-token") as (process, port):
-        assert got(port, "/healthz") == {"status": "ok"}
+def test_the_server_starts_and_stops_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with run_serve(tmp_path, FF_API_TOKEN="s3cret-token") as (process, port):
+        assert get_json(port, "/healthz") == {"status": "ok"}
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
 
-    assert process.returncode == 0, said
-    lines = [json.loads(line) for line in said.splitlines()]
+    assert process.returncode == 0, output
+    lines = [json.loads(line) for line in output.splitlines()]
     assert "listening" in [line["event"] for line in lines]
     assert lines[-1]["event"] == "stopping: requests in flight are finished"
     assert {line["target"] for line in lines} == {"flowfabric.server"}
     assert "bearer tokens are required" in [line["event"] for line in lines]
-    assert "s3cret-token" not in said
+    assert "s3cret-token" not in output
 
 
-def test_an_open_server_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path) as (process, port):
-        got(port, "/readyz")
+def test_a_server_without_a_token_logs_a_warning(tmp_path: Path) -> None:
+    with run_serve(tmp_path) as (process, port):
+        get_json(port, "/readyz")
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
 
-    assert "no FF_API_TOKEN is set" in said
+    assert "no FF_API_TOKEN is set" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "words"),
+    ("arguments", "environ", "text"),
     [
         (["--host", "0.0.0.0"], {}, "refusing to listen on 0.0.0.0 without a token"),
         ([], {"FF_FLOW_PARTITIONS": "many"}, "invalid value for FF_FLOW_PARTITIONS: 'many' is not a whole number"),
         ([], {"FF_WAITPOINT_HMAC_SECRET": "5ecre7x"}, "invalid value for FF_WAITPOINT_HMAC_SECRET: must be"),
     ],
 )
-def test_settings_that_cannot_be_used_stop_the_start(
-    tmp_path: Path, arguments: list[str], environ: dict[str, str], words: str
+def test_invalid_settings_stop_the_start(
+    tmp_path: Path, arguments: list[str], environ: dict[str, str], text: str
 ) -> None:
     command = [*FF, "--store", f"sqlite:///{tmp_path}/ff.db", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environ)
 
     assert ended.returncode == 1
-    assert words in ended.stderr
+    assert text in ended.stderr
     assert "5ecre7x" not in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "ff.db").exists()
 
 
-def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
+def test_an_address_in_use_stops_the_start(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -114,32 +110,32 @@ def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_store_that_counts_other_partitions_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as (process, port):
-        got(port, "/healthz")
+def test_a_store_with_another_partition_count_is_refused(tmp_path: Path) -> None:
+    with run_serve(tmp_path) as (process, port):
+        get_json(port, "/healthz")
         process.terminate()
         process.communicate(timeout=30)
 
-    with serving(tmp_path, FF_FLOW_PARTITIONS="64") as (process, _):
-        _, said = process.communicate(timeout=30)
+    with run_serve(tmp_path, FF_FLOW_PARTITIONS="64") as (process, _):
+        _, output = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "partition_mismatch: num_flow_partitions: stored=256, config=64" in said
-    assert "FF_FLOW_PARTITIONS" in said.partition("Hint: ")[2]
+    assert "partition_mismatch: num_flow_partitions: stored=256, config=64" in output
+    assert "FF_FLOW_PARTITIONS" in output.partition("Hint: ")[2]
 
 
-def test_a_person_may_ask_for_plain_logs_in_a_file(tmp_path: Path) -> None:
-    with serving(tmp_path, FF_LOG_FORMAT="plain") as (process, port):
-        got(port, "/healthz")
+def test_plain_logs_can_be_configured(tmp_path: Path) -> None:
+    with run_serve(tmp_path, FF_LOG_FORMAT="plain") as (process, port):
+        get_json(port, "/healthz")
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
 
-    assert f"url=http://127.0.0.1:{port}" in said
-    assert "{" not in said
+    assert f"url=http://127.0.0.1:{port}" in output
+    assert "{" not in output
 
 
 def test_an_unknown_log_format_stops_the_start(tmp_path: Path) -> None:
-    with serving(tmp_path, FF_LOG_FORMAT="xml") as (process, _):
-        _, said = process.communicate(timeout=30)
+    with run_serve(tmp_path, FF_LOG_FORMAT="xml") as (process, _):
+        _, output = process.communicate(timeout=30)
 
     assert process.returncode == 1
-    assert "invalid value for FF_LOG_FORMAT: 'xml' is none of auto, json, plain" in said
+    assert "invalid value for FF_LOG_FORMAT: 'xml' is none of auto, json, plain" in output

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal while `ff worker` works and `ff serve` serves."""
+"""The output of `ff worker` and `ff serve` on a terminal."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def say(word: str) -> str:
 STATUS = r"\d+ running · \d+ done · \d+ failed · \d+/s"
 
 
-def test_a_worker_on_a_terminal_shows_what_it_does(tmp_path: Path) -> None:
+def test_a_worker_on_a_terminal_shows_a_status_line(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(APP)
     ff = Terminal(f"sqlite:///{tmp_path}/ff.db")
-    ff.says("migrate")
+    ff.stdout("migrate")
     with on_terminal("worker", "shop:app", folder=tmp_path) as worker:
         worker.until("0 running · 0 done · 0 failed · 0/s")
         for word in ("hello", "no"):
@@ -43,18 +43,18 @@ def test_a_worker_on_a_terminal_shows_what_it_does(tmp_path: Path) -> None:
         text = worker.stop()
 
     assert worker.process.returncode == 0, text
-    assert f"{CLEAR}said hello\r\n" in text, "what a handler prints stands in a line of its own"
+    assert f"{CLEAR}said hello\r\n" in text, "the output of a handler has its own line"
     last = text.rpartition(CLEAR)[2]
     assert "stopped after 1 completed, 1 attempt failed" in last
     assert re.search(STATUS, last) is None
 
 
-def test_a_worker_without_a_terminal_writes_no_status(tmp_path: Path) -> None:
+def test_a_worker_without_a_terminal_shows_no_status_line(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(
         APP.replace("return word", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     )
     ff = Terminal(f"sqlite:///{tmp_path}/ff.db")
-    ff.says("migrate")
+    ff.stdout("migrate")
     ff.submit("--kind", "say", "--payload", '{"word": "hello"}')
 
     command = [sys.executable, "-m", "flowfabric.cli", "worker", "shop:app"]
@@ -65,11 +65,11 @@ def test_a_worker_without_a_terminal_writes_no_status(tmp_path: Path) -> None:
     assert re.search(STATUS, ended.stderr) is None
 
 
-def test_a_status_counts() -> None:
+def test_the_status_text_contains_all_counters() -> None:
     assert status_text(3, 1200, 1, 40.4) == "3 running · 1,200 done · 1 failed · 40/s"
 
 
-def test_a_status_stays_below_and_waits_for_the_end_of_a_line() -> None:
+def test_the_status_line_stays_below_output_and_waits_for_complete_lines() -> None:
     screen = io.StringIO()
     status = StatusLine(screen)
 
@@ -87,9 +87,7 @@ def test_a_status_stays_below_and_waits_for_the_end_of_a_line() -> None:
 @pytest.mark.parametrize(
     ("form", "is_plain"), [(None, True), ("auto", True), ("plain", True), ("json", False)], ids=str
 )
-def test_serve_logs_plainly_on_a_terminal_unless_told_otherwise(
-    tmp_path: Path, form: str | None, is_plain: bool
-) -> None:
+def test_serve_logs_plain_text_on_a_terminal_by_default(tmp_path: Path, form: str | None, is_plain: bool) -> None:
     environ = {} if form is None else {"FF_LOG_FORMAT": form}
     with on_terminal("serve", "--port", "0", folder=tmp_path, environ=environ) as server:
         server.until("listening")

@@ -1,4 +1,4 @@
-"""`ff signal`, `approvals`, `explain` and `tail`, on a store where a worker has been at work."""
+"""`ff signal`, `approvals`, `explain` and `tail`, on a store with a worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from urllib.parse import quote
 import pytest
 
 from flowfabric import Context, Engine, Fabric, Fatal, Run
-from flowfabric.sdk.worker.worker import Worker
 from tests.cli.terminal import Terminal
-from tests.client.serving import serving
+from tests.sdk.conftest import working
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Decision:
 
 
 class Shop:
-    """An app on the terminal's store, and a worker for as long as something is to happen."""
+    """An app on the terminal's store, whose worker runs on request."""
 
     def __init__(self, store: str) -> None:
         self.app = Fabric(store)
@@ -37,8 +36,8 @@ class Shop:
             votes = await gate
             return "deployed" if all(vote.value.ok for vote in votes) else "rejected"
 
-        @self.app.task(name="steered")
-        async def steered(ctx: Context) -> list[str]:
+        @self.app.task(name="receive_twice")
+        async def receive_twice(ctx: Context) -> list[str]:
             first = await ctx.receive("steer", str)
             second = await ctx.receive("steer", str)
             return [str(first), str(second)]
@@ -54,28 +53,24 @@ class Shop:
             await out.write("-two\n")
             return out.text()
 
-        self.deploy, self.steered, self.ask = deploy, steered, ask
+        self.deploy, self.receive_twice, self.ask = deploy, receive_twice, ask
 
-    def work(self, until: Callable[[], Awaitable[object]]) -> None:
-        """Let a worker work until this returns something true."""
+    def work(self, condition: Callable[[], Awaitable[object]]) -> None:
+        """Run a worker until the condition holds."""
 
-        async def working() -> None:
-            async with self.app, asyncio.timeout(30):
-                worker = Worker(self.app, lease_ttl="5s")
-                running = asyncio.create_task(worker.work())
-                while not await until():  # noqa: ASYNC110 - looks at the store as people do
+        async def run_worker() -> None:
+            async with self.app, asyncio.timeout(30), working(self.app, lease_ttl="5s"):
+                while not await condition():  # noqa: ASYNC110 - polls the store
                     await asyncio.sleep(0.01)
-                worker.stop()
-                await running
 
-        asyncio.run(working())
+        asyncio.run(run_worker())
 
-    def submit(self, handing_over: Callable[[], Awaitable[Run[Any]]]) -> str:
-        async def submitted() -> str:
+    def submit(self, submit: Callable[[], Awaitable[Run[Any]]]) -> str:
+        async def submit_run() -> str:
             async with self.app:
-                return (await handing_over()).id
+                return (await submit()).id
 
-        return asyncio.run(submitted())
+        return asyncio.run(submit_run())
 
     def work_until(self, run_id: str, *states: str) -> None:
         async def reached() -> bool:
@@ -85,14 +80,9 @@ class Shop:
         self.work(reached)
 
 
-@pytest.fixture(params=["store", "server"])
-def ff(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    """A terminal on a store, or on a server in front of it."""
-    if request.param == "store":
-        yield ff
-    else:
-        with serving(ff.store) as server:
-            yield Terminal(server.url, ff.store)
+@pytest.fixture
+def ff(ff_or_server: Terminal) -> Terminal:
+    return ff_or_server
 
 
 @pytest.fixture
@@ -100,9 +90,9 @@ def shop(ff: Terminal) -> Shop:
     return Shop(ff.store)
 
 
-def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: Shop) -> None:
+def test_approvals_are_listed_and_votes_are_sent_with_their_links(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
-    assert ff.says("approvals") == "Nothing waits for an answer.\n"
+    assert ff.stdout("approvals") == "Nothing waits for an answer.\n"
     shop.work_until(run, "suspended")
 
     [asked] = ff.document("approvals")["approvals"]
@@ -113,32 +103,33 @@ def test_approvals_are_listed_and_answered_with_their_links(ff: Terminal, shop: 
     [listed] = ff.document("approvals", "--links", "--public-url", "https://ff.example/")["approvals"]
     first, second = listed["links"]
     assert first.startswith(f"https://ff.example/v1/waitpoints/{quote(run, safe=':')}/")
-    assert ff.says("signal", first, "--value", '{"ok": true}', "--by", "ana") == "✓ voted: more answers are needed\n"
+    assert ff.stdout("signal", first, "--value", '{"ok": true}', "--by", "ana") == "✓ voted: more answers are needed\n"
     again = ff.refuses("signal", first, "--value", '{"ok": false}', "--by", "ana")
     assert "not counted: this link has voted before, and the first vote counts" in again
-    told = ff.says("approvals", "--links")
-    assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", told)
-    assert second.rpartition("?")[2] in told
+    output = ff.stdout("approvals", "--links")
+    assert re.search(rf"{re.escape(run)} +approve +1 of 2 ", output)
+    assert second.rpartition("?")[2] in output
 
-    voted = ff.says("signal", second, "--value", '{"ok": true}', "--by", "bo")
-    assert voted == "✓ voted: it has all the answers that it needs and goes on\n"
+    voted = ff.stdout("signal", second, "--value", '{"ok": true}', "--by", "bo")
+    assert voted == "✓ voted: the approval is complete, and the run resumes\n"
     shop.work_until(run, "completed")
     assert ff.document("show", run)["result"]["text"] == '"deployed"'
     assert ff.document("approvals")["approvals"] == []
 
 
-def test_signal_reaches_a_function_that_receives(ff: Terminal, shop: Shop) -> None:
-    run = shop.submit(lambda: shop.steered.submit())
+def test_a_signal_is_received_by_the_function(ff: Terminal, shop: Shop) -> None:
+    run = shop.submit(lambda: shop.receive_twice.submit())
 
-    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent: kept until it asks for it\n"
-    assert ff.says("signal", run, "steer", "--value", '"left"', "--key", "k1") == "✓ sent before, and delivered once\n"
+    send = ("signal", run, "steer", "--value", '"left"', "--key", "k1")
+    assert ff.stdout(*send) == "✓ sent: kept until the run receives it\n"
+    assert ff.stdout(*send) == "✓ sent before, and delivered once\n"
     assert ff.document("signal", run, "steer", "--value", '"right"')["signal_id"]
     shop.work_until(run, "completed")
 
     assert json.loads(ff.document("show", run)["result"]["text"]) == ["left", "right"]
 
 
-def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
+def test_an_invalid_signal_is_refused(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     shop.work_until(run, "suspended")
     [listed] = ff.document("approvals", "--links")["approvals"]
@@ -158,7 +149,7 @@ def test_a_wrong_signal_is_told_with_a_hint(ff: Terminal, shop: Shop) -> None:
     assert asked["answers"] == 0
 
 
-def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
+def test_explain_reports_the_obstacle(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     later = ff.submit("--delay", "1h")
 
@@ -169,51 +160,35 @@ def test_explain_names_the_obstacle(ff: Terminal, shop: Shop) -> None:
     assert (found["obstacle"], found["public_state"]) == ("Suspended", "suspended")
     assert found["facts"]["waits_on"] == ["approval:approve#0"]
     assert delayed["obstacle"] == "Delayed"
-    told = ff.says("explain", later)
-    assert f"{later} is delayed." in told
-    assert re.search(r"delayed until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", told)
-    assert str(delayed["facts"]["until"]) not in told
+    output = ff.stdout("explain", later)
+    assert f"{later} is delayed." in output
+    assert re.search(r"delayed until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", output)
+    assert str(delayed["facts"]["until"]) not in output
 
 
-def test_show_says_in_words_what_it_waits_for(ff: Terminal, shop: Shop) -> None:
+def test_show_explains_what_the_execution_waits_for(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.deploy.submit("v7"))
     shop.work_until(run, "suspended")
 
-    shown, listed = ff.says("show", run), ff.says("ls")
+    shown, listed = ff.stdout("show", run), ff.stdout("ls")
 
     assert re.search(r"why +It waits until \d{4}-\d\d-\d\d .*Z for an answer to approve\.", shown)
     assert "suspended: waiting for an answer to approve" in listed
     for internal in ("ff.ask", "ff.show", "$ref", "waiting_for_", "tags"):
         assert internal not in shown + listed
-    assert "ff.show" in ff.document("show", run)["execution"]["tags"]  # machines get all of it
+    assert "ff.show" in ff.document("show", run)["execution"]["tags"]  # the JSON document has all tags
 
 
-def test_tail_says_why_nothing_comes(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_explains_why_there_is_no_output(ff: Terminal, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.tail.BLOCK_MS", 50)
     run = shop.submit(lambda: shop.ask.submit(False))
-    heard: list[Any] = []
+    answer = ff.run_until_explained(monkeypatch, lambda: shop.work_until(run, "completed"), "tail", run)
 
-    listener = threading.Thread(target=lambda: heard.append(ff.run("tail", run)))
-    asked = threading.Event()
-    explain = Engine.explain
-
-    async def seen(engine: Engine, execution_id: str) -> Any:
-        answer = await explain(engine, execution_id)
-        asked.set()
-        return answer
-
-    monkeypatch.setattr(Engine, "explain", seen)
-    listener.start()
-    assert asked.wait(30)
-    shop.work_until(run, "completed")
-    listener.join(30)
-
-    [answer] = heard
     assert "· No live worker serves lane default of namespace default: start one with `ff worker`.\n" in answer.stderr
     assert answer.stdout == "fortythinking\n-two\n"
 
 
-def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop) -> None:
+def test_tail_prints_the_output_and_the_outcome(ff: Terminal, shop: Shop) -> None:
     good, bad = shop.submit(lambda: shop.ask.submit(False)), shop.submit(lambda: shop.ask.submit(True))
     shop.work_until(good, "completed")
     shop.work_until(bad, "failed")
@@ -221,16 +196,16 @@ def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop)
     answer = ff.run("tail", good)
     assert (answer.exit_code, answer.stdout) == (0, "fortythinking\n-two\n")
     assert "· ━━━━━━━━━━━━━━━━━━╌╌ 90 %, almost there" in answer.stderr
-    assert "━━╌╌ 90 %, almost there" in ff.says("show", good)
+    assert "━━╌╌ 90 %, almost there" in ff.stdout("show", good)
     assert answer.stderr.endswith("· success\n")
-    assert ff.says("tail", good, "--name", "answer") == "forty-two\n"
+    assert ff.stdout("tail", good, "--name", "answer") == "forty-two\n"
 
-    told = ff.document("tail", good)
-    assert [one["text"] for one in told["frames"] if one["name"] == "answer"] == ["forty", "-two\n"]
-    assert told["progress"] == {"message": "almost there", "pct": 90}
-    assert (told["execution_id"], told["ended"], told["reason"]) == (good, "success", None)
+    output = ff.document("tail", good)
+    assert [one["text"] for one in output["frames"] if one["name"] == "answer"] == ["forty", "-two\n"]
+    assert output["progress"] == {"message": "almost there", "pct": 90}
+    assert (output["execution_id"], output["ended"], output["reason"]) == (good, "success", None)
 
-    lines = [json.loads(line) for line in ff.says("tail", good, "--json-lines").splitlines()]
+    lines = [json.loads(line) for line in ff.stdout("tail", good, "--json-lines").splitlines()]
     assert [line["text"] for line in lines if line.get("name") == "answer"] == ["forty", "-two\n"]
     assert lines[-1] == {"ended": "success", "reason": None}
 
@@ -243,20 +218,20 @@ def test_tail_prints_what_was_written_and_how_it_ended(ff: Terminal, shop: Shop)
 
 def test_tail_follows_until_the_end(ff: Terminal, shop: Shop) -> None:
     run = shop.submit(lambda: shop.ask.submit(False))
-    assert ff.says("tail", run, "--no-follow") == ""
-    heard: list[str] = []
+    assert ff.stdout("tail", run, "--no-follow") == ""
+    results: list[str] = []
 
-    listener = threading.Thread(target=lambda: heard.append(ff.says("tail", run, "--name", "answer")))
-    listener.start()
+    following = threading.Thread(target=lambda: results.append(ff.stdout("tail", run, "--name", "answer")))
+    following.start()
     shop.work_until(run, "completed")
-    listener.join(30)
+    following.join(30)
 
-    assert heard == ["forty-two\n"]
+    assert results == ["forty-two\n"]
 
 
 def test_workers_and_budgets_are_listed(ff: Terminal) -> None:
-    assert ff.says("workers") == "No live workers in namespace default.\n"
-    assert ff.says("budgets") == "No budgets.\n"
+    assert ff.stdout("workers") == "No live workers in namespace default.\n"
+    assert ff.stdout("budgets") == "No budgets.\n"
 
     async def prepare(engine: Engine) -> str:
         await engine.register_worker(
@@ -274,15 +249,15 @@ def test_workers_and_budgets_are_listed(ff: Terminal) -> None:
     [known] = ff.document("budgets")["budgets"]
 
     assert (live["worker_instance_id"], live["lanes"], live["capabilities"]) == ("w-1", ["mail"], ["smtp"])
-    assert re.search(r"w-1 +mail +smtp ", ff.says("workers"))
+    assert re.search(r"w-1 +mail +smtp ", ff.stdout("workers"))
     assert ff.document("workers", "--namespace", "other")["workers"] == []
     assert (known["budget_id"], known["usage"]["tokens"], known["hard_limits"]["tokens"]) == (budget, 500, 2000)
-    assert re.search(rf"{budget} +tokens +500 \(25 %\) +1,500 +2,000 +suspend", ff.says("budgets", budget))
+    assert re.search(rf"{budget} +tokens +500 \(25 %\) +1,500 +2,000 +suspend", ff.stdout("budgets", budget))
     assert "`ff budgets` shows" in ff.refuses("budgets", "6c1f2c2e-3a51-4a3c-9b1e-0d8a8f6f0000")
 
 
 @pytest.mark.parametrize("command", [("explain", "nonsense"), ("tail", "nonsense"), ("signal", "nonsense", "x")])
-def test_an_id_that_is_none_is_told_with_a_hint(ff: Terminal, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_invalid_id_is_refused_with_a_hint(ff: Terminal, command: tuple[str, ...], tmp_path: Path) -> None:
     assert "Hint: an execution id looks like" in ff.refuses(*command)
     unknown = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
     assert "execution_not_found" in ff.refuses(command[0], unknown, *command[2:])

@@ -1,4 +1,4 @@
-"""`ff worker`, as a process: it finds the app, works, drains on SIGTERM, and starts anew when the code changes."""
+"""`ff worker` as a process: it loads the app, drains on SIGTERM, and restarts when the code changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def say(word: str) -> str:
 """
 
 
-class Yard:
+class WorkerProcess:
     """A folder with an app, and a worker process in it."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,15 +50,15 @@ class Yard:
         self.log = (self.folder / "log").open("w")
         self.process = subprocess.Popen(command, cwd=self.folder, env=environ, stderr=self.log, stdout=self.log)
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return (self.folder / "log").read_text()
 
     def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process is not None
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < end, self.said()
+            assert self.process.poll() is None, self.log_text()
+            assert time.monotonic() < end, self.log_text()
             time.sleep(0.02)
 
     def submit(self, word: str) -> str:
@@ -81,95 +81,95 @@ class Yard:
 
 
 @pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
-    yard = Yard(tmp_path)
-    yard.ff.says("migrate")
-    yield yard
-    yard.close()
+def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess(tmp_path)
+    worker.ff.stdout("migrate")
+    yield worker
+    worker.close()
 
 
-def test_a_worker_works_and_sigterm_drains_it(yard: Yard) -> None:
-    (yard.folder / "hold").touch()
-    yard.start("--slots", "1", "--lanes", "default", "--capabilities", "gpu,cpu")
-    running, waiting = yard.submit("hello"), yard.submit("again")
-    yard.until((yard.folder / "began").exists)
+def test_sigterm_drains_a_worker(worker: WorkerProcess) -> None:
+    (worker.folder / "hold").touch()
+    worker.start("--slots", "1", "--lanes", "default", "--capabilities", "gpu,cpu")
+    running, waiting = worker.submit("hello"), worker.submit("again")
+    worker.until((worker.folder / "began").exists)
 
-    assert yard.process is not None
-    yard.process.send_signal(signal.SIGTERM)
-    yard.until(lambda: "draining" in yard.said())  # before, the next one would still be taken
-    (yard.folder / "hold").unlink()
+    assert worker.process is not None
+    worker.process.send_signal(signal.SIGTERM)
+    worker.until(lambda: "draining" in worker.log_text())  # before that, the next execution would still be claimed
+    (worker.folder / "hold").unlink()
 
-    assert yard.process.wait(30) == 0, yard.said()
-    states = {one: yard.ff.document("show", one)["execution"]["public_state"] for one in (running, waiting)}
+    assert worker.process.wait(30) == 0, worker.log_text()
+    states = {one: worker.ff.document("show", one)["execution"]["public_state"] for one in (running, waiting)}
     assert sorted(states.values()) == ["completed", "waiting"]
-    assert "1 task, lane default, 1 slot\n" in yard.said()
-    assert "stopped after" in yard.said()
+    assert "1 task, lane default, 1 slot\n" in worker.log_text()
+    assert "stopped after" in worker.log_text()
 
 
-def test_a_lane_that_no_task_is_in_is_told(yard: Yard) -> None:
-    yard.start("--lanes", "default,defualt")
-    yard.until(lambda: "lanes default, defualt" in yard.said())
-    yard.until(lambda: "no task of the app is in lane defualt" in yard.said())
-    assert yard.end() == 0, yard.said()
+def test_a_lane_without_tasks_is_reported(worker: WorkerProcess) -> None:
+    worker.start("--lanes", "default,defualt")
+    worker.until(lambda: "lanes default, defualt" in worker.log_text())
+    worker.until(lambda: "no task of the app is in lane defualt" in worker.log_text())
+    assert worker.end() == 0, worker.log_text()
 
 
-def test_the_store_option_wins_over_the_apps_own(yard: Yard) -> None:
-    yard.start("--store", yard.ff.store, url="sqlite:///unused.db")
-    execution = yard.submit("hello")
-    yard.until(lambda: yard.result(execution) is not None)
+def test_the_store_option_overrides_the_store_of_the_app(worker: WorkerProcess) -> None:
+    worker.start("--store", worker.ff.store, url="sqlite:///unused.db")
+    execution = worker.submit("hello")
+    worker.until(lambda: worker.result(execution) is not None)
 
-    assert yard.end() == 0
-    assert not (yard.folder / "unused.db").exists()
+    assert worker.end() == 0
+    assert not (worker.folder / "unused.db").exists()
 
 
-def test_a_second_sigterm_hands_work_back_without_costing_an_attempt(yard: Yard) -> None:
-    (yard.folder / "hold").touch()
-    yard.start("--grace", "1h")
-    execution = yard.submit("hello")
-    yard.until((yard.folder / "began").exists)
+def test_a_second_sigterm_releases_work_without_costing_an_attempt(worker: WorkerProcess) -> None:
+    (worker.folder / "hold").touch()
+    worker.start("--grace", "1h")
+    execution = worker.submit("hello")
+    worker.until((worker.folder / "began").exists)
 
-    assert yard.process is not None
-    yard.process.send_signal(signal.SIGTERM)
-    yard.until(lambda: "draining" in yard.said())  # two signals of one number at the same instant are one
-    yard.process.send_signal(signal.SIGTERM)
+    assert worker.process is not None
+    worker.process.send_signal(signal.SIGTERM)
+    worker.until(lambda: "draining" in worker.log_text())  # two equal signals at the same instant are delivered once
+    worker.process.send_signal(signal.SIGTERM)
 
-    assert yard.process.wait(30) == 0, yard.said()
-    found = yard.ff.document("show", execution)
+    assert worker.process.wait(30) == 0, worker.log_text()
+    found = worker.ff.document("show", execution)
     assert len(found["attempts"]) == 1
     assert found["execution"]["public_state"] in ("waiting", "delayed")
 
 
 @pytest.mark.slow
-def test_reload_starts_the_new_code(yard: Yard) -> None:
-    yard.start("--reload")
-    first = yard.submit("one")
-    yard.until(lambda: yard.result(first) is not None)
-    assert yard.result(first) == '"old one"'
+def test_reload_restarts_the_worker_with_the_new_code(worker: WorkerProcess) -> None:
+    worker.start("--reload")
+    first = worker.submit("one")
+    worker.until(lambda: worker.result(first) is not None)
+    assert worker.result(first) == '"old one"'
 
-    (yard.folder / "shop.py").write_text("this is no Python")
-    yard.until(lambda: "SyntaxError" in yard.said())
-    yard.write("new")
-    second = yard.submit("two")
-    yard.until(lambda: yard.result(second) is not None)
+    (worker.folder / "shop.py").write_text("this is no Python")
+    worker.until(lambda: "SyntaxError" in worker.log_text())
+    worker.write("new")
+    second = worker.submit("two")
+    worker.until(lambda: worker.result(second) is not None)
 
-    assert yard.result(second) == '"new two"'
-    assert yard.said().count("↻ shop.py changed") == 2
-    assert yard.end() == 0, yard.said()
+    assert worker.result(second) == '"new two"'
+    assert worker.log_text().count("↻ shop.py changed") == 2
+    assert worker.end() == 0, worker.log_text()
 
 
 @pytest.mark.slow
-def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
-    yard.start("--reload")
-    first = yard.submit("one")
-    yard.until(lambda: yard.result(first) is not None)
+def test_a_worker_whose_reloader_was_killed_drains(worker: WorkerProcess) -> None:
+    worker.start("--reload")
+    first = worker.submit("one")
+    worker.until(lambda: worker.result(first) is not None)
 
-    assert yard.process is not None
-    yard.process.kill()
-    yard.process.wait()
+    assert worker.process is not None
+    worker.process.kill()
+    worker.process.wait()
 
     end = time.monotonic() + 20
-    while "stopped after" not in yard.said():
-        assert time.monotonic() < end, yard.said()
+    while "stopped after" not in worker.log_text():
+        assert time.monotonic() < end, worker.log_text()
         time.sleep(0.02)
 
 
@@ -186,32 +186,32 @@ def test_a_worker_whose_reloader_was_killed_drains(yard: Yard) -> None:
         (".shop:app", "'.shop:app' is not MODULE:APP"),
     ],
 )
-def test_an_app_that_is_not_there_is_told(ff: Terminal, target: str, text: str) -> None:
+def test_a_missing_app_is_reported(ff: Terminal, target: str, text: str) -> None:
     assert text in ff.refuses("worker", target)
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "told"),
+    ("name", "line", "error"),
     [
-        ("wrong_way", "app.task(retry=3)(print)", "retry: 3 is no Retry; write retry=Retry(max=3)"),
+        ("wrong_option", "app.task(retry=3)(print)", "retry: 3 is no Retry; write retry=Retry(max=3)"),
         ("wrong_import", "import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("wrong_value", "int('x')", "ValueError: invalid literal"),
-        ("wrong_words", "def (", "SyntaxError: invalid syntax"),
+        ("wrong_syntax", "def (", "SyntaxError: invalid syntax"),
     ],
 )
-def test_an_app_that_does_not_load_tells_which_of_its_lines_is_wrong(
-    ff: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, told: str
+def test_an_app_that_does_not_load_is_reported_with_the_failing_line(
+    ff: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, error: str
 ) -> None:
     (tmp_path / f"{name}.py").write_text(f"from flowfabric import Fabric\napp = Fabric()\n{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
     answer = ff.run("worker", f"{name}:app")
     assert answer.exit_code == 1
     assert f'{name}.py", line 3' in answer.stderr
-    assert told in answer.stderr
+    assert error in answer.stderr
     assert "importlib" not in answer.stderr
 
 
-def test_files_that_matter_are_watched(tmp_path: Path) -> None:
+def test_python_files_are_watched_for_changes(tmp_path: Path) -> None:
     for name in ("a.py", "deep/b.py", "notes.txt", ".venv/c.py", "__pycache__/d.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -1,34 +1,21 @@
-"""A flow is cancelled through a server as it is on a store: the same waits, the same answers, the same refusals."""
+"""A flow is cancelled through a server as on a store: same waits, same results, same errors."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx2
 import pytest
 
 from flowfabric import CreateExecution, errors
-from flowfabric.client import RemoteEngine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import CancellationPolicy
-from flowfabric.server import create_app
 
 
-@pytest.fixture(params=["on a store", "through a server"])
-async def caller(request: pytest.FixtureRequest, engine: Engine) -> AsyncIterator[Engine | RemoteEngine]:
-    if request.param == "on a store":
-        yield engine
-        return
-    async with RemoteEngine("http://ff", transport=httpx2.ASGITransport(app=create_app(engine))) as remote:
-        yield remote
-
-
-async def begun(engine: Engine) -> tuple[FlowId, str]:
-    """A flow with one member."""
+async def create_flow(engine: Engine) -> tuple[FlowId, str]:
+    """Create a flow with one member; return both ids."""
     flow = FlowId(engine.minter.uuid())
     member = mint_for_flow(flow, engine.partitions, engine.minter)
     node = CreateExecution(
@@ -38,9 +25,9 @@ async def begun(engine: Engine) -> tuple[FlowId, str]:
     return flow, member
 
 
-async def test_whoever_waits_hears_when_everybody_is_cancelled(caller: Engine, engine: Engine) -> None:
+async def test_a_cancel_that_waits_returns_after_all_members_are_cancelled(caller: Engine, engine: Engine) -> None:
     for wait in (WaitIndefinite(), WaitTimeout(60_000)):
-        flow, member = await begun(engine)
+        flow, member = await create_flow(engine)
 
         answer = await caller.cancel_flow(flow, wait=wait)
 
@@ -48,16 +35,16 @@ async def test_whoever_waits_hears_when_everybody_is_cancelled(caller: Engine, e
         assert await engine.read_execution_state(member) == "cancelled"
 
 
-async def test_whoever_does_not_wait_hears_at_once(caller: Engine, engine: Engine) -> None:
-    flow, member = await begun(engine)
+async def test_a_cancel_without_a_wait_returns_at_once(caller: Engine, engine: Engine) -> None:
+    flow, member = await create_flow(engine)
 
     answer = await caller.cancel_flow(flow, wait=NoWait())
 
     assert answer == flow_answers.CancellationScheduled(CancellationPolicy.CANCEL_ALL, 1, [member])
 
 
-async def test_a_wait_that_is_over_is_a_timeout_and_the_flow_is_cancelled(caller: Engine, engine: Engine) -> None:
-    flow, _ = await begun(engine)
+async def test_a_cancel_that_times_out_still_cancels_the_flow(caller: Engine, engine: Engine) -> None:
+    flow, _ = await create_flow(engine)
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await caller.cancel_flow(flow, wait=WaitTimeout(0))
@@ -69,8 +56,8 @@ async def test_a_wait_that_is_over_is_a_timeout_and_the_flow_is_cancelled(caller
 
 
 @pytest.mark.parametrize("wait", [None, True, 5, WaitTimeout(-1), WaitTimeout("soon")])  # type: ignore[arg-type]
-async def test_what_is_no_wait_is_refused_and_nothing_is_cancelled(caller: Engine, engine: Engine, wait: Any) -> None:
-    flow, _ = await begun(engine)
+async def test_an_invalid_wait_is_refused_and_nothing_is_cancelled(caller: Engine, engine: Engine, wait: Any) -> None:
+    flow, _ = await create_flow(engine)
 
     with pytest.raises(errors.InvalidInput):
         await caller.cancel_flow(flow, wait=wait)

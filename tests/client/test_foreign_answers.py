@@ -1,4 +1,4 @@
-"""Answers of proxies and firewalls are no verdicts: what they refuse is sent again, and no run ends because of them."""
+"""Responses of proxies and firewalls: refused requests are retried, and no run ends because of them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from flowfabric.model.gate import GateKind
 from flowfabric.model.states import PublicState
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.settings import Secret
-from tests.client.test_lost import ask, claimed
+from tests.client.test_lost import claimed, create_request
 from tests.sdk.conftest import until, until_so, working
 
 FOREIGN = (302, 400, 401, 403, 404, 407, 413, 415, 422, 431, 451)
 
 
 class Proxy(httpx2.AsyncBaseTransport):
-    """A proxy in front of the server that answers some requests itself."""
+    """A proxy in front of the server, which answers some requests itself."""
 
     def __init__(self, app: App, token: str | None = None) -> None:
         self.app = app
         self.status = 403
-        self.blocked: dict[str, float] = {}  # by the end of a path: how many requests it answers itself
-        self.token = token  # replaces the token of the client, as a rotation that the client has not heard of does
-        self.seen: list[str] = []
+        self.blocked: dict[str, float] = {}  # how many requests it answers itself, by the suffix of the path
+        self.token = token  # replaces the token of the client, as a rotation does that the client does not know
+        self.paths: list[str] = []
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.seen.append(request.url.path)
+        self.paths.append(request.url.path)
         if self.token is not None:
             request.headers["authorization"] = f"Bearer {self.token}"
-        for end, count in self.blocked.items():
-            if count > 0 and request.url.path.endswith(end):
-                self.blocked[end] -= 1
+        for suffix, count in self.blocked.items():
+            if count > 0 and request.url.path.endswith(suffix):
+                self.blocked[suffix] -= 1
                 page = b"<html>Request blocked. Your support id is 7.</html>"
                 return httpx2.Response(self.status, headers={"content-type": "text/html"}, content=page)
         return await httpx2.ASGITransport(app=self.app).handle_async_request(request)
@@ -59,7 +59,7 @@ async def remote(proxy: Proxy) -> AsyncIterator[RemoteEngine]:
 
 
 @pytest.mark.parametrize("status", FOREIGN)
-async def test_a_completion_that_a_proxy_refuses_is_sent_again(remote: RemoteEngine, proxy: Proxy, status: int) -> None:
+async def test_a_completion_that_a_proxy_refuses_is_retried(remote: RemoteEngine, proxy: Proxy, status: int) -> None:
     work = await claimed(remote)
     proxy.status, proxy.blocked = status, {"/complete": 2}
 
@@ -71,31 +71,31 @@ async def test_a_completion_that_a_proxy_refuses_is_sent_again(remote: RemoteEng
 
 
 @pytest.mark.parametrize("status", FOREIGN)
-async def test_a_caller_learns_which_foreign_answer_it_met_and_that_the_outcome_is_unknown(
+async def test_a_foreign_answer_is_reported_with_its_status_and_an_unknown_outcome(
     remote: RemoteEngine, proxy: Proxy, status: int
 ) -> None:
     remote.transport.retry_for_s = 0.2
     proxy.status, proxy.blocked = status, {"/executions": 1000}
 
     with pytest.raises(errors.StoreUnavailable, match=f"answered {status}") as refused:
-        await remote.create(ask(remote))
+        await remote.create(create_request(remote))
     assert refused.value.in_doubt
     assert (refused.value.source is errors.StoreFault.AUTH) == (status in (401, 403, 407))
 
 
-async def test_a_foreign_404_does_not_say_that_an_execution_is_unknown(remote: RemoteEngine, proxy: Proxy) -> None:
+async def test_a_404_of_a_proxy_does_not_mean_that_an_execution_is_unknown(remote: RemoteEngine, proxy: Proxy) -> None:
     work = await claimed(remote)
     proxy.status, proxy.blocked = 404, {"/state": 1}
     assert await remote.read_execution_state(work.execution_id) is PublicState.ACTIVE
 
 
-async def test_a_refusal_after_a_foreign_answer_may_repeat_what_the_first_request_did(
+async def test_a_refused_retry_after_a_foreign_answer_counts_as_success_of_the_first_request(
     remote: RemoteEngine, proxy: Proxy, engine: Engine
 ) -> None:
-    """A gateway that gives up may have passed the request on, so a refusal of the repetition is not the first word."""
+    """A gateway that times out may have forwarded the request, so the retry may find its effect."""
     work = await claimed(remote)
     await remote.open_gate(work.handle, GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail"))
-    await engine.park(work.handle, ("mail#0",))  # the request that the gateway passed on
+    await engine.park(work.handle, ("mail#0",))  # the request that the gateway forwarded
     proxy.status, proxy.blocked = 504, {"/park": 1}
     assert isinstance(await remote.park(work.handle, ("mail#0",)), ParkResult)
 
@@ -109,7 +109,7 @@ async def test_a_refusal_after_a_foreign_answer_may_repeat_what_the_first_reques
         ("/v1/nowhere", b"{}", "route_not_found"),
     ],
 )
-async def test_what_the_server_refuses_by_itself_carries_the_error_header(
+async def test_a_refusal_of_the_server_itself_has_the_error_header(
     engine: Engine, path: str, body: bytes, kind: str
 ) -> None:
     transport = httpx2.ASGITransport(app=create_app(engine))
@@ -119,24 +119,24 @@ async def test_what_the_server_refuses_by_itself_carries_the_error_header(
     assert f'"code": "{kind}"' in answer.headers["x-ff-error"]
 
 
-async def test_a_wrong_token_is_a_verdict_for_its_caller(engine: Engine) -> None:
+async def test_a_wrong_token_is_not_retried(engine: Engine) -> None:
     app = create_app(engine, ServerSettings(api_token=Secret("right")))
     async with RemoteEngine("http://ff", transport=Proxy(app), token=Secret("wrong"), retry_for_s=60) as remote:
         async with asyncio.timeout(5):
             with pytest.raises(errors.Unauthorized, match="Authorization"):
-                await remote.create(ask(remote))
+                await remote.create(create_request(remote))
 
 
-async def test_a_server_that_is_too_old_for_its_store_is_asked_until_its_successor_answers(
+async def test_requests_to_a_server_that_is_too_old_for_its_store_are_retried(
     remote: RemoteEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, calls, known = await claimed(remote), list[int](), engine.complete
 
-    async def outdated(*given: Any, **ways: Any) -> Any:
+    async def outdated(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) < 3:
             raise errors.SchemaTooNew(found=9, known=7)
-        return await known(*given, **ways)
+        return await known(*args, **kwargs)
 
     monkeypatch.setattr(engine, "complete", outdated)
     await remote.complete(work.handle, result=b"7")
@@ -151,7 +151,7 @@ async def test_a_server_that_is_too_old_for_its_store_is_asked_until_its_success
 
 
 def app_behind(engine: RemoteEngine) -> Fabric:
-    """An app whose worker does everything through the same proxy, renewals as well."""
+    """Return an app whose worker sends all requests through the proxy, renewals as well."""
     engine.is_shared = False
     app = Fabric("http://ff")
     app.bind(engine)
@@ -159,7 +159,7 @@ def app_behind(engine: RemoteEngine) -> Fabric:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 413, 422])
-async def test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in_the_end(
+async def test_a_run_succeeds_although_a_proxy_refuses_its_completion_for_long(
     remote: RemoteEngine, proxy: Proxy, status: int
 ) -> None:
     remote.transport.retry_for_s = 0.1
@@ -178,7 +178,7 @@ async def test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in
     assert proxy.blocked["/complete"] == 0
 
 
-async def test_a_run_whose_failure_is_refused_by_a_proxy_for_long_fails_with_its_own_reason(
+async def test_a_run_fails_with_its_reason_although_a_proxy_refuses_the_report_for_long(
     remote: RemoteEngine, proxy: Proxy
 ) -> None:
     remote.transport.retry_for_s = 0.1
@@ -195,7 +195,7 @@ async def test_a_run_whose_failure_is_refused_by_a_proxy_for_long_fails_with_its
     assert proxy.blocked["/fail"] == 0
 
 
-async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_to_others(
+async def test_a_run_is_claimed_again_if_its_completion_is_refused_until_the_lease_expires(
     remote: RemoteEngine, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "flowfabric.worker")
@@ -209,7 +209,7 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
             proxy.blocked = {"/complete": 1e9, "/renew": 1e9}
         else:
             proxy.blocked.pop("/renew")
-            await until_so(lambda: any("its lease is over" in one for one in caplog.messages))
+            await until_so(lambda: any("before its lease expired" in one for one in caplog.messages))
             proxy.blocked = {}
         return n * 2
 
@@ -217,11 +217,11 @@ async def test_a_completion_that_is_refused_until_the_lease_ends_leaves_the_run_
         run = await double.submit(4)
         assert await run.result(20) == 8
     assert attempts == [0, 1]
-    assert sum("its lease is over" in one for one in caplog.messages) == 1
+    assert sum("before its lease expired" in one for one in caplog.messages) == 1
     assert not any(one.exc_info for one in caplog.records)
 
 
-async def test_a_token_that_is_refused_for_a_while_ends_no_run(engine: Engine) -> None:
+async def test_a_run_survives_a_token_that_is_refused_for_a_while(engine: Engine) -> None:
     proxy = Proxy(create_app(engine, ServerSettings(api_token=Secret("right"))), token="right")
     async with RemoteEngine("http://ff", transport=proxy, token=Secret("any"), retry_for_s=0.1) as remote:
         app, ran = app_behind(remote), list[int]()
@@ -234,13 +234,13 @@ async def test_a_token_that_is_refused_for_a_while_ends_no_run(engine: Engine) -
 
         async with working(app, lease_ttl="20s"):
             run = await double.submit(4)
-            await until_so(lambda: proxy.seen.count("/v1/leases/complete") >= 3)
+            await until_so(lambda: proxy.paths.count("/v1/leases/complete") >= 3)
             proxy.token = "right"
             assert await run.result(20) == 8
     assert ran == [4]
 
 
-async def test_a_handler_that_is_not_authorized_goes_on_later(remote: RemoteEngine, engine: Engine) -> None:
+async def test_a_handler_that_is_not_authorized_is_delayed(remote: RemoteEngine, engine: Engine) -> None:
     app = app_behind(remote)
 
     @app.task

@@ -1,4 +1,4 @@
-"""Handles and reserved tags through a server: clients carry a signature that they cannot make."""
+"""Handles and reserved tags through a server: clients pass on a signature that they cannot create."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flowfabric.model.states import PublicState
 from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
-from tests.client.serving import Serving, serving
-from tests.client.test_serving import ROOT, token, working
+from tests.client.server_thread import ServerThread, run_server
+from tests.client.test_serving import ROOT, create_token
 from tests.sdk import service
-from tests.sdk.conftest import until
+from tests.sdk.conftest import until, working
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ async def client(engine: Engine) -> AsyncIterator[RemoteEngine]:
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Serving]:
-    with serving(f"sqlite:///{tmp_path / 'app.db'}", ServerSettings(api_token=Secret(ROOT))) as server:
+def guarded(tmp_path: Path) -> Iterator[ServerThread]:
+    with run_server(f"sqlite:///{tmp_path / 'app.db'}", ServerSettings(api_token=Secret(ROOT))) as server:
         yield server
 
 
@@ -43,7 +43,7 @@ async def claimed(client: RemoteEngine) -> Claimed:
     return held
 
 
-async def test_a_client_carries_the_signature_and_reads_the_rest(client: RemoteEngine) -> None:
+async def test_a_client_passes_the_signature_of_a_handle_back(client: RemoteEngine) -> None:
     held = await claimed(client)
 
     assert len(held.handle.signature) == 32
@@ -52,7 +52,7 @@ async def test_a_client_carries_the_signature_and_reads_the_rest(client: RemoteE
     await client.complete(again)
 
 
-async def test_the_handle_of_an_engine_is_worth_nothing_to_a_server(engine: Engine, client: RemoteEngine) -> None:
+async def test_a_server_refuses_the_unsigned_handle_of_an_engine(engine: Engine, client: RemoteEngine) -> None:
     await engine.create_execution(execution_id=engine.new_execution_id())
     held = await engine.claim("default", worker_id="w", worker_instance_id="i")
     assert held is not None
@@ -63,7 +63,7 @@ async def test_the_handle_of_an_engine_is_worth_nothing_to_a_server(engine: Engi
     await engine.complete(held.handle)
 
 
-def asking(app: Fabric) -> Fabric:
+def define_ask(app: Fabric) -> Fabric:
     @app.task(name="ask")
     async def ask(ctx: Context) -> bool:
         votes = await (await ctx.approval("ship", bool, show={"what": 3}))
@@ -72,9 +72,9 @@ def asking(app: Fabric) -> Fabric:
     return app
 
 
-async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving) -> None:
-    caller = asking(Fabric(guarded.url, token=ROOT))
-    worker = asking(Fabric(guarded.url, token=await token(guarded, ApiScope.READ, ApiScope.WORK)))
+async def test_a_worker_opens_an_approval_with_the_work_scope(guarded: ServerThread) -> None:
+    caller = define_ask(Fabric(guarded.url, token=ROOT))
+    worker = define_ask(Fabric(guarded.url, token=await create_token(guarded, ApiScope.READ, ApiScope.WORK)))
     async with caller, worker, working(worker):
         run = await caller.tasks["ask"].submit()
 
@@ -89,19 +89,19 @@ async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving)
     assert schema_tag("ship") in snapshot.tags
 
 
-async def test_a_submit_through_a_server_sets_no_reserved_tag(guarded: Serving) -> None:
+async def test_a_submit_through_a_server_cannot_set_a_reserved_tag(guarded: ServerThread) -> None:
     async with await RemoteEngine.connect(guarded.url, token=Secret(ROOT)) as client:
         e = client.new_execution_id()
-        for given in ({"ff.show": "x"}, {"ff.traceparent": "x"}):
+        for tags in ({"ff.show": "x"}, {"ff.traceparent": "x"}):
             with pytest.raises(errors.InvalidTagKey):
-                await client.create_execution(execution_id=e, tags=given)
+                await client.create_execution(execution_id=e, tags=tags)
         await client.create_execution(execution_id=e)
         with pytest.raises(errors.InvalidTagKey):
             await client.set_execution_tags(e, {"ff.show": "x"})
 
 
-async def test_a_handler_in_a_process_of_its_own_uses_the_handle(
-    guarded: Serving, monkeypatch: pytest.MonkeyPatch
+async def test_a_handler_in_a_separate_process_uses_the_handle(
+    guarded: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWFABRIC_TOKEN", ROOT)
     monkeypatch.setattr(service.app, "url", guarded.url)

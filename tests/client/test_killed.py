@@ -1,4 +1,4 @@
-"""A server that is killed again and again under an app and its worker: every run ends once, with its result."""
+"""A server that is killed repeatedly under an app and its worker: every run ends once, with its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx2
 from flowfabric import Context, Fabric, connect
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
-from tests.client.serving import Serving
+from tests.client.server_thread import free_port
 from tests.postgres_install import ROOT
 from tests.sdk.conftest import working
 
@@ -24,18 +24,18 @@ KILLS = 3
 
 
 class Process:
-    """`ff serve` as a process of its own, which can be killed and started again on the same port."""
+    """`ff serve` in a separate process, which can be killed and started again on the same port."""
 
     def __init__(self, store_url: str) -> None:
-        place = Serving(store_url)
-        self.url = place.url
-        self._words = ["serve", "--store", store_url, "--port", str(place.settings.port)]
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._arguments = ["serve", "--store", store_url, "--port", str(port)]
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Returns when it answers."""
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - it is started in no time
-            [sys.executable, "-m", "flowfabric.cli", *self._words],
+        """Start the server; return when it answers."""
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - it does not block
+            [sys.executable, "-m", "flowfabric.cli", *self._arguments],
             cwd=ROOT,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -63,7 +63,7 @@ def process(store_url: str) -> Iterator[Process]:
         server.kill()
 
 
-async def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_repeatedly_neither_loses_nor_repeats_a_run(tmp_path: Path) -> None:
     store_url = f"sqlite:///{tmp_path / 'app.db'}"
     with process(store_url) as server:
         await server.start()

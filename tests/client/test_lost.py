@@ -1,4 +1,4 @@
-"""Answers that never arrive, connections that break, a server that forgot: nothing is done twice, nothing is lost."""
+"""Lost replies, broken connections and restarted servers: nothing is done twice, nothing is lost."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flowfabric.client import RemoteEngine, results
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.durable import OpenedGate, ParkResult
 from flowfabric.engine.types import CreateExecution, GateArgs, MessageArgs
+from flowfabric.engine_api import EngineAPI
 from flowfabric.model.answers.execution import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
 from flowfabric.server import App, ServerSettings, create_app
@@ -22,15 +23,15 @@ WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 RETRY = '{"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 60000}}}'
 
 
-class Losing(httpx2.AsyncBaseTransport):
-    """A network that loses the next answers of some requests, or does not let them through at all."""
+class LossyTransport(httpx2.AsyncBaseTransport):
+    """A network that loses replies, or refuses connections."""
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.lost: dict[str, int] = {}  # by the end of a path: how many answers
-        self.refused = 0  # connections
-        self.heard: list[str] = []
-        self.forgetful = False  # whether the server is another process afterwards
+        self.lost: dict[str, int] = {}  # how many replies are lost, by the suffix of the path
+        self.refused = 0  # connections that are refused
+        self.received: list[str] = []
+        self.restarts = False  # True if the server is restarted when a reply is lost
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if self.refused:
@@ -38,40 +39,40 @@ class Losing(httpx2.AsyncBaseTransport):
             raise httpx2.ConnectError("nobody listens")
         response = await httpx2.ASGITransport(app=self.app).handle_async_request(request)
         path = request.url.path
-        self.heard.append(path)
-        for end, count in self.lost.items():
-            if count and path.endswith(end):
-                self.lost[end] -= 1
-                if self.forgetful:
+        self.received.append(path)
+        for suffix, count in self.lost.items():
+            if count and path.endswith(suffix):
+                self.lost[suffix] -= 1
+                if self.restarts:
                     self.app = create_app(self.app.engine, self.app.settings)
                 raise httpx2.ReadError("the connection broke")
         return response
 
 
 @pytest.fixture
-def wire(engine: Engine) -> Losing:
-    return Losing(create_app(engine))
+def wire(engine: Engine) -> LossyTransport:
+    return LossyTransport(create_app(engine))
 
 
 @pytest.fixture
-async def remote(wire: Losing) -> AsyncIterator[RemoteEngine]:
+async def remote(wire: LossyTransport) -> AsyncIterator[RemoteEngine]:
     async with RemoteEngine("http://ff", transport=wire, retry_for_s=5) as remote:
         yield remote
 
 
-def ask(engine: RemoteEngine, **given: Any) -> CreateExecution:
+def create_request(engine: EngineAPI, **fields: Any) -> CreateExecution:
     return CreateExecution(
         execution_id=engine.new_execution_id(),
         partition=0,
         namespace="default",
         lane_id="default",
         execution_kind="t",
-        **given,
+        **fields,
     )
 
 
-async def claimed(remote: RemoteEngine, **given: Any) -> Claimed:
-    await remote.create(ask(remote, **given))
+async def claimed(remote: RemoteEngine, **fields: Any) -> Claimed:
+    await remote.create(create_request(remote, **fields))
     [work] = await remote.claim_from_lanes(["default"], 1, **WORKER)
     return work
 
@@ -80,23 +81,25 @@ async def count(engine: Engine) -> int:
     return len((await engine.search_executions()).executions)
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
-async def test_a_create_whose_answer_is_lost_creates_once(
-    remote: RemoteEngine, wire: Losing, engine: Engine, forgetful: bool
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_create_whose_reply_is_lost_creates_once(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine, restarts: bool
 ) -> None:
-    wire.lost, wire.forgetful = {"/executions": 2, "/bulk": 1}, forgetful
+    wire.lost, wire.restarts = {"/executions": 2, "/bulk": 1}, restarts
 
-    answer = await remote.create(ask(remote))
-    many = await remote.create_executions([ask(remote) for _ in range(3)])
+    answer = await remote.create(create_request(remote))
+    many = await remote.create_executions([create_request(remote) for _ in range(3)])
 
-    assert wire.heard.count("/v1/executions") == 3
-    assert isinstance(answer, Duplicate if forgetful else Created)
+    assert wire.received.count("/v1/executions") == 3
+    assert isinstance(answer, Duplicate if restarts else Created)
     assert [type(one) for one in many] == [type(answer)] * 3
     assert await count(engine) == 4
 
 
-async def test_a_claim_whose_answer_is_lost_is_told_again(remote: RemoteEngine, wire: Losing, engine: Engine) -> None:
-    run = ask(remote)
+async def test_a_claim_whose_reply_is_lost_is_returned_to_the_retry(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
+) -> None:
+    run = create_request(remote)
     await remote.create(run)
     wire.lost = {"/claims": 1}
 
@@ -107,16 +110,16 @@ async def test_a_claim_whose_answer_is_lost_is_told_again(remote: RemoteEngine, 
 
     assert work.execution_id == run.execution_id
     assert (work.lease_epoch, await engine.read_total_attempt_count(run.execution_id)) == (1, 1)
-    assert await remote.claim_from_lanes(["default"], 1, **WORKER) == [], "the next claim is another one"
+    assert await remote.claim_from_lanes(["default"], 1, **WORKER) == [], "the next claim has a new key"
     await remote.complete(work.handle, result=b"1")
 
 
-async def test_a_claim_that_a_server_forgot_is_left_to_lapse(
-    remote: RemoteEngine, wire: Losing, engine: Engine
+async def test_a_claim_that_a_restarted_server_forgot_expires(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
-    run = ask(remote)
+    run = create_request(remote)
     await remote.create(run)
-    wire.lost, wire.forgetful = {"/claims": 1}, True
+    wire.lost, wire.restarts = {"/claims": 1}, True
 
     with pytest.raises(errors.StoreUnavailable):
         await remote.claim_from_lanes(["default"], 1, **WORKER, lease_ttl_ms=20)
@@ -127,12 +130,12 @@ async def test_a_claim_that_a_server_forgot_is_left_to_lapse(
     assert [one.execution_id for one in work] == [run.execution_id]
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
-async def test_a_completion_whose_answer_is_lost_is_success(
-    remote: RemoteEngine, wire: Losing, forgetful: bool
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_completion_whose_reply_is_lost_succeeds(
+    remote: RemoteEngine, wire: LossyTransport, restarts: bool
 ) -> None:
     work = await claimed(remote)
-    wire.lost, wire.forgetful = {"/complete": 1}, forgetful
+    wire.lost, wire.restarts = {"/complete": 1}, restarts
 
     await remote.complete(work.handle, result=b"7", encoding="json")
 
@@ -141,7 +144,9 @@ async def test_a_completion_whose_answer_is_lost_is_success(
     assert ended.result == b"7"
 
 
-async def test_a_failure_whose_answer_is_lost_counts_once(remote: RemoteEngine, wire: Losing, engine: Engine) -> None:
+async def test_a_failure_whose_reply_is_lost_counts_once(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
+) -> None:
     work = await claimed(remote, policy=RETRY)
     wire.lost = {"/fail": 2}
 
@@ -149,11 +154,13 @@ async def test_a_failure_whose_answer_is_lost_counts_once(remote: RemoteEngine, 
 
     assert isinstance(answer, RetryScheduled)
     assert answer.next_attempt_index == 1
-    assert wire.heard.count("/v1/leases/fail") == 3
+    assert wire.received.count("/v1/leases/fail") == 3
     assert len(await engine.attempt_history(work.execution_id)) == 1
 
 
-async def test_frames_whose_answer_is_lost_stand_once_and_in_order(remote: RemoteEngine, wire: Losing) -> None:
+async def test_frames_whose_reply_is_lost_are_stored_once_and_in_order(
+    remote: RemoteEngine, wire: LossyTransport
+) -> None:
     work = await claimed(remote)
     wire.lost = {"/frames": 2}
 
@@ -161,16 +168,16 @@ async def test_frames_whose_answer_is_lost_stand_once_and_in_order(remote: Remot
 
     page = await remote.tail_stream(work.execution_id, 0, count_limit=1000)
     assert [frame.fields["payload"] for frame in page.frames] == [str(number) for number in range(200)]
-    assert wire.heard.count("/v1/leases/frames") < 10, "they travelled together"
+    assert wire.received.count("/v1/leases/frames") < 10, "the frames were batched"
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
-async def test_a_park_whose_answer_is_lost_is_parked(
-    remote: RemoteEngine, wire: Losing, engine: Engine, forgetful: bool
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_park_whose_reply_is_lost_parks_once(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine, restarts: bool
 ) -> None:
     work = await claimed(remote)
     gate = GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail")
-    wire.lost, wire.forgetful = {"/gates": 1, "/park": 1, "/messages": 1}, forgetful
+    wire.lost, wire.restarts = {"/gates": 1, "/park": 1, "/messages": 1}, restarts
 
     assert isinstance(await remote.open_gate(work.handle, gate), OpenedGate)
     assert isinstance(await remote.park(work.handle, ("mail#0",)), ParkResult)
@@ -183,7 +190,7 @@ async def test_a_park_whose_answer_is_lost_is_parked(
     assert (again.attempt_index, waits.memos["mail#0"].payload, waits.open) == (0, b"1", {})
 
 
-async def test_a_park_that_is_refused_at_once_is_an_error(remote: RemoteEngine, engine: Engine) -> None:
+async def test_a_park_that_is_refused_at_the_first_request_is_an_error(remote: RemoteEngine, engine: Engine) -> None:
     work = await claimed(remote)
     await remote.open_gate(work.handle, GateArgs(name="mail#0", kind=GateKind.MAILBOX, mailbox="mail"))
     await engine.revoke_lease(work.execution_id)
@@ -193,41 +200,41 @@ async def test_a_park_that_is_refused_at_once_is_an_error(remote: RemoteEngine, 
     assert refused.value.kind == "lease_revoked"
 
 
-async def test_connections_that_fail_are_tried_again_until_patience_is_over(
-    remote: RemoteEngine, wire: Losing, engine: Engine
+async def test_failed_connections_are_retried_until_the_deadline(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
     wire.refused = 3
-    await remote.create(ask(remote))
+    await remote.create(create_request(remote))
 
     wire.refused = 1000
     remote.transport.retry_for_s = 0.2
-    with pytest.raises(errors.StoreUnavailable, match="nobody listens") as away:
-        await remote.create(ask(remote))
+    with pytest.raises(errors.StoreUnavailable, match="nobody listens") as error:
+        await remote.create(create_request(remote))
 
-    assert (away.value.in_doubt, away.value.retryable) == (False, True)
+    assert (error.value.in_doubt, error.value.retryable) == (False, True)
     assert await count(engine) == 1
-    assert len(wire.heard) == 1
+    assert len(wire.received) == 1
 
 
-async def test_a_write_that_may_have_been_heard_leaves_doubt(remote: RemoteEngine, wire: Losing) -> None:
+async def test_a_write_that_may_have_arrived_has_an_unknown_outcome(remote: RemoteEngine, wire: LossyTransport) -> None:
     remote.transport.retry_for_s = 0.2
     wire.lost = {"/executions": 1000}
 
-    with pytest.raises(errors.StoreUnavailable) as away:
-        await remote.create(ask(remote))
-    assert away.value.in_doubt
+    with pytest.raises(errors.StoreUnavailable) as error:
+        await remote.create(create_request(remote))
+    assert error.value.in_doubt
 
 
-async def test_too_many_requests_are_asked_again_when_the_server_says_so(engine: Engine) -> None:
-    wire = Losing(create_app(engine, ServerSettings(rate_limit=2.0)))
+async def test_a_rate_limited_request_is_retried_after_the_delay_of_the_server(engine: Engine) -> None:
+    wire = LossyTransport(create_app(engine, ServerSettings(rate_limit=2.0)))
     async with RemoteEngine("http://ff", transport=wire, retry_for_s=10) as remote:
         for _ in range(3):
-            await remote.create(ask(remote))
+            await remote.create(create_request(remote))
     assert await count(engine) == 3
-    assert len(wire.heard) > 3
+    assert len(wire.received) > 3
 
 
-async def test_an_answer_is_told_again_only_to_whoever_asked(engine: Engine) -> None:
+async def test_a_stored_response_is_replayed_only_to_the_same_caller(engine: Engine) -> None:
     app = create_app(engine)
     heads = {"idempotency-key": "k", "content-type": "application/json"}
     body = {"worker_instance_id": "w:1", "lanes": ["default"]}
@@ -242,59 +249,59 @@ async def test_an_answer_is_told_again_only_to_whoever_asked(engine: Engine) -> 
     assert other.json() == {"claimed": []}
 
 
-async def test_a_repetition_waits_for_the_first_and_a_fault_is_not_remembered(
+async def test_a_repeated_request_waits_for_the_first_and_an_error_is_not_stored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, calls, go_on = create_app(engine), list[str](), asyncio.Event()
     known = engine.cancel_execution
 
-    async def slow(execution_id: str, **given: Any) -> Any:
+    async def slow(execution_id: str, **fields: Any) -> Any:
         calls.append(execution_id)
         await go_on.wait()
         if len(calls) == 1:
             raise errors.StoreUnavailable("gone", source="transport")
-        return await known(execution_id, **given)
+        return await known(execution_id, **fields)
 
     monkeypatch.setattr(engine, "cancel_execution", slow)
     run = engine.new_execution_id()
     await engine.create_execution(execution_id=run)
-    async with RemoteEngine("http://ff", transport=Losing(app)) as remote:
+    async with RemoteEngine("http://ff", transport=LossyTransport(app)) as remote:
         path, body = f"/v1/executions/{run}/cancel", {"execution_id": run, "reason": ""}
-        asks = [
+        requests = [
             asyncio.create_task(remote.transport.request("POST", path, body, idempotency_key="k")) for _ in range(3)
         ]
         await asyncio.sleep(0.05)
         assert len(calls) == 1
         go_on.set()
-        answers = await asyncio.gather(*asks, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
 
     assert [type(one).__name__ for one in answers] == ["StoreUnavailable", "HttpResponse", "HttpResponse"]
     assert len(calls) == 2
 
 
-async def test_a_newcomer_is_seen_to_although_the_last_looker_leaves_that_very_moment(
+async def test_a_waiter_that_arrives_when_the_last_poll_ends_is_polled(
     remote: RemoteEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be looked at when a request for others has heard something: up to half a minute later."""
+    """Otherwise it would wait until the poll for other executions returns, up to half a minute later."""
     monkeypatch.setattr(results, "MAX_CONCURRENT_POLLS", 1)
     moment, sleep = asyncio.Event(), asyncio.sleep
 
-    async def until_the_moment(seconds: float) -> None:
+    async def sleep_until_moment(seconds: float) -> None:
         await (moment.wait() if seconds == results.OVERFLOW_POLL_S else sleep(seconds))
 
-    async def newcomer(execution_id: str) -> Any:
+    async def wait_later(execution_id: str) -> Any:
         await moment.wait()
         return await remote.await_end(execution_id, max_wait_ms=20_000)
 
-    monkeypatch.setattr(asyncio, "sleep", until_the_moment)
+    monkeypatch.setattr(asyncio, "sleep", sleep_until_moment)
     long, short = await claimed(remote), await claimed(remote)
     await engine.complete(short.handle)
     waiting = asyncio.create_task(remote.await_end(long.execution_id, max_wait_ms=20_000))
     await sleep(0.01)
-    assert await remote.await_end(long.execution_id[:-1] + "0", max_wait_ms=1) is None  # brings a looker, and is gone
-    late = asyncio.create_task(newcomer(short.execution_id))
+    assert await remote.await_end(long.execution_id[:-1] + "0", max_wait_ms=1) is None  # starts a poll, and times out
+    late = asyncio.create_task(wait_later(short.execution_id))
     await sleep(0.01)
-    moment.set()  # the looker finds nobody and leaves; the newcomer comes in the same turn of the loop
+    moment.set()  # the poll finds no waiter and ends; the new waiter arrives in the same iteration of the loop
 
     async with asyncio.timeout(5):
         assert (await late).execution_id == short.execution_id
@@ -306,10 +313,10 @@ async def test_a_newcomer_is_seen_to_although_the_last_looker_leaves_that_very_m
     assert ended.execution_id == long.execution_id
 
 
-async def test_whoever_waits_for_an_end_hears_that_the_engine_is_closed(remote: RemoteEngine) -> None:
+async def test_waiting_for_an_end_is_cancelled_when_the_engine_is_closed(remote: RemoteEngine) -> None:
     work = await claimed(remote)
     waiting = asyncio.create_task(remote.await_end(work.execution_id, max_wait_ms=20_000))
-    await asyncio.sleep(0)  # nobody has asked for it yet
+    await asyncio.sleep(0)  # no request was sent yet
     await remote.close()
 
     async with asyncio.timeout(5):
@@ -317,16 +324,16 @@ async def test_whoever_waits_for_an_end_hears_that_the_engine_is_closed(remote: 
             await waiting
 
 
-async def test_a_claim_whose_answer_is_lost_is_told_to_one_that_asks_for_something_else(
-    remote: RemoteEngine, wire: Losing, engine: Engine
+async def test_a_claim_whose_reply_is_lost_is_returned_to_a_claim_with_other_arguments(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
     for _ in range(3):
-        await remote.create(ask(remote))
+        await remote.create(create_request(remote))
     wire.lost = {"/claims": 1}
     with pytest.raises(errors.StoreUnavailable):
         await remote.claim_from_lanes(["default"], 2, **WORKER)
     first = await remote.claim_from_lanes(["default"], 5, max_wait_ms=1000, **WORKER)
     second = await remote.claim_from_lanes(["default"], 5, **WORKER)
 
-    assert (len(first), len(second)) == (2, 1), "the lost claim first, under its own key and words"
+    assert (len(first), len(second)) == (2, 1), "the lost claim first, with its own key and arguments"
     assert len({one.execution_id for one in (*first, *second)}) == 3

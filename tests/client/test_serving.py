@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from flowfabric.sdk.run import OutputFrame
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
-from tests.client.serving import Serving, serving
+from tests.client.server_thread import ServerThread, run_server
+from tests.sdk.conftest import working
 
 ROOT = "a-long-secret-that-nobody-guesses"
 APP = (ApiScope.READ, ApiScope.SUBMIT, ApiScope.WORK)
@@ -31,36 +31,24 @@ def store_url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def server(store_url: str) -> Iterator[Serving]:
-    with serving(store_url) as server:
+def server(store_url: str) -> Iterator[ServerThread]:
+    with run_server(store_url) as server:
         yield server
 
 
 @pytest.fixture
-def guarded(store_url: str) -> Iterator[Serving]:
-    """A server that asks for tokens."""
-    with serving(store_url, ServerSettings(api_token=Secret(ROOT))) as server:
+def guarded(store_url: str) -> Iterator[ServerThread]:
+    """A server that requires tokens."""
+    with run_server(store_url, ServerSettings(api_token=Secret(ROOT))) as server:
         yield server
 
 
-@asynccontextmanager
-async def working(app: Fabric, **ways: object) -> AsyncIterator[Worker]:
-    worker = Worker(app, **ways)  # type: ignore[arg-type]
-    task = asyncio.create_task(worker.work())
-    try:
-        yield worker
-    finally:
-        worker.stop()
-        await task
-
-
-async def token(server: Serving, *scopes: ApiScope, namespaces: list[str] | None = None) -> str:
-    """A token with these scopes."""
+async def create_token(server: ServerThread, *scopes: ApiScope, namespaces: list[str] | None = None) -> str:
     async with await open_engine(server.store_url) as engine:
         return (await engine.make_api_token("app", scopes, namespaces=namespaces)).token
 
 
-def doubling(app: Fabric) -> Fabric:
+def define_double(app: Fabric) -> Fabric:
     @app.task(name="double")
     async def double(ctx: Context, n: int) -> int:
         await ctx.stream("out").write(str(n))
@@ -69,43 +57,43 @@ def doubling(app: Fabric) -> Fabric:
     return app
 
 
-# -- who may what -------------------------------------------------------------------------------------------------
+# -- tokens -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shown", [None, "wrong"])
-async def test_a_token_that_is_missing_or_wrong_is_told_when_connecting(guarded: Serving, shown: str | None) -> None:
-    app = Fabric(guarded.url, token=shown)
+@pytest.mark.parametrize("token", [None, "wrong"])
+async def test_a_missing_or_wrong_token_is_refused_when_connecting(guarded: ServerThread, token: str | None) -> None:
+    app = Fabric(guarded.url, token=token)
     with pytest.raises(errors.Unauthorized, match="Authorization"):
         await app.engine()
 
 
 @pytest.mark.parametrize("variable", ["FLOWFABRIC_TOKEN", "FF_API_TOKEN"])
-async def test_a_token_comes_from_the_environment(
-    guarded: Serving, monkeypatch: pytest.MonkeyPatch, variable: str
+async def test_a_token_is_read_from_the_environment(
+    guarded: ServerThread, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, ROOT)
-    async with doubling(Fabric(guarded.url)) as app, working(app):
+    async with define_double(Fabric(guarded.url)) as app, working(app):
         assert await (await app.tasks["double"].submit(4)).result(20) == 8
 
 
-async def test_an_app_works_with_a_token_to_read_submit_and_work(
-    guarded: Serving, caplog: pytest.LogCaptureFixture
+async def test_an_app_works_with_the_scopes_read_submit_and_work(
+    guarded: ServerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shown = await token(guarded, *APP)
+    token = await create_token(guarded, *APP)
     with caplog.at_level(logging.DEBUG):
-        async with doubling(Fabric(guarded.url, token=shown)) as app, working(app):
+        async with define_double(Fabric(guarded.url, token=token)) as app, working(app):
             run = await app.tasks["double"].submit(4)
             assert await run.result(20) == 8
             assert [piece.text async for piece in run.stream("out") if isinstance(piece, OutputFrame)] == ["4"]
             with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
                 await run.cancel()
-    assert shown not in caplog.text
-    assert "could not be deregistered" not in caplog.text, "a worker may leave the registry"
+    assert token not in caplog.text
+    assert "could not be deregistered" not in caplog.text, "a worker may deregister"
 
 
-async def test_a_token_that_may_only_submit_submits(guarded: Serving) -> None:
-    shown = await token(guarded, ApiScope.SUBMIT)
-    async with doubling(Fabric(guarded.url, token=shown)) as app:
+async def test_a_token_with_the_submit_scope_can_only_submit(guarded: ServerThread) -> None:
+    token = await create_token(guarded, ApiScope.SUBMIT)
+    async with define_double(Fabric(guarded.url, token=token)) as app:
         run = await app.tasks["double"].submit(1)
         with pytest.raises(errors.Unauthorized, match="token lacks scope: read"):
             await run.state()
@@ -113,24 +101,24 @@ async def test_a_token_that_may_only_submit_submits(guarded: Serving) -> None:
             await Worker(app).work()
 
 
-async def test_a_token_of_a_namespace_sees_nothing_else(guarded: Serving) -> None:
-    shown = await token(guarded, *APP, namespaces=["mine"])
-    async with doubling(Fabric(guarded.url, token=ROOT)) as others:
+async def test_a_token_of_a_namespace_sees_no_other_namespace(guarded: ServerThread) -> None:
+    token = await create_token(guarded, *APP, namespaces=["mine"])
+    async with define_double(Fabric(guarded.url, token=ROOT)) as others:
         foreign = await others.tasks["double"].submit(1)
-    async with doubling(Fabric(guarded.url, token=shown, namespace="mine")) as app:
+    async with define_double(Fabric(guarded.url, token=token, namespace="mine")) as app:
         await app.tasks["double"].submit(1)
         with pytest.raises(errors.NotFound):
             await app.find(foreign.id).state()
-    async with doubling(Fabric(guarded.url, token=shown, namespace="theirs")) as app:
+    async with define_double(Fabric(guarded.url, token=token, namespace="theirs")) as app:
         with pytest.raises(errors.Unauthorized, match="namespace theirs"):
             await app.tasks["double"].submit(1)
 
 
-async def test_workers_of_namespaces_share_lanes_and_work_on_what_is_theirs(guarded: Serving) -> None:
-    ours, theirs = [await token(guarded, *APP, namespaces=[name]) for name in ("ours", "theirs")]
+async def test_workers_of_two_namespaces_share_a_lane_and_claim_only_their_own_work(guarded: ServerThread) -> None:
+    ours, theirs = [await create_token(guarded, *APP, namespaces=[name]) for name in ("ours", "theirs")]
     async with (
-        doubling(Fabric(guarded.url, token=ours, namespace="ours")) as app,
-        doubling(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
+        define_double(Fabric(guarded.url, token=ours, namespace="ours")) as app,
+        define_double(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
     ):
         foreign = await other.tasks["double"].submit(2)
         async with working(app):
@@ -140,9 +128,9 @@ async def test_workers_of_namespaces_share_lanes_and_work_on_what_is_theirs(guar
             assert await foreign.result(20) == 4
 
 
-async def test_a_worker_needs_no_operator_to_cancel_what_its_runs_spawned(guarded: Serving) -> None:
-    shown = await token(guarded, *APP)
-    app = Fabric(guarded.url, token=shown)
+async def test_a_run_can_cancel_its_children_without_the_operate_scope(guarded: ServerThread) -> None:
+    token = await create_token(guarded, *APP)
+    app = Fabric(guarded.url, token=token)
     found: dict[str, str] = {}
 
     @app.task
@@ -170,9 +158,9 @@ async def test_a_worker_needs_no_operator_to_cancel_what_its_runs_spawned(guarde
     assert found["state"] == PublicState.CANCELLED
 
 
-async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_others(guarded: Serving) -> None:
-    def declaring(shown: str, calls: int = 5) -> Fabric:
-        app, budget = Fabric(guarded.url, token=shown), Budget("calls", {"calls": calls})
+async def test_budgets_and_limits_are_declared_by_an_operator_and_used_by_others(guarded: ServerThread) -> None:
+    def declaring(token: str, calls: int = 5) -> Fabric:
+        app, budget = Fabric(guarded.url, token=token), Budget("calls", {"calls": calls})
 
         @app.task(name="spend", budgets=[budget], limits=[Limit(concurrency=2)])
         async def spend(ctx: Context) -> None:
@@ -182,7 +170,7 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_other
 
         return app
 
-    lesser = await token(guarded, *APP)
+    lesser = await create_token(guarded, *APP)
     async with declaring(lesser) as app:
         with pytest.raises(errors.Unauthorized, match="token lacks scope: operate"):
             await app.tasks["spend"].submit()
@@ -195,19 +183,19 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_found_by_other
     async with declaring(lesser, calls=500) as app:
         await app.tasks["spend"].submit()
         status = await (await app.engine()).get_budget_status(Budget("calls", {"calls": 500}).id(app.namespace))
-        assert status.hard_limits == {"calls": 5}, "what an operator declared stays"
+        assert status.hard_limits == {"calls": 5}, "the declaration of an operator is kept"
 
 
-# -- servers come and go ------------------------------------------------------------------------------------------
+# -- restarts -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_address_where_nobody_listens_is_told_soon(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_connection_is_reported_soon(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.1)
     with pytest.raises(errors.StoreUnavailable, match="server: "):
-        await Fabric(Serving(store_url).url).engine()
+        await Fabric(ServerThread(store_url).url).engine()
 
 
-async def test_a_server_that_restarts_in_between_is_hardly_noticed(server: Serving) -> None:
+async def test_a_run_continues_over_a_restart_of_the_server(server: ServerThread) -> None:
     app = Fabric(server.url)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -224,17 +212,17 @@ async def test_a_server_that_restarts_in_between_is_hardly_noticed(server: Servi
         waiting = asyncio.create_task(run.result(60))
         await asyncio.wait_for(begun.wait(), 20)
         await asyncio.to_thread(server.stop)
-        go_on.set()  # what it writes now finds nobody
+        go_on.set()  # its next writes are refused connections
         await asyncio.sleep(0.2)
         await asyncio.to_thread(server.start)
         assert await waiting == ["before", "after", "0"]
         assert len(await run.attempts()) == 1
-        assert await (await long.submit()).result(20) == ["before", "after", "0"], "and the worker pulls again"
+        assert await (await long.submit()).result(20) == ["before", "after", "0"], "and the worker claims again"
 
 
-async def test_an_idle_worker_stops_at_once(server: Serving) -> None:
-    async with doubling(Fabric(server.url)) as app:
-        for pause_s in (0.0, 0.02, 0.3):  # before, while and after its claim gets to the server
+async def test_an_idle_worker_stops_at_once(server: ServerThread) -> None:
+    async with define_double(Fabric(server.url)) as app:
+        for pause_s in (0.0, 0.02, 0.3):  # before, while and after its claim reaches the server
             began = time.monotonic()
             async with working(app):
                 await asyncio.sleep(pause_s)
@@ -243,11 +231,11 @@ async def test_an_idle_worker_stops_at_once(server: Serving) -> None:
         assert server.app.waiting_claims == {}
 
 
-async def test_a_server_with_waiting_clients_stops_at_once(server: Serving) -> None:
-    async with doubling(Fabric(server.url)) as app, working(app):
+async def test_a_server_with_waiting_clients_stops_at_once(server: ServerThread) -> None:
+    async with define_double(Fabric(server.url)) as app, working(app):
         run = await app.tasks["double"].options(delay="1h").submit(1)
         waiting = asyncio.create_task(run.result(20))
-        while server.app is None or not server.app.waiting_claims:  # noqa: ASYNC110 - it is in another thread
+        while server.app is None or not server.app.waiting_claims:  # noqa: ASYNC110 - the server is in another thread
             await asyncio.sleep(0.01)
         began = time.monotonic()
         await asyncio.to_thread(server.restart)
@@ -256,7 +244,7 @@ async def test_a_server_with_waiting_clients_stops_at_once(server: Serving) -> N
         waiting.cancel()
 
 
-async def test_hundreds_wait_for_their_ends_with_few_connections(server: Serving) -> None:
+async def test_two_hundred_results_are_awaited_with_few_connections(server: ServerThread) -> None:
     app = Fabric(server.url)
 
     @app.task
@@ -274,7 +262,7 @@ async def test_hundreds_wait_for_their_ends_with_few_connections(server: Serving
             assert await asyncio.gather(*waiting) == list(range(200))
 
 
-async def test_more_input_than_one_request_of_the_reference_holds_goes_in_another(server: Serving) -> None:
+async def test_an_input_above_the_json_limit_is_sent_as_octets(server: ServerThread) -> None:
     app = Fabric(server.url)
 
     @app.task

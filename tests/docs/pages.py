@@ -1,10 +1,10 @@
-"""Pages whose code runs: what is printed there is what a reader gets.
+"""Runs the code of documentation pages.
 
-Python blocks that begin with `# NAME.py` are files. In `console` blocks a line after `$ ` is a command, and the lines
-below it are what it prints, where `…` stands for anything. All commands of a page run in one shell, in order. Comments
-of the form `<!-- sh: … -->` are commands that readers do not need, as waiting is for those who type.
+Python blocks that begin with `# NAME.py` are files. In `console` blocks a line that begins with `$ ` is a command, and
+the lines below it are its output, where `…` matches anything. All commands of a page run in one shell, in order.
+Comments of the form `<!-- sh: … -->` are commands that a reader does not need, such as waiting for a process.
 
-Other Python blocks, and comments of the form `<!-- run … -->`, run one after the other as one module, in one loop.
+Other Python blocks, and comments of the form `<!-- run … -->`, run in order as one module, in one event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARK = "--8<--"
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A piece of a page that runs."""
+    """A block of a page that is executed."""
 
     kind: str  # python, console, sh or run
     code: str
@@ -33,20 +33,20 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str | None:
-        """The file that it is, if it is one."""
+        """The name of the file that the block contains, or None."""
         named = _FILE.match(self.code) if self.kind == "python" else None
         return named[1] if named else None
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command of a page, and what it prints according to the page; None when the page does not say."""
+    """A command of a page and its expected output; None if the page shows no output."""
 
     words: str
     prints: str | None = None
 
 
 def blocks(page: Path) -> list[Block]:
-    """What runs of a page, in order."""
+    """Return the blocks of a page that are executed, in order."""
     text = page.read_text()
     found = []
     for match in _BLOCK.finditer(text):
@@ -58,7 +58,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(found: list[Block]) -> list[Command]:
-    """The session that a page tells of: files are commands, too."""
+    """Return the commands of a page; a file is written by a command, too."""
     session: list[Command] = []
     for block in found:
         if block.kind == "sh":
@@ -73,12 +73,12 @@ def commands(found: list[Block]) -> list[Command]:
 
 
 def script(session: list[Command]) -> str:
-    """The session for a shell; a line of its own follows what each command printed."""
+    """Return the commands as a shell script that prints a mark after the output of each command."""
     return "\n".join(f"{command.words}\necho '{MARK}'" for command in session)
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether something was printed as the page says; spaces are not counted."""
+    """True if the output matches the page; white space is ignored."""
 
     def squeezed(text: str) -> str:
         return "\n".join(" ".join(line.split()) for line in text.strip().splitlines() if line.split())
@@ -88,15 +88,15 @@ def matches(expected: str, printed: str) -> bool:
 
 
 async def run_module(page: Path, found: list[Block], module: ModuleType) -> int:
-    """Run the Python of a page as one module; how many blocks there were."""
+    """Run the Python blocks of a page as one module; return their number."""
     ran = 0
     for block in found:
         if block.kind not in ("python", "run") or block.file:
             continue
         code = "\n" * (block.line - 1) + block.code
         compiled = compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        made = eval(compiled, module.__dict__)
-        if inspect.isawaitable(made):
-            await made
+        result = eval(compiled, module.__dict__)
+        if inspect.isawaitable(result):
+            await result
         ran += 1
     return ran

@@ -1,4 +1,4 @@
-"""The reference, made of signatures and docstrings.
+"""Generates the reference from signatures and docstrings.
 
 python -m tests.docs.reference      writes docs/reference.md
 """
@@ -29,8 +29,8 @@ SECTIONS: dict[str, list[str]] = {
     "Errors": ["FabricError", "InvalidInput", "StoreUnavailable", "NonDeterministic"],
     "Underneath": ["Engine", "CreateExecution", "Fence", "Handle", "HandleKind"],
 }
-MADE_BY_OTHERS = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
-# Between the pages of the library itself, and public for no other reason.
+NOT_CONSTRUCTED = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
+# Used between modules of the library, not by applications.
 INTERNAL = {
     "Fabric": {"bind", "unbind", "declare", "declare_limits", "declare_budget", "portal", "stop_own_loop"},
     "Task": {"with_context", "build_create", "resolve_limits"},
@@ -60,7 +60,7 @@ INTERNAL = {
 
 HEAD = """# Reference
 
-Every public name, as the docstrings tell it; `./dev py -m tests.docs.reference` writes this page. All of them come from
+Every public name with its docstring; `./dev py -m tests.docs.reference` writes this page. All of them come from
 `flowfabric` but `World`, which is in `flowfabric.testing`. Lengths of time are written like `"30s"`, `"5m"`, `"1h30m"`,
 `"7d"`, as numbers of seconds, or as a `timedelta`. `task.sync`, `run.sync`, `flow.sync` and `ctx.sync` have the same
 methods for code that cannot await. The command line explains itself: `ff --help`.
@@ -68,9 +68,9 @@ methods for code that cannot await. The command line explains itself: `ff --help
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     missing = set(flowfabric.__all__) - {"__version__"} - {name for names in SECTIONS.values() for name in names}
-    assert not missing, f"say in which section {', '.join(sorted(missing))} belongs"
+    assert not missing, f"add {', '.join(sorted(missing))} to a section"
     parts = [HEAD]
     for section, names in SECTIONS.items():
         parts.append(f"## {section}\n")
@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def outline(text: str) -> list[str]:
-    """The names and signatures of a page, without its words: those may be improved before the page is written anew."""
+    """Return the names and signatures of a page; descriptions may change before the page is generated again."""
     kept = re.findall(r"^##[^\n]*|^\* `[^\n]*|^```$.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
     return [part.strip() for part in kept]
 
@@ -89,7 +89,7 @@ def _entry(thing: Any) -> Iterator[str]:
     name = thing.__name__
     yield f"### `{name}`\n"
     if inspect.isclass(thing):
-        if name in MADE_BY_OTHERS:
+        if name in NOT_CONSTRUCTED:
             pass
         elif thing.__init__ is not object.__init__ and "__init__" in vars(thing):
             yield f"```\n{_signature(thing.__init__, name)}\n```\n"
@@ -101,7 +101,7 @@ def _entry(thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing):
         return
     if thing.__name__ == "Engine":
-        yield from _verbs(thing)
+        yield from _operations(thing)
         return
     for method_name, method in _methods(thing):
         shown = method_name if isinstance(method, property | cached_property) else _signature(method, method_name)
@@ -124,8 +124,8 @@ def _methods(owner: type) -> Iterator[tuple[str, Any]]:
                 yield name, found
 
 
-def _verbs(engine: type) -> Iterator[str]:
-    """The engine's verbs, each with its signature and its first paragraph."""
+def _operations(engine: type) -> Iterator[str]:
+    """Yield the operations of the engine, each with its signature and first paragraph."""
     for name, method in sorted(_methods(engine), key=lambda named: named[0]):
         if inspect.isfunction(method):
             yield f"* `{_signature(method, name)}`  \n  {' '.join(_doc(method).split(chr(10) * 2)[0].split())}"
@@ -137,26 +137,27 @@ def _doc(thing: Any) -> str:
 
 
 def _signature(function: Any, name: str) -> str:
-    """As it stands in the source, without the one who is asked."""
+    """Return the signature as in the source, without `self`."""
     function = inspect.unwrap(function)
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
-    given = tree.args
-    for some in (given.posonlyargs, given.args):
+    parameters = tree.args
+    for some in (parameters.posonlyargs, parameters.args):
         if some and some[0].arg in ("self", "cls"):
             some.pop(0)
             break
-    told = f" -> {ast.unparse(tree.returns)}" if tree.returns and name != "__init__" and tree.name != "__init__" else ""
+    has_result = tree.returns and name != "__init__" and tree.name != "__init__"
+    result = f" -> {ast.unparse(tree.returns)}" if tree.returns and has_result else ""
     prefix = "async " if isinstance(tree, ast.AsyncFunctionDef) else ""
-    arguments = _split(ast.unparse(given))
-    line = f"{prefix}{name}({', '.join(arguments)}){told}"
+    arguments = _split(ast.unparse(parameters))
+    line = f"{prefix}{name}({', '.join(arguments)}){result}"
     if len(line) <= WIDTH or tree.name != "__init__":
         return line
     return f"{name}(\n    " + ",\n    ".join(arguments) + "\n)"
 
 
 def _split(arguments: str) -> list[str]:
-    """Arguments, apart from each other where no bracket holds them together."""
+    """Split arguments at commas outside of brackets."""
     parts, depth = [""], 0
     for letter in arguments:
         depth += (letter in "([{") - (letter in ")]}")
@@ -168,7 +169,7 @@ def _split(arguments: str) -> list[str]:
 
 
 def _fields(struct: Any) -> str:
-    """The fields of a record, as they stand in the source."""
+    """Return the fields of a struct as in the source."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
     assert isinstance(tree, ast.ClassDef)
     fields = [ast.unparse(line) for line in tree.body if isinstance(line, ast.AnnAssign)]

@@ -1,6 +1,6 @@
-"""The table of routes in docs/security.md, made of the server's own table.
+"""Generates the table of routes in docs/security.md from the server's routes.
 
-python -m tests.docs.security      writes it anew
+python -m tests.docs.security      writes the table
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NAMESPACES = {
 
 
 def table() -> str:
-    """Every operation, in the order of the server's table."""
+    """Return the table of all routes, in the order of the server."""
     return "\n".join([HEAD, *(_line(operation) for page in ROUTE_GROUPS for operation in page.entries)])
 
 
-def kept() -> str:
-    """The table that the page has."""
+def stored_table() -> str:
+    """Return the table in the page."""
     _, _, rest = PAGE.read_text().partition(f"{BEGIN}\n")
     return rest.partition(f"\n{END}")[0]
 
@@ -44,7 +44,7 @@ def _line(operation: Route) -> str:
 
 
 def _namespace(operation: Route) -> str:
-    """What a token that is bound to namespaces is checked against."""
+    """Return what the namespaces of a bound token are checked against."""
     if operation.scope is None:
         return "–"
     return "unbound tokens only" if operation.subject is None else NAMESPACES[operation.subject]

@@ -1,9 +1,9 @@
-"""The diagram of public states, found out by asking: every verb is tried in every state that can be reached.
+"""Generates the diagram of public states: every operation is tried in every state that can be reached.
 
     python -m tests.docs.states      writes it into docs/concepts.md
 
-Each life is played anew from its first verb, on a store in memory; what the rules refuse is no arrow. A state counts as
-known by all seven dimensions, so that an arrow is found wherever it begins.
+Each path starts with a new execution on a store in memory; an operation that is refused is no transition. Two states
+are equal if all seven dimensions are.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "concepts.md"
 BEGIN, END = "<!-- states:begin -->\n", "<!-- states:end -->\n"
-DEEPEST = 6
+MAX_DEPTH = 6
 TTL_MS = 1000
 HOUR_MS = 3_600_000
 ONE_RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
-NEVER: dict[str, Any] = {name: 0 for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
-STILL = Settings(sweeps=Sweeps(**NEVER))
+NEVER_MS: dict[str, Any] = {name: 0 for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
+NO_SWEEPS = Settings(sweeps=Sweeps(**NEVER_MS))
 
-Verb = Callable[["Life"], Awaitable[Any]]
+Operation = Callable[["Life"], Awaitable[Any]]
 
 
 class Life:
-    """One execution, and what was done to it."""
+    """One execution."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(self.clock)
-        self.engine = Engine(self.store, minter=SeededMinter(1), settings=STILL)
+        self.engine = Engine(self.store, minter=SeededMinter(1), settings=NO_SWEEPS)
         self.id = ""
         self.upstream = ""
         self.handle: Handle | None = None
@@ -52,7 +52,7 @@ class Life:
     @property
     def held(self) -> Handle:
         if self.handle is None:
-            raise FabricError("nobody holds it")
+            raise FabricError("it has no lease")
         return self.handle
 
     async def vector(self) -> tuple[str, ...]:
@@ -61,23 +61,9 @@ class Life:
         return tuple(getattr(found, name) for name in found.__struct_fields__)
 
 
-def verb(name: str) -> Callable[[Verb], Verb]:
-    """Give a verb the name that stands on its arrows."""
-
-    def named(function: Verb) -> Verb:
-        VERBS[name] = function
-        return function
-
-    return named
-
-
-BEGINNINGS: dict[str, Verb] = {}
-VERBS: dict[str, Verb] = {}
-
-
-async def _create(life: Life, **ways: Any) -> None:
+async def _create(life: Life, **options: Any) -> None:
     life.id = life.engine.new_execution_id()
-    await life.engine.create_execution(execution_id=life.id, policy=ONE_RETRY, **ways)
+    await life.engine.create_execution(execution_id=life.id, policy=ONE_RETRY, **options)
 
 
 async def submit(life: Life) -> None:
@@ -98,10 +84,6 @@ async def submit_in_a_flow(life: Life) -> None:
     await engine.create_flow_graph(flow, nodes, [GraphEdge(life.upstream, life.id)])
 
 
-BEGINNINGS |= {"submit": submit, "submit with a delay": submit_with_delay, "submit as part of a flow": submit_in_a_flow}
-
-
-@verb("claim")
 async def claim(life: Life) -> None:
     claimed = await life.engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=TTL_MS)
     if claimed is None:
@@ -109,22 +91,6 @@ async def claim(life: Life) -> None:
     life.handle = claimed.handle
 
 
-@verb("complete")
-async def complete(life: Life) -> None:
-    await life.engine.complete(life.held)
-
-
-@verb("fail")
-async def fail(life: Life) -> None:
-    await life.engine.fail(life.held, reason="failed")
-
-
-@verb("delay")
-async def delay(life: Life) -> None:
-    await life.engine.delay_for(life.held, 500)
-
-
-@verb("suspend")
 async def suspend(life: Life) -> None:
     engine = life.engine
     await engine.suspend(
@@ -140,7 +106,6 @@ async def suspend(life: Life) -> None:
     )
 
 
-@verb("signal")
 async def signal(life: Life) -> None:
     page = await life.engine.list_pending_waitpoints(life.id)
     if not page.entries:
@@ -155,49 +120,25 @@ async def signal(life: Life) -> None:
     )
 
 
-@verb("cancel")
-async def cancel(life: Life) -> None:
-    await life.engine.cancel_execution(life.id, reason="cancelled")
-
-
-@verb("replay")
-async def replay(life: Life) -> None:
-    await life.engine.replay_execution(life.id)
-
-
-@verb("a limit is reached")
-async def block(life: Life) -> None:
-    await life.engine.block_execution_for_admission(life.id, reason="waiting_for_quota")
-
-
-@verb("there is room")
-async def unblock(life: Life) -> None:
-    await life.engine.unblock_execution(life.id)
-
-
-@verb("its time has come")
 async def promote(life: Life) -> None:
     life.clock.advance_ms(500)
     await life.engine.promote_delayed(life.id)
 
 
-@verb("its deadline passes")
 async def expire(life: Life) -> None:
     life.clock.advance_ms(HOUR_MS)
     await life.engine.sweep_once("execution_deadline")
 
 
-@verb("nobody signals in time")
 async def time_out(life: Life) -> None:
     life.clock.advance_ms(HOUR_MS)
     await life.engine.expire_suspension(life.id)
 
 
-@verb("its worker dies and another claims")
 async def take_over(life: Life) -> None:
     held = life.held
     if (await life.vector())[-1] != "active":
-        raise FabricError("nobody works on it")
+        raise FabricError("it is not active")
     life.clock.advance_ms(TTL_MS)
     claimed = await life.engine.claim("default", worker_id="w", worker_instance_id="w-2", lease_ttl_ms=TTL_MS)
     if claimed is None or claimed.handle.fields.lease_epoch <= held.fields.lease_epoch:
@@ -215,27 +156,43 @@ async def _end_upstream(life: Life, *, success: bool) -> None:
     await life.engine.dispatcher.wait_idle()
 
 
-@verb("what it depends on succeeds")
-async def satisfy(life: Life) -> None:
-    await _end_upstream(life, success=True)
+SUBMITS: dict[str, Operation] = {
+    "submit": submit,
+    "submit with a delay": submit_with_delay,
+    "submit as part of a flow": submit_in_a_flow,
+}
+# The names are those of the transitions in the diagram.
+OPERATIONS: dict[str, Operation] = {
+    "claim": claim,
+    "complete": lambda life: life.engine.complete(life.held),
+    "fail": lambda life: life.engine.fail(life.held, reason="failed"),
+    "delay": lambda life: life.engine.delay_for(life.held, 500),
+    "suspend": suspend,
+    "signal": signal,
+    "cancel": lambda life: life.engine.cancel_execution(life.id, reason="cancelled"),
+    "replay": lambda life: life.engine.replay_execution(life.id),
+    "a limit is reached": lambda life: life.engine.block_execution_for_admission(life.id, reason="waiting_for_quota"),
+    "there is room": lambda life: life.engine.unblock_execution(life.id),
+    "its time has come": promote,
+    "its deadline passes": expire,
+    "nobody signals in time": time_out,
+    "its worker dies and another claims": take_over,
+    "what it depends on succeeds": lambda life: _end_upstream(life, success=True),
+    "what it depends on fails": lambda life: _end_upstream(life, success=False),
+}
 
 
-@verb("what it depends on fails")
-async def dash(life: Life) -> None:
-    await _end_upstream(life, success=False)
-
-
-async def _played(path: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The state before the last verb of a path and the one after it; None when it was refused."""
+async def _run_path(path: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Run a path of operations; return the states before and after the last one, None if one was refused."""
     life = Life()
     await life.begin()
     try:
-        await BEGINNINGS[path[0]](life)
+        await SUBMITS[path[0]](life)
         for name in path[1:-1]:
-            await VERBS[name](life)
+            await OPERATIONS[name](life)
         before = await life.vector()
         if path[1:]:
-            await VERBS[path[-1]](life)
+            await OPERATIONS[path[-1]](life)
         return before, await life.vector()
     except FabricError:
         return None
@@ -243,32 +200,33 @@ async def _played(path: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
         await life.engine.close()
 
 
-async def arrows() -> list[tuple[str, str, list[str]]]:
-    """From which public state which verbs lead to which."""
+async def transitions() -> list[tuple[str, str, list[str]]]:
+    """Return the transitions: public state before, public state after, and the operations."""
     found: dict[tuple[str, str], list[str]] = {}
     known: set[tuple[str, ...]] = set()
-    paths: list[tuple[str, ...]] = [(beginning,) for beginning in BEGINNINGS]
+    paths: list[tuple[str, ...]] = [(submit,) for submit in SUBMITS]
     while paths:
         path, *paths = paths
-        played = await _played(path)
+        played = await _run_path(path)
         if played is None:
             continue
         before, after = played[0][-1] if len(path) > 1 else "[*]", played[1][-1]
-        verbs = found.setdefault((before, after), [])
+        operations = found.setdefault((before, after), [])
         moved = played[0] != played[1] or path[-1] == "its worker dies and another claims"
-        if (len(path) == 1 or moved) and path[-1] not in verbs:
-            verbs.append(path[-1])
-        place = (*played[1], path[0])
-        if place not in known and len(path) < DEEPEST:
-            known.add(place)
-            paths += [(*path, name) for name in VERBS]
-    return [(before, after, verbs) for (before, after), verbs in found.items() if verbs]
+        if (len(path) == 1 or moved) and path[-1] not in operations:
+            operations.append(path[-1])
+        state = (*played[1], path[0])
+        if state not in known and len(path) < MAX_DEPTH:
+            known.add(state)
+            paths += [(*path, name) for name in OPERATIONS]
+    return [(before, after, operations) for (before, after), operations in found.items() if operations]
 
 
 async def diagram() -> str:
-    """The arrows as a diagram, those of one verb from one state side by side."""
+    """Return the diagram in Mermaid syntax."""
     lines = [
-        f"    {before} --> {after}: {', '.join(verbs)}" for before, after, verbs in sorted(await arrows(), key=_order)
+        f"    {before} --> {after}: {', '.join(operations)}"
+        for before, after, operations in sorted(await transitions(), key=_order)
     ]
     return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```", ""])
 
@@ -277,8 +235,8 @@ def _order(arrow: tuple[str, str, list[str]]) -> tuple[bool, str, str]:
     return arrow[0] != "[*]", arrow[0], arrow[1]
 
 
-def kept(page: Path = PAGE) -> str:
-    """The diagram as it stands in the page."""
+def stored_diagram(page: Path = PAGE) -> str:
+    """Return the diagram in the page."""
     return page.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

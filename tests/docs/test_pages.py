@@ -1,4 +1,4 @@
-"""The code of the pages runs, and what the pages keep of the code is what the code says."""
+"""The code of the pages runs, and their generated parts are current."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.docs.pages import blocks, run_module
 from tests.postgres_install import ROOT
 
 DOCS = ROOT / "docs"
-TYPED = {"tutorial.md"}  # by test_tutorial
+TYPED = {"tutorial.md"}  # tested by test_tutorial
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in TYPED and any(blocks(page)))
 
 
 @pytest.mark.parametrize("name", PAGES)
-async def test_the_code_of_the_page_runs(
+async def test_the_code_of_a_page_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = ModuleType("page")
@@ -31,29 +31,29 @@ async def test_the_code_of_the_page_runs(
     ran = await run_module(DOCS / name, found, module)
 
     assert ran == len(found) > 0
-    told = [line for block in found for line in re.findall(r"print\(.*?\)\s+# (.*)", block.code)]
+    expected = [line for block in found for line in re.findall(r"print\(.*?\)\s+# (.*)", block.code)]
     printed = iter(capsys.readouterr().out.splitlines())
-    assert [line for line in told if line not in printed] == [], "printed otherwise, or not in this order"
+    assert [line for line in expected if line not in printed] == [], "not printed, or not in this order"
 
 
-async def test_the_diagram_of_states_is_what_the_rules_say() -> None:
-    made = await states.diagram()
+async def test_the_state_diagram_matches_the_rules() -> None:
+    diagram = await states.diagram()
 
-    assert states.kept() == made, "python -m tests.docs.states writes it anew"
-    for end in ("completed", "failed", "cancelled", "expired", "skipped"):
-        assert f"--> {end}:" in made
+    assert states.stored_diagram() == diagram, "python -m tests.docs.states writes it"
+    for state in ("completed", "failed", "cancelled", "expired", "skipped"):
+        assert f"--> {state}:" in diagram
 
 
 def test_the_reference_has_every_name_and_signature() -> None:
-    kept, made = (reference.outline(text) for text in (reference.PAGE.read_text(), reference.page()))
+    stored, generated = (reference.outline(text) for text in (reference.PAGE.read_text(), reference.page()))
 
-    assert len(made) > 300
-    assert kept == made, "./dev py -m tests.docs.reference writes it anew"
+    assert len(generated) > 300
+    assert stored == generated, "./dev py -m tests.docs.reference writes it"
 
 
 def test_the_security_page_has_every_route() -> None:
     assert security.table().count("\n") > 100
-    assert security.kept() == security.table(), "./dev py -m tests.docs.security writes it anew"
+    assert security.stored_table() == security.table(), "./dev py -m tests.docs.security writes it"
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def test_the_security_page_has_every_route() -> None:
         "* `async work() -> None`",
     ],
 )
-def test_the_reference_answers_what_people_ask(line: str) -> None:
+def test_the_reference_contains_the_line(line: str) -> None:
     assert line in reference.PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in flowfabric.__all__ if name != "__version__"])
-def test_every_public_name_is_explained(name: str) -> None:
+def test_every_public_name_has_a_description(name: str) -> None:
     entry = re.search(
         rf"^### `{name}[`(\[].*?(?=^###? )", reference.PAGE.read_text() + "\n## ", re.DOTALL | re.MULTILINE
     )
 
     assert entry is not None
-    assert len(re.sub(r"```.*?```", "", entry[0], flags=re.DOTALL).splitlines()) > 2, "it has no words"
+    assert len(re.sub(r"```.*?```", "", entry[0], flags=re.DOTALL).splitlines()) > 2, "it has no description"
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_are_not_broken() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
     broken = [
         f"{page.relative_to(ROOT)}: {link}"

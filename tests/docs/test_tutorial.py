@@ -1,4 +1,4 @@
-"""A newcomer who types what the tutorial says gets what the tutorial says."""
+"""The commands of the tutorial print the output that it shows."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from tests.postgres_install import ROOT
 
 
 @pytest.mark.slow
-def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> None:
     session = commands(blocks(ROOT / "docs" / "tutorial.md"))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC"))}
     path = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
     environ |= {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    with (tmp_path / "said").open("w+") as said_file, (tmp_path / "complaints").open("w+") as complaints:
+    with (tmp_path / "stdout").open("w+") as stdout, (tmp_path / "stderr").open("w+") as stderr:
         shell = subprocess.Popen(
             ["bash", "-c", script(session)],
             cwd=tmp_path,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=said_file,
-            stderr=complaints,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
         try:
             shell.wait(100)
         finally:
-            with suppress(ProcessLookupError):  # whatever it has left running
+            with suppress(ProcessLookupError):  # processes that it has left running
                 os.killpg(shell.pid, signal.SIGKILL)
 
-    printed = (tmp_path / "said").read_text().split(f"{MARK}\n")
-    wrong = (tmp_path / "complaints").read_text()
-    for command, said in zip(session, printed, strict=False):
+    printed = (tmp_path / "stdout").read_text().split(f"{MARK}\n")
+    errors = (tmp_path / "stderr").read_text()
+    for command, output in zip(session, printed, strict=False):
         if command.prints is not None:
-            assert matches(command.prints, said), (
-                f"$ {command.words}\nshould print\n{command.prints}\nand prints\n{said}\n{wrong}"
+            assert matches(command.prints, output), (
+                f"$ {command.words}\nshould print\n{command.prints}\nand prints\n{output}\n{errors}"
             )
-    assert len(printed) == len(session) + 1, wrong
+    assert len(printed) == len(session) + 1, errors
     assert len([command for command in session if command.prints]) > 10
 
 
-def test_dots_stand_for_anything_and_nothing_else_does() -> None:
+def test_an_ellipsis_matches_anything() -> None:
     assert matches("a … c\n", "a   b\n c\n")
     assert matches("✓ voted …\n", "✓ voted (resume_condition_satisfied)\n")
     assert matches("", "")

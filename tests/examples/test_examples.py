@@ -1,4 +1,4 @@
-"""Every example runs with one command, tells its story, and leaves nothing behind."""
+"""Every example runs with one command, prints its expected output, and leaves no files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.postgres_install import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-STORIES = {
+EXPECTED = {
     "coding_agent": [
         "the reviewer says: change please add a docstring",
         "the reviewer says: merge",
@@ -44,7 +44,7 @@ STORIES = {
         "safe measure: caches cleared",
         "ana does not answer",
         "bo is paged",
-        "memory leak: restarted by bo's word, healthy again",
+        "memory leak: restart approved by bo, healthy again",
     ],
     "llm_race": [
         "as it speaks: swift says: because of the 4 reasons.",
@@ -56,7 +56,7 @@ STORIES = {
         "probe holiday.mov",
         "published: published 3 renditions with 5 captions",
         "announced: on east:480p and west:480p",
-        "alerted: told the operators",
+        "alerted: notified the operators",
         "10 completed, 1 failed",
     ],
     "recurring_job": ["exists already", r"report for …\d+, \d+ ms after its time", "3 runs for 3 times"],
@@ -66,7 +66,7 @@ STORIES = {
         "429, come back in 300 ms\n.*order-7 was accepted",
         "refund failed at once: Fatal: order-8 was never paid",
         "export was cancelled: nobody needs it any more",
-        "tidies up",
+        "cleans up",
     ],
     "token_budget": [
         "acme: answered for 700 tokens",
@@ -79,13 +79,13 @@ STORIES = {
 }
 
 
-def test_every_example_has_its_story() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "stage") == sorted(STORIES)
+def test_every_example_has_an_expected_output() -> None:
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "stage") == sorted(EXPECTED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(STORIES))
-def test_the_example_tells_its_story(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_example_prints_the_expected_output(name: str, tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key != "FLOWFABRIC_URL"}
     environ |= {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT / "src")}
     (tmp_path / "tmp").mkdir()
@@ -101,15 +101,15 @@ def test_the_example_tells_its_story(name: str, tmp_path: Path) -> None:
 
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     rest = done.stdout
-    for chapter in STORIES[name]:
-        found = re.search(chapter, rest)
-        assert found, f"{chapter!r} was not told, or not in its turn: {done.stdout}"
+    for pattern in EXPECTED[name]:
+        found = re.search(pattern, rest)
+        assert found, f"{pattern!r} was not printed, or not in this order: {done.stdout}"
         rest = rest[found.end() :]
     assert [*tmp_path.rglob("*.db")] == []
 
 
-@pytest.mark.parametrize("name", sorted(STORIES))
-def test_the_example_says_how_to_run_it(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_docstring_of_the_example_shows_its_command(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
 
     assert text.startswith('"""')

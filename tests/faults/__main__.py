@@ -1,10 +1,10 @@
-"""Put each fault into a copy of the tree, run the tests that have to notice, and say who noticed.
+"""Seed each fault into a copy of the tree, run the tests that have to detect it, and report the result.
 
-    ./dev faults              all of them
-    ./dev faults grant take   those with one of these words in their name or file
+    ./dev faults              all faults
+    ./dev faults grant take   those with one of these texts in their name or file
 
-The tests are run on the copy without any fault first: what fails there notices nothing. Ends with 1 when a fault
-survived, or could not be put in.
+The tests run on the copy without a fault first, and have to pass there. The exit code is 1 if a fault was not detected
+or could not be seeded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.faults import FAULTS
 from tests.faults.fault import SOURCE, Fault
-from tests.faults.faults import FAULTS
 from tests.postgres_install import ROOT
 
 COPIED = ("src", "tests", "pyproject.toml")
-LONGEST_S = 300
+TIMEOUT_S = 300
 
 
 class Copy:
-    """A copy of the tree in which anything may be broken."""
+    """A copy of the tree, into which faults are seeded."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -42,59 +42,59 @@ class Copy:
 
     @contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
-        """Put a fault in, and take it out again."""
+        """Seed a fault during the block."""
         file = self._root / SOURCE / fault.file
-        sound = file.read_text()
-        file.write_text(fault.applied(sound))
+        original = file.read_text()
+        file.write_text(fault.applied(original))
         try:
             yield
         finally:
-            file.write_text(sound)
+            file.write_text(original)
 
     def test(self, selection: str) -> tuple[int, str]:
-        """Run tests in the copy until one fails; pytest's code, and its last words."""
+        """Run tests in the copy until one fails; return the exit code and the output of pytest."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", selection]
         paths = os.pathsep.join([str(self._root / "src"), str(self._root)])
-        # Without compiled files: two versions of a file within one second would look the same to the interpreter.
+        # Without compiled files: the interpreter cannot tell apart two versions of a file of the same second.
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            command, cwd=self._root, env=environment, capture_output=True, text=True, timeout=LONGEST_S
+            command, cwd=self._root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
         return done.returncode, done.stdout + done.stderr
 
 
-def noticed(code: int, words: str) -> str | None:
-    """The test that noticed; None when nobody did. A copy that does not even start has not been tested."""
-    found = re.search(r"^FAILED \S*::(\S+)", words, re.MULTILINE)
+def detecting_test(code: int, output: str) -> str | None:
+    """Return the test that failed; None if none did, or if pytest could not start."""
+    found = re.search(r"^FAILED \S*::(\S+)", output, re.MULTILINE)
     return found.group(1) if code == 1 and found else None
 
 
-def main(wanted: list[str]) -> int:
-    faults = [fault for fault in FAULTS if not wanted or any(word in f"{fault.name} {fault.file}" for word in wanted)]
+def main(texts: list[str]) -> int:
+    faults = [fault for fault in FAULTS if not texts or any(text in f"{fault.name} {fault.file}" for text in texts)]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="flowfabric-faults-") as folder:
         copy = Copy(Path(folder))
-        for selection in dict.fromkeys(fault.noticed_by for fault in faults):
+        for selection in dict.fromkeys(fault.detected_by for fault in faults):
             began = time.monotonic()
-            code, words = copy.test(selection)
+            code, output = copy.test(selection)
             if code:
-                print(f"{words}\n✗ {selection} fails without any fault", flush=True)
+                print(f"{output}\n✗ {selection} fails without any fault", flush=True)
                 return 1
             print(f"· {selection} passes in {time.monotonic() - began:.1f} s", flush=True)
         for fault in faults:
             began = time.monotonic()
             try:
                 with copy.with_fault(fault):
-                    code, words = copy.test(fault.noticed_by)
-            except ValueError as moved_on:
-                print(f"✗ {moved_on}", flush=True)
+                    code, output = copy.test(fault.detected_by)
+            except ValueError as error:
+                print(f"✗ {error}", flush=True)
                 survivors += 1
                 continue
-            by = noticed(code, words)
+            by = detecting_test(code, output)
             survivors += by is None
-            told = f"✓ {fault.name} — {by}" if by else f"✗ {fault.name} — SURVIVED ({fault.file})\n{words[-2000:]}"
-            print(f"{told}  {time.monotonic() - began:.1f} s", flush=True)
-    print(f"{len(faults) - survivors} of {len(faults)} faults were noticed", flush=True)
+            line = f"✓ {fault.name} — {by}" if by else f"✗ {fault.name} — SURVIVED ({fault.file})\n{output[-2000:]}"
+            print(f"{line}  {time.monotonic() - began:.1f} s", flush=True)
+    print(f"{len(faults) - survivors} of {len(faults)} faults were detected", flush=True)
     return 1 if survivors or not faults else 0
 
 

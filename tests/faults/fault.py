@@ -1,4 +1,4 @@
-"""A fault: a piece of text in one file, what it becomes, and the tests that have to notice."""
+"""A fault: a text in one file, its replacement, and the test that has to detect it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ SOURCE = Path("src/flowfabric")
 
 
 class Fault(NamedTuple):
-    """One slip: in `file`, the text `old` (which stands there once) becomes `new`."""
+    """One mistake: in `file`, the text `old`, which occurs once, becomes `new`."""
 
     name: str
     file: str
     old: str
     new: str
-    noticed_by: str
+    detected_by: str
 
     def applied(self, text: str) -> str:
-        """The file with the fault in it; an error when the text has moved on."""
+        """Return the text of the file with the fault; raise ValueError if `old` does not occur exactly once."""
         if text.count(self.old) != 1 or self.old == self.new:
-            raise ValueError(f"{self.name}: its text stands {text.count(self.old)} times in {self.file}")
+            raise ValueError(f"{self.name}: its text occurs {text.count(self.old)} times in {self.file}")
         return text.replace(self.old, self.new)

@@ -1,4 +1,4 @@
-"""Slips that would open a door: a check of input, owner, lease, token or file mode that is forgotten."""
+"""Faults in security: a missing check of input, owner, lease, token or file mode."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ READMISSION = "tests/server/test_readmission.py"
 PRIVATE = "tests/stores/sqlite/test_permissions.py"
 
 SECURITY = (
-    # Schemas of others, and the work of reading them.
+    # Schemas from outside, and the cost of reading them.
     Fault(
-        "a pattern from outside is run by an engine that backtracks",
+        "a pattern from outside is matched by a backtracking engine",
         "rules/durable/json_schema.py",
         "            yield from _format_violations(value, schema, name)\n",
         "            yield from _format_violations(value, schema, name)\n"
@@ -26,49 +26,49 @@ SECURITY = (
         f"{SCHEMAS}::test_a_pattern_is_left_to_the_run",
     ),
     Fault(
-        "a check of a value goes on however many steps it takes",
+        "the check of a value has no bound of steps",
         "rules/durable/json_schema.py",
         "        if self.steps > self._max_steps:\n",
         "        if self.steps > 4 * self._max_steps:\n",
         f"{SCHEMAS}::test_a_stored_schema_costs_a_bounded_number_of_steps",
     ),
     Fault(
-        "a schema of any number of bytes is taken",
+        "a schema of any number of bytes is accepted",
         "rules/durable/schema_limits.py",
         "    if size > MAX_BYTES:\n",
         "    if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
-        "a schema of any number of nodes is taken",
+        "a schema of any number of nodes is accepted",
         "rules/durable/schema_limits.py",
         "        if nodes > MAX_NODES:\n",
         "        if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
-        "a schema of any depth is taken",
+        "a schema of any depth is accepted",
         "rules/durable/schema_limits.py",
         "        if depth > MAX_DEPTH:\n",
         "        if False:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
-        "references in a schema may double without end",
+        "references in a schema expand without bound",
         "rules/durable/schema_limits.py",
         "        if expanded > MAX_EXPANDED:\n",
         "        if expanded > 4 * MAX_EXPANDED:\n",
         f"{SCHEMAS}::test_a_schema_out_of_bounds_is_refused_in_a_tag",
     ),
     Fault(
-        "a schema in a tag is not looked at",
+        "a schema in a tag is not validated",
         "rules/execution/tags.py",
         "        if key.startswith(schema_limits.SCHEMA_TAG_PREFIX) and (invalid := schema_limits.check_schema(value)):\n",
         "        if False:\n",
-        "tests/server/routes/test_approval_json.py::test_a_schema_out_of_bounds_is_refused_on_every_way_in",
+        "tests/server/routes/test_approval_json.py::test_a_schema_out_of_bounds_is_refused_by_every_route",
     ),
     Fault(
-        "a form has as many fields as a schema asks for",
+        "a form has as many fields as its schema",
         "server/approval_form.py",
         "        if self._fields > MAX_FIELDS or self._options > MAX_OPTIONS:\n",
         "        if False:\n",
@@ -76,7 +76,7 @@ SECURITY = (
     ),
     # Ids of other namespaces.
     Fault(
-        "a flow of another namespace is taken for one's own",
+        "a flow of another namespace counts as an own flow",
         "rules/flow/build.py",
         "        if existing.namespace != namespace:\n",
         "        if False:\n",
@@ -119,7 +119,7 @@ SECURITY = (
     ),
     # Budgets and quotas of other namespaces.
     Fault(
-        "an id in a policy stands for the shared budget although the namespace has its own",
+        "an id in a policy names the shared budget although the namespace has its own",
         "rules/limits/owner.py",
         "    if own.is_shared or is_defined(roots.get(own)) or not is_defined(roots.get(own.shared)):\n",
         "    if own.is_shared or not is_defined(roots.get(own.shared)):\n",
@@ -130,7 +130,7 @@ SECURITY = (
         "server/request.py",
         "        namespace = only if given is None else given\n        self.require_namespace(namespace)\n",
         "        namespace = only if given is None else given\n",
-        "tests/server/routes/test_owned_limits.py::test_a_token_of_some_namespaces_reaches_no_budget_beyond_them",
+        "tests/server/routes/test_owned_limits.py::test_a_bound_token_reaches_no_budget_of_another_namespace",
     ),
     Fault(
         "a bound worker spends in the shared budgets",
@@ -142,14 +142,14 @@ SECURITY = (
     ),
     # Handles: the lease, the signature, the budget's verbs.
     Fault(
-        "a handle cancels whatever is not active",
+        "any handle cancels an execution that is not active",
         "rules/execution/holder.py",
         "    if not is_last or not lease.has_open_attempt(row):\n",
         "    if False:\n",
         f"{HOLDER}::test_a_made_up_handle_cancels_nothing",
     ),
     Fault(
-        "a handle of an attempt that is over cancels a replay",
+        "a handle of an ended attempt cancels a replay",
         "rules/execution/holder.py",
         " or not lease.has_open_attempt(row):",
         ":",
@@ -167,53 +167,53 @@ SECURITY = (
         "server/routes/lease_usage.py",
         "    body = request.body\n    await request.engine.require_lease(request.handle)\n    return variant_response(\n        await request.engine.report_usage(\n            ",
         "    body = request.body\n    return variant_response(\n        await request.engine.report_usage(",
-        f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
+        f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
         "money is spent without the lease",
         "server/routes/lease_usage.py",
         "    await request.engine.require_lease(handle)\n    return variant_response(\n        await request.engine.record_spend(\n            ",
         "    return variant_response(\n        await request.engine.record_spend(",
-        f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
+        f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
-        "room is reserved without the lease",
+        "budget is reserved without the lease",
         "server/routes/lease_usage.py",
         "    await request.engine.require_lease(handle)\n    return variant_response(\n        await request.engine.reserve_budget(\n            ",
         "    return variant_response(\n        await request.engine.reserve_budget(",
-        f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
+        f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
         "a reservation is refunded without the lease",
         "server/routes/lease_usage.py",
         "    await request.engine.require_lease(request.handle)\n    body, execution_id",
         "    body, execution_id",
-        f"{HANDLES}::test_budgets_are_closed_to_a_lease_that_lapsed",
+        f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
         "a holder refunds the reservation of another execution",
         "rules/limits/reservation.py",
         "    if execution_id is not None and (refused := _check_owner(own_rows, execution_id)):\n",
         "    if execution_id is None and (refused := _check_owner(own_rows, execution_id or '')):\n",
-        f"{HANDLES}::test_a_refund_touches_only_reservations_of_its_own_execution",
+        f"{HANDLES}::test_a_refund_is_refused_for_a_reservation_of_another_execution",
     ),
     Fault(
-        "a server takes any signature of a handle",
+        "a server accepts any signature of a handle",
         "server/handle_signer.py",
         "            answers[index] = errors.Corruption(HANDLE_NOT_OURS)\n",
         "            pass\n",
-        f"{HANDLES}::test_a_scope_that_reads_cannot_build_a_handle",
+        f"{HANDLES}::test_a_handle_cannot_be_built_from_its_readable_parts",
     ),
     Fault(
         "the kind of a handle can be altered",
         "rules/security/signed_handle.py",
         '    return handle.kind.value.encode() + b"\\0" + handle.opaque\n',
         "    return handle.opaque\n",
-        f"{HANDLES}::test_the_kind_of_a_handle_is_signed_too",
+        f"{HANDLES}::test_the_kind_of_a_handle_is_signed",
     ),
     # Reserved tags.
     Fault(
-        "a batch of tags may hold reserved ones",
+        "a batch of tags may contain reserved ones",
         "rules/execution/tags.py",
         "        if not allow_reserved and is_reserved(key):\n",
         "        if False:\n",
@@ -227,7 +227,7 @@ SECURITY = (
         f"{TAGS}::test_the_tags_of_a_flow_are_bounded_and_its_reserved_ones_are_not_set",
     ),
     Fault(
-        "a caller sets the trace of an execution",
+        "a caller sets the trace context of an execution",
         "server/routes/executions.py",
         "    if tracing.TRACEPARENT_TAG in body.tags:",
         "    if False:",
@@ -247,69 +247,69 @@ SECURITY = (
         "    return check_tags(checked)\n",
         f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
     ),
-    # Tokens that are over, rates, sizes.
+    # Expired tokens, rates, sizes.
     Fault(
-        "a feed goes on although its token was revoked",
+        "a feed continues although its token was revoked",
         "server/request.py",
         "                await self.check_authentication(after_s=0)\n",
         "                pass\n",
         f"{READMISSION}::test_a_feed_ends_when_its_token_is_revoked",
     ),
     Fault(
-        "a token is asked for again too late",
+        "a token is checked again too late",
         "server/app.py",
         "REAUTHENTICATE_S = 10.0",
         "REAUTHENTICATE_S = 15.0",
-        f"{READMISSION}::test_a_token_is_asked_for_again_within_fifteen_seconds",
+        f"{READMISSION}::test_a_token_is_checked_again_within_fifteen_seconds",
     ),
     Fault(
-        "a token has as many feeds as it opens",
+        "a token may open any number of feeds",
         "server/auth.py",
         "        if self._limit and self._open[name] >= self._limit:\n",
         "        if False:\n",
-        f"{READMISSION}::test_each_token_has_so_many_feeds_at_a_time",
+        f"{READMISSION}::test_the_number_of_feeds_per_token_is_limited",
     ),
     Fault(
-        "the document of the API is made for each request",
+        "the OpenAPI document is built for each request",
         "server/app.py",
         "    @cached_property\n    def openapi",
         "    @property\n    def openapi",
-        f"{EDGE}::test_the_document_is_made_once",
+        f"{EDGE}::test_the_openapi_document_is_built_once",
     ),
     Fault(
-        "numbers of any length are read",
+        "numbers of any length are decoded",
         "json_limits.py",
         "            raise NumberTooLong()\n",
         "            return\n",
-        f"{EDGE}::test_no_route_reads_a_number_of_many_digits_or_falls_over_deep_json",
+        f"{EDGE}::test_every_route_refuses_long_numbers_and_deep_json",
     ),
     Fault(
-        "an answer holds as many bytes of results as were asked for",
+        "a response contains any number of bytes of results",
         "server/routes/queries.py",
         "            if results and size > MAX_RESULT_BYTES:\n",
         "            if False:\n",
-        "tests/server/routes/test_results.py::test_an_answer_holds_so_many_bytes_and_names_the_rest",
+        "tests/server/routes/test_results.py::test_a_response_is_bounded_and_lists_the_remaining_ids",
     ),
     Fault(
-        "wrong tokens are not counted",
+        "wrong tokens are not rate limited",
         "server/auth.py",
         "            self._cache.pop(digest, None)\n            self._rate.acquire(failure_key)\n",
         "            self._cache.pop(digest, None)\n",
-        f"{EDGE}::test_wrong_tokens_are_counted_by_address_and_a_good_one_is_not_kept_out",
+        f"{EDGE}::test_wrong_tokens_are_rate_limited_by_address_and_a_valid_one_is_not",
     ),
     Fault(
-        "routes without a token are not counted",
+        "routes without a token are not rate limited",
         "server/app.py",
         '                self._rate.acquire(f"{resource.template} from {request.client_address}")\n',
         "                pass\n",
-        f"{EDGE}::test_routes_without_a_token_are_counted_by_address",
+        f"{EDGE}::test_routes_without_a_token_are_rate_limited_by_address",
     ),
     Fault(
         "connections have no limit",
         "server/connection_limits.py",
         "            self.app = refuse_connection\n",
         "            pass\n",
-        "tests/server/test_limits.py::test_connections_beyond_their_number_are_turned_away_and_the_first_ones_go_on",
+        "tests/server/test_limits.py::test_connections_above_the_limit_are_refused_and_open_ones_continue",
     ),
     # SQLite files, the name of a server, its edge.
     Fault(
@@ -320,39 +320,39 @@ SECURITY = (
         f"{PRIVATE}::test_everything_that_is_created_belongs_to_its_user_alone",
     ),
     Fault(
-        "the lock file of a stranger is used",
+        "the lock file of another user is used",
         "stores/sqlite/permissions.py",
         "    if not _is_trusted(found, root):\n        return False\n",
         "",
         f"{PRIVATE}::test_a_lock_file_that_a_stranger_has_put_there_is_refused",
     ),
     Fault(
-        "a write waits for the lock for ever",
+        "a write waits for the lock without a timeout",
         "stores/sqlite/connection_thread.py",
         "                job.fail_if_unstarted()\n",
         "                pass\n",
         f"{PRIVATE}::test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_never_written",
     ),
     Fault(
-        "an open server answers to any name",
+        "a server without a token accepts any host",
         "server/origin_policy.py",
         "        if not self._is_on or ",
         "        if True or ",
-        f"{EDGE}::test_an_open_server_does_not_answer_to_a_foreign_host",
+        f"{EDGE}::test_a_server_without_a_token_refuses_a_foreign_host",
     ),
     Fault(
-        "the last of two Authorization headers counts",
+        "the last of two Authorization headers is used",
         "server/app.py",
         'sum(name == b"authorization" for name, _ in headers) > 1:',
         "False:",
         f"{EDGE}::test_two_authorization_headers_are_refused",
     ),
     Fault(
-        "an Idempotency-Key holds for another body, too",
+        "an Idempotency-Key matches another body",
         "server/idempotency.py",
         "    if known != content:\n",
         "    if False:\n",
-        f"{EDGE}::test_a_key_with_another_body_query_or_fields_is_a_conflict",
+        f"{EDGE}::test_an_idempotency_key_with_another_request_is_a_conflict",
     ),
     Fault(
         "a signing secret of a few bytes is installed",
@@ -362,7 +362,7 @@ SECURITY = (
         "tests/rules/security/test_keystore.py",
     ),
     Fault(
-        "a rotation takes a signing secret of a few bytes",
+        "a rotation accepts a signing secret of a few bytes",
         "rules/security/keystore.py",
         "    if len(secret_hex) < _MIN_HEX_DIGITS:\n",
         "    if False:\n",
@@ -390,10 +390,10 @@ SECURITY = (
         "tests/server/routes/test_approval_json.py::test_no_stored_schema_makes_a_page_or_a_vote_fail",
     ),
     Fault(
-        "deep JSON in an approval's facts fails its page",
+        "deep JSON in the show tag of an approval fails its page",
         "server/routes/approval_pages.py",
         "json_limits.decode(text)\n    except (msgspec.DecodeError, RecursionError):\n",
         "json_limits.decode(text)\n    except msgspec.DecodeError:\n",
-        "tests/server/routes/test_approval_json.py::test_whatever_is_shown_the_page_is_there",
+        "tests/server/routes/test_approval_json.py::test_no_stored_show_tag_makes_a_page_fail",
     ),
 )

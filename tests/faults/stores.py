@@ -1,4 +1,4 @@
-"""Slips in how rows are kept and found: a guard that is not checked, an index entry left behind."""
+"""Faults in the stores: a guard that is not checked, an index entry that is not removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.faults.fault import Fault
 AGREEMENT = "tests/stateful/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
 TAKE = "tests/stateful/test_take.py"
 GUARDS = "tests/stores/contract/test_guards.py"
-HANDING = "tests/stores/contract/test_commit_and_claim.py"
+COMMIT_AND_CLAIM = "tests/stores/contract/test_commit_and_claim.py"
 LEASES = "tests/stores/contract/test_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
 
@@ -20,70 +20,70 @@ STORES = (
         GUARDS,
     ),
     Fault(
-        "memory: what must be absent may be there",
+        "memory: a row that must be absent may exist",
         "stores/memory/store.py",
         "return row is None and guard.revision is None",
         "return guard.revision is None",
         GUARDS,
     ),
     Fault(
-        "memory: a change comes before its time",
+        "memory: a change is committed before its `not_before`",
         "stores/memory/store.py",
         "if change.not_before is not None and now < change.not_before:",
         "if change.not_before is not None and now < 0:",
         GUARDS,
     ),
     Fault(
-        "memory: a renewal does not ask for the epoch",
+        "memory: a renewal does not compare the epoch",
         "stores/memory/store.py",
         "row.lease_id != check.lease_id or row.lease_epoch != check.lease_epoch or",
         "row.lease_id != check.lease_id or",
         LEASES,
     ),
     Fault(
-        "memory: a take ignores grants",
+        "memory: a claim ignores grants",
         "stores/memory/store.py",
         "if granted_until is None or granted_until <= now:",
         "if True:",
         TAKE,
     ),
     Fault(
-        "memory: the feed leaves an entry out between two pages",
+        "memory: the feed skips an event between two pages",
         "stores/memory/store.py",
         "return FeedPage(events, events[-1].position if events else after, has_gap)",
         "return FeedPage(events, events[-1].position + 1 if events else after, has_gap)",
         AGREEMENT,
     ),
     Fault(
-        "a take does not raise the epoch",
+        "a claim does not increment the epoch",
         "stores/claims.py",
         '"lease_epoch": row.lease_epoch + 1,',
         '"lease_epoch": row.lease_epoch,',
         TAKE,
     ),
     Fault(
-        "sqlite: the revision of a held row is not compared",
+        "sqlite: the revision of a leased row is not compared",
         "stores/sqlite/statements.sql",
         "   AND (r.revision IS NOT g.column{revision}\n        OR r.lease_id",
         "   AND (r.lease_id",
         GUARDS,
     ),
     Fault(
-        "sqlite: a take ignores grants",
+        "sqlite: a claim ignores grants",
         "stores/sqlite/statements.sql",
         "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)",
         "WHERE line = ? AND (granted_until IS NULL OR granted_until <= ? OR 1)",
         TAKE,
     ),
     Fault(
-        "what each root is supposed to hold of its own is not compared",
+        "postgres: the expected columns of each root are not compared",
         "stores/postgres/commit/fragments.py",
         'f\'t."{name}" is not distinct from {params[f"expected {name}"]}\'',
         'f\'t."{name}" is null or {params[f"expected {name}"]} is null or true\'',
         GUARDS,
     ),
     Fault(
-        "what each root is supposed to hold of its own is compared where it is set",
+        "sqlite: the expected columns of each root are compared only if they are not null",
         "stores/sqlite/statements.py",
         'f"r.{name} IS g.column{ordinal}"',
         'f"coalesce(r.{name} = g.column{ordinal}, true)"',
@@ -97,38 +97,38 @@ STORES = (
         RACES,
     ),
     Fault(
-        "postgres: what must be absent may be there",
+        "postgres: a row that must be absent may exist",
         "stores/postgres/commit/fragments.py",
         "t.found is null as holds",
         "true as holds",
         GUARDS,
     ),
     Fault(
-        "postgres: a renewal does not ask for the epoch",
+        "postgres: a renewal does not compare the epoch",
         "stores/postgres/claim.sql",
         "              and e.lease_epoch = given.lease_epoch\n",
         "",
         LEASES,
     ),
     Fault(
-        "postgres: a take continues no attempt, it begins a new one",
+        "postgres: a claim starts a new attempt instead of resuming",
         "stores/postgres/claim.sql",
         "attempt_resumed_at = case when e.next_type is null then c.now end,",
         "attempt_resumed_at = null,",
         TAKE,
     ),
     Fault(
-        "postgres: work is handed over although somebody stands in line",
+        "postgres: a commit claims its own row although the ready queue is not empty",
         "stores/postgres/claim.sql",
         "    select not exists (\n",
         "    select true or not exists (\n",
-        HANDING,
+        COMMIT_AND_CLAIM,
     ),
     Fault(
-        "postgres: what a change writes beside the line is lost when its row is handed over",
+        "postgres: other columns of a change are lost when its row is claimed with the commit",
         "stores/postgres/commit/claim.py",
         "    if not overwritten_columns(shared_fields).issuperset(names):\n        return None\n",
         "",
-        HANDING,
+        COMMIT_AND_CLAIM,
     ),
 )

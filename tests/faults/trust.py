@@ -1,4 +1,4 @@
-"""Slips that would lose or repeat work after a fault of a server, a network, a clock or another process."""
+"""Faults that lose or repeat work after a failure of a server, a network, a clock or another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLOCK = "tests/stores/sqlite/test_clock.py"
 TRUST = (
     # Queues and positions after a failover.
     Fault(
-        "a commit takes the queue that it puts work into for granted",
+        "a commit does not check that its ready queue exists",
         "stores/postgres/queue_ids.py",
         "        return self._pool.has_own_sessions and self._ensured",
         "        return True or self._ensured",
@@ -36,7 +36,7 @@ TRUST = (
         f"{QUEUES}::test_an_execution_without_a_queue_can_be_read_explained_and_cancelled",
     ),
     Fault(
-        "nobody restores a missing queue",
+        "a missing queue is not restored",
         "engine/runtime/runtime.py",
         "for line in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):",
         "for line in list[str]():",
@@ -50,14 +50,14 @@ TRUST = (
         f"{QUEUES}::test_the_doctor_names_executions_without_a_queue",
     ),
     Fault(
-        "positions go on after the last one that survived a failover",
+        "positions continue after the last one that survived a failover",
         "stores/postgres/event_log.sql",
         "else greatest(f.numbered, floor(extract(epoch from clock_timestamp()) * 1000)::bigint * 32)",
         "else f.numbered",
         f"{FAILOVER}::test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_that_follows",
     ),
     Fault(
-        "positions of a restored file go on after the last one in it",
+        "positions of a restored file continue after the last one in it",
         "stores/sqlite/connection_thread.py",
         "                if self.must_advance_positions:\n",
         "                if False:\n",
@@ -65,13 +65,13 @@ TRUST = (
         "::test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing",
     ),
     Fault(
-        "a cursor that the feed cannot continue is not told of the gap",
+        "a cursor that the feed cannot continue gets no gap",
         "stores/postgres/event_log.py",
         'diverged = diverged or not row["known"]',
         "diverged = False",
         "tests/stores/contract/test_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
     ),
-    # Answers of others, and connections.
+    # Foreign responses, and connections.
     Fault(
         "a statement may take as long as a silent connection lasts",
         "stores/postgres/pool.py",
@@ -94,28 +94,28 @@ TRUST = (
         "tests/engine/operations/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
     ),
     Fault(
-        "a refusal of something before the server is taken for the server's",
+        "a refusal of a proxy counts as one of the server",
         "client/transport.py",
         "                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
         "                if refused is None and status < 500:\n                    raise errors.InvalidInput(str(status))\n                if refused is None:\n                    is_repeat, fault = True, proxy_error(status, body)\n",
-        f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_sent_again",
+        f"{FOREIGN}::test_a_completion_that_a_proxy_refuses_is_retried",
     ),
     Fault(
         "an authorization problem fails the attempt of a handler",
         "sdk/worker/outcome.py",
         "        case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):",
         "        case StoreUnavailable(source=StoreFault.AUTH):",
-        f"{FOREIGN}::test_a_handler_that_is_not_authorized_goes_on_later",
+        f"{FOREIGN}::test_a_handler_that_is_not_authorized_is_delayed",
     ),
     Fault(
-        "an end that was not heard is not sent again",
+        "an outcome whose report failed is not sent again",
         "sdk/worker/outcome.py",
         "return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)",
         "return True",
-        f"{FOREIGN}::test_a_run_whose_completion_is_refused_by_a_proxy_for_long_succeeds_in_the_end",
+        f"{FOREIGN}::test_a_run_succeeds_although_a_proxy_refuses_its_completion_for_long",
     ),
     Fault(
-        "claims beside an old snapshot read from the head for ever",
+        "claims during an old snapshot always read from the head of the queue",
         "stores/postgres/dead_entries.py",
         "            elif part is None and entries > BLOAT_THRESHOLD + 4 * found:\n",
         "            elif False:\n",
@@ -151,7 +151,7 @@ TRUST = (
         f"{PURGE}::test_every_table_of_flows_is_removed_with_them",
     ),
     Fault(
-        "events are kept as long as the process that sweeps first says",
+        "the process that sweeps first decides how long events are kept",
         "engine/sweeps/suspensions.py",
         'keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)',
         'keeps = ""',
@@ -159,7 +159,7 @@ TRUST = (
     ),
     # Workers.
     Fault(
-        "a worker takes its own park for a lost lease",
+        "a worker treats its own park as a lost lease",
         "sdk/worker/worker.py",
         "        if _is_own_park(attempt.claimed, error):",
         "        if False:",
@@ -180,7 +180,7 @@ TRUST = (
         f"{QUIET}::test_a_worker_whose_connection_breaks_while_it_starts_tries_again",
     ),
     Fault(
-        "a worker of the release before writes on after a migration",
+        "a worker of the previous release still writes after a migration",
         "stores/sqlite/connection_thread.py",
         "                self._check(db)\n                began",
         "                began",
@@ -188,14 +188,14 @@ TRUST = (
     ),
     # Clocks.
     Fault(
-        "the time of a file is that of whoever asks",
+        "the clock of a file is that of the process",
         "stores/sqlite/file_clock.py",
         "        offset, anchor = self._offset, self._anchor\n",
         "        return self._machine.wall()\n",
         f"{CLOCK}::test_processes_with_different_wall_clocks_read_the_same_time",
     ),
     Fault(
-        "after a boot the time of a file may be before what it has seen",
+        "after a boot the clock of a file may be behind its newest row",
         "stores/sqlite/file_clock.py",
         "max(wall, _newest(db))",
         "wall",
@@ -218,7 +218,7 @@ TRUST = (
         "::test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot",
     ),
     Fault(
-        "a replayed member whose join is impossible waits for ever",
+        "a replayed member whose join is impossible waits forever",
         "rules/flow/dependencies.py",
         "    if state is GroupState.IMPOSSIBLE:\n        return _skip_again(row, group)\n",
         "",
@@ -240,7 +240,7 @@ TRUST = (
         "tests/scenarios/flow/test_reads.py::test_reads_of_a_partition_that_does_not_exist_are_refused",
     ),
     Fault(
-        "a declaration sets back what an operator set",
+        "a declaration overwrites limits that an operator set",
         "rules/limits/usage.py",
         "        if definition.declaration in (None, state.root.declaration):\n",
         "        if definition.declaration is None:\n",
@@ -254,7 +254,7 @@ TRUST = (
         "tests/scenarios/limits/test_fairness_beside_limits.py::test_a_late_tenant_gets_every_second_turn",
     ),
     Fault(
-        "a world has settings of its own only",
+        "a world ignores the settings of its app",
         "testing/world.py",
         "settings=_world_settings(self.app))",
         "settings=SETTINGS)",
@@ -289,14 +289,14 @@ TRUST = (
         "tests/engine/operations/test_complete_many.py::test_handles_of_one_execution_are_answered_one_after_the_other",
     ),
     Fault(
-        "an end with many edges is counted after its replay",
+        "an outcome with many edges is counted after its replay",
         "rules/flow/successors.py",
         "    writes += tuple(clear_outcome(edge.downstream_execution_id, edge.edge_id) for edge in edges)\n",
         "",
         "tests/engine/operations/test_replay_of_many.py::test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again",
     ),
     Fault(
-        "what a late claim takes is left to its lease",
+        "executions of a late claim are not released before their lease expires",
         "engine/claiming/claimer.py",
         "                self.late_claims.watch(doubtful, got)\n",
         "                pass\n",
@@ -309,26 +309,26 @@ TRUST = (
         "if held_ms := await self._hold(sweep, 3 * interval_ms):",
         "tests/engine/sweeps/test_sweeper.py::test_a_dead_holder_is_noticed_within_one_interval",
     ),
-    # Decisions and words.
+    # Votes and messages.
     Fault(
         "JSON that is posted to an approval's link is read as a form",
         "server/routes/approval_pages.py",
         "await _answer_form(request) if token is None else await _answer_json(request, token)",
         "await _answer_form(request)",
-        "tests/server/routes/test_approval_json.py::test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json",
+        "tests/server/routes/test_approval_json.py::test_a_vote_posted_as_json_gets_a_json_response",
     ),
     Fault(
-        "a message ends in facts that nobody can act on",
+        "an error message contains internal facts",
         "errors/base.py",
         "for name in _SHOWN if self.facts.get(name) is not None)",
         "for name in self.facts if self.facts.get(name) is not None)",
         "tests/model/test_errors.py::test_no_message_carries_an_internal_field",
     ),
     Fault(
-        "an approval's link holds raw braces",
+        "an approval's link contains raw braces",
         "sdk/approvals.py",
         "quote(run_id, safe=':')",
         "run_id",
-        "tests/server/routes/test_approval_json.py::test_a_link_holds_only_characters_of_a_url",
+        "tests/server/routes/test_approval_json.py::test_a_link_contains_only_url_characters",
     ),
 )

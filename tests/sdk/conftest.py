@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric import Fabric
 from flowfabric.sdk.worker.worker import Worker
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 from tests.client.worlds import see_through_server
 from tests.conftest import STORES, emptied
 
@@ -57,7 +57,7 @@ async def _address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
         case "sqlite":
             yield file
         case "http":
-            with serving(file) as server:
+            with run_server(file) as server:
                 yield server.url
         case _:
             yield await emptied(request.getfixturevalue("own_database"))

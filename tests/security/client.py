@@ -1,4 +1,4 @@
-"""One request straight to the ASGI application, with a bounded read of answers that go on."""
+"""Sends a request to the ASGI application, with a bounded read of streaming responses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Everything that the caller says, as text."""
+        """The whole request as text."""
         return f"{self.path}?{self.query} {msgspec.json.encode(self.body).decode()}"
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer, or the beginning of one that goes on."""
+    """A whole response, or the beginning of a streaming one."""
 
     status: int
     headers: dict[str, str]
@@ -37,13 +37,13 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Everything that the server says, as text; the request's id and lengths are not part of it."""
-        said = {name: value for name, value in self.headers.items() if name not in ("x-request-id", "content-length")}
-        return f"{self.status} {said} {self.body.decode('utf-8', 'replace')}"
+        """The whole response as text, without the request id and the length."""
+        shown = {name: value for name, value in self.headers.items() if name not in ("x-request-id", "content-length")}
+        return f"{self.status} {shown} {self.body.decode('utf-8', 'replace')}"
 
 
 async def send(app: App, request: Request, authorization: str | None = None) -> Answer:
-    """Ask the application; of a feed, read until the text that the request names."""
+    """Send a request; read a feed up to the text `until` of the request."""
     body = request.body if isinstance(request.body, bytes) else b""
     headers = [(b"host", b"localhost")]
     if request.body is not None and not isinstance(request.body, bytes):
@@ -61,12 +61,12 @@ async def send(app: App, request: Request, authorization: str | None = None) -> 
         "client": ("127.0.0.1", 1),
         "server": ("localhost", 80),
     }
-    status, said, parts = 0, dict[str, str](), list[bytes]()
-    asked, enough = asyncio.Event(), asyncio.Event()
+    status, received, parts = 0, dict[str, str](), list[bytes]()
+    requested, enough = asyncio.Event(), asyncio.Event()
 
     async def receive() -> dict[str, Any]:
-        if not asked.is_set():
-            asked.set()
+        if not requested.is_set():
+            requested.set()
             return {"type": "http.request", "body": body}
         await enough.wait()
         return {"type": "http.disconnect"}
@@ -75,7 +75,7 @@ async def send(app: App, request: Request, authorization: str | None = None) -> 
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            said.update((name.decode(), value.decode("latin-1")) for name, value in message["headers"])
+            received.update((name.decode(), value.decode("latin-1")) for name, value in message["headers"])
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
             if request.until and request.until.encode() in b"".join(parts):
@@ -83,4 +83,4 @@ async def send(app: App, request: Request, authorization: str | None = None) -> 
 
     async with asyncio.timeout(TIMEOUT_S):
         await app(scope, receive, sent)
-    return Answer(status, said, b"".join(parts))
+    return Answer(status, received, b"".join(parts))

@@ -1,7 +1,8 @@
 """A valid request for every operation of the server, about rows of a given tenant.
 
-An example is a function of two tenants: the first owns what the path, the namespace or the handle names, the second
-what the request mentions besides. An operation may have several; what follows the colon of a name says how they differ.
+An example is a function of two tenants: the first owns the resource of the path, the namespace or the handle, the
+second the other resources of the request. An operation may have several examples, which differ by the text after the
+colon of their name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.security.tenants import PARTITION, SHARED_LANE, Tenant, creation, exe
 
 
 class Example(msgspec.Struct, frozen=True):
-    """The changing parts of a request, and what its answer must be like."""
+    """The variable parts of a request, and the expected response."""
 
     params: tuple[str, ...] = ()
     query: dict[str, str] = {}
@@ -27,14 +28,14 @@ class Example(msgspec.Struct, frozen=True):
     until: str = ""  # the text that ends the reading of a feed
     shows: bool = False  # the owner's answer contains the owner's secret
     works: bool = True  # the owner's request succeeds
-    tells_lanes: bool = False  # lanes are not of a namespace: their names are told
-    taken: str = ""  # with the other tenant's id this is the refusal: the id is in use, no more is told
-    positional: bool = False  # a place to go on from, whether or not something is there: it tells nothing
+    tells_lanes: bool = False  # the response contains lane names, which belong to no namespace
+    taken: str = ""  # the error if the id of the other tenant is in use
+    positional: bool = False  # the other tenant's id is only a cursor, which reveals nothing
 
     def request(self, operation: Route) -> Request:
-        """The request of this operation."""
-        given = iter(self.params)
-        parts = (segment(next(given)) if part.startswith("{") else part for part in operation.path.split("/"))
+        """Return the request of this operation."""
+        params = iter(self.params)
+        parts = (segment(next(params)) if part.startswith("{") else part for part in operation.path.split("/"))
         return Request(operation.method, "/".join(parts), self.query, self.body, self.until)
 
 
@@ -49,12 +50,12 @@ def new() -> str:
 
 
 def held(p: Tenant, **body: Any) -> Example:
-    """What the holder of the active execution says."""
+    """Return a request of the holder of the active execution."""
     return E(body={"handle": p.handle} | body)
 
 
 def of(execution_id: str, shows: bool = False, query: dict[str, str] | None = None) -> Example:
-    """A request about the execution in the path."""
+    """Return a request with this execution in its path."""
     return E((execution_id,), query or {}, shows=shows)
 
 
@@ -265,7 +266,7 @@ EXAMPLES: dict[str, Maker] = {
         body={"reservation_id": p.reservation, "namespace": p.namespace, "execution_id": r.active},
     ),
     "wake_budget": lambda p, r: E((r.own_budget,), {"namespace": p.namespace}),
-    # -- what the holder of a lease says
+    # -- requests of the lease holder
     "renew": lambda p, r: E(body={"handles": [p.handle, r.handle]}),
     "progress": lambda p, r: held(p, pct=50),
     "complete": lambda p, r: held(p),
@@ -352,5 +353,5 @@ EXAMPLES: dict[str, Maker] = {
 
 
 def examples_of(operation: Route) -> list[Maker]:
-    """Every example of an operation."""
+    """Return the examples of an operation."""
     return [make for name, make in EXAMPLES.items() if name.partition(":")[0] == operation.name]

@@ -1,7 +1,7 @@
-"""Two tenants with rows of every kind, made over HTTP, and a third whose ids name nothing.
+"""Two tenants with rows of every kind, create over HTTP, and a third whose ids do not exist.
 
-Every text that a tenant's rows can hold contains the tenant's secret. Ids do not, nor do the few names that another
-tenant could guess (the shared lane, names of gates and workers): an answer with the secret in it is a leak.
+Every text in a tenant's rows contains the tenant's secret. Ids do not, nor do the few names that another tenant could
+guess (the shared lane, names of gates and workers): a response that contains the secret is a leak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowfabric.server import App
 from tests.security.client import Request, send
 
 ROOT = "the-root-token-of-this-server"
-PARTITION = 7  # of all rows: what is looked up by partition and id could meet the other tenant's
+PARTITION = 7  # of all rows, so that lookups by partition and id could find rows of the other tenant
 SHARED_LANE = "L"
 HOUR_MS = 3_600_000
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -28,15 +28,15 @@ BUDGET, QUOTA = str(uuid.UUID(int=0xB)), str(uuid.UUID(int=0xC))  # both tenants
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a namespace holds, by role; executions, waitpoints, flows and the like by their ids."""
+    """The ids of a tenant's rows, by role."""
 
     namespace: str
     secret: str
     waiting: str  # claimable in the shared lane
-    active: str  # held; with steps, waits, output, a child and a reservation
+    active: str  # call_lease; with steps, waits, output, a child and a reservation
     handle: str  # of the active one
     child: str  # of the active one
-    pending: str  # a waitpoint of the active one that nobody waits for yet
+    pending: str  # a waitpoint of the active one that unknown_tenant waits for yet
     voted: str = "votes"  # the gate of the active one that signals closed
     timer: str = "timer"  # the gate of the active one that is open
     suspended: str
@@ -64,24 +64,24 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     last: str  # the one that the newest event of every feed is about
 
     def hides(self, text: str) -> bool:
-        """Whether a text is free of the secret, in clear and in base64."""
+        """True if a text does not contain the secret, neither plain nor in base64."""
         return not any(form in text for form in forms(self.secret))
 
 
 def forms(secret: str) -> tuple[str, ...]:
-    """A text as it looks in an answer: in clear, and in base64 wherever it begins."""
+    """Return the forms of a text in a response: plain, and in base64 at any offset."""
     raw = secret.encode()
-    # Without the letters at both ends, which depend on what stands beside the secret.
+    # Without the letters at both ends, which depend on the bytes beside the secret.
     return (secret, *(b64encode(b"\0" * shift + raw).decode()[4:-4] for shift in range(3)))
 
 
 def execution() -> str:
-    """A new execution id on the partition of all rows."""
+    """Return a new execution id on the partition of all rows."""
     return f"{{fp:{PARTITION}}}:{uuid.uuid4()}"
 
 
 def flow() -> str:
-    """A new flow id on the partition of all rows."""
+    """Return a new flow id on the partition of all rows."""
     while True:
         made = str(uuid.uuid4())
         if flow_partition(FlowId(made), PartitionCounts()) == PARTITION:
@@ -89,18 +89,16 @@ def flow() -> str:
 
 
 def segment(text: str) -> str:
-    """A text as a segment of a path."""
     return quote(text, safe=":")
 
 
-def creation(namespace: str, **given: Any) -> dict[str, Any]:
-    """The body of a create."""
+def creation(namespace: str, **fields: Any) -> dict[str, Any]:
     made = {"namespace": namespace, "lane_id": "quiet", "execution_kind": "task", "input_payload": []}
-    return made | {"execution_id": execution()} | given
+    return made | {"execution_id": execution()} | fields
 
 
 class Seed:
-    """Makes the rows of one tenant, as the root."""
+    """Creates the rows of one tenant with the root token."""
 
     def __init__(self, app: App, namespace: str, secret: str) -> None:
         self.app = app
@@ -108,14 +106,14 @@ class Seed:
         self.secret = secret
         self.octets = list(secret.encode())
 
-    async def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to something that must succeed."""
+    async def send_request(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request that has to succeed; return the decoded body."""
         answer = await send(self.app, Request(method, path, {}, body), f"Bearer {ROOT}")
         assert answer.status < 300, f"{method} {path}: {answer.text}"
         return msgspec.json.decode(answer.body) if answer.body else None
 
-    async def created(self, **given: Any) -> str:
-        """A new execution."""
+    async def create(self, **fields: Any) -> str:
+        """Create an execution; return its id."""
         body = creation(
             self.namespace,
             execution_kind=f"kind-{self.secret}",
@@ -123,23 +121,23 @@ class Seed:
             creator_identity=self.secret,
             tags={"t.about": self.secret, f"t.{self.secret}": "1"},
         )
-        await self.ask("POST", "/v1/executions", body | given)
-        return str((body | given)["execution_id"])
+        await self.send_request("POST", "/v1/executions", body | fields)
+        return str((body | fields)["execution_id"])
 
-    async def claimed(self, role: str, **given: Any) -> tuple[str, str]:
-        """A new execution and the handle of its holder."""
+    async def claim(self, role: str, **fields: Any) -> tuple[str, str]:
+        """Create and claim an execution; return its id and handle."""
         lane = f"{role}-{self.secret}"
-        made = await self.created(lane_id=lane, **given)
-        wish = {"worker_instance_id": f"i-{self.secret}", "lanes": [lane], "lease_ttl_ms": HOUR_MS}
-        [work] = (await self.ask("POST", f"/v1/workers/w-{self.secret}/claims", wish))["claimed"]
+        made = await self.create(lane_id=lane, **fields)
+        claim_body = {"worker_instance_id": f"i-{self.secret}", "lanes": [lane], "lease_ttl_ms": HOUR_MS}
+        [work] = (await self.send_request("POST", f"/v1/workers/w-{self.secret}/claims", claim_body))["claimed"]
         assert work["execution_id"] == made
         return made, work["handle"]
 
-    async def held(self, verb: str, handle: str, **body: Any) -> Any:
-        """What the holder says."""
-        return await self.ask("POST", f"/v1/leases/{verb}", {"handle": handle} | body)
+    async def call_lease(self, verb: str, handle: str, **body: Any) -> Any:
+        """Call a route of the lease holder."""
+        return await self.send_request("POST", f"/v1/leases/{verb}", {"handle": handle} | body)
 
-    async def signalled(self, execution_id: str, waitpoint_id: str, token: str) -> None:
+    async def signal(self, execution_id: str, waitpoint_id: str, token: str) -> None:
         body = {
             "execution_id": execution_id,
             "waitpoint_id": waitpoint_id,
@@ -150,10 +148,10 @@ class Seed:
             "source_identity": self.secret,
             "payload": self.octets,
         }
-        await self.ask("POST", f"/v1/executions/{segment(execution_id)}/signal", body)
+        await self.send_request("POST", f"/v1/executions/{segment(execution_id)}/signal", body)
 
     async def tenant(self) -> Tenant:
-        """All rows."""
+        """Create all rows."""
         limits = await self._limits()
         work = await self._work(limits["budget"])
         return Tenant(
@@ -183,64 +181,64 @@ class Seed:
                 "hard_limits": [1000, 1000],
                 "soft_limits": [0, 0],
             }
-            await self.ask("POST", "/v1/budgets", body)
+            await self.send_request("POST", "/v1/budgets", body)
             usage = {"namespace": self.namespace, "dimensions": {"tokens": 1, f"dim-{self.secret}": 1}}
-            await self.ask("POST", f"/v1/budgets/{budget_id}/usage", usage)
+            await self.send_request("POST", f"/v1/budgets/{budget_id}/usage", usage)
         quota = {"window_seconds": 60, "max_requests_per_window": 9, "max_concurrent": 9, "quota_policy_id": QUOTA}
-        await self.ask("POST", "/v1/quotas", quota | {"namespace": self.namespace})
+        await self.send_request("POST", "/v1/quotas", quota | {"namespace": self.namespace})
         policy = {"budget_ids": [BUDGET], "quota_policy_ids": [QUOTA]}
-        limited, _ = await self.claimed("limited", policy=policy)
+        limited, _ = await self.claim("limited", policy=policy)
         return {"budget": BUDGET, "own_budget": own, "quota": QUOTA, "limited": limited}
 
     async def _work(self, budget_id: str) -> dict[str, str]:
         key = str(uuid.uuid4())
-        waiting = await self.created(lane_id=SHARED_LANE, priority=9, idempotency_key=key)
-        active, handle = await self.claimed("active")
+        waiting = await self.create(lane_id=SHARED_LANE, priority=9, idempotency_key=key)
+        active, handle = await self.claim("active")
         path = f"/v1/executions/{segment(active)}"
-        await self.held("progress", handle, pct=1, message=self.secret)
-        await self.held("tags", handle, tags={"ff.show": f'"{self.secret}"'})
-        await self.held("steps", handle, name=f"step-{self.secret}", occurrence=0, result=self.octets)
-        await self.held("frames", handle, frames=[{"payload": self.octets, "frame_type": self.secret}])
-        pending = await self.held("waitpoints", handle, waitpoint_key=f"wpk:{self.secret}", expires_in_ms=HOUR_MS)
+        await self.call_lease("progress", handle, pct=1, message=self.secret)
+        await self.call_lease("tags", handle, tags={"ff.show": f'"{self.secret}"'})
+        await self.call_lease("steps", handle, name=f"step-{self.secret}", occurrence=0, result=self.octets)
+        await self.call_lease("frames", handle, frames=[{"payload": self.octets, "frame_type": self.secret}])
+        pending = await self.call_lease("waitpoints", handle, waitpoint_key=f"wpk:{self.secret}", expires_in_ms=HOUR_MS)
         message = {"mailbox": "mail", "payload": self.octets, "sender": self.secret}
-        await self.ask("POST", f"{path}/messages", message)
-        await self.held("gates", handle, name="mail", kind="mailbox", mailbox="mail")
+        await self.send_request("POST", f"{path}/messages", message)
+        await self.call_lease("gates", handle, name="mail", kind="mailbox", mailbox="mail")
         vote, any_vote = str(uuid.uuid4()), {"Single": {"waitpoint_key": "v", "matcher": "Wildcard"}}
         asked = {"name": "votes", "kind": "signals", "condition": any_vote, "waitpoints": [[vote, "v"]]}
-        opened = await self.held("gates", handle, **asked)
-        await self.signalled(active, vote, opened["OpenedGate"]["links"][0]["token"])
-        await self.held("gates", handle, name="timer", kind="timer", expires_in_ms=HOUR_MS)
-        await self.ask("POST", f"{path}/messages", message | {"mailbox": self.secret})  # nobody receives this one
+        opened = await self.call_lease("gates", handle, **asked)
+        await self.signal(active, vote, opened["OpenedGate"]["links"][0]["token"])
+        await self.call_lease("gates", handle, name="timer", kind="timer", expires_in_ms=HOUR_MS)
+        await self.send_request("POST", f"{path}/messages", message | {"mailbox": self.secret})  # stays unread
         reservation = str(uuid.uuid4())
         kept = {"budget_id": budget_id, "reservation_id": reservation, "namespace": self.namespace}
-        await self.ask("POST", f"{path}/reserve", kept | {"amounts": {"tokens": 1}, "ttl_ms": HOUR_MS})
+        await self.send_request("POST", f"{path}/reserve", kept | {"amounts": {"tokens": 1}, "ttl_ms": HOUR_MS})
         spent = {"budget_id": budget_id, "namespace": self.namespace, "dimensions": {f"dim-{self.secret}": 1}}
-        await self.ask("POST", f"{path}/spend", spent | {"idempotency_key": self.secret})
-        ended, done = await self.claimed("ended")
-        await self.held("frames", done, frames=[{"payload": self.octets, "frame_type": self.secret}])
-        await self.held("complete", done, result=self.octets)
+        await self.send_request("POST", f"{path}/spend", spent | {"idempotency_key": self.secret})
+        ended, done = await self.claim("ended")
+        await self.call_lease("frames", done, frames=[{"payload": self.octets, "frame_type": self.secret}])
+        await self.call_lease("complete", done, result=self.octets)
         return {
             "waiting": waiting,
             "active": active,
             "handle": handle,
             "pending": pending["waitpoint_id"],
             "reservation": reservation,
-            "child": await self.created(parent_id=active),
+            "child": await self.create(parent_id=active),
             "ended": ended,
             "key": key,
         }
 
     async def _waits(self) -> dict[str, str]:
-        suspended, handle = await self.claimed("suspended")
+        suspended, handle = await self.claim("suspended")
         waits = {"Single": {"waitpoint_key": f"wpk:{self.secret}", "matcher": "Wildcard"}}
         points = [{"Fresh": {"waitpoint_key": f"wpk:{self.secret}"}}]
-        told = await self.held("suspend", handle, waitpoints=points, resume_condition=waits)
-        [point] = told["Suspended"]["waitpoints"]
-        revoked, _ = await self.claimed("revoked")
-        await self.ask("POST", f"/v1/executions/{segment(revoked)}/revoke-lease")
-        granted = await self.created(lane_id=f"granted-{self.namespace}")
-        wish = {"lane_id": f"granted-{self.namespace}", "worker_instance_id": "i", "grant_ttl_ms": 60_000}
-        grant = await self.ask("POST", "/v1/workers/w/claim", wish)
+        reply = await self.call_lease("suspend", handle, waitpoints=points, resume_condition=waits)
+        [point] = reply["Suspended"]["waitpoints"]
+        revoked, _ = await self.claim("revoked")
+        await self.send_request("POST", f"/v1/executions/{segment(revoked)}/revoke-lease")
+        granted = await self.create(lane_id=f"granted-{self.namespace}")
+        claim_body = {"lane_id": f"granted-{self.namespace}", "worker_instance_id": "i", "grant_ttl_ms": 60_000}
+        grant = await self.send_request("POST", "/v1/workers/w/claim", claim_body)
         assert grant["execution_id"] == granted
         return {
             "suspended": suspended,
@@ -255,10 +253,10 @@ class Seed:
         flow_id = flow()
         where = f"/v1/flows/{flow_id}"
         body = {"flow_id": flow_id, "flow_kind": f"kind-{self.secret}", "namespace": self.namespace}
-        await self.ask("POST", "/v1/flows", body)
-        members = {role: await self.created() for role in ("source", "target", "other", "sink")}
+        await self.send_request("POST", "/v1/flows", body)
+        members = {role: await self.create() for role in ("source", "target", "other", "sink")}
         for member in members.values():
-            await self.ask("POST", f"{where}/members", {"flow_id": flow_id, "execution_id": member})
+            await self.send_request("POST", f"{where}/members", {"flow_id": flow_id, "execution_id": member})
         edges = {}
         for role in ("target", "sink"):
             edge = {
@@ -269,10 +267,10 @@ class Seed:
                 "data_passing_ref": self.secret,
             }
             edges[role] = edge["edge_id"]
-            await self.ask("POST", f"{where}/edges", edge)
+            await self.send_request("POST", f"{where}/edges", edge)
             if role == "target":
-                await self.ask("POST", f"{where}/edges/apply", edge)
-        return {"flow": flow_id, "edge": edges["sink"], "spare": await self.created(), **members}
+                await self.send_request("POST", f"{where}/edges/apply", edge)
+        return {"flow": flow_id, "edge": edges["sink"], "spare": await self.create(), **members}
 
     async def _registry(self) -> dict[str, str]:
         instance = f"i-{self.namespace}"
@@ -283,26 +281,29 @@ class Seed:
             "liveness_ttl_ms": HOUR_MS,
             "capabilities": [f"cap-{self.secret}"],
         }
-        await self.ask("POST", "/v1/workers/w/register", body)
+        await self.send_request("POST", "/v1/workers/w/register", body)
         token = {"name": self.secret, "scopes": ["read"], "namespaces": [self.namespace]}
-        return {"instance": instance, "api_token": (await self.ask("POST", "/v1/admin/tokens", token))["token_id"]}
+        return {
+            "instance": instance,
+            "api_token": (await self.send_request("POST", "/v1/admin/tokens", token))["token_id"],
+        }
 
     async def _last(self) -> str:
-        made = await self.created(lane_id=f"last-{self.secret}")
-        await self.ask("PUT", f"/v1/executions/{segment(made)}/priority", {"new_priority": 3})
-        wish = {"worker_instance_id": f"i-{self.secret}", "lanes": [f"last-{self.secret}"]}
-        [work] = (await self.ask("POST", f"/v1/workers/w-{self.secret}/claims", wish))["claimed"]
-        point = await self.held("waitpoints", work["handle"], waitpoint_key="k", expires_in_ms=HOUR_MS)
-        await self.signalled(made, point["waitpoint_id"], point["token"])
-        await self.held("complete", work["handle"], result=self.octets)
+        made = await self.create(lane_id=f"last-{self.secret}")
+        await self.send_request("PUT", f"/v1/executions/{segment(made)}/priority", {"new_priority": 3})
+        claim_body = {"worker_instance_id": f"i-{self.secret}", "lanes": [f"last-{self.secret}"]}
+        [work] = (await self.send_request("POST", f"/v1/workers/w-{self.secret}/claims", claim_body))["claimed"]
+        point = await self.call_lease("waitpoints", work["handle"], waitpoint_key="k", expires_in_ms=HOUR_MS)
+        await self.signal(made, point["waitpoint_id"], point["token"])
+        await self.call_lease("complete", work["handle"], result=self.octets)
         return made
 
 
-async def nobody(app: App, like: Tenant) -> Tenant:
-    """A tenant of the same shape of which no row exists."""
+async def unknown_tenant(app: App, like: Tenant) -> Tenant:
+    """Return a tenant with ids of the same form, of which no row exists."""
     fields = {name: UUID.sub(lambda _: str(uuid.uuid4()), text) for name, text in msgspec.structs.asdict(like).items()}
-    held = await app.handle_signer.verify(like.handle)
-    away = msgspec.structs.replace(held.fields, execution_id=fields["active"])
-    handle = await app.handle_signer.sign(Handle.mint(held.backend, HandleKind.FRESH, away))
+    known = await app.handle_signer.verify(like.handle)
+    away = msgspec.structs.replace(known.fields, execution_id=fields["active"])
+    handle = await app.handle_signer.sign(Handle.mint(known.backend, HandleKind.FRESH, away))
     names = {"namespace": "nowhere", "secret": "nothing", "instance": "i-nowhere", "flow": flow(), "handle": handle}
     return Tenant(**(fields | names | {"link": like.link[:-4] + "0000"}))

@@ -1,4 +1,4 @@
-"""Servers on stores that hold the rows of two tenants: one that is made anew for each request, and a shared one."""
+"""Servers on stores with the rows of two tenants: a new copy for each request, or a shared one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.scenarios.watched import dump
 from tests.security.client import Answer, Request, send
-from tests.security.tenants import ROOT, UUID, Seed, Tenant, nobody
+from tests.security.tenants import ROOT, UUID, Seed, Tenant, unknown_tenant
 
 SIGNING_SECRET = "00112233445566778899aabbccddeeff" * 2
 BINDINGS = ("own", "foreign", "unbound")
@@ -26,7 +26,7 @@ Rows = dict[str, list[Any]]
 
 
 class Cast(msgspec.Struct, frozen=True):
-    """Who is there: the tenants, and a token of each scope and binding."""
+    """The tenants, and a token of each scope and binding."""
 
     own: Tenant
     foreign: Tenant
@@ -35,7 +35,7 @@ class Cast(msgspec.Struct, frozen=True):
     ids: dict[str, frozenset[str]]  # of all rows, by namespace
 
     def token(self, scope: ApiScope | None, binding: str) -> str:
-        """What a caller shows; any token is good for a route without a scope."""
+        """Return an Authorization header; routes without a scope accept any token."""
         return self.tokens[f"{(scope or ApiScope.READ).value} {binding}"]
 
 
@@ -49,7 +49,7 @@ class World:
         self.cast: Cast = cast  # type: ignore[assignment]
 
     async def fill(self) -> Cast:
-        """Make all rows; the other tenant's come first, so that every feed tells of them before."""
+        """Create all rows; the other tenant's come first, so that every feed has them before ours."""
         await self.engine.seed_waitpoint_hmac_secret("k1", SIGNING_SECRET)
         foreign = await Seed(self.app, "foreign", "zqforeignsecretxw").tenant()
         theirs = frozenset(UUID.findall(repr(await self.rows())))
@@ -62,11 +62,11 @@ class World:
             tokens[f"{scope.value} {binding}"] = f"Bearer {made.token}"
         shared = {own.budget, own.quota}
         ids = {"own": mine - shared, "foreign": theirs - shared}
-        self.cast = Cast(own, foreign, await nobody(self.app, own), tokens, ids)
+        self.cast = Cast(own, foreign, await unknown_tenant(self.app, own), tokens, ids)
         return self.cast
 
     async def rows(self) -> Rows:
-        """Every row and event, once what follows from the last request is written, too."""
+        """Return all rows and events, after the background work of the last request."""
         await self.engine.dispatcher.wait_idle()
         await self.engine.bulk_canceller.close()
         await self.engine.child_completions.drain()
@@ -78,7 +78,7 @@ class World:
 
 
 class Stage:
-    """Worlds that are all alike in the beginning: one request each, unless the request changed nothing."""
+    """Provides a world in the initial state for each request."""
 
     is_fresh = True
 
@@ -92,7 +92,7 @@ class Stage:
         self.after: Rows = {}
 
     async def world(self) -> World:
-        """A world as it was made."""
+        """Return a world in the initial state."""
         if self._world is not None and self.after == self.before:
             return self._world
         await self.close()
@@ -107,15 +107,15 @@ class Stage:
         self.after = self.before
         return self._world
 
-    async def ask(self, request: Request, authorization: str | None) -> Answer:
-        """The answer of a world as it was made; `after` has the rows that it leaves."""
+    async def send(self, request: Request, authorization: str | None) -> Answer:
+        """Send a request to a world in the initial state; `after` has the resulting rows."""
         world = await self.world()
         answer = await send(world.app, request, authorization)
         self.after = await world.rows()
         return answer
 
     async def check_unchanged(self) -> None:
-        """All rows of this world are as they were made."""
+        """Check that all rows are in the initial state."""
         self.after = await (await self.world()).rows()
         assert self.after == self.before
 
@@ -126,7 +126,7 @@ class Stage:
 
 
 class SharedStage(Stage):
-    """One world for all requests, on any store; whoever uses it compares the rows."""
+    """One world for all requests, on any store; callers compare the rows themselves."""
 
     is_fresh = False
 
@@ -138,7 +138,7 @@ class SharedStage(Stage):
     async def world(self) -> World:
         return self._shared
 
-    async def ask(self, request: Request, authorization: str | None) -> Answer:
+    async def send(self, request: Request, authorization: str | None) -> Answer:
         return await send(self._shared.app, request, authorization)
 
     async def check_unchanged(self) -> None:

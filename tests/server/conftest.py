@@ -1,4 +1,4 @@
-"""The server on SQLite and on Postgres, asked in-process unless a test needs a real connection."""
+"""A server on SQLite and on Postgres. Requests are made in-process unless a test needs a real connection."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.sqlite import SQLiteStore
-from tests.conftest import emptied
-from tests.server.asking import SECRET, Asking
+from tests.conftest import open_store
+from tests.server.api_client import SECRET, ApiClient
 
 
 @pytest.fixture(params=("sqlite", "postgres"))
 async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
-    """A store of both kinds that servers run on."""
-    store: Store
-    if request.param == "sqlite":
-        store = SQLiteStore(tmp_path / "ff.db", clock)
-    else:
-        store = PostgresStore(await emptied(request.getfixturevalue("own_database")), clock)
-    await store.open(migrate=True)
-    yield store
-    await store.close()
+    async with open_store(request, clock, tmp_path) as store:
+        yield store
 
 
 @pytest.fixture
@@ -40,6 +31,6 @@ async def engine(store: Store) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-def ask(engine: Engine) -> Asking:
-    """A client of an open server."""
-    return Asking(engine)
+def api(engine: Engine) -> ApiClient:
+    """A client of a server without tokens."""
+    return ApiClient(engine)

@@ -1,4 +1,4 @@
-"""Who may ask: tokens, scopes, namespaces, rates; and that no secret is told."""
+"""Authentication: tokens, scopes, namespaces, rate limits, and secrets that are not logged."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from flowfabric.server import ConfigError, ServerSettings
 from flowfabric.server.logging import JsonFormatter
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
-from tests.server.asking import Asking, fresh, path, until
+from tests.server.api_client import ROOT_TOKEN, ApiClient, bearer, new_execution_id, path, wait_until
 
-ROOT = {"Authorization": "Bearer s3cret"}
+ROOT = bearer(ROOT_TOKEN)
 LIST = "/v1/executions?partition=7"
 UUID = "550e8400-e29b-41d4-a716-446655440000"
 
 
 @pytest.fixture
-def ask(engine: Engine) -> Asking:
-    return Asking(engine, ServerSettings(api_token=Secret("s3cret")), Authorization="Bearer s3cret")
+def api(engine: Engine) -> ApiClient:
+    return ApiClient.with_root_token(engine)
 
 
-async def token(ask: Asking, *scopes: str, **given: Any) -> dict[str, str]:
-    """The header of a new token."""
-    made = await ask.post("/v1/admin/tokens", {"name": "t", "scopes": list(scopes)} | given)
+async def create_token(api: ApiClient, *scopes: str, **given: Any) -> dict[str, str]:
+    """Create a token over HTTP; return its header and id."""
+    made = await api.post("/v1/admin/tokens", {"name": "t", "scopes": list(scopes)} | given)
     assert made.status_code == 201, made.text
     assert made.headers["cache-control"] == "no-store"
     return {"Authorization": f"Bearer {made.json()['token']}", "id": made.json()["token_id"]}
 
 
-async def status(ask: Asking, method: str, where: str, headers: dict[str, str], body: object = None) -> int:
-    return (await ask(method, where, body, headers=headers)).status_code
+async def status(api: ApiClient, method: str, url: str, headers: dict[str, str], body: object = None) -> int:
+    return (await api(method, url, body, headers=headers)).status_code
 
 
-async def test_a_token_is_good_for_its_scopes_only(ask: Asking) -> None:
-    execution_id = await ask.created()
+async def test_a_token_is_valid_for_its_scopes_only(api: ApiClient) -> None:
+    execution_id = await api.create()
     asked: dict[str, tuple[str, str, Any]] = {
         "read": ("GET", path(execution_id), None),
-        "submit": ("POST", "/v1/executions", ask.creation()),
+        "submit": ("POST", "/v1/executions", api.create_body()),
         "work": ("POST", "/v1/workers/w/claim", {"lane_id": "x", "worker_instance_id": "i", "grant_ttl_ms": 1}),
-        "operate": ("POST", path(execution_id, "cancel"), ask.cancel(execution_id)),
+        "operate": ("POST", path(execution_id, "cancel"), api.cancel_body(execution_id)),
         "admin": ("GET", "/v1/admin/tokens", None),
     }
     for scope in asked:
-        headers = await token(ask, scope)
+        headers = await create_token(api, scope)
         refused = [
-            name for name, (how, where, body) in asked.items() if await status(ask, how, where, headers, body) == 403
+            name for name, (how, url, body) in asked.items() if await status(api, how, url, headers, body) == 403
         ]
         assert refused == [name for name in asked if name != scope]
-    told = await ask.get("/v1/admin/tokens", headers=await token(ask, "read"))
-    assert told.json() == {"error": "token lacks scope: admin", "kind": "forbidden", "retryable": False}
+    reply = await api.get("/v1/admin/tokens", headers=await create_token(api, "read"))
+    assert reply.json() == {"error": "token lacks scope: admin", "kind": "forbidden", "retryable": False}
 
 
-async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
-    mine, other = await ask.created(namespace="a"), await ask.created(namespace="b")
-    headers = await token(ask, "read", "submit", "operate", "work", namespaces=["a"])
+async def test_a_bound_token_sees_nothing_of_other_namespaces(api: ApiClient) -> None:
+    mine, other = await api.create(namespace="a"), await api.create(namespace="b")
+    headers = await create_token(api, "read", "submit", "operate", "work", namespaces=["a"])
 
-    assert await status(ask, "GET", path(mine), headers) == 200
-    hidden = await ask.get(path(other), headers=headers)
-    unknown = await ask.get(path(fresh()), headers=headers)
+    assert await status(api, "GET", path(mine), headers) == 200
+    hidden = await api.get(path(other), headers=headers)
+    unknown = await api.get(path(new_execution_id()), headers=headers)
     assert (
         (hidden.status_code, hidden.json())
         == (unknown.status_code, unknown.json())
@@ -76,161 +76,165 @@ async def test_a_token_sees_nothing_beyond_its_namespaces(ask: Asking) -> None:
             {"error": "not found: execution"},
         )
     )
-    assert await status(ask, "POST", path(other, "cancel"), headers, ask.cancel(other)) == 404
-    assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="a")) == 201
-    assert await status(ask, "POST", "/v1/executions", headers, ask.creation(namespace="b")) == 403
-    child = ask.creation(namespace="a", parent_id=other)
-    assert await status(ask, "POST", "/v1/executions", headers, child) == 404
-    bulk = {"executions": [ask.creation(namespace="a"), ask.creation(namespace="b")]}
-    assert await status(ask, "POST", "/v1/executions/bulk", headers, bulk) == 403
-    flow_id, _ = await ask.flow(namespace="b")
-    assert await status(ask, "GET", f"/v1/flows/{flow_id}", headers) == 404
+    assert await status(api, "POST", path(other, "cancel"), headers, api.cancel_body(other)) == 404
+    assert await status(api, "POST", "/v1/executions", headers, api.create_body(namespace="a")) == 201
+    assert await status(api, "POST", "/v1/executions", headers, api.create_body(namespace="b")) == 403
+    child = api.create_body(namespace="a", parent_id=other)
+    assert await status(api, "POST", "/v1/executions", headers, child) == 404
+    bulk = {"executions": [api.create_body(namespace="a"), api.create_body(namespace="b")]}
+    assert await status(api, "POST", "/v1/executions/bulk", headers, bulk) == 403
+    flow_id, _ = await api.create_flow(namespace="b")
+    assert await status(api, "GET", f"/v1/flows/{flow_id}", headers) == 404
     for concerns_all in (LIST, "/v1/lanes"):
-        assert await status(ask, "GET", concerns_all, headers) == 403
-    assert await status(ask, "GET", "/v1/executions/search", headers) == 400
-    assert await status(ask, "GET", "/v1/executions/search?namespace=b", headers) == 403
-    found = await ask.get("/v1/executions/search?namespace=a", headers=headers)
+        assert await status(api, "GET", concerns_all, headers) == 403
+    assert await status(api, "GET", "/v1/executions/search", headers) == 400
+    assert await status(api, "GET", "/v1/executions/search?namespace=b", headers) == 403
+    found = await api.get("/v1/executions/search?namespace=a", headers=headers)
     assert mine in [one["execution_id"] for one in found.json()["executions"]]
 
 
-async def test_of_the_flow_of_a_hidden_execution_nothing_is_told_to_who_applies_an_edge(ask: Asking) -> None:
-    mine, _ = await ask.flow(namespace="a")
-    place = flow_partition(FlowId(mine), ask.engine.partitions)
-    hidden, unknown = await ask.created(namespace="b", execution_id=fresh(place)), fresh(place)
-    headers = await token(ask, "submit", namespaces=["a"])
+async def test_applying_an_edge_to_a_hidden_execution_is_like_to_an_unknown_one(api: ApiClient) -> None:
+    mine, _ = await api.create_flow(namespace="a")
+    place = flow_partition(FlowId(mine), api.engine.partitions)
+    hidden, unknown = await api.create(namespace="b", execution_id=new_execution_id(place)), new_execution_id(place)
+    headers = await create_token(api, "submit", namespaces=["a"])
 
-    told = [
-        (await ask.post(f"/v1/flows/{mine}/edges/apply", ask.edge(mine, fresh(place), child), headers=headers))
+    reply = [
+        (
+            await api.post(
+                f"/v1/flows/{mine}/edges/apply", api.edge_body(mine, new_execution_id(place), child), headers=headers
+            )
+        )
         for child in (hidden, unknown)
     ]
 
-    assert [(one.status_code, one.json()) for one in told] == [(404, {"error": "not found: execution"})] * 2
+    assert [(one.status_code, one.json()) for one in reply] == [(404, {"error": "not found: execution"})] * 2
 
 
-async def test_a_handle_of_another_namespace_is_worth_nothing(ask: Asking) -> None:
-    await ask.created(namespace="b")
+async def test_a_handle_of_another_namespace_is_refused(api: ApiClient) -> None:
+    await api.create(namespace="b")
     claims = {"lanes": ["L"], "worker_instance_id": "i"}
-    [work] = (await ask.post("/v1/workers/w/claims", claims)).json()["claimed"]
-    headers = await token(ask, "work", namespaces=["a"])
+    [work] = (await api.post("/v1/workers/w/claims", claims)).json()["claimed"]
+    headers = await create_token(api, "work", namespaces=["a"])
 
-    assert await status(ask, "POST", "/v1/leases/complete", headers, {"handle": work["handle"]}) == 404
-    renewed = await ask.post("/v1/leases/renew", {"handles": [work["handle"]]}, headers=headers)
+    assert await status(api, "POST", "/v1/leases/complete", headers, {"handle": work["handle"]}) == 404
+    renewed = await api.post("/v1/leases/renew", {"handles": [work["handle"]]}, headers=headers)
     assert renewed.json()["results"][0]["code"] == "execution_not_found"
-    assert await ask.state(work["execution_id"]) == "active"
+    assert await api.state(work["execution_id"]) == "active"
 
 
-async def test_what_concerns_all_namespaces_is_not_for_a_token_of_some(ask: Asking) -> None:
-    headers = await token(ask, "work", "read", "operate", namespaces=["a"])
+async def test_a_bound_token_cannot_call_routes_that_concern_all_namespaces(api: ApiClient) -> None:
+    headers = await create_token(api, "work", "read", "operate", namespaces=["a"])
 
-    for where in (LIST, "/v1/lanes", "/v1/suspended?partition=7"):
-        assert await status(ask, "GET", where, headers) == 403
+    for url in (LIST, "/v1/lanes", "/v1/suspended?partition=7"):
+        assert await status(api, "GET", url, headers) == 403
 
 
-async def test_a_token_of_some_namespaces_claims_what_is_theirs(ask: Asking) -> None:
-    theirs, mine, also = [await ask.created(namespace=one, priority=9 - ord(one)) for one in "bac"]
-    headers = await token(ask, "work", namespaces=["a", "c"])
+async def test_a_bound_token_claims_only_work_of_its_namespaces(api: ApiClient) -> None:
+    theirs, mine, also = [await api.create(namespace=one, priority=9 - ord(one)) for one in "bac"]
+    headers = await create_token(api, "work", namespaces=["a", "c"])
     claim: dict[str, Any] = {"lanes": ["L"], "worker_instance_id": "i", "limit": 10}
 
     async def got(**more: Any) -> Any:
-        answer = await ask.post("/v1/workers/w/claims", claim | more, headers=headers)
+        answer = await api.post("/v1/workers/w/claims", claim | more, headers=headers)
         assert answer.status_code == 200, answer.text
         return [one["execution_id"] for one in answer.json()["claimed"]]
 
     assert await got(namespaces=["c"]) == [also]
     assert await got() == [mine]
     assert await got() == []
-    refused = await ask.post("/v1/workers/w/claims", claim | {"namespaces": ["a", "b"]}, headers=headers)
+    refused = await api.post("/v1/workers/w/claims", claim | {"namespaces": ["a", "b"]}, headers=headers)
     assert (refused.status_code, refused.json()["kind"]) == (403, "forbidden")
-    assert await ask.state(theirs) == "waiting"
+    assert await api.state(theirs) == "waiting"
 
 
-async def test_a_token_of_some_namespaces_is_granted_and_redeems_what_is_theirs(ask: Asking) -> None:
-    theirs, mine = await ask.created(namespace="b", priority=9), await ask.created(namespace="a")
-    headers = await token(ask, "work", namespaces=["a"])
+async def test_a_bound_token_gets_and_redeems_grants_of_its_namespaces_only(api: ApiClient) -> None:
+    theirs, mine = await api.create(namespace="b", priority=9), await api.create(namespace="a")
+    headers = await create_token(api, "work", namespaces=["a"])
     wish = {"lane_id": "L", "worker_instance_id": "i", "grant_ttl_ms": 5000}
     redeem = {"grant_kind": "claim", "worker_id": "w", "worker_instance_id": "i", "lane_id": "L"}
 
-    grant = await ask.post("/v1/workers/w/claim", wish, headers=headers)
+    grant = await api.post("/v1/workers/w/claim", wish, headers=headers)
     assert grant.json()["execution_id"] == mine
     redeem["grant_key"] = grant.json()["grant_key"]
-    assert "Claimed" in (await ask.post(path(mine, "redeem"), redeem, headers=headers)).json()
-    assert await status(ask, "POST", "/v1/workers/w/claim", headers, wish) == 204
-    assert (await ask.post("/v1/workers/w/claim", wish)).json()["execution_id"] == theirs
-    assert await status(ask, "POST", path(theirs, "redeem"), headers, redeem) == 404
+    assert "Claimed" in (await api.post(path(mine, "redeem"), redeem, headers=headers)).json()
+    assert await status(api, "POST", "/v1/workers/w/claim", headers, wish) == 204
+    assert (await api.post("/v1/workers/w/claim", wish)).json()["execution_id"] == theirs
+    assert await status(api, "POST", path(theirs, "redeem"), headers, redeem) == 404
 
 
-async def test_reservations_are_given_back_within_namespaces(ask: Asking) -> None:
-    headers, budget = await token(ask, "work", namespaces=["a"]), await ask.budgeted(namespace="a")
+async def test_a_bound_token_refunds_only_reservations_of_its_namespaces(api: ApiClient) -> None:
+    headers, budget = await create_token(api, "work", namespaces=["a"]), await api.create_budget(namespace="a")
     own = f"{budget}?namespace=a"
     budget_id = budget.rpartition("/")[2]
     body = {"budget_id": budget_id, "amounts": {"tokens": 3}, "ttl_ms": 60_000}
     theirs, mine = str(uuid.uuid4()), str(uuid.uuid4())
     for namespace, reservation in (("b", theirs), ("a", mine)):
-        made = await ask.created(namespace=namespace)
-        asked = body | {"reservation_id": reservation, "namespace": "a"}  # whoever sees all may mix namespaces
-        assert (await ask.post(path(made, "reserve"), asked)).status_code == 200
+        made = await api.create(namespace=namespace)
+        asked = body | {"reservation_id": reservation, "namespace": "a"}  # an unbound token may mix namespaces
+        assert (await api.post(path(made, "reserve"), asked)).status_code == 200
 
-    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": theirs}) == 404
-    assert (await ask.get(own)).json()["reserved"] == {"tokens": 6}
-    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": mine}) == 200
-    assert (await ask.get(own)).json()["reserved"] == {"tokens": 3}
-    assert await status(ask, "POST", f"{budget}/refund", headers, {"reservation_id": str(uuid.uuid4())}) == 200
-    assert await status(ask, "POST", f"{budget}/wake", headers) == 200
+    assert await status(api, "POST", f"{budget}/refund", headers, {"reservation_id": theirs}) == 404
+    assert (await api.get(own)).json()["reserved"] == {"tokens": 6}
+    assert await status(api, "POST", f"{budget}/refund", headers, {"reservation_id": mine}) == 200
+    assert (await api.get(own)).json()["reserved"] == {"tokens": 3}
+    assert await status(api, "POST", f"{budget}/refund", headers, {"reservation_id": str(uuid.uuid4())}) == 200
+    assert await status(api, "POST", f"{budget}/wake", headers) == 200
 
 
-async def test_nobody_ends_the_waiting_claims_of_somebody_else(ask: Asking) -> None:
-    """A worker that stops ends its own; the name of an instance is no secret."""
+async def test_a_token_cannot_end_the_waiting_claims_of_another(api: ApiClient) -> None:
+    """A worker that stops ends its own claims; the name of an instance is not secret."""
     claim = {"lanes": ["none"], "worker_instance_id": "i", "wait_ms": 30_000}
-    waiting = asyncio.create_task(ask.post("/v1/workers/w/claims", claim))
-    await until(lambda: bool(ask.app.waiting_claims))
-    end, other = "/v1/workers/w/claims/end", await token(ask, "work")
+    waiting = asyncio.create_task(api.post("/v1/workers/w/claims", claim))
+    await wait_until(lambda: bool(api.app.waiting_claims))
+    end, other = "/v1/workers/w/claims/end", await create_token(api, "work")
 
-    ended = await ask.post(end, {"worker_instance_id": "i"}, headers=other)
+    ended = await api.post(end, {"worker_instance_id": "i"}, headers=other)
     assert (ended.json(), waiting.done()) == ({"ended": 0}, False)
-    assert (await ask.post(end, {"worker_instance_id": "i"})).json() == {"ended": 1}
+    assert (await api.post(end, {"worker_instance_id": "i"})).json() == {"ended": 1}
     async with asyncio.timeout(5):
         assert (await waiting).json() == {"claimed": []}
 
 
-async def test_a_rotated_token_is_good_for_its_grace(ask: Asking, clock: ManualClock) -> None:
-    old = await token(ask, "read")
-    rotated = await ask.post(f"/v1/admin/tokens/{old['id']}/rotate", {"grace_ms": 1000})
-    new = {"Authorization": f"Bearer {rotated.json()['token']}"}
+async def test_a_rotated_token_is_valid_until_its_grace_ends(api: ApiClient, clock: ManualClock) -> None:
+    old = await create_token(api, "read")
+    rotated = await api.post(f"/v1/admin/tokens/{old['id']}/rotate", {"grace_ms": 1000})
+    new = bearer(rotated.json()["token"])
 
-    assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [200, 200]
+    assert [await status(api, "GET", LIST, headers) for headers in (old, new)] == [200, 200]
     clock.advance_ms(1000)
-    ask.app.authenticator.clear_cache()
-    assert [await status(ask, "GET", LIST, headers) for headers in (old, new)] == [401, 200]
+    api.app.authenticator.clear_cache()
+    assert [await status(api, "GET", LIST, headers) for headers in (old, new)] == [401, 200]
 
 
-async def test_a_revoked_or_expired_token_is_refused(ask: Asking, clock: ManualClock) -> None:
-    revoked, short = await token(ask, "read"), await token(ask, "read", expires_in_ms=500)
-    where = f"/v1/admin/tokens/{revoked['id']}"
-    assert (await ask("DELETE", where)).json() == {"revoked": True}
-    assert (await ask("DELETE", where)).json() == {"revoked": False}
-    assert await status(ask, "POST", f"{where}/rotate", ROOT, {}) == 404
-    assert [await status(ask, "GET", LIST, headers) for headers in (revoked, short)] == [401, 200]
+async def test_a_revoked_or_expired_token_is_refused(api: ApiClient, clock: ManualClock) -> None:
+    revoked, short = await create_token(api, "read"), await create_token(api, "read", expires_in_ms=500)
+    url = f"/v1/admin/tokens/{revoked['id']}"
+    assert (await api("DELETE", url)).json() == {"revoked": True}
+    assert (await api("DELETE", url)).json() == {"revoked": False}
+    assert await status(api, "POST", f"{url}/rotate", ROOT, {}) == 404
+    assert [await status(api, "GET", LIST, headers) for headers in (revoked, short)] == [401, 200]
     clock.advance_ms(500)
-    ask.app.authenticator.clear_cache()
-    assert await status(ask, "GET", LIST, short) == 401
+    api.app.authenticator.clear_cache()
+    assert await status(api, "GET", LIST, short) == 401
 
 
-async def test_a_repeated_request_hears_its_answer_again_while_its_token_is_good(ask: Asking) -> None:
-    headers = await token(ask, "submit") | {"Idempotency-Key": "k"}
+async def test_a_repeated_request_gets_the_stored_response_while_its_token_is_valid(api: ApiClient) -> None:
+    headers = await create_token(api, "submit") | {"Idempotency-Key": "k"}
     body = {"namespace": "a", "lane_id": "L", "execution_kind": "t", "input_payload": []}
-    first, again = [await ask.post("/v1/executions", body, headers=headers) for _ in range(2)]
+    first, again = [await api.post("/v1/executions", body, headers=headers) for _ in range(2)]
     assert first.json() == again.json()
-    other = await ask.post("/v1/executions", body, headers={"Idempotency-Key": "k"})
+    other = await api.post("/v1/executions", body, headers={"Idempotency-Key": "k"})
     assert other.json() != first.json()
 
-    await ask("DELETE", f"/v1/admin/tokens/{headers['id']}")
-    assert (await ask.post("/v1/executions", body, headers=headers)).status_code == 401
+    await api("DELETE", f"/v1/admin/tokens/{headers['id']}")
+    assert (await api.post("/v1/executions", body, headers=headers)).status_code == 401
 
 
-async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:
-    headers = await token(ask, "read", namespaces=["b", "a"])
-    listed = await ask.get("/v1/admin/tokens")
-    _, _, secret = headers["Authorization"].split("_", 2)  # which may have a separator of its own
+async def test_tokens_are_stored_as_digests(api: ApiClient, engine: Engine) -> None:
+    headers = await create_token(api, "read", namespaces=["b", "a"])
+    listed = await api.get("/v1/admin/tokens")
+    _, _, secret = headers["Authorization"].split("_", 2)  # the secret may contain the separator
 
     [shown] = [one for one in listed.json()["tokens"] if one["token_id"] == headers["id"]]
     assert (shown["name"], shown["scopes"], shown["namespaces"]) == ("t", ["read"], ["a", "b"])
@@ -244,15 +248,15 @@ async def test_tokens_are_kept_as_digests(ask: Asking, engine: Engine) -> None:
         await engine.revoke_api_token("550e8400-e29b-41d4-a716-446655440000")
 
 
-async def test_the_token_before_is_good_while_callers_change(engine: Engine) -> None:
-    both = Asking(engine, ServerSettings(api_token=Secret("new"), previous_api_token=Secret("old")))
-    shown = [await status(both, "GET", LIST, {"Authorization": f"Bearer {one}"}) for one in ("new", "old", "older")]
+async def test_the_previous_root_token_is_accepted(engine: Engine) -> None:
+    both = ApiClient(engine, ServerSettings(api_token=Secret("new"), previous_api_token=Secret("old")))
+    shown = [await status(both, "GET", LIST, bearer(one)) for one in ("new", "old", "older")]
 
     assert shown == [200, 200, 401]
 
 
 async def test_too_many_requests_of_a_token_are_refused(engine: Engine) -> None:
-    limited = Asking(engine, ServerSettings(rate_limit=2))
+    limited = ApiClient(engine, ServerSettings(rate_limit=2))
     answers = [await limited.get(LIST) for _ in range(4)]
 
     assert [one.status_code for one in answers][:3] == [200, 200, 429]
@@ -262,7 +266,7 @@ async def test_too_many_requests_of_a_token_are_refused(engine: Engine) -> None:
     assert (await limited.get("/healthz")).status_code == 200
 
 
-def test_a_door_to_the_world_needs_a_token() -> None:
+def test_listening_beyond_loopback_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="refusing to listen on 0.0.0.0 without a token"):
         ServerSettings(host="0.0.0.0").check()
     ServerSettings(host="0.0.0.0", api_token=Secret("t")).check()
@@ -271,7 +275,7 @@ def test_a_door_to_the_world_needs_a_token() -> None:
         ServerSettings(host=loopback).check()
 
 
-def test_the_environment_is_read_as_the_reference_reads_it() -> None:
+def test_settings_are_read_from_the_environment() -> None:
     read = from_environment(
         {
             "FF_LISTEN_ADDR": "0.0.0.0:8080",
@@ -321,7 +325,7 @@ def test_the_environment_is_read_as_the_reference_reads_it() -> None:
         ("FF_LOG", "loud"),
     ],
 )
-def test_a_bad_variable_is_named(name: str, value: str) -> None:
+def test_an_invalid_variable_is_reported(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as refused:
         from_environment({name: value})
     assert str(refused.value).startswith(f"invalid value for {name}: ")
@@ -337,46 +341,46 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
         ({"RUST_LOG": "ff_server"}, "debug"),
     ],
 )
-def test_the_references_log_filter_never_stops_the_start(given: dict[str, str], level: str) -> None:
+def test_a_rust_log_filter_is_translated_to_a_level(given: dict[str, str], level: str) -> None:
     assert from_environment(given).log == level
 
 
-async def test_no_secret_is_logged_and_operators_are(
-    ask: Asking, engine: Engine, caplog: pytest.LogCaptureFixture
+async def test_secrets_are_not_logged_and_operator_actions_are_audited(
+    api: ApiClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    execution_id = await ask.created()
-    headers = await token(ask, "read", "operate")
+    execution_id = await api.create()
+    headers = await create_token(api, "read", "operate")
     secret_hex = "ab" * 32
-    await ask.post("/v1/admin/rotate-waitpoint-secret", {"new_kid": "k2", "new_secret_hex": secret_hex})
-    await ask.post(path(execution_id, "cancel"), ask.cancel(execution_id), headers=headers)
-    await ask.get(path(execution_id), headers={"Authorization": "Bearer wr0ng-t0ken"})
-    await ask.get(f"/v1/waitpoints/{execution_id}/550e8400-e29b-41d4-a716-446655440000?token=k1:deadbeef")
-    signal = ask.signal(execution_id, "550e8400-e29b-41d4-a716-446655440000", "k1:deadbeef")
-    await ask.post(path(execution_id, "signal"), signal)
+    await api.post("/v1/admin/rotate-waitpoint-secret", {"new_kid": "k2", "new_secret_hex": secret_hex})
+    await api.post(path(execution_id, "cancel"), api.cancel_body(execution_id), headers=headers)
+    await api.get(path(execution_id), headers={"Authorization": "Bearer wr0ng-t0ken"})
+    await api.get(f"/v1/waitpoints/{execution_id}/550e8400-e29b-41d4-a716-446655440000?token=k1:deadbeef")
+    signal = api.signal_body(execution_id, "550e8400-e29b-41d4-a716-446655440000", "k1:deadbeef")
+    await api.post(path(execution_id, "signal"), signal)
 
     ours = [record for record in caplog.records if not record.name.startswith("httpx2")]  # the test's own client
     lines = "\n".join(JsonFormatter().format(record) for record in ours)
     for secret in ("s3cret", headers["Authorization"][7:], secret_hex, "wr0ng-t0ken", "deadbeef"):
         assert secret not in lines
-    told = [(r.getMessage(), r.fields) for r in caplog.records if r.name == "flowfabric.audit"]  # type: ignore[attr-defined]
-    events = [event for event, _ in told]
+    audited = [(r.getMessage(), r.fields) for r in caplog.records if r.name == "flowfabric.audit"]  # type: ignore[attr-defined]
+    events = [event for event, _ in audited]
     assert "waitpoint_hmac_rotation_complete" in events
     assert "make_api_token" in events
-    [(_, cancelled)] = [one for one in told if one[0] == "cancel_execution"]
+    [(_, cancelled)] = [one for one in audited if one[0] == "cancel_execution"]
     assert (cancelled["about"], cancelled["outcome"]) == (execution_id, "done")
     assert headers["id"] in cancelled["who"]
     assert cancelled["request_id"]
 
 
-async def test_a_slow_request_is_given_up_when_a_limit_is_set(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient = Asking(engine, ServerSettings(request_timeout_ms=50))
+async def test_a_slow_request_times_out_if_a_timeout_is_set(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    api_with_timeout = ApiClient(engine, ServerSettings(request_timeout_ms=50))
 
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(engine, "list_lanes", never)
-    answer = await impatient.get("/v1/lanes")
+    answer = await api_with_timeout.get("/v1/lanes")
 
     assert (answer.status_code, answer.json()) == (
         504,
@@ -384,13 +388,13 @@ async def test_a_slow_request_is_given_up_when_a_limit_is_set(engine: Engine, mo
     )
 
 
-async def test_a_shortened_id_is_looked_for_within_the_namespaces_of_the_token(ask: Asking) -> None:
-    own, other = await ask.created(namespace="a"), await ask.created(namespace="b")
-    headers = await token(ask, "read", namespaces=["a"])
+async def test_a_prefix_is_resolved_within_the_namespaces_of_the_token(api: ApiClient) -> None:
+    own, other = await api.create(namespace="a"), await api.create(namespace="b")
+    headers = await create_token(api, "read", namespaces=["a"])
 
     for short, execution, expected in ((own[:-1], own, [own]), (other[:-1], other, [])):
-        where = f"/v1/executions/ids?prefix={quote(short)}"
-        assert (await ask.get(where, headers=headers)).json() == {"execution_ids": expected, "more": False}
-        assert (await ask.get(where)).json() == {"execution_ids": [execution], "more": False}
-    assert (await ask.get("/v1/executions/ids?prefix=nonsense")).status_code == 400
-    assert (await ask.get("/v1/executions/ids")).status_code == 400
+        url = f"/v1/executions/ids?prefix={quote(short)}"
+        assert (await api.get(url, headers=headers)).json() == {"execution_ids": expected, "more": False}
+        assert (await api.get(url)).json() == {"execution_ids": [execution], "more": False}
+    assert (await api.get("/v1/executions/ids?prefix=nonsense")).status_code == 400
+    assert (await api.get("/v1/executions/ids")).status_code == 400

@@ -1,4 +1,4 @@
-"""Hostile requests about waits: whatever is sent is refused in plain words, and nothing is kept of it."""
+"""Hostile signals: whatever is sent is refused with an error message, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -8,45 +8,33 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
-from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.engine.operations.suspensions import SuspendDetails
 from tests.scenarios.watched import dump
-from tests.server.asking import Asking, fresh, path
+from tests.server.api_client import ApiClient, new_execution_id, path
+from tests.server.routes.test_signals import suspend_new
 
 MEGABYTES = 10 * 1024 * 1024
 
 
 @pytest.fixture
-async def waiting(ask: Asking) -> tuple[str, SuspendDetails]:
-    """An execution that waits for a word."""
-    held = await ask.claimed()
-    answer = await ask.engine.suspend(
-        held.handle,
-        SuspendArgs(
-            suspension_id=str(uuid.uuid4()),
-            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
-            resume_condition=Single("k", ByName("go")),
-            reason_code="waiting_for_signal",
-            now=await ask.engine.ping(),
-        ),
-    )
-    assert isinstance(answer, Suspended)
-    return held.execution_id, answer.details
+async def waiting(api: ApiClient) -> tuple[str, SuspendDetails]:
+    """A suspended execution."""
+    return await suspend_new(api)
 
 
-async def kept(ask: Asking) -> dict[str, list[Any]]:
-    """Everything in the store but the stamps of failed checks, which are meant to be there."""
-    found = await dump(ask.engine.store)
+async def load_rows(api: ApiClient) -> dict[str, list[Any]]:
+    """Return all rows, without the timestamps of failed token checks, which are stored on purpose."""
+    found = await dump(api.engine.store)
     stamps = ("last_hmac_validation_failed_at", "last_mutation_at", "revision")
     rows = [{name: getattr(row, name) for name in row.__struct_fields__} for row in found.pop("ff_exec_core")]
     return found | {"ff_exec_core": [{n: v for n, v in row.items() if n not in stamps} for row in rows]}
 
 
-def bent(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """The body of a good signal, with one of its fields as it should not be."""
+def corrupt(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return the body of a signal with one invalid field."""
     good = body["waitpoint_token"]
     kid, _, digest = good.partition(":")
-    words: list[Any] = [
+    values: list[Any] = [
         None,
         5,
         -1,
@@ -63,8 +51,8 @@ def bent(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
         "🙂" * 20_000,
     ]
     tokens = [
-        good[: chance.randrange(len(good))],
-        good + chance.choice("0 \n:"),
+        good[: rng.randrange(len(good))],
+        good + rng.choice("0 \n:"),
         good.upper(),
         f"{kid}:{digest[::-1]}",
         f"{kid}::{digest[1:]}",
@@ -75,41 +63,41 @@ def bent(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
         "k1:" + "a" * 100_000,
         ":" * 70,
     ]
-    name = chance.choice(
-        [*sorted(body), "waitpoint_token", "payload", "dedup_ttl_ms", "resume_delay_ms", "signal_maxlen"]
-    )
+    name = rng.choice([*sorted(body), "waitpoint_token", "payload", "dedup_ttl_ms", "resume_delay_ms", "signal_maxlen"])
     if name == "waitpoint_token":
-        return body | {name: chance.choice([*tokens, *words[:-3]])}
+        return body | {name: rng.choice([*tokens, *values[:-3]])}
     if name == "payload":
-        return body | {name: chance.choice([[256], [-1], ["a"], [None], "text", {"0": 1}, [0] * 65_537, [[[]]], 5])}
+        return body | {name: rng.choice([[256], [-1], ["a"], [None], "text", {"0": 1}, [0] * 65_537, [[[]]], 5])}
     if name in ("waitpoint_id", "execution_id", "signal_id"):
-        return body | {name: chance.choice([*words, str(uuid.uuid4())[:-1], "{fp:7}:nonsense", fresh(), "../../x"])}
-    return body | {name: chance.choice([word for word in words if word not in ("", None, True)])}
+        return body | {
+            name: rng.choice([*values, str(uuid.uuid4())[:-1], "{fp:7}:nonsense", new_execution_id(), "../../x"])
+        }
+    return body | {name: rng.choice([value for value in values if value not in ("", None, True)])}
 
 
-async def test_bent_signals_are_refused_in_plain_words_and_nothing_is_kept_of_them(
-    ask: Asking, waiting: tuple[str, SuspendDetails]
+async def test_invalid_signals_are_refused_and_store_nothing(
+    api: ApiClient, waiting: tuple[str, SuspendDetails]
 ) -> None:
     execution_id, details = waiting
     token = details.waitpoint_token.reveal()
-    chance, before = random.Random(11), await kept(ask)
+    rng, before = random.Random(11), await load_rows(api)
     harmless = 0
     for _ in range(300):
-        body = bent(ask.signal(execution_id, details.waitpoint_id, token, signal_name="stop"), chance)
-        answer = await ask.post(path(execution_id, "signal"), body)
-        if answer.status_code == 200:  # any text is a name, any number of the right kind is a number
+        body = corrupt(api.signal_body(execution_id, details.waitpoint_id, token, signal_name="stop"), rng)
+        answer = await api.post(path(execution_id, "signal"), body)
+        if answer.status_code == 200:  # the random value was valid for its field
             harmless += 1
-            before = await kept(ask)
+            before = await load_rows(api)
             continue
         assert answer.status_code in (400, 404, 413, 422), (answer.status_code, answer.text, body)
-        told = answer.json()
-        assert isinstance(told["error"], str)
+        reply = answer.json()
+        assert isinstance(reply["error"], str)
         assert "Traceback" not in answer.text
         assert token not in answer.text
-        assert await kept(ask) == before
+        assert await load_rows(api) == before
     assert harmless < 100
-    assert await ask.state(execution_id) == "suspended"
-    good = await ask.post(path(execution_id, "signal"), ask.signal(execution_id, details.waitpoint_id, token))
+    assert await api.state(execution_id) == "suspended"
+    good = await api.post(path(execution_id, "signal"), api.signal_body(execution_id, details.waitpoint_id, token))
     assert good.json()["Accepted"]["effect"] == "resume_condition_satisfied"
 
 
@@ -130,17 +118,17 @@ RAW: dict[str, tuple[bytes, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-async def test_bodies_that_are_no_signals_are_refused(
-    ask: Asking, waiting: tuple[str, SuspendDetails], name: str
+async def test_bodies_that_are_not_signals_are_refused_and_store_nothing(
+    api: ApiClient, waiting: tuple[str, SuspendDetails], name: str
 ) -> None:
     execution_id, _ = waiting
     content, statuses = RAW[name]
-    before = await dump(ask.engine.store)
+    before = await dump(api.engine.store)
 
-    for place in ("signal", "messages"):
-        answer = await ask.post(
-            path(execution_id, place), content=content, headers={"content-type": "application/json"}
+    for route in ("signal", "messages"):
+        answer = await api.post(
+            path(execution_id, route), content=content, headers={"content-type": "application/json"}
         )
-        assert answer.status_code in statuses, (place, answer.status_code, answer.text)
+        assert answer.status_code in statuses, (route, answer.status_code, answer.text)
         assert isinstance(answer.json()["error"], str)
-    assert await dump(ask.engine.store) == before
+    assert await dump(api.engine.store) == before

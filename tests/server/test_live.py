@@ -17,18 +17,18 @@ from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.connection_limits import BoundedProtocol
 from flowfabric.server.lifecycle import Server, seed_signing_key
 from flowfabric.settings import Secret
-from tests.server.asking import Asking, path, serving, until
+from tests.server.api_client import ApiClient, path, run_server, wait_until
 
 
 class Events:
-    """What a follower hears."""
+    """The server-sent events of one response."""
 
     def __init__(self, lines: AsyncIterator[str]) -> None:
         self._lines = lines
         self.last_id = ""
 
     async def next(self, name: str) -> Any:
-        """The next event of this name, as data."""
+        """Return the data of the next event of this name."""
         event = ""
         async with asyncio.timeout(10):
             async for line in self._lines:
@@ -43,85 +43,85 @@ class Events:
         raise AssertionError(f"the events ended without {name}")
 
     async def ended(self) -> bool:
-        """Whether nothing more comes."""
+        """True if no event follows."""
         async with asyncio.timeout(10):
             return not [line async for line in self._lines if line]
 
 
 @pytest.fixture
-async def address(ask: Asking) -> AsyncIterator[str]:
-    async with serving(ask.app) as address:
+async def address(api: ApiClient) -> AsyncIterator[str]:
+    async with run_server(api.app) as address:
         yield address
 
 
-async def test_a_feed_is_followed_and_resumed_without_gap_or_repetition(ask: Asking, address: str) -> None:
+async def test_a_feed_resumes_without_gap_or_repetition(api: ApiClient, address: str) -> None:
     async with httpx2.AsyncClient(base_url=address) as client:
         async with client.stream("GET", "/v1/events/completions") as answer:
             assert answer.headers["content-type"] == "text/event-stream"
             events = Events(answer.aiter_lines())
             await events.next("open")
-            first = await ask.completed()
-            told = await events.next("completion")
-            assert (told["execution_id"], told["outcome"]) == (first, "success")
-        missed = await ask.completed()
+            first = await api.create_completed()
+            reply = await events.next("completion")
+            assert (reply["execution_id"], reply["outcome"]) == (first, "success")
+        missed = await api.create_completed()
         headers = {"Last-Event-ID": events.last_id}
         async with client.stream("GET", "/v1/events/completions", headers=headers) as answer:
             resumed = Events(answer.aiter_lines())
             assert (await resumed.next("completion"))["execution_id"] == missed
         async with client.stream("GET", "/v1/events/completions?from=start&namespace=ns") as answer:
             everything = Events(answer.aiter_lines())
-            heard = [(await everything.next("completion"))["execution_id"] for _ in range(2)]
-            assert heard == [first, missed]
+            received = [(await everything.next("completion"))["execution_id"] for _ in range(2)]
+            assert received == [first, missed]
         bad = await client.get("/v1/events/completions", headers={"Last-Event-ID": "zz"})
         assert bad.status_code == 400
 
 
 @pytest.mark.parametrize("feed", ["leases", "signals", "operators"])
-async def test_every_feed_can_be_followed(ask: Asking, address: str, feed: str) -> None:
+async def test_every_feed_can_be_followed(api: ApiClient, address: str, feed: str) -> None:
     async with httpx2.AsyncClient(base_url=address) as client, client.stream("GET", f"/v1/events/{feed}") as answer:
         events = Events(answer.aiter_lines())
         await events.next("open")
-        execution_id = await ask.completed()
+        execution_id = await api.create_completed()
         if feed == "leases":
             assert (await events.next("lease"))["execution_id"] == execution_id
         elif feed == "operators":
-            await ask.post(path(execution_id, "replay"))
+            await api.post(path(execution_id, "replay"))
             assert (await events.next("operator"))["execution_id"] == execution_id
 
 
-async def test_a_stream_is_followed_to_its_end_and_resumed(ask: Asking, address: str) -> None:
-    held = await ask.claimed()
-    await ask.engine.append_frame(held.handle, b"one", frame_type="log")
-    where = path(held.execution_id, "attempts", 0, "stream", "events")
+async def test_a_stream_resumes_and_ends_when_it_is_closed(api: ApiClient, address: str) -> None:
+    held = await api.create_claimed()
+    await api.engine.append_frame(held.handle, b"one", frame_type="log")
+    url = path(held.execution_id, "attempts", 0, "stream", "events")
     async with httpx2.AsyncClient(base_url=address) as client:
-        async with client.stream("GET", where) as answer:
+        async with client.stream("GET", url) as answer:
             events = Events(answer.aiter_lines())
             assert (await events.next("frame"))["payload"] == "one"
             seen = events.last_id
-            await ask.engine.append_frame(held.handle, b"two", frame_type="log")
+            await api.engine.append_frame(held.handle, b"two", frame_type="log")
             assert (await events.next("frame"))["payload"] == "two"
-        await ask.engine.complete(held.handle)
-        async with client.stream("GET", where, headers={"Last-Event-ID": seen}) as answer:
+        await api.engine.complete(held.handle)
+        async with client.stream("GET", url, headers={"Last-Event-ID": seen}) as answer:
             rest = Events(answer.aiter_lines())
             assert (await rest.next("frame"))["payload"] == "two"
             assert (await rest.next("closed"))["closed_reason"] == "attempt_success"
             assert await rest.ended()
 
 
-async def test_a_follower_that_leaves_leaves_nothing_behind(ask: Asking, address: str) -> None:
-    execution_id = await ask.created()
+async def test_a_disconnected_follower_releases_its_resources(api: ApiClient, address: str) -> None:
+    execution_id = await api.create()
     async with httpx2.AsyncClient(base_url=address) as client:
-        where = path(execution_id, "attempts", 0, "stream", "events")
-        async with client.stream("GET", where) as answer:
+        url = path(execution_id, "attempts", 0, "stream", "events")
+        async with client.stream("GET", url) as answer:
             await anext(answer.aiter_lines())
-            await until(lambda: ask.engine.stream_reads.running == 1)
-    await until(lambda: ask.engine.stream_reads.running == 0 and not ask.app.on_closing)
+            await wait_until(lambda: api.engine.stream_reads.running == 1)
+    await wait_until(lambda: api.engine.stream_reads.running == 0 and not api.app.on_closing)
 
 
-async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Asking) -> None:
-    """Requests in flight are answered, tails end with a clean event, what was acknowledged is there."""
-    ask.app.settings = msgspec.structs.replace(ask.app.settings, port=0)
-    server = Server(ask.app)
+async def test_shutdown_under_load_finishes_requests_and_loses_nothing(api: ApiClient) -> None:
+    """Requests in flight are answered, feeds end with an event, and acknowledged creates are stored."""
+    api.app.settings = msgspec.structs.replace(api.app.settings, port=0)
+    server = Server(api.app)
     running = asyncio.create_task(server.serve())
     await server.listening.wait()
     address = f"http://127.0.0.1:{server.port}"
@@ -130,7 +130,7 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
 
     async def submit(client: httpx2.AsyncClient) -> None:
         while True:
-            body = ask.creation()
+            body = api.create_body()
             try:
                 answer = await client.post("/v1/executions", json=body)
             except httpx2.TransportError:  # a connection that was refused, or closed between two requests
@@ -141,7 +141,7 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
                 return
             created.append(body["execution_id"])
 
-    waiting_id = await ask.created(lane_id="other")
+    waiting_id = await api.create(lane_id="other")
     async with httpx2.AsyncClient(base_url=address, timeout=30) as client:  # noqa: SIM117 - the second is the first's
         async with client.stream("GET", "/v1/events/completions") as followed:
             events = Events(followed.aiter_lines())
@@ -156,7 +156,7 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
                 )
             )
             load = [asyncio.create_task(submit(client)) for _ in range(8)]
-            await until(lambda: len(created) > 20 and ask.engine.stream_reads.running > 0)
+            await wait_until(lambda: len(created) > 20 and api.engine.stream_reads.running > 0)
             server.should_exit = True
             async with asyncio.timeout(20):
                 assert await events.next("end") == {"reason": "shutdown"}
@@ -167,55 +167,55 @@ async def test_shutdown_under_load_finishes_requests_and_loses_nothing(ask: Aski
                 await running
     assert len(stopped) == 8
     for execution_id in created:
-        assert await ask.engine.read_execution_state(execution_id) is not None
+        assert await api.engine.read_execution_state(execution_id) is not None
 
 
 @pytest.mark.parametrize("comes", ["before", "meanwhile"])
-async def test_requests_that_wait_are_answered_at_once_when_the_server_goes(ask: Asking, comes: str) -> None:
-    """Also those that were still on their way to their waiting place: else the shutdown would wait for them."""
-    execution_id = await ask.created()
+async def test_long_polls_are_answered_at_once_when_the_server_closes(api: ApiClient, comes: str) -> None:
+    """So are requests that begin to wait after the shutdown has started."""
+    execution_id = await api.create()
     if comes == "meanwhile":
-        ask.app.begin_closing()
+        api.app.begin_closing()
     asks = [
-        asyncio.create_task(ask.post("/v1/executions/ends", {"execution_ids": [execution_id], "wait_ms": 30_000})),
-        asyncio.create_task(ask.get(path(execution_id, "end") + "?wait_ms=30000")),
-        asyncio.create_task(ask.get(path(execution_id, "result") + "?wait_ms=30000")),
-        asyncio.create_task(ask.post("/v1/workers/w/claims", {"worker_instance_id": "i", "lanes": ["none"]})),
+        asyncio.create_task(api.post("/v1/executions/ends", {"execution_ids": [execution_id], "wait_ms": 30_000})),
+        asyncio.create_task(api.get(path(execution_id, "end") + "?wait_ms=30000")),
+        asyncio.create_task(api.get(path(execution_id, "result") + "?wait_ms=30000")),
+        asyncio.create_task(api.post("/v1/workers/w/claims", {"worker_instance_id": "i", "lanes": ["none"]})),
     ]
     if comes == "before":
-        await until(lambda: len(ask.app.on_closing) == 3)
-        ask.app.begin_closing()
+        await wait_until(lambda: len(api.app.on_closing) == 3)
+        api.app.begin_closing()
 
     async with asyncio.timeout(5):
         statuses = [(await one).status_code for one in asks]
     assert statuses == [200, 204, 404, 200]
-    assert not ask.app.on_closing
+    assert not api.app.on_closing
 
 
-async def test_an_end_is_told_while_the_server_goes(ask: Asking) -> None:
-    execution_id = await ask.completed(b"r")
-    ask.app.begin_closing()
+async def test_an_outcome_is_returned_while_the_server_closes(api: ApiClient) -> None:
+    execution_id = await api.create_completed(b"r")
+    api.app.begin_closing()
 
-    assert (await ask.get(path(execution_id, "end"))).status_code == 200
-    assert (await ask.get(path(execution_id, "end") + "?wait_ms=1000")).status_code == 200
-    ends = await ask.post("/v1/executions/ends", {"execution_ids": [execution_id]})
+    assert (await api.get(path(execution_id, "end"))).status_code == 200
+    assert (await api.get(path(execution_id, "end") + "?wait_ms=1000")).status_code == 200
+    ends = await api.post("/v1/executions/ends", {"execution_ids": [execution_id]})
     assert [one["execution_id"] for one in ends.json()["ended"]] == [execution_id]
 
 
-async def test_a_server_that_shuts_down_is_not_ready(ask: Asking) -> None:
-    assert (await ask.get("/readyz")).json() == {"status": "ready"}
-    ask.app.begin_closing()
-    assert (await ask.get("/readyz")).status_code == 503
+async def test_a_server_that_shuts_down_is_not_ready(api: ApiClient) -> None:
+    assert (await api.get("/readyz")).json() == {"status": "ready"}
+    api.app.begin_closing()
+    assert (await api.get("/readyz")).status_code == 503
 
 
-async def test_headers_without_end_are_refused(ask: Asking, address: str) -> None:
+async def test_large_headers_are_refused(api: ApiClient, address: str) -> None:
     async with httpx2.AsyncClient(base_url=address) as client:
         answer = await client.get("/healthz", headers={"x-long": "x" * 100_000})
 
     assert (answer.status_code, answer.json()) == (431, {"error": "headers too large"})
 
 
-async def test_a_head_without_end_is_cut_off(ask: Asking, address: str) -> None:
+async def test_an_endless_request_head_is_cut_off(api: ApiClient, address: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     writer.write(b"GET /healthz HTTP/1.1\r\nx-endless: ")
     with contextlib.suppress(ConnectionError):
@@ -228,8 +228,8 @@ async def test_a_head_without_end_is_cut_off(ask: Asking, address: str) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"])
-async def test_a_request_has_to_come_in_time(
-    ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch, begun: bytes
+async def test_a_request_head_has_a_timeout(
+    api: ApiClient, address: str, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(BoundedProtocol, "head_timeout_s", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
@@ -239,7 +239,7 @@ async def test_a_request_has_to_come_in_time(
     writer.close()
 
 
-async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_body_has_a_timeout(api: ApiClient, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.server.request_body.BODY_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     head = (
@@ -253,8 +253,8 @@ async def test_a_body_has_to_come_in_time(ask: Asking, address: str, monkeypatch
     writer.close()
 
 
-async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Asking, address: str) -> None:
-    execution_id = await ask.created()
+async def test_raw_braces_and_chunked_bodies_are_accepted(api: ApiClient, address: str) -> None:
+    execution_id = await api.create()
     port = int(address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
@@ -263,7 +263,7 @@ async def test_raw_braces_and_chunked_bodies_are_understood_on_the_wire(ask: Ask
     assert (await reader.read()).endswith(b'"waiting"')
     writer.close()
 
-    body = json.dumps(ask.cancel(execution_id)).encode()
+    body = json.dumps(api.cancel_body(execution_id)).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path(execution_id, 'cancel')} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     writer.write(f"{head}content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n".encode())
@@ -282,7 +282,7 @@ async def test_the_signing_key_is_seeded_once(engine: Engine, caplog: pytest.Log
     assert "ff" * 32 not in caplog.text
 
 
-async def test_the_app_is_one_for_any_asgi_server(engine: Engine) -> None:
+async def test_the_app_supports_the_asgi_lifespan(engine: Engine) -> None:
     sent: list[Any] = []
     messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
 

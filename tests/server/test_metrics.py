@@ -1,4 +1,4 @@
-"""`/metrics`: the reference's names with their labels, counters of this process, levels of the store."""
+"""`/metrics`: names and labels of the specification, counters of this process, gauges of the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.states import PublicState
 from flowfabric.server import ServerSettings
 from flowfabric.server.metrics import METRIC_CATALOG
-from tests.server.asking import Asking, path
+from tests.server.api_client import ApiClient, path
 
 SPECIFIED = {
     "ff_http_requests_total": "counter",
@@ -49,19 +49,19 @@ SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="[^"]*",?)+)\})? ([0-9.]+)')
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Every sample by name and labels; each line has to be one, or a comment."""
+    """Parse all samples by name and labels; every line has to be a sample or a comment."""
     found = {}
     for line in text.splitlines():
         if not line.startswith("# "):
             match = SAMPLE.fullmatch(line)
             assert match, line
-            assert (match[1], match[2] or "") not in found, f"told twice: {line}"
+            assert (match[1], match[2] or "") not in found, f"exposed twice: {line}"
             found[match[1], match[2] or ""] = float(match[3])
     return found
 
 
-async def test_every_specified_name_is_told_with_its_type_before_anything_happened(ask: Asking) -> None:
-    text = (await ask.get("/metrics")).text
+async def test_every_specified_metric_is_exposed_before_the_first_event(api: ApiClient) -> None:
+    text = (await api.get("/metrics")).text
 
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     assert types.items() >= SPECIFIED.items()
@@ -70,18 +70,18 @@ async def test_every_specified_name_is_told_with_its_type_before_anything_happen
     assert samples(text)["ff_worker_at_capacity_total", ""] == 0
 
 
-async def test_what_happens_is_told_with_the_specified_labels(ask: Asking) -> None:
-    await ask.completed(b"r")
-    await ask.claimed()
-    await ask.created(lane_id="other lane")
-    await ask.post("/v1/workers/w/claim", {"lane_id": "L", "worker_instance_id": "i", "grant_ttl_ms": 5})
-    await ask.post("/v1/workers/w/register", {"worker_instance_id": "i", "lanes": ["L"], "liveness_ttl_ms": 60_000})
-    await ask.get(path("{fp:0}:00000000-0000-4000-8000-000000000000", "attempts", 0, "stream", "summary"))
-    await ask.post("/v1/budgets/00000000-0000-4000-8000-000000000000/reset")
+async def test_metrics_have_the_specified_labels(api: ApiClient) -> None:
+    await api.create_completed(b"r")
+    await api.create_claimed()
+    await api.create(lane_id="other lane")
+    await api.post("/v1/workers/w/claim", {"lane_id": "L", "worker_instance_id": "i", "grant_ttl_ms": 5})
+    await api.post("/v1/workers/w/register", {"worker_instance_id": "i", "lanes": ["L"], "liveness_ttl_ms": 60_000})
+    await api.get(path("{fp:0}:00000000-0000-4000-8000-000000000000", "attempts", 0, "stream", "summary"))
+    await api.post("/v1/budgets/00000000-0000-4000-8000-000000000000/reset")
     for name in ("delayed_promoter", "lease_expiry", "worker_registry_ttl_sweep"):
-        await ask.engine.sweeper().sweep_once(name)
+        await api.engine.sweeper().sweep_once(name)
 
-    told = samples((await ask.get("/metrics")).text)
+    exposed = samples((await api.get("/metrics")).text)
 
     expected: dict[tuple[str, str], float] = {
         ("ff_attempt_outcome_total", 'lane="L",outcome="ok"'): 1,
@@ -95,21 +95,21 @@ async def test_what_happens_is_told_with_the_specified_labels(ask: Asking) -> No
         ("ff_claim_from_grant_duration_seconds_count", 'lane="L"'): 1,
         ("ff_errors_total", 'kind="budget_not_found"'): 1,
     }
-    assert {key: told.get(key) for key in expected} == expected
-    buckets = [labels for name, labels in told if name == "ff_execution_e2e_duration_seconds_bucket"]
+    assert {key: exposed.get(key) for key in expected} == expected
+    buckets = [labels for name, labels in exposed if name == "ff_execution_e2e_duration_seconds_bucket"]
     bounds = [labels.partition('le="')[2][:-1] for labels in buckets]
     assert " ".join(bounds) == "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 +Inf"
 
 
-async def test_counters_are_told_although_the_store_cannot_count(
-    ask: Asking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_counters_are_exposed_while_the_store_is_unavailable(
+    api: ApiClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def away(*given: Any) -> Any:
         raise errors.StoreUnavailable("gone", source="transport")
 
-    await ask.completed()
-    monkeypatch.setattr(ask.engine.store, "count_grouped", away)
-    answer = await ask.get("/metrics")
+    await api.create_completed()
+    monkeypatch.setattr(api.engine.store, "count_grouped", away)
+    answer = await api.get("/metrics")
 
     assert answer.status_code == 200
     assert samples(answer.text)["ff_completions_total", 'lane="L",outcome="success"'] == 1
@@ -118,21 +118,21 @@ async def test_counters_are_told_although_the_store_cannot_count(
 
 
 async def test_metrics_can_be_switched_off(engine: Engine) -> None:
-    assert (await Asking(engine, ServerSettings(serve_metrics=False)).get("/metrics")).status_code == 404
+    assert (await ApiClient(engine, ServerSettings(serve_metrics=False)).get("/metrics")).status_code == 404
 
 
-async def test_levels_tell_of_the_states_that_are_queues(ask: Asking) -> None:
-    await ask.created(delay_until=await ask.engine.ping() + 60_000)
-    told = samples((await ask.get("/metrics")).text)
+async def test_queue_depth_has_the_states_that_are_queues(api: ApiClient) -> None:
+    await api.create(delay_until=await api.engine.ping() + 60_000)
+    exposed = samples((await api.get("/metrics")).text)
 
-    states = {labels.partition('state="')[2][:-1] for name, labels in told if name == "ff_queue_depth"}
+    states = {labels.partition('state="')[2][:-1] for name, labels in exposed if name == "ff_queue_depth"}
     assert states == {PublicState.WAITING.value, PublicState.DELAYED.value}
 
 
 # -- the dashboard ------------------------------------------------------------------------------------------------
 
 
-def test_every_panel_of_the_dashboard_shows_what_is_told() -> None:
+def test_every_panel_of_the_dashboard_uses_exposed_metrics() -> None:
     dashboard = json.loads((Path(__file__).parents[2] / "examples/grafana/flowfabric-ops.json").read_text())
     panels = dashboard["panels"]
     shown = {name for panel in panels for target in panel["targets"] for name in METRIC.findall(target["expr"])}

@@ -1,10 +1,9 @@
-"""The description of the API: kept in the repository, true, and complete."""
+"""The OpenAPI document: current, correct and complete."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,22 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi import checks
 
 from flowfabric.connector import open_engine
-from flowfabric.server import ServerSettings, create_app
 from flowfabric.server.__main__ import render_document
-from flowfabric.server.lifecycle import Server, seed_signing_key
 from flowfabric.server.routes import ROUTE_GROUPS
+from tests.client.server_thread import run_server
 
-KEPT = Path(__file__).parents[2] / "docs" / "openapi.json"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.json"
 FEW = 4
-EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # more of them are drawn at random
+EXAMPLES = int(os.environ.get("FF_API_EXAMPLES", FEW))  # a larger number is drawn at random
 EXECUTION = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 FLOW = "550e8400-e29b-41d4-a716-446655440000"
 
 
-def test_the_kept_description_is_the_served_one() -> None:
-    assert KEPT.read_text() == render_document(), "run: python -m flowfabric.server > docs/openapi.json"
+def test_the_committed_openapi_document_is_current() -> None:
+    assert DOCUMENT.read_text() == render_document(), "run: python -m flowfabric.server > docs/openapi.json"
 
 
-def test_every_operation_is_named_once_and_says_what_it_does() -> None:
+def test_every_operation_has_a_unique_name_and_a_summary() -> None:
     operations = [operation for page in ROUTE_GROUPS for operation in page.entries]
     names = [operation.name for operation in operations]
 
@@ -40,8 +38,8 @@ def test_every_operation_is_named_once_and_says_what_it_does() -> None:
     assert [operation.name for operation in operations if not operation.summary] == []
 
 
-def test_every_route_stands_in_the_documents_table() -> None:
-    table = (KEPT.parent / "server.md").read_text()
+def test_every_route_is_in_the_table_of_the_server_page() -> None:
+    table = (DOCUMENT.parent / "server.md").read_text()
     missing = [
         f"{operation.method} {operation.path}"
         for page in ROUTE_GROUPS
@@ -52,48 +50,35 @@ def test_every_route_stands_in_the_documents_table() -> None:
     assert missing == []
 
 
+async def create_resources(url: str) -> None:
+    async with await open_engine(url) as engine:
+        await engine.create_execution(execution_id=EXECUTION)
+        await engine.create_flow(FLOW)
+        await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
+        await engine.create_quota_policy(FLOW, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server in a thread, for a tool that asks synchronously."""
+    """A server in a thread, for a synchronous client."""
     url = f"sqlite:///{tmp_path_factory.mktemp('api')}/ff.db"
-    ready, found = threading.Event(), list[Any]()
-
-    async def run() -> None:
-        async with await open_engine(url) as engine:
-            app = create_app(engine, ServerSettings(port=0))
-            await seed_signing_key(engine, app.settings)
-            await engine.create_execution(execution_id=EXECUTION)
-            await engine.create_flow(FLOW)
-            await engine.create_budget(FLOW, dimensions=["tokens"], hard_limits=[9], soft_limits=[5])
-            await engine.create_quota_policy(FLOW, window_seconds=1, max_requests_per_window=1, max_concurrent=1)
-            server = Server(app)
-            found.append(server)
-            serving = asyncio.create_task(server.serve())
-            await server.listening.wait()
-            ready.set()
-            await serving
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    ready.wait(30)
-    yield f"http://127.0.0.1:{found[0].port}"
-    found[0].should_exit = True
-    thread.join(30)
+    asyncio.run(create_resources(url))
+    with run_server(url) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
-    """Connections that are kept."""
     with requests.Session() as session:
         yield session
 
 
-schema = schemathesis.openapi.from_path(KEPT)
+schema = schemathesis.openapi.from_path(DOCUMENT)
 
 
 @schema.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Let half of the requests be about something that is there."""
+    """Let half of the requests name an existing resource."""
     given = dict(path_parameters or {})
     known = {"/v1/executions": EXECUTION, "/v1/flows": FLOW, "/v1/budgets": FLOW, "/v1/quotas": FLOW}
     for prefix, name in known.items():
@@ -102,21 +87,20 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) ->
     return given if path_parameters is not None else None
 
 
-def impatient(given: Any) -> Any:
-    """Nobody has time to wait for what does not come."""
-    if isinstance(given, dict) and isinstance(given.get("wait_ms"), int):
-        return given | {"wait_ms": given["wait_ms"] % 20}
-    return given
+def shorten_wait(values: Any) -> Any:
+    if isinstance(values, dict) and isinstance(values.get("wait_ms"), int):
+        return values | {"wait_ms": values["wait_ms"] % 20}
+    return values
 
 
 @schema.hook
 def map_query(context: Any, query: Any) -> Any:
-    return impatient(query)
+    return shorten_wait(query)
 
 
 @schema.hook
 def map_body(context: Any, body: Any) -> Any:
-    return impatient(body)
+    return shorten_wait(body)
 
 
 @schema.exclude(path_regex="/v1/events/|/stream/events|/stream/tail").parametrize()
@@ -127,7 +111,7 @@ def map_body(context: Any, body: Any) -> Any:
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_no_request_meets_a_fault_or_an_answer_that_is_not_described(
+def test_every_response_conforms_to_the_openapi_document(
     case: schemathesis.Case[Any], address: str, session: requests.Session
 ) -> None:
     case.call_and_validate(

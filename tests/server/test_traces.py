@@ -1,4 +1,4 @@
-"""Traces link what belongs together: the submit, and each attempt of it."""
+"""Traces link each attempt to its submit."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from flowfabric.client import RemoteEngine
 from flowfabric.clock import ManualClock
 from flowfabric.server.tracing import NoTracing, OtelTracing
-from tests.server.asking import Asking
+from tests.server.api_client import ApiClient
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-WISH = {"worker_instance_id": "w-1", "lanes": ["L"]}
+CLAIM = {"worker_instance_id": "w-1", "lanes": ["L"]}
 
 
 @pytest.fixture
-def exported(ask: Asking) -> InMemorySpanExporter:
-    """What is told of the requests of a test."""
+def exported(api: ApiClient) -> InMemorySpanExporter:
+    """The spans of the requests of a test."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    ask.app.tracing = OtelTracing(provider)
+    api.app.tracing = OtelTracing(provider)
     return exporter
 
 
-async def test_every_attempt_links_to_its_submit(ask: Asking, exported: InMemorySpanExporter) -> None:
+async def test_every_attempt_links_to_its_submit(api: ApiClient, exported: InMemorySpanExporter) -> None:
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
-    await ask.post("/v1/executions", ask.creation(policy=retry), headers={"traceparent": PARENT})
-    [first] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
-    await ask.post("/v1/leases/fail", {"handle": first["handle"], "reason": "boom"})
-    await ask.engine.sweep_once("delayed_promoter")
-    [second] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
+    await api.post("/v1/executions", api.create_body(policy=retry), headers={"traceparent": PARENT})
+    [first] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
+    await api.post("/v1/leases/fail", {"handle": first["handle"], "reason": "boom"})
+    await api.engine.sweep_once("delayed_promoter")
+    [second] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
 
     spans = exported.get_finished_spans()
     [submit] = [span for span in spans if span.name == "POST /v1/executions"]
@@ -47,16 +47,16 @@ async def test_every_attempt_links_to_its_submit(ask: Asking, exported: InMemory
 
 
 async def test_an_attempt_is_a_span_below_its_claim_and_the_retry_links_to_it(
-    ask: Asking, exported: InMemorySpanExporter
+    api: ApiClient, exported: InMemorySpanExporter
 ) -> None:
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
-    await ask.post("/v1/executions", ask.creation(policy=retry))
-    [first] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
-    for _ in range(2):  # the answer of the first got lost
-        await ask.post("/v1/leases/fail", {"handle": first["handle"], "reason": "boom"})
-    await ask.engine.sweep_once("delayed_promoter")
-    [second] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
-    await ask.post("/v1/leases/complete", {"handle": second["handle"]})
+    await api.post("/v1/executions", api.create_body(policy=retry))
+    [first] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
+    for _ in range(2):  # a retry after a lost reply
+        await api.post("/v1/leases/fail", {"handle": first["handle"], "reason": "boom"})
+    await api.engine.sweep_once("delayed_promoter")
+    [second] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
+    await api.post("/v1/leases/complete", {"handle": second["handle"]})
 
     spans = exported.get_finished_spans()
     [submit] = [span for span in spans if span.name == "POST /v1/executions"]
@@ -75,40 +75,40 @@ async def test_an_attempt_is_a_span_below_its_claim_and_the_retry_links_to_it(
 
 
 async def test_a_takeover_links_to_the_claim_that_was_lost(
-    ask: Asking, exported: InMemorySpanExporter, clock: ManualClock
+    api: ApiClient, exported: InMemorySpanExporter, clock: ManualClock
 ) -> None:
-    await ask.created()
-    [lost] = (await ask.post("/v1/workers/w/claims", WISH | {"lease_ttl_ms": 100})).json()["claimed"]
+    await api.create()
+    [lost] = (await api.post("/v1/workers/w/claims", CLAIM | {"lease_ttl_ms": 100})).json()["claimed"]
     clock.advance_ms(100)
-    [heir] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
-    await ask.post("/v1/leases/complete", {"handle": lost["handle"]})  # too late: refused, and nothing is told of it
-    await ask.post("/v1/leases/delay", {"handle": heir["handle"], "delay_ms": 0})
+    [successor] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
+    await api.post("/v1/leases/complete", {"handle": lost["handle"]})  # too late: refused, without a span
+    await api.post("/v1/leases/delay", {"handle": successor["handle"], "delay_ms": 0})
 
     spans = exported.get_finished_spans()
     first, second = (span for span in spans if span.name == "claim")
     assert second.links[-1].context.span_id == first.context.span_id
     [attempt] = [span for span in spans if span.name == "attempt"]
     assert dict(attempt.attributes or {}) == {
-        "execution_id": heir["execution_id"],
+        "execution_id": successor["execution_id"],
         "attempt_index": 1,
         "lane": "L",
         "outcome": "delayed",
     }
 
 
-async def test_an_attempt_that_was_claimed_elsewhere_is_nothing_to_fail_at(
-    ask: Asking, exported: InMemorySpanExporter
+async def test_an_attempt_that_was_claimed_elsewhere_has_no_span(
+    api: ApiClient, exported: InMemorySpanExporter
 ) -> None:
-    held = await ask.claimed()
-    answer = await ask.post("/v1/leases/complete", {"handle": await ask.app.handle_signer.sign(held.handle)})
+    held = await api.create_claimed()
+    answer = await api.post("/v1/leases/complete", {"handle": await api.app.handle_signer.sign(held.handle)})
 
     assert answer.status_code == 200
     assert [span.name for span in exported.get_finished_spans() if span.name == "attempt"] == []
 
 
-async def test_a_client_that_keeps_traces_says_where_it_stands(ask: Asking, exported: InMemorySpanExporter) -> None:
+async def test_a_client_propagates_its_trace_context(api: ApiClient, exported: InMemorySpanExporter) -> None:
     tracer = TracerProvider().get_tracer("app")
-    transport = httpx2.ASGITransport(app=ask.app)
+    transport = httpx2.ASGITransport(app=api.app)
     async with RemoteEngine("http://ff", transport=transport) as remote:
         with tracer.start_as_current_span("checkout") as checkout:
             await remote.create_execution(execution_id=remote.new_execution_id())
@@ -118,8 +118,8 @@ async def test_a_client_that_keeps_traces_says_where_it_stands(ask: Asking, expo
     assert submit.parent.span_id == checkout.get_span_context().span_id
 
 
-async def test_without_a_provider_nothing_is_traced(ask: Asking) -> None:
-    assert isinstance(ask.app.tracing, NoTracing)
-    await ask.created()
-    [work] = (await ask.post("/v1/workers/w/claims", WISH)).json()["claimed"]
+async def test_there_is_no_tracing_without_a_provider(api: ApiClient) -> None:
+    assert isinstance(api.app.tracing, NoTracing)
+    await api.create()
+    [work] = (await api.post("/v1/workers/w/claims", CLAIM)).json()["claimed"]
     assert work["traceparent"] is None

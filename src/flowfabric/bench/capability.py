@@ -1,9 +1,8 @@
-"""`ff bench capability`: what requirements cost, and whether work finds the workers that can do it.
+"""`ff bench capability`: the cost of capability requirements, and how tasks are routed to capable workers.
 
-The same number of no-ops is drained twice in each round: without requirements, and spread over ten sets of
-capabilities. Then a hundred workers share out a thousand tasks in the reference's three scenarios: every worker has all
-capabilities (happy), ten have rare ones that half of the tasks need (partial), one alone has what a tenth of them needs
-(scarce).
+The same number of no-ops is drained twice in each round: without requirements, and spread over ten capability sets.
+Then a hundred workers claim a thousand tasks in three scenarios: every worker has all capabilities (happy), ten workers
+have rare ones that half of the tasks need (partial), one worker has those that a tenth of the tasks need (scarce).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import platform
 import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,14 +18,14 @@ from time import perf_counter
 
 import msgspec
 
-from flowfabric import CreateExecution, Engine, __version__
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric import CreateExecution, Engine
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import CLAIM_BATCH, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
 from flowfabric.connector import open_engine
 
 SETS = 10
-EXCLUSIVE = 3  # of the ten capabilities, in the partial scenario
+EXCLUSIVE = 3  # rare capabilities in the partial scenario
 WAIT_MS = 200
 Offer = frozenset[str]
 
@@ -37,19 +35,15 @@ class RoutingResult(msgspec.Struct, frozen=True):
 
     tasks: int
     workers: int
-    routed: float  # the share that a capable worker took and kept
+    routed: float  # the share of tasks that a capable worker claimed
     claims_per_task: float
     latency_p50_ms: float  # from the submit to the claim
     latency_p99_ms: float
 
 
-class CapabilityReport(msgspec.Struct, frozen=True):
+class CapabilityReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     jobs: int
     rounds: int
     sets: int
@@ -92,9 +86,9 @@ async def capability(
             routings.append(await _route(engine, f"bench-{scenario.__name__}", needs, offers))
         begin_step.finish()
     return CapabilityReport(
-        store=scratch.url.partition("://")[0],
+        store=scratch.kind,
         durability=scratch.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
+        versions=scratch.all_versions,
         cores=os.cpu_count() or 1,
         jobs=jobs,
         rounds=rounds,

@@ -1,11 +1,10 @@
-"""`ff bench flow`: chains, fan-out with a join, and the cancel of a quorum's rest, in the engine of one process."""
+"""`ff bench flow`: chains, a fan-out with its join, and the sibling cancels of a quorum, in one process."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
@@ -16,8 +15,8 @@ from uuid import uuid4
 
 import msgspec
 
-from flowfabric import CreateExecution, Engine, __version__
-from flowfabric.bench.scratch_store import Control, scratch_store
+from flowfabric import CreateExecution, Engine
+from flowfabric.bench.scratch_store import BenchReport, Control, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
 from flowfabric.connector import open_engine
@@ -41,13 +40,9 @@ class LatencyPercentiles(msgspec.Struct, frozen=True):
     samples: int
 
 
-class FlowReport(msgspec.Struct, frozen=True):
+class FlowReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     rounds: int
     steps: int
     in_flight: int
@@ -100,9 +95,9 @@ async def flow(
         created_s = await _graph(engine, graph)
         begin_step.finish()
     return FlowReport(
-        store=scratch.url.partition("://")[0],
+        store=scratch.kind,
         durability=scratch.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
+        versions=scratch.all_versions,
         cores=os.cpu_count() or 1,
         rounds=rounds,
         steps=steps,
@@ -200,9 +195,9 @@ async def _graph(engine: Engine, size: int) -> float:
     flow_id, names = _ids(engine, size)
     width = 100
     edges = [
-        GraphEdge(names[place - width + step], names[place])
-        for place in range(width, size)
-        for step in ((0, 1) if (place + 1) % width else (0,))
+        GraphEdge(names[number - width + step], names[number])
+        for number in range(width, size)
+        for step in ((0, 1) if (number + 1) % width else (0,))
     ]
     started = perf_counter()
     await engine.create_flow_graph(flow_id, _nodes("bench-graph", names), edges, namespace="bench")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import platform
 import sys
 import uuid
 from asyncio.subprocess import PIPE, Process
@@ -17,12 +16,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from importlib.util import find_spec
 from statistics import median, quantiles
 from time import perf_counter, time
-from typing import Any
 
 import msgspec
 
-from flowfabric import __version__
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.errors import InvalidInput
 
@@ -37,13 +34,9 @@ class RequestRate(msgspec.Struct, frozen=True):
     p99_ms: float
 
 
-class HttpReport(msgspec.Struct, frozen=True):
+class HttpReport(BenchReport, frozen=True):
     """The results; rates are medians over the rounds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     clients: int
     requests: int
     rounds: int
@@ -81,9 +74,9 @@ async def http(
         begin_step.finish()
         medians = {name: _median(samples) for name, samples in rates.items()}
         return HttpReport(
-            store=scratch.url.partition("://")[0],
+            store=scratch.kind,
             durability=scratch.durability,
-            versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
+            versions=scratch.all_versions,
             cores=os.cpu_count() or 1,
             clients=clients,
             requests=requests,
@@ -177,9 +170,3 @@ def _median(rates: Sequence[RequestRate]) -> RequestRate:
     return RequestRate(
         median(connection.per_s for connection in rates), median(connection.p99_ms for connection in rates)
     )
-
-
-def report_rows(report: HttpReport) -> list[tuple[Any, ...]]:
-    """The report as rows of a table."""
-    rows = [(name, getattr(report, name)) for name in ("control", "create", "claim", "complete")]
-    return [(name, rate.per_s, rate.p99_ms) for name, rate in rows]

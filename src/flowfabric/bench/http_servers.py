@@ -55,7 +55,7 @@ async def run_server(url: str) -> None:
 async def _run(server: uvicorn.Server) -> None:
     """Serve, and print the port once it is known."""
     serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells nobody
+    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serving

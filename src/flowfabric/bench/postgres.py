@@ -75,7 +75,7 @@ class PostgresControl:
     def __init__(self, connection: Any, url: str) -> None:
         self._connection = connection
         self._url = url
-        self._chains = 0  # that there are
+        self._chains = 0  # chains created so far
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         statement = await self._connection.prepare(_INSERT)
@@ -150,17 +150,17 @@ async def postgres_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
             await server.execute(f'create database "{name}"')
         except asyncpg.InsufficientPrivilegeError as refused:
             raise InvalidInput(
-                "store: the bench works in a database of its own and may not create one here"
+                "store: the benchmark needs its scratch_url database, and this user may not create one"
             ) from refused
         try:
-            own = urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
-            connection = await _connect(own, is_pooled=is_pooled)
+            scratch_url = urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
+            connection = await _connect(scratch_url, is_pooled=is_pooled)
             try:
                 control = None
                 if not is_pooled:
                     await connection.execute(_TABLE)
-                    control = PostgresControl(connection, own)
-                yield ScratchStore(own, await _durability(connection), _versions(connection), control)
+                    control = PostgresControl(connection, scratch_url)
+                yield ScratchStore(scratch_url, await _durability(connection), _versions(connection), control)
             finally:
                 await connection.close()
         finally:

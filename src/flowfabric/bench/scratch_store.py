@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from flowfabric import __version__
 from flowfabric.errors import InvalidInput
 
 BATCH = 100  # rows that the control inserts, claims and finishes at a time
@@ -54,6 +56,15 @@ async def paced(count: int, per_second: int) -> AsyncIterator[int]:
         yield number
 
 
+class BenchReport(msgspec.Struct, frozen=True):
+    """The fields of every report: what was measured, on which machine."""
+
+    store: str
+    durability: str
+    versions: dict[str, str]
+    cores: int
+
+
 class ScratchStore(msgspec.Struct, frozen=True):
     """An empty store to measure on."""
 
@@ -62,6 +73,16 @@ class ScratchStore(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     control: Control | None = None
     shared: bool = True  # True if a second engine on this URL sees the same rows
+
+    @property
+    def kind(self) -> str:
+        """The scheme of its URL."""
+        return self.url.partition("://")[0]
+
+    @property
+    def all_versions(self) -> dict[str, str]:
+        """The versions of FlowFabric, Python, and of the server and driver."""
+        return {"flowfabric": __version__, "python": platform.python_version(), **self.versions}
 
 
 def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
@@ -82,7 +103,7 @@ def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
 
 @asynccontextmanager
 async def _as_named(url: str) -> AsyncIterator[ScratchStore]:
-    yield ScratchStore(url, "none: rows live and die with the process", {}, shared=False)
+    yield ScratchStore(url, "none: rows are in the memory of the process", {}, shared=False)
 
 
 @asynccontextmanager

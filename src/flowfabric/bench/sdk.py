@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -20,20 +19,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flowfabric import __version__
 from flowfabric.bench import sdk_app
 from flowfabric.bench.peers import HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
-from flowfabric.bench.scratch_store import ScratchStore, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, ScratchStore, scratch_store
 from flowfabric.bench.throughput import PER_SECOND, ProgressCallback, StepCounter
 from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import InvalidInput
 
 SLOTS = 100
-# pgqueuer fetches 100 jobs at a time and starts them without a limit; the least limit that it accepts then is 200.
+# pgqueuer fetches 100 jobs at a time and starts them without a limit; the smallest limit that it accepts is 200.
 SLOTS_ON_POSTGRES = 200
 JOBS = 10_000
-JOBS_ON_POSTGRES = 20_000  # with which pgqueuer is measured elsewhere, too; of more jobs it makes fewer a second
+JOBS_ON_POSTGRES = 20_000  # as in other benchmarks of pgqueuer, which becomes slower with more jobs
 IN_FLIGHT = 16
 TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.02
@@ -49,14 +47,10 @@ class PeerReport(msgspec.Struct, frozen=True):
     drain_per_s: float
 
 
-class SdkReport(msgspec.Struct, frozen=True, omit_defaults=True):
+class SdkReport(BenchReport, frozen=True, omit_defaults=True):
     """The results; rates are medians over the rounds, from the first start of a job to the last."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
-    load: float  # on the machine before anything was measured: more than nothing, and the numbers are others' too
+    load: float  # of the machine before the run: if it is not near 0, other processes disturb the results
     rounds: int
     jobs: int
     payload_bytes: int
@@ -93,7 +87,7 @@ async def sdk(
     ours, theirs, durable = [], [], []
     with tempfile.TemporaryDirectory(prefix="ff-bench-") as name:
         folder = Path(name)
-        begin_step("submit → done")  # first: after the rounds a server is busy with tidying up
+        begin_step("submit → done")  # first: after the rounds the server is busy with vacuuming
         async with _app_on_scratch_store(url) as scratch:
             times = await _latencies(scratch, folder / "latency", samples)
         for number in range(rounds):
@@ -112,14 +106,9 @@ async def sdk(
     percentiles = quantiles(times, n=100)
     drained, compared = median(ours), median(theirs) if theirs else None
     return SdkReport(
-        store=scratch.url.partition("://")[0],
+        store=scratch.kind,
         durability=scratch.durability,
-        versions={
-            "flowfabric": __version__,
-            "python": platform.python_version(),
-            "loop": "uvloop" if find_spec("uvloop") else "asyncio",
-            **scratch.versions,
-        },
+        versions={"loop": "uvloop" if find_spec("uvloop") else "asyncio", **scratch.all_versions},
         cores=os.cpu_count() or 1,
         load=round(load, 2),
         rounds=rounds,
@@ -148,7 +137,7 @@ async def _app_on_scratch_store(url: str) -> AsyncIterator[ScratchStore]:
     """Run the app on a new scratch store, as each peer has one."""
     async with scratch_store(url) as scratch:
         if not scratch.shared:
-            raise InvalidInput("store: a worker of another process has to see it; use SQLite or Postgres")
+            raise InvalidInput("store: a worker in another process cannot use it; use SQLite or Postgres")
         sdk_app.app.url = scratch.url
         async with sdk_app.app:
             yield scratch

@@ -54,7 +54,7 @@ class SQLiteControl:
         self._db.pragma("synchronous", "FULL")
         for _ in self._db.execute(_TABLE):
             pass
-        self._chains = 0  # that there are
+        self._chains = 0  # chains created so far
 
     async def insert(self, payloads: Sequence[bytes]) -> None:
         for begin in range(0, len(payloads), BATCH):

@@ -11,10 +11,8 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import TypeVar
 
-import msgspec
-
 from flowfabric import Engine, Handle
-from flowfabric.bench.scratch_store import scratch_store
+from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.connector import open_engine
 from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.engine.types import FreshWaitpoint, SignalArgs, SuspendArgs
@@ -30,25 +28,21 @@ PAUSE_S = 0.005  # for the waiting side to become idle
 T = TypeVar("T")
 
 
-class SuspendReport(msgspec.Struct, frozen=True):
+class SuspendReport(BenchReport, frozen=True):
     """The results; times are in milliseconds."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     rounds: int
-    resume_p50_ms: float  # from the call of suspend to the same attempt in the hands of a worker that waits for work
+    resume_p50_ms: float  # from the call of suspend until a waiting worker has claimed the same attempt
     resume_p99_ms: float
     suspend_p50_ms: float
     signal_p50_ms: float
-    running_p50_ms: float  # from the call of the signal to the claim that has the work
-    commit_p50_ms: float  # the ground in the same run: one small guarded commit
-    resume_in_commits: float  # the totals way in units of it
+    running_p50_ms: float  # from the call of the signal to the claim
+    commit_p50_ms: float  # the control in the same run: one small guarded commit
+    resume_in_commits: float  # resume_p50_ms divided by commit_p50_ms
     frames: int
     frames_per_s: float
     tails: int
-    tail_p50_ms: float  # from the call of append to the tail that has the frame
+    tail_p50_ms: float  # from the call of append until a reader has the frame
     tail_p99_ms: float
 
 
@@ -76,7 +70,7 @@ async def suspend(
         report_progress("done", 3, 3)
         totals = [suspending + resuming for suspending, _, resuming in times]
         return SuspendReport(
-            store=scratch.url.partition(":")[0],
+            store=scratch.kind,
             durability=scratch.durability,
             versions=scratch.versions,
             cores=os.cpu_count() or 1,
@@ -127,7 +121,7 @@ async def _round_trip(engine: Engine, held: Handle) -> tuple[tuple[float, float,
     execution_id, handle = await _claimed(engine)
     claiming = asyncio.create_task(_timed(_claim(engine)))
     await asyncio.sleep(PAUSE_S)
-    await engine.progress(held, pct=0)  # a machine that has rested is slow at first
+    await engine.progress(held, pct=0)  # warm-up: the first commit after a pause is slow
     started = perf_counter()
     await engine.progress(held, pct=1)
     committed = perf_counter()
@@ -160,7 +154,7 @@ async def _round_trip(engine: Engine, held: Handle) -> tuple[tuple[float, float,
 
 
 async def _frames(engine: Engine, count: int) -> float:
-    """Small durable frames per second to one execution, each acknowledged after its commit."""
+    """Return how many small durable frames per second one execution accepts, each acknowledged after its commit."""
     _, handle = await _claimed(engine)
 
     async def write(share: int) -> None:
@@ -194,9 +188,9 @@ async def _tails(engine: Engine, reader: Engine, count: int) -> list[float]:
     return delays
 
 
-async def _timed(what: Awaitable[T]) -> tuple[T, float]:
-    """Return the result and the time at which it arrived."""
-    return await what, perf_counter()
+async def _timed(awaitable: Awaitable[T]) -> tuple[T, float]:
+    """Return the result of an awaitable and the time at which it arrived."""
+    return await awaitable, perf_counter()
 
 
 def _ms(seconds: float) -> float:

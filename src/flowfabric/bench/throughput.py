@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -14,24 +13,20 @@ from typing import Protocol
 
 import msgspec
 
-from flowfabric import Engine, __version__
+from flowfabric import Engine
 from flowfabric.bench import workload
-from flowfabric.bench.scratch_store import Control, ScratchStore, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, Control, ScratchStore, scratch_store
 from flowfabric.connector import open_engine
 
 PER_SECOND = 50  # submits while latency is measured
 WARM_UP = 20  # submits that are not counted
 SAMPLES = 200
-CLAIMS = 50  # that are timed, in each of two stores
+CLAIMS = 50  # timed claims in each of two stores
 
 
-class ThroughputReport(msgspec.Struct, frozen=True, omit_defaults=True):
+class ThroughputReport(BenchReport, frozen=True, omit_defaults=True):
     """The results; rates are medians over the rounds, and so are ratios to the control of the same round."""
 
-    store: str
-    durability: str
-    versions: dict[str, str]
-    cores: int
     jobs: int
     payload_bytes: int
     rounds: int
@@ -76,7 +71,7 @@ async def throughput(
         scratch = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await open_engine(scratch.url))
         claimer = await stack.enter_async_context(await open_engine(scratch.url)) if scratch.shared else engine
-        begin_step("latency at 50 submits a second")  # first: after the rounds a server is busy with tidying up
+        begin_step("latency at 50 submits a second")  # first: after the rounds the server is busy with vacuuming
         times = await _latencies(engine, claimer, scratch.control, payloads[0], WARM_UP + samples)
         rates = [await _round(engine, scratch.control, number, payloads, begin_step) for number in range(rounds)]
         costs = None
@@ -204,9 +199,9 @@ def _report(
     own, bare = times
     percentiles = quantiles(own, n=100)
     return ThroughputReport(
-        store=scratch.url.partition("://")[0],
+        store=scratch.kind,
         durability=scratch.durability,
-        versions={"flowfabric": __version__, "python": platform.python_version(), **scratch.versions},
+        versions=scratch.all_versions,
         cores=os.cpu_count() or 1,
         jobs=jobs,
         payload_bytes=payload_bytes,

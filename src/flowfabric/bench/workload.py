@@ -11,7 +11,7 @@ from flowfabric.bench.scratch_store import paced
 from flowfabric.model.answers.execution import Completed
 
 CLAIM_BATCH = 100  # executions that one claim asks for
-CLAIM_LOOPS = 4  # so that one loop's commit overlaps the others' Python
+CLAIM_LOOPS = 4  # so that the commit of one loop overlaps the Python code of the others
 CALLERS = 64  # concurrent single submits
 WORKER = "bench"
 LEASE_MS = 60_000

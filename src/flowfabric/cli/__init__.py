@@ -1,8 +1,7 @@
 """The command line: `ff …`.
 
-People get tables and colours, `--json` gives machines one document on stdout. What goes wrong is told on stderr, with a
-hint, and the exit code is above 0. Everything heavy is imported by the command that needs it, so that help and shell
-completion answer at once.
+Commands print tables and colours, and with `--json` one document on stdout. Errors go to stderr with a hint, and the
+exit code is above 0. Each command imports its heavy modules itself, so that help and shell completion answer at once.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from flowfabric.cli import (
 
 app = typer.Typer(
     name="ff",
-    epilog="The store is --store, else FLOWFABRIC_URL, else what FF_BACKEND says, else sqlite:///flowfabric.db.",
+    epilog="The store is --store, else FLOWFABRIC_URL, else by FF_BACKEND, else sqlite:///flowfabric.db.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # its help pages alone take 0.3 s to import
+    rich_markup_mode=None,  # rich help pages take 0.3 s to import
     pretty_exceptions_enable=False,
 )
 
@@ -47,8 +46,17 @@ def options(
     """FlowFabric, from the command line."""
 
 
-for page in (maintenance, executions, submit, results, tail, signals, resources, worker, serve, admin, demo, bench):
-    page.add_to(app)
+COMMANDS = (
+    *(maintenance.version, maintenance.migrate, maintenance.doctor, maintenance.backup),
+    *(executions.ls, executions.show, executions.cancel, executions.replay),
+    *(submit.submit, results.result, tail.explain, tail.tail, signals.signal, signals.approvals),
+    *(resources.workers, resources.budgets, worker.worker, serve.serve, demo.demo),
+)
+for command in COMMANDS:
+    app.command()(command)
+admin.add_commands(app, hidden=True)  # admin commands also work without `admin`
+app.add_typer(admin.app, name="admin")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

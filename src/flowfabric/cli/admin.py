@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from flowfabric.engine_api import EngineAPI
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    admin = typer.Typer(help="For whoever plans or keeps a deployment.", no_args_is_help=True)
+app = typer.Typer(help="Commands for operators of a deployment.", no_args_is_help=True)
+
+
+def add_commands(app: typer.Typer, *, hidden: bool = False) -> None:
+    """Add the commands to an application."""
     for name, command in (("partition-collisions", partition_collisions), ("rotate-secret", rotate_secret)):
-        admin.command(name)(command)
-        app.command(name, hidden=True)(command)  # understood without `admin`, too
-    app.add_typer(admin, name="admin")
+        app.command(name, hidden=hidden)(command)
 
 
 def rotate_secret(
@@ -34,11 +34,11 @@ def rotate_secret(
             show_default=False,
         ),
     ] = None,
-    grace: Annotated[str, typer.Option(help="How long the key before still verifies.")] = "24h",
+    grace: Annotated[str, typer.Option(help="How long the previous key still verifies.")] = "24h",
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Let another key sign the tokens. The same key and secret again change nothing."""
+    """Sign tokens with a new key. Repeating the command with the same key and secret changes nothing."""
     import secrets
 
     secret = secrets.token_hex(32) if secret_file is None else secret_file.read().strip()
@@ -57,21 +57,21 @@ def rotate_secret(
     with exit_on_error():
         check_is_store(resolve_store_url(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
     rotations = run_on_store(store, rotate_keys)
-    before = getattr(rotations[0].result, "previous_kid", None)
+    previous = getattr(rotations[0].result, "previous_kid", None)
     if json:
-        print_json({"rotated": len(rotations), "failed": [], "new_kid": kid, "previous_kid": before})
+        print_json({"rotated": len(rotations), "failed": [], "new_kid": kid, "previous_kid": previous})
     else:
-        typer.echo(f"✓ {kid} signs" + (f"; {before} verifies for {grace} more" if before else ""))
+        typer.echo(f"✓ {kid} signs" + (f"; {previous} verifies for {grace} more" if previous else ""))
 
 
 def partition_collisions(json: JsonOption = False) -> None:
-    """Tell which lanes share a partition.
+    """List the lanes that share a partition.
 
-    FF_LANES names the lanes and FF_FLOW_PARTITIONS says how many partitions there are. The exit code is 2 when a name
-    is none.
+    FF_LANES names the lanes and FF_FLOW_PARTITIONS is the number of partitions. The exit code is 2 if a lane name is
+    invalid.
     """
-    lanes, count = _configured()
-    shared_partitions = _shared(lanes, count)
+    lanes, count = _configured_lanes()
+    shared_partitions = _find_shared_partitions(lanes, count)
     colliding = sum(len(names) for names in shared_partitions.values())
     verdict = _verdict(colliding / len(lanes))
     if json:
@@ -82,21 +82,21 @@ def partition_collisions(json: JsonOption = False) -> None:
         print_table(
             "", ("partition", "lanes"), [(number, ", ".join(names)) for number, names in shared_partitions.items()]
         )
-    sharing = f"{colliding} of {len(lanes)} lanes share a partition with another"
-    said = sharing if shared_partitions else "no lanes share a partition"
-    typer.echo(f"{verdict}: {said} ({pluralize(len(lanes), 'lane')}, {pluralize(count, 'partition')})")
+    some = f"{colliding} of {len(lanes)} lanes share a partition with another"
+    finding = some if shared_partitions else "no lanes share a partition"
+    typer.echo(f"{verdict}: {finding} ({pluralize(len(lanes), 'lane')}, {pluralize(count, 'partition')})")
 
 
-def _configured() -> tuple[list[str], int]:
+def _configured_lanes() -> tuple[list[str], int]:
     from flowfabric.errors import InvalidInput
     from flowfabric.ids import parse_lane_id
 
     lanes = [name.strip() for name in os.environ.get("FF_LANES", "default").split(",") if name.strip()]
     try:
-        given = os.environ.get("FF_FLOW_PARTITIONS", "256")
-        if not given.strip().isdecimal():
-            raise InvalidInput(f"FF_FLOW_PARTITIONS: {given!r} is not a whole number within 1..65535")
-        count = int(given)
+        text = os.environ.get("FF_FLOW_PARTITIONS", "256")
+        if not text.strip().isdecimal():
+            raise InvalidInput(f"FF_FLOW_PARTITIONS: {text!r} is not a whole number within 1..65535")
+        count = int(text)
         if not 0 < count <= 65_535:
             raise InvalidInput(f"FF_FLOW_PARTITIONS: {count} is not within 1..65535")
         if not lanes:
@@ -109,7 +109,7 @@ def _configured() -> tuple[list[str], int]:
         raise typer.Exit(2) from None
 
 
-def _shared(lanes: list[str], count: int) -> dict[int, list[str]]:
+def _find_shared_partitions(lanes: list[str], count: int) -> dict[int, list[str]]:
     """Return the partitions that several lanes share, with these lanes."""
     from flowfabric.ids import LaneId, PartitionCounts, solo_partition
 
@@ -124,3 +124,6 @@ def _verdict(share: float) -> str:
     if not share:
         return "Clean"
     return "Watch" if share < 0.05 else "Elevated" if share <= 0.15 else "Remediate"
+
+
+add_commands(app)

@@ -1,8 +1,8 @@
-"""`ff bench`: measurements beside a control, in one run."""
+"""`ff bench`: benchmarks of a store, compared with a control in the same run."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,200 +15,162 @@ from flowfabric.model.text import pluralize
 if TYPE_CHECKING:
     from flowfabric.bench.capability import CapabilityReport, RoutingResult
     from flowfabric.bench.flow import FlowReport, LatencyPercentiles
+    from flowfabric.bench.http import HttpReport
+    from flowfabric.bench.scratch_store import BenchReport
     from flowfabric.bench.sdk import SdkReport
     from flowfabric.bench.suspend import SuspendReport as WaitReport
     from flowfabric.bench.throughput import ProgressCallback, ThroughputReport
 
 T = TypeVar("T")
+Row = tuple[object, ...]
+
+app = typer.Typer(no_args_is_help=True)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    bench = typer.Typer(help="Measure a store through the engine, beside a bare table.", no_args_is_help=True)
-    bench.callback()(_bench)
-    bench.command()(throughput)
-    bench.command()(suspend)
-    bench.command()(flow)
-    bench.command()(capability)
-    bench.command()(sdk)
-    bench.command()(http)
-    app.add_typer(bench, name="bench")
+@app.callback()
+def bench() -> None:
+    """Benchmark a store, compared with a bare table."""
 
 
-def _bench() -> None:
-    """Measure a store through the engine, beside a bare table."""
-
-
+@app.command()
 def throughput(
     jobs: Annotated[int, typer.Option(min=100, help="Executions per round.")] = 20_000,
-    payload: Annotated[int, typer.Option(min=0, help="Bytes of input of each.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Engine and control take turns this often; medians count.")] = 5,
+    payload: Annotated[int, typer.Option(min=0, help="Bytes of input of each execution.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of engine and control; medians are reported.")] = 5,
     depth: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Also: what a claim costs beside so many finished and waiting rows, dead ones cleared away."
-        ),
+        int, typer.Option(min=0, help="Also measure claims in a store with this many finished and waiting rows.")
     ] = 0,
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Submit, drain and latency. In a scratch store that is made beside the named one and removed afterwards."""
+    """Submit, drain and latency. In a scratch store that is created beside the named one and removed afterwards."""
+    from flowfabric.bench.throughput import throughput
 
-    from flowfabric.bench.throughput import throughput as measured
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, ThroughputReport]:
+        return throughput(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress)
 
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(measured(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress))
-    if json:
-        print_json(report)
-    else:
-        _print(report)
+    _measure(measure, _print_throughput, store, json=json)
 
 
+@app.command()
 def suspend(
     rounds: Annotated[int, typer.Option(min=1, help="Suspends, each followed by its signal and claim.")] = 300,
     frames: Annotated[int, typer.Option(min=256, help="Frames written to one execution.")] = 50_000,
-    tails: Annotated[int, typer.Option(min=1, help="Frames that a waiting tail is timed with.")] = 300,
+    tails: Annotated[int, typer.Option(min=1, help="Frames whose delivery to a waiting reader is timed.")] = 300,
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Suspend → signal → running again, and streams. Frames per second, and how soon a tail has a frame."""
+    """Suspend → signal → running again, and streams. Frames per second, and their latency to a reader."""
+    from flowfabric.bench.suspend import suspend
 
-    from flowfabric.bench.suspend import suspend as measured
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, WaitReport]:
+        return suspend(url, rounds=rounds, frames=frames, tails=tails, progress=progress)
 
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(measured(url, rounds=rounds, frames=frames, tails=tails, progress=progress))
-    if json:
-        print_json(report)
-    else:
-        _print_waits(report)
+    _measure(measure, _print_waits, store, json=json)
 
 
+@app.command()
+def flow(
+    chains: Annotated[int, typer.Option(min=16, help="Chains of ten steps per round.")] = 600,
+    samples: Annotated[int, typer.Option(min=2, help="Fan-outs and cancels that are measured.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of chains; the median is reported.")] = 3,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Chains, fan-outs with joins, and cancels of siblings. In a scratch store beside the named one."""
+    from flowfabric.bench.flow import flow
+
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, FlowReport]:
+        return flow(url, chains=chains, samples=samples, rounds=rounds, progress=progress)
+
+    _measure(measure, _print_flow, store, json=json)
+
+
+@app.command()
+def capability(
+    jobs: Annotated[int, typer.Option(min=100, help="Executions per round.")] = 20_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds with and without requirements; medians are reported.")] = 3,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The cost of ten capability sets in a drain. And how tasks are routed to capable workers, in a scratch store."""
+    from flowfabric.bench.capability import capability
+
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, CapabilityReport]:
+        return capability(url, jobs=jobs, rounds=rounds, progress=progress)
+
+    _measure(measure, _print_capability, store, json=json)
+
+
+@app.command()
+def sdk(
+    jobs: Annotated[
+        int | None, typer.Option(min=200, help="Tasks per round: by default 20,000 on Postgres, else 10,000.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Slots of the worker: by default 200 on Postgres, else 100.")
+    ] = None,
+    functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
+    samples: Annotated[int, typer.Option(min=20, help="Tasks that are timed from submit to result.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of FlowFabric and peer; medians are reported.")] = 3,
+    peer: Annotated[bool, typer.Option(help="Measure another task queue, too.")] = True,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Tasks through a worker, compared with another queue. pgqueuer on Postgres, huey on SQLite, in a scratch store."""
+    from flowfabric.bench.sdk import sdk
+
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, SdkReport]:
+        return sdk(
+            url,
+            jobs=jobs,
+            slots=slots,
+            samples=samples,
+            functions=functions,
+            rounds=rounds,
+            with_peer=peer,
+            progress=progress,
+        )
+
+    report = _measure(measure, _print_sdk, store, json=json)
+    if report.peer_missing:
+        typer.echo(f"ff: no peer: {report.peer_missing}", err=True)
+
+
+@app.command()
 def http(
     requests: Annotated[int, typer.Option(min=100, help="Requests of each kind per round.")] = 3000,
-    rounds: Annotated[int, typer.Option(min=1, help="Ours and the bare route take turns this often.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of server and bare route.")] = 3,
     clients: Annotated[int, typer.Option(min=1, help="Keep-alive connections.")] = 32,
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Requests to the server, beside a bare route. Create, claim and complete, and one of FastAPI that does nothing."""
+    """Requests to the server, compared with a bare FastAPI route. Create, claim and complete."""
+    from flowfabric.bench.http import http
 
-    from flowfabric.bench.http import http as measured
-    from flowfabric.bench.http import report_rows
+    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, HttpReport]:
+        return http(url, requests=requests, rounds=rounds, clients=clients, progress=progress)
 
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(measured(url, requests=requests, rounds=rounds, clients=clients, progress=progress))
-    if json:
-        print_json(report)
-        return
-    print_table(
-        f"{report.clients} clients, {report.store}: {report.durability}", ("", "per s", "p99 ms"), report_rows(report)
-    )
-    typer.echo(f"create: {report.create_ratio} of a bare FastAPI route")
+    _measure(measure, _print_http, store, json=json)
 
 
-def _print_waits(report: WaitReport) -> None:
-    rows: list[tuple[object, ...]] = [
-        ("suspend → signal → running again", f"{report.resume_p50_ms} ms", f"{report.resume_p99_ms} ms"),
-        ("  of which suspend", f"{report.suspend_p50_ms} ms", ""),
-        ("  of which signal", f"{report.signal_p50_ms} ms", ""),
-        ("  from signal to running", f"{report.running_p50_ms} ms", ""),
-        ("one small guarded commit", f"{report.commit_p50_ms} ms", ""),
-        ("append → a waiting tail has it", f"{report.tail_p50_ms} ms", f"{report.tail_p99_ms} ms"),
-    ]
-    print_table("", ("", "p50", "p99"), rows)
-    typer.echo(f"frames to one execution: {report.frames_per_s:,}/s ({report.frames:,} frames)")
-    typer.echo(
-        f"{pluralize(report.rounds, 'round')}, {pluralize(report.tails, 'tail')}, {pluralize(report.cores, 'core')}"
-    )
-    typer.echo(f"durability: {report.durability}")
-
-
-def flow(
-    chains: Annotated[int, typer.Option(min=16, help="Chains of ten steps per round.")] = 600,
-    samples: Annotated[int, typer.Option(min=2, help="Fan-outs and cancels that are measured.")] = 100,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of chains; the median counts.")] = 3,
-    store: StoreOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Chains, a fan-out with its join, a quorum's rest. In a scratch store beside the named one."""
-
-    from flowfabric.bench.flow import flow as measured
-
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(measured(url, chains=chains, samples=samples, rounds=rounds, progress=progress))
-    if json:
-        print_json(report)
-    else:
-        _print_flow(report)
-
-
-def capability(
-    jobs: Annotated[int, typer.Option(min=100, help="Executions per round.")] = 20_000,
-    rounds: Annotated[int, typer.Option(min=1, help="With and without requirements in turns; medians count.")] = 3,
-    store: StoreOption = None,
-    json: JsonOption = False,
-) -> None:
-    """What ten sets of capabilities cost a drain. And how work finds capable workers, in a scratch store."""
-
-    from flowfabric.bench.capability import capability as measured
-
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(measured(url, jobs=jobs, rounds=rounds, progress=progress))
-    if json:
-        print_json(report)
-    else:
-        _print_capability(report)
-
-
-def sdk(
-    jobs: Annotated[
-        int | None, typer.Option(min=200, help="Tasks per round: 20,000 on Postgres, else 10,000, unless said.")
-    ] = None,
-    slots: Annotated[
-        int | None, typer.Option(min=1, help="Of the worker that drains: 200 on Postgres, else 100, unless said.")
-    ] = None,
-    functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
-    samples: Annotated[int, typer.Option(min=20, help="Tasks whose way from submit to result is timed.")] = 200,
-    rounds: Annotated[int, typer.Option(min=1, help="FlowFabric and peer take turns this often; medians count.")] = 3,
-    peer: Annotated[bool, typer.Option(help="Measure another task queue beside it.")] = True,
-    store: StoreOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Tasks through a worker, beside another queue. pgqueuer on Postgres, huey on SQLite, in a scratch store."""
-
-    from flowfabric.bench.sdk import sdk as measured
-
-    with exit_on_error(), _progress(quiet=json) as progress:
-        url = resolve_store_url(store)
-        report = _run(
-            measured(
-                url,
-                jobs=jobs,
-                slots=slots,
-                samples=samples,
-                functions=functions,
-                rounds=rounds,
-                with_peer=peer,
-                progress=progress,
-            )
-        )
-    if report.peer_missing:
-        typer.echo(f"ff: no peer: {report.peer_missing}", err=True)
-    if json:
-        print_json(report)
-    else:
-        _print_sdk(report)
-
-
-def _run(measuring: Coroutine[Any, Any, T]) -> T:
+def _measure(
+    measure: Callable[[str, ProgressCallback | None], Coroutine[Any, Any, T]],
+    print_report: Callable[[T], None],
+    store: str | None,
+    *,
+    json: bool,
+) -> T:
+    """Run a benchmark with a progress bar, print its report or the JSON document, and return the report."""
     from flowfabric import event_loop
 
-    return event_loop.run(measuring)
+    with exit_on_error(), _progress(quiet=json) as progress:
+        report = event_loop.run(measure(resolve_store_url(store), progress))
+    if json:
+        print_json(report)
+    else:
+        print_report(report)
+    return report
 
 
 @contextmanager
@@ -224,76 +186,8 @@ def _progress(*, quiet: bool) -> Iterator[ProgressCallback | None]:
         yield lambda what, done, steps: bar.update(task, description=what, completed=done, total=steps)
 
 
-def _print_flow(report: FlowReport) -> None:
-    fan, control = report.fan_out_and_join, report.control_cancel
-    chains = f"chains of {report.steps}, {report.in_flight} in flight"
-    bare = _rate(report.control_chains_per_s)
-    rows: list[tuple[object, ...]] = [
-        (chains, f"{report.chains_per_s:,}/s", bare, report.chains_ratio),
-        (f"fan-out of {report.fan} and join, p50 / p99", _spread(fan), "", None),
-        (
-            f"cancel of {report.siblings - 1} siblings, p50 / p99",
-            _spread(report.quorum_cancel),
-            "" if control is None else _spread(control),
-            None,
-        ),
-        (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s", "", None),
-    ]
-    print_table("", ("", "engine", "control", "ratio"), rows)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(
-        f"{pluralize(report.rounds, 'round')}, {pluralize(fan.samples, 'sample')}, {pluralize(report.cores, 'core')}"
-    )
-    typer.echo(f"versions: {versions}")
-    typer.echo(f"durability: {report.durability}")
-
-
-def _spread(times: LatencyPercentiles) -> str:
-    return f"{times.p50_ms} / {times.p99_ms} ms"
-
-
-def _print_sdk(report: SdkReport) -> None:
-    peer = report.peer
-    done = f"{report.submit_to_done_p50_ms} / {report.submit_to_done_p99_ms} ms"
-    functions = f"functions of {report.durable_steps} steps, {report.durable_in_flight} in flight"
-    rows: list[tuple[object, ...]] = [
-        ("drain", f"{report.drain_per_s:,}/s", f"{peer.drain_per_s:,}/s" if peer else "", report.drain_ratio),
-        ("submit → done, p50 / p99", done, "", None),
-        (functions, f"{report.durable_per_s:,}/s", "", None),
-    ]
-    print_table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
-    typer.echo(f"{jobs}, {pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}")
-    typer.echo(f"versions: {versions}")
-    typer.echo(f"durability: {report.durability}")
-    if report.load > 0.5:
-        typer.echo(f"the machine was not idle: its load was {report.load} before anything was measured")
-    if peer:
-        typer.echo(f"durability of {peer.name}: {peer.durability}")
-
-
-def _print_capability(report: CapabilityReport) -> None:
-    rows: list[tuple[object, ...]] = [
-        ("drain without requirements", f"{report.plain_drain_per_s:,}/s", ""),
-        (f"drain of {report.sets} capability sets", f"{report.drain_per_s:,}/s", report.drain_ratio),
-    ]
-    for name, routing in (("happy", report.happy), ("partial", report.partial), ("scarce", report.scarce)):
-        rows.append((f"{name}: {routing.tasks:,} tasks, {routing.workers} workers", _routed(routing), routing.routed))
-    print_table("", ("", "engine", "ratio"), rows)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    typer.echo(f"{report.jobs:,} jobs, {pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}")
-    typer.echo(f"versions: {versions}")
-    typer.echo(f"durability: {report.durability}")
-
-
-def _routed(routing: RoutingResult) -> str:
-    times = f"{routing.latency_p50_ms} / {routing.latency_p99_ms} ms"
-    return f"{times}, {routing.claims_per_task} claims a task"
-
-
-def _print(report: ThroughputReport) -> None:
-    rows: list[tuple[object, ...]] = [
+def _print_throughput(report: ThroughputReport) -> None:
+    rows: list[Row] = [
         ("drain", f"{report.drain_per_s:,}/s", _rate(report.control_drain_per_s), report.drain_ratio),
         ("bulk submit", f"{report.bulk_submit_per_s:,}/s", _rate(report.control_insert_per_s), report.submit_ratio),
         ("64 concurrent submits", f"{report.single_submit_per_s:,}/s", "", None),
@@ -308,11 +202,87 @@ def _print(report: ThroughputReport) -> None:
         deep = f"claim of 100 beside {report.depth:,} + {report.depth:,} rows"
         rows.append((deep, f"{report.claim_at_depth_ms} ms", f"{report.claim_ms} ms", report.claim_cost_ratio))
     print_table("", ("", "engine", "control", "ratio"), rows)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    times = f"{pluralize(report.rounds, 'round')}, {pluralize(report.cores, 'core')}"
-    typer.echo(f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {times}")
-    typer.echo(f"versions: {versions}")
+    _print_setup(report, f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {pluralize(report.rounds, 'round')}")
+
+
+def _print_waits(report: WaitReport) -> None:
+    rows: list[Row] = [
+        ("suspend → signal → running again", f"{report.resume_p50_ms} ms", f"{report.resume_p99_ms} ms"),
+        ("  of which suspend", f"{report.suspend_p50_ms} ms", ""),
+        ("  of which signal", f"{report.signal_p50_ms} ms", ""),
+        ("  from signal to running", f"{report.running_p50_ms} ms", ""),
+        ("one small guarded commit", f"{report.commit_p50_ms} ms", ""),
+        ("append → a waiting tail has it", f"{report.tail_p50_ms} ms", f"{report.tail_p99_ms} ms"),
+    ]
+    print_table("", ("", "p50", "p99"), rows)
+    typer.echo(f"frames to one execution: {report.frames_per_s:,}/s ({report.frames:,} frames)")
+    _print_setup(report, f"{pluralize(report.rounds, 'round')}, {pluralize(report.tails, 'tail')}")
+
+
+def _print_flow(report: FlowReport) -> None:
+    fan, control = report.fan_out_and_join, report.control_cancel
+    chains = f"chains of {report.steps}, {report.in_flight} in flight"
+    cancels = f"cancel of {report.siblings - 1} siblings, p50 / p99"
+    rows: list[Row] = [
+        (chains, f"{report.chains_per_s:,}/s", _rate(report.control_chains_per_s), report.chains_ratio),
+        (f"fan-out of {report.fan} and join, p50 / p99", _spread(fan), "", None),
+        (cancels, _spread(report.quorum_cancel), "" if control is None else _spread(control), None),
+        (f"a graph of {report.graph_nodes:,} nodes in one call", f"{report.graph_create_s} s", "", None),
+    ]
+    print_table("", ("", "engine", "control", "ratio"), rows)
+    _print_setup(report, f"{pluralize(report.rounds, 'round')}, {pluralize(fan.samples, 'sample')}")
+
+
+def _print_capability(report: CapabilityReport) -> None:
+    rows: list[Row] = [
+        ("drain without requirements", f"{report.plain_drain_per_s:,}/s", ""),
+        (f"drain of {report.sets} capability sets", f"{report.drain_per_s:,}/s", report.drain_ratio),
+    ]
+    for name, routing in (("happy", report.happy), ("partial", report.partial), ("scarce", report.scarce)):
+        rows.append((f"{name}: {routing.tasks:,} tasks, {routing.workers} workers", _routed(routing), routing.routed))
+    print_table("", ("", "engine", "ratio"), rows)
+    _print_setup(report, f"{report.jobs:,} jobs, {pluralize(report.rounds, 'round')}")
+
+
+def _print_sdk(report: SdkReport) -> None:
+    peer = report.peer
+    done = f"{report.submit_to_done_p50_ms} / {report.submit_to_done_p99_ms} ms"
+    functions = f"functions of {report.durable_steps} steps, {report.durable_in_flight} in flight"
+    rows: list[Row] = [
+        ("drain", f"{report.drain_per_s:,}/s", f"{peer.drain_per_s:,}/s" if peer else "", report.drain_ratio),
+        ("submit → done, p50 / p99", done, "", None),
+        (functions, f"{report.durable_per_s:,}/s", "", None),
+    ]
+    print_table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
+    jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
+    _print_setup(report, f"{jobs}, {pluralize(report.rounds, 'round')}")
+    if report.load > 0.5:
+        typer.echo(f"the machine was not idle: its load was {report.load} before anything was measured")
+    if peer:
+        typer.echo(f"durability of {peer.name}: {peer.durability}")
+
+
+def _print_http(report: HttpReport) -> None:
+    rates = [(name, getattr(report, name)) for name in ("control", "create", "claim", "complete")]
+    title = f"{report.clients} clients, {report.store}: {report.durability}"
+    print_table(title, ("", "per s", "p99 ms"), [(name, rate.per_s, rate.p99_ms) for name, rate in rates])
+    typer.echo(f"create: {report.create_ratio} of a bare FastAPI route")
+
+
+def _print_setup(report: BenchReport, workload: str) -> None:
+    """Print what was measured on which machine, versions and durability."""
+    typer.echo(f"{workload}, {pluralize(report.cores, 'core')}")
+    typer.echo(f"versions: {', '.join(f'{name} {version}' for name, version in report.versions.items())}")
     typer.echo(f"durability: {report.durability}")
+
+
+def _spread(times: LatencyPercentiles) -> str:
+    return f"{times.p50_ms} / {times.p99_ms} ms"
+
+
+def _routed(routing: RoutingResult) -> str:
+    times = f"{routing.latency_p50_ms} / {routing.latency_p99_ms} ms"
+    return f"{times}, {routing.claims_per_task} claims a task"
 
 
 def _rate(value: float | None) -> str:

@@ -7,15 +7,10 @@ import typer
 from flowfabric.cli.output import JsonOption
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(demo)
-
-
 def demo(json: JsonOption = False) -> None:
-    """Watch it work, proven at the end.
+    """Run a demonstration and check its results.
 
-    A retry, a killed worker, a takeover, a quorum and an approval, in a folder of its own.
+    A retry, a killed worker, a takeover, a quorum and an approval, on SQLite in a temporary folder.
     """
     from flowfabric.demo import run_demo
 

@@ -30,13 +30,7 @@ IdArgument = Annotated[
 ]
 
 
-RESERVED_TAG_PREFIX = "ff."  # how tags begin that the engine keeps for itself
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (ls, show, cancel, replay):
-        app.command()(command)
+RESERVED_TAG_PREFIX = "ff."  # of tags that the engine uses internally
 
 
 def _states(incomplete: str) -> list[str]:
@@ -45,15 +39,18 @@ def _states(incomplete: str) -> list[str]:
 
 def ls(
     state: Annotated[
-        str | None, typer.Option(help="Only those in this public state.", autocompletion=_states, show_default=False)
+        str | None,
+        typer.Option(help="Only executions in this public state.", autocompletion=_states, show_default=False),
     ] = None,
-    lane: Annotated[str | None, typer.Option(help="Only those of this lane.", show_default=False)] = None,
-    namespace: Annotated[str | None, typer.Option(help="Only those of this namespace.", show_default=False)] = None,
+    lane: Annotated[str | None, typer.Option(help="Only executions of this lane.", show_default=False)] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only executions of this namespace.", show_default=False)
+    ] = None,
     tag: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE", help="Only those so tagged.", show_default=False)
+        str | None, typer.Option(metavar="KEY=VALUE", help="Only executions with this tag.", show_default=False)
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
+    cursor: Annotated[str | None, typer.Option(help="Continue after this id.", show_default=False)] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -100,7 +97,7 @@ def ls(
 
 
 def show(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Show one execution. Where it stands, its attempts, and what happened to its leases."""
+    """Show one execution. Its state, its attempts, and the history of its leases."""
 
     async def load_details(engine: EngineAPI, full_id: str) -> dict[str, Any]:
         from flowfabric.errors import NotFound
@@ -204,22 +201,22 @@ def cancel(
 ) -> None:
     """Cancel an execution, whatever it is doing. Cancelling it again changes nothing."""
 
-    async def cancelled(engine: EngineAPI, full_id: str) -> tuple[str, str]:
+    async def request_cancel(engine: EngineAPI, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.cancel_execution(full_id, reason=reason)).public_state.value
 
-    _told(*run_on_execution(store, execution_id, cancelled), json=json)
+    _print_state(*run_on_execution(store, execution_id, request_cancel), json=json)
 
 
 def replay(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Give an execution that has ended another life."""
+    """Run an ended execution again, in a new life."""
 
-    async def replayed(engine: EngineAPI, full_id: str) -> tuple[str, str]:
+    async def request_replay(engine: EngineAPI, full_id: str) -> tuple[str, str]:
         return full_id, (await engine.replay_execution(full_id)).public_state.value
 
-    _told(*run_on_execution(store, execution_id, replayed), json=json)
+    _print_state(*run_on_execution(store, execution_id, request_replay), json=json)
 
 
-def _told(execution_id: str, state: str, *, json: bool) -> None:
+def _print_state(execution_id: str, state: str, *, json: bool) -> None:
     if json:
         print_json({"execution_id": execution_id, "public_state": state})
     else:

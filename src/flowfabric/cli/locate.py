@@ -24,8 +24,8 @@ def load_app(target: str) -> Fabric:
         return _named(module, name, Fabric)
     apps = _all(module, Fabric)
     if len(apps) != 1:
-        which = f"say which Fabric of {module.__name__} is meant, as in {module.__name__}:app"
-        raise InvalidInput(which + _others(module, Fabric))
+        unclear = f"say which Fabric of {module.__name__} is meant, as in {module.__name__}:app"
+        raise InvalidInput(unclear + _others(module, Fabric))
     return next(iter(apps.values()))
 
 
@@ -36,8 +36,8 @@ def load_task(target: str) -> Task[..., Any]:
 
     module, name = _module(target, "MODULE:TASK, as in shop.tasks:send")
     if not name:
-        which = f"say which task of {module.__name__} is meant, as in {module.__name__}:send"
-        raise InvalidInput(which + _others(module, Task))
+        unclear = f"say which task of {module.__name__} is meant, as in {module.__name__}:send"
+        raise InvalidInput(unclear + _others(module, Task))
     return _named(module, name, Task)
 
 
@@ -58,7 +58,7 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
         return importlib.import_module(module_name), name
     except Exception as fault:
         within = _within_module(fault)
-        if within is not None or isinstance(fault, SyntaxError):  # it is there, and fails where its own lines tell
+        if within is not None or isinstance(fault, SyntaxError):  # the module exists and failed: show its traceback
             traceback.print_exception(type(fault), fault, within)
             raise typer.Exit(1) from None
         if isinstance(fault, ModuleNotFoundError):

@@ -27,14 +27,8 @@ PINGS = 7
 SLOW_MS = 50
 SKEWED_MS = 5_000
 MAX_NAMED = 3  # executions or holders of snapshots
-LONG_SNAPSHOT_S = 60  # that a snapshot may be held
-MANY_TRANSACTIONS = 10_000  # meanwhile
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (version, migrate, doctor, backup):
-        app.command()(command)
+LONG_SNAPSHOT_S = 60  # an older snapshot is reported as a problem
+MANY_TRANSACTIONS = 10_000  # so is one that this many transactions came after
 
 
 def version() -> None:
@@ -52,7 +46,7 @@ def print_version_and_exit(asked: bool) -> None:
 
 
 def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
-    """Make the store, or bring its schema up to this release. A store that is up to date stays as it is."""
+    """Create the store, or migrate its schema to this release. A store that is up to date is not changed."""
 
     async def versions(engine: EngineAPI) -> tuple[int, int, bool]:
         return engine.schema.found, engine.schema.current, engine.schema.compatible
@@ -79,7 +73,7 @@ def backup(
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Copy a SQLite store to a new file while others use it. The copy is checked, and opens like any store."""
+    """Copy a SQLite store to a new file while it is in use. The copy is checked, and opens like any store."""
     import asyncio
 
     from flowfabric.connector import backup as copy_store
@@ -95,7 +89,7 @@ def backup(
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Check the store. Is it there, is it current, how fast does it answer, what time does it think it is?"""
+    """Check the store. Whether it exists and is current, how fast it answers, and its clock."""
     with exit_on_error():
         url = resolve_store_url(store)
     findings = _run_checks(url)
@@ -153,9 +147,7 @@ def _server(release: str) -> dict[str, Any]:
 
     same = release == __version__
     says = f"FlowFabric {release}" + ("" if same else f"; this is {__version__}")
-    return _finding(
-        "server", True, says, "they should understand each other; if not, update the older one", tell=not same
-    )
+    return _finding("server", True, says, "they should be compatible; if not, update the older one", show_hint=not same)
 
 
 async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
@@ -174,7 +166,7 @@ async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
             "latency",
             latency <= SLOW_MS,
             f"a round trip takes {latency:.1f} ms",
-            "everything that is asked waits for it: keep workers near",
+            "every operation waits for it: run workers near the store",
         ),
         _finding(
             "clock",
@@ -214,7 +206,7 @@ def _snapshots(holders: list[SnapshotHolder]) -> dict[str, Any]:
     ]
     reported = old or [holder for holder in holders if (holder.age_s or 0) >= 1 or holder.kind != "transaction"]
     if not reported:
-        return _finding("snapshot", True, "nobody keeps dead rows from being removed")
+        return _finding("snapshot", True, "no old snapshot keeps dead rows from being removed")
     says = "; ".join(_holder(holder) for holder in reported)
     return _finding(
         "snapshot",
@@ -240,11 +232,11 @@ async def _keystore(engine: EngineAPI) -> dict[str, Any]:
             True,
             "no signing key yet: approval links and grants need one",
             "the first worker, server or submit makes one",
-            tell=True,
+            show_hint=True,
         )
     others = f"; {pluralize(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
     return _finding("keystore", True, f"{kids.current_kid} signs{others}")
 
 
-def _finding(check: str, ok: bool, says: str, hint: str | None = None, *, tell: bool = False) -> dict[str, Any]:
-    return {"check": check, "ok": ok, "says": says, "hint": hint if tell or not ok else None}
+def _finding(check: str, ok: bool, says: str, hint: str | None = None, *, show_hint: bool = False) -> dict[str, Any]:
+    return {"check": check, "ok": ok, "says": says, "hint": hint if show_hint or not ok else None}

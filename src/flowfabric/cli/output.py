@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
-# In words here, so that shell completion loads no engine; a test compares them.
+# Repeated here as text, so that shell completion loads no engine; a test compares them with the enum.
 STATES = (
     *("waiting", "delayed", "rate_limited", "waiting_children", "active", "suspended"),
     *("completed", "failed", "cancelled", "expired", "skipped"),
@@ -29,12 +29,12 @@ STATES = (
 BAR_WIDTH = 20
 MIN_LAST_COLUMN_WIDTH = 40  # how narrow the last column of a table may become
 INDENT = (0, 0, 0, 2)
-SHORT_CELL_CHARS = 20  # what is longer tells by itself what it is, as ids and instants do
-PIPE_WIDTH = 200  # nobody folds lines there, and ids should stay whole
+SHORT_CELL_CHARS = 20  # longer cells, such as ids and instants, need no column name
+PIPE_WIDTH = 200  # wide enough that ids are not cut
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console for people."""
+    """Return a console for tables and colours."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -61,8 +61,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     from rich.table import Table
 
     drawn = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(columns):
-        drawn.add_column(name, no_wrap=place < len(columns) - 1)
+    for number, name in enumerate(columns, 1):
+        drawn.add_column(name, no_wrap=number < len(columns))
     cells = [[_cell(value) for value in row] for row in rows]
     for row in cells:
         drawn.add_row(*row)
@@ -90,7 +90,7 @@ def _cell(value: object) -> Text:
 
 
 def _print_entry(out: Console, columns: Sequence[str], row: Sequence[Text]) -> None:
-    """Return a row as lines: the first cell, and below it the others with their column names."""
+    """Print a row as lines: the first cell, and below it the others with their column names."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -182,7 +182,7 @@ def hint_for(error: FabricError) -> str | None:
         case errors.InvalidToken():
             return "`ff approvals --links` shows the links that are open"
         case errors.Unauthorized():
-            return "ask whoever runs the server for a token that is good for this, and set FLOWFABRIC_TOKEN to it"
+            return "ask the operator of the server for a token with this right, and set FLOWFABRIC_TOKEN to it"
         case errors.InvalidInput(detail=detail) if detail.startswith("public_state:"):
             return f"the states are {', '.join(STATES)}"
         case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
@@ -190,9 +190,9 @@ def hint_for(error: FabricError) -> str | None:
         case errors.NotFound():
             return "`ff ls` shows which executions there are"
         case errors.ExecutionNotActive():
-            return "it has ended already: `ff show` tells how, `ff replay` gives it another life"
+            return "it has ended already: `ff show` prints its outcome, `ff replay` runs it again"
         case errors.ExecutionNotTerminal():
-            return "only what has ended can be replayed: `ff show` tells where it stands"
+            return "only an ended execution can be replayed: `ff show` prints its state"
         case ids.MissingTag() | ids.InvalidPartitionIndex() | ids.InvalidUuid() | ids.NotAShortId():
             return (
                 "an execution id looks like '{fp:86}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d'; quote it for the shell, or "

@@ -1,8 +1,8 @@
 """`--reload`: a process that runs the worker, polls the code for changes, and restarts the worker after a change.
 
-The worker is a process of its own, so that what it imported is really gone. What it runs gets a moment to end and is
-then handed back, which costs no attempt. A worker that ends by itself, as one with a mistake in its code does, is
-started again after the next change.
+The worker is a separate process, so that the modules it imported are really gone. Its running work gets a moment to
+end and is then released, which costs no attempt. A worker that exits by itself, because its code has a mistake, is
+restarted after the next change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 import typer
 
-PARENT_PID_VARIABLE = "FF_RELOADED_BY"  # tells the worker whose end is its own
+PARENT_PID_VARIABLE = "FF_RELOADED_BY"  # the worker stops when this process is gone
 POLL_INTERVAL_S = 0.25
 STOP_GRACE_S = 2.0
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
@@ -38,12 +38,12 @@ class Reloader:
     def __init__(self, command: list[str], folder: Path) -> None:
         self._command = command
         self._folder = folder
-        self._told = threading.Event()
+        self._stopping = threading.Event()
         self._worker: subprocess.Popen[bytes] | None = None
 
     def forward_signal(self, number: int, _: FrameType | None) -> None:
         """Forward a signal: the first one drains the worker, a second one stops it at once."""
-        self._told.set()
+        self._stopping.set()
         if self._worker is not None and self._worker.poll() is None:
             self._worker.send_signal(signal.SIGTERM)
 
@@ -51,23 +51,23 @@ class Reloader:
         """Watch the code until a signal arrives; return the exit code of the last worker."""
         seen = modification_times(self._folder)
         self._start()
-        while not self._told.wait(POLL_INTERVAL_S):
+        while not self._stopping.wait(POLL_INTERVAL_S):
             now = modification_times(self._folder)
             if now != seen:
                 changed = sorted({path for path, _ in seen ^ now})
                 typer.echo(f"↻ {', '.join(changed[:3])} changed", err=True)
                 seen = now
-                self._end()
+                self._stop()
                 self._start()
         return self._worker.wait() if self._worker is not None else 0
 
     def _start(self) -> None:
-        if not self._told.is_set():
+        if not self._stopping.is_set():
             environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
-            # A group of its own: Ctrl-C reaches the worker once, through `told`, and not twice.
+            # In its own process group, Ctrl-C reaches the worker once, through `forward_signal`, and not twice.
             self._worker = subprocess.Popen(self._command, env=environ, process_group=0)
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         worker = self._worker
         if worker is None or worker.poll() is not None:
             return

@@ -14,18 +14,12 @@ if TYPE_CHECKING:
     from flowfabric.model.answers.limits import BudgetStatus
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (workers, budgets):
-        app.command()(command)
-
-
 def workers(
     namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the live workers. Which lanes they serve, what they can do, when they were last heard of."""
+    """List the live workers. Their lanes, capabilities and last heartbeat."""
 
     async def load_workers(engine: EngineAPI) -> list[Any]:
         page = await engine.list_workers(namespace)
@@ -43,7 +37,7 @@ def workers(
     else:
         print_table(
             "",
-            ("worker", "lanes", "capabilities", "since", "last heard of"),
+            ("worker", "lanes", "capabilities", "since", "last heartbeat"),
             [
                 (
                     item.worker_instance_id,
@@ -59,15 +53,16 @@ def workers(
 
 def budgets(
     budget_id: Annotated[
-        str | None, typer.Argument(metavar="ID", help="Only this one; a unique beginning will do.", show_default=False)
+        str | None,
+        typer.Argument(metavar="ID", help="Only this budget; a unique prefix is enough.", show_default=False),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Go on after this id.", show_default=False)] = None,
+    cursor: Annotated[str | None, typer.Option(help="Continue after this id.", show_default=False)] = None,
     namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List budgets. What was used and promised of each dimension, its limits, and when it begins anew."""
+    """List budgets. The usage, reservations and limits of each dimension, and the next reset."""
 
     async def load_budgets(engine: EngineAPI) -> list[BudgetStatus]:
         from flowfabric.cli.short_ids import resolve_budget_id
@@ -95,7 +90,7 @@ def budgets(
                 "promised",
                 "soft limit",
                 "hard limit",
-                "begins anew",
+                "next reset",
                 "at the limit",
             ),
             [row for item in known for row in _rows(item)],

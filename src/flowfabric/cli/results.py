@@ -21,11 +21,6 @@ EXIT_NOT_ENDED = 5
 POLL_MS = 1000
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(result)
-
-
 def result(
     execution_id: IdArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended.")] = False,
@@ -37,22 +32,22 @@ def result(
 ) -> None:
     """Print the result of an execution.
 
-    The exit code is 0 when it succeeded, 1 when it failed, 3 when it was cancelled, 4 when it expired or was skipped,
-    5 when it has not ended.
+    The exit code is 0 if it succeeded, 1 if it failed, 3 if it was cancelled, 4 if it expired or was skipped, 5 if it
+    has not ended.
     """
 
-    async def ended(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
+    async def wait_for_outcome(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
         from flowfabric.sdk.durations import to_ms
 
         limit_ms = 0 if timeout is None and not wait else None if timeout is None else to_ms(timeout, "timeout")
-        end = await _wait_for_end(engine, full_id, limit_ms, tell=not json)
+        end = await _wait_for_end(engine, full_id, limit_ms, show_obstacles=not json)
         why = "" if end is not None else (await engine.explain(full_id)).sentence
         return full_id, end, why
 
-    full_id, end, why = run_on_execution(store, execution_id, ended)
+    full_id, end, why = run_on_execution(store, execution_id, wait_for_outcome)
     outcome = None if end is None else end.outcome.value
     if json:
-        print_json({"execution_id": full_id, "outcome": outcome, **_told(end)})
+        print_json({"execution_id": full_id, "outcome": outcome, **_result_fields(end)})
     elif end is None:
         typer.echo(f"ff: {full_id} has not ended. {why}", err=True)
         if not wait:
@@ -60,15 +55,15 @@ def result(
     elif outcome == "success":
         _print_bytes(end.result or b"")
     else:
-        typer.echo(f"ff: {full_id} {_HOW[end.outcome.value]}" + (f": {end.reason}" if end.reason else ""), err=True)
+        typer.echo(f"ff: {full_id} {_VERBS[end.outcome.value]}" + (f": {end.reason}" if end.reason else ""), err=True)
     raise typer.Exit(EXIT_NOT_ENDED if outcome is None else EXIT_CODES[outcome])
 
 
-_HOW = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", "skipped": "was skipped"}
+_VERBS = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired", "skipped": "was skipped"}
 
 
 async def _wait_for_end(
-    engine: EngineAPI, execution_id: str, limit_ms: int | None, *, tell: bool
+    engine: EngineAPI, execution_id: str, limit_ms: int | None, *, show_obstacles: bool
 ) -> ExecutionOutcome | None:
     """Wait for the outcome, without a limit if it is None; meanwhile print why the execution is not running."""
     from time import monotonic
@@ -82,11 +77,11 @@ async def _wait_for_end(
         end = await engine.await_end(execution_id, max_wait_ms=left_ms)
         if end is not None or (until is not None and monotonic() >= until):
             return end
-        if tell and (news := await obstacles.next_change()):
-            typer.echo(f"· {news}", err=True)
+        if show_obstacles and (obstacle := await obstacles.next_change()):
+            typer.echo(f"· {obstacle}", err=True)
 
 
-def _told(end: ExecutionOutcome | None) -> dict[str, Any]:
+def _result_fields(end: ExecutionOutcome | None) -> dict[str, Any]:
     if end is None:
         return {"result": None, "reason": None}
     succeeded = end.outcome.value == "success"

@@ -10,11 +10,6 @@ from flowfabric.cli.output import exit_on_error
 from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(serve)
-
-
 def serve(
     store: StoreOption = None,
     host: Annotated[
@@ -28,7 +23,7 @@ def serve(
     ] = False,
     sweeps: Annotated[bool, typer.Option(help="Run the background sweeps in this process, too.")] = True,
 ) -> None:
-    """Serve the REST API. When it is told to stop, what is under way is finished."""
+    """Serve the REST API. SIGTERM stops it after the requests in flight are finished."""
 
     import msgspec
 

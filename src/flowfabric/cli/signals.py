@@ -17,34 +17,32 @@ LINK_PATH = "/v1/waitpoints/"
 PAGE_SIZE = 100
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (signal, approvals):
-        app.command()(command)
-
-
 def signal(
     target: Annotated[
         str,
         typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval.", show_default=False),
     ],
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What `ctx.receive` asks for; a link needs none.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME", help="The mailbox that `ctx.receive` reads; a link needs none.", show_default=False
+        ),
     ] = "",
-    value: Annotated[str, typer.Option(help="What is said, as JSON.")] = "null",
-    by: Annotated[str, typer.Option(help="Who says it.")] = "ff signal",
+    value: Annotated[str, typer.Option(help="The value to send, as JSON.")] = "null",
+    by: Annotated[str, typer.Option(help="The sender.")] = "ff signal",
     key: Annotated[
-        str | None, typer.Option(help="The same key is the same message, sent once.", show_default=False)
+        str | None,
+        typer.Option(help="Idempotency key: a message with the same key is delivered once.", show_default=False),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Send a message, or answer an approval with its link."""
-    payload = _json(value)
+    payload = _parse_json(value)
     is_link = LINK_PATH in target
     if is_link == bool(name):
         raise typer.BadParameter(
-            "a link says what it answers: leave NAME out" if is_link else "NAME is missing: what the message is for"
+            "a link names its approval: leave NAME out" if is_link else "NAME is missing: the mailbox of the message"
         )
     if is_link:
         answer = run_on_store(store, _vote(target, payload, by, key))
@@ -63,12 +61,12 @@ def signal(
 
 
 SATISFIED = "resume_condition_satisfied"
-_VOTED = {True: "✓ voted: it has all the answers that it needs and goes on", False: "✓ voted: more answers are needed"}
-_SENT = {True: "✓ sent: it waited for this and goes on", False: "✓ sent: kept until it asks for it"}
+_VOTED = {True: "✓ voted: the approval is complete, and the run resumes", False: "✓ voted: more answers are needed"}
+_SENT = {True: "✓ sent: the run waited for this, and resumes", False: "✓ sent: kept until the run receives it"}
 
 
 def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def sent(engine: EngineAPI, execution_id: str) -> Any:
+    async def send(engine: EngineAPI, execution_id: str) -> Any:
         from flowfabric.engine.types import MessageArgs
 
         return await engine.send_message(
@@ -83,14 +81,14 @@ def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
             )
         )
 
-    return sent
+    return send
 
 
 def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def voted(engine: EngineAPI) -> Any:
+    async def vote(engine: EngineAPI) -> Any:
         from flowfabric.engine.types import SignalArgs, WaitpointToken
 
-        execution_id, waitpoint_id, token = _parts(link)
+        execution_id, waitpoint_id, token = _parse_link(link)
         return await engine.deliver_signal(
             SignalArgs(
                 execution_id=execution_id,
@@ -106,10 +104,10 @@ def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
             )
         )
 
-    return voted
+    return vote
 
 
-def _parts(link: str) -> tuple[str, str, str]:
+def _parse_link(link: str) -> tuple[str, str, str]:
     """Parse the execution id, waitpoint id and token of a link."""
     from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -123,7 +121,7 @@ def _parts(link: str) -> tuple[str, str, str]:
     return names[0], names[1], token
 
 
-def _json(text: str) -> bytes:
+def _parse_json(text: str) -> bytes:
     import msgspec
 
     try:
@@ -134,7 +132,7 @@ def _json(text: str) -> bytes:
 
 def approvals(
     links: Annotated[
-        bool, typer.Option("--links", help="Show the signed links, too: whoever has one may vote.")
+        bool, typer.Option("--links", help="Show the signed links, too: anybody who has one can vote.")
     ] = False,
     public_url: Annotated[
         str | None,
@@ -147,7 +145,7 @@ def approvals(
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List what waits for people. Which executions ask, how many have answered, until when."""
+    """List open approvals. The executions that ask, how many votes they have, and until when."""
     from flowfabric.connector import public_base_url
 
     base = public_base_url(resolve_store_url(store), public_url) if links else None
@@ -219,17 +217,17 @@ def _need(gate: Gate) -> int:
     import msgspec
 
     condition = msgspec.json.decode(gate.condition) if gate.condition else {}
-    return _find(condition, "n") or len(gate.waitpoints)
+    return _find_number(condition, "n") or len(gate.waitpoints)
 
 
-def _find(condition: Any, name: str) -> int | None:
+def _find_number(condition: Any, name: str) -> int | None:
     """Find a number in a stored condition."""
     if isinstance(condition, dict):
         if isinstance(condition.get(name), int):
             return int(condition[name])
         condition = list(condition.values())
     if isinstance(condition, list):
-        return next((number for part in condition if (number := _find(part, name)) is not None), None)
+        return next((number for part in condition if (number := _find_number(part, name)) is not None), None)
     return None
 
 

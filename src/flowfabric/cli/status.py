@@ -21,7 +21,7 @@ class StatusLine:
         self._stream = stream
         self._text = ""
         self._drawn = False
-        self._is_mid_line = False  # somebody's output goes on; a status there would be part of it
+        self._is_mid_line = False  # True if output has not ended its line; a status line there would be part of it
         self._lock = threading.RLock()
 
     def show(self, text: str) -> None:
@@ -62,7 +62,7 @@ class StatusLine:
             self._drawn = True
 
 
-class _Above(io.TextIOBase):
+class _StreamAboveStatus(io.TextIOBase):
     """Replaces a stream of the process while a status line is shown."""
 
     def __init__(self, stream: TextIO, status: StatusLine) -> None:
@@ -97,9 +97,9 @@ def status_line() -> Iterator[StatusLine | None]:
         return
     out, err = sys.stdout, sys.stderr
     status = StatusLine(err)
-    sys.stderr = _Above(err, status)
+    sys.stderr = _StreamAboveStatus(err, status)
     if out.isatty():
-        sys.stdout = _Above(out, status)
+        sys.stdout = _StreamAboveStatus(out, status)
     try:
         yield status
     finally:

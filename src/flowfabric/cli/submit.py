@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     from flowfabric.engine_api import EngineAPI
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(submit)
-
-
 def submit(
     target: Annotated[
         str | None,
         typer.Argument(
             metavar="MODULE:TASK",
-            help="A task: its input is checked, and its lane, retries, needs and limits hold. Without one, what is "
-            "handed over is what the options say.",
+            help="A task: its input is checked, and its lane, retries, capabilities and limits apply. Without a task, "
+            "the options describe the execution.",
             show_default=False,
         ),
     ] = None,
@@ -36,31 +31,29 @@ def submit(
         typer.Option(help="The input as text; for a task a JSON object of its parameters.", show_default=False),
     ] = None,
     payload_file: Annotated[
-        Path | None, typer.Option(help="The input, byte for byte from a file; - is stdin.", show_default=False)
+        Path | None, typer.Option(help="A file with the input as bytes; - is stdin.", show_default=False)
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(help="Idempotency key: the same one within 24 h is the same run.", show_default=False),
+        typer.Option(help="Idempotency key: the same key within 24 h returns the same run.", show_default=False),
     ] = None,
     lane: Annotated[
         str | None,
-        typer.Option(help="The lane whose workers take it: `default`, or that of the task.", show_default=False),
+        typer.Option(help="The lane: `default`, or that of the task.", show_default=False),
     ] = None,
     priority: Annotated[
         int | None, typer.Option(help="0 to 9000, higher first: 0, or that of the task.", show_default=False)
     ] = None,
-    delay: Annotated[
-        str | None, typer.Option(help='Not before this has passed: "30s", "5m".', show_default=False)
-    ] = None,
+    delay: Annotated[str | None, typer.Option(help='Start after this delay: "30s", "5m".', show_default=False)] = None,
     tag: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(help="Without a task: the name that handlers know it by, `task` if none is given.")
+        str | None, typer.Option(help="Without a task: the name of its handler, `task` by default.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Without a task: the policy, as JSON.", show_default=False)] = None,
     namespace: Annotated[
-        str | None, typer.Option(help="Without a task: whose it is, `default` if nobody is named.", show_default=False)
+        str | None, typer.Option(help="Without a task: the namespace, `default` by default.", show_default=False)
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
@@ -73,7 +66,7 @@ def submit(
     if target is not None:
         for option, value in (("--kind", kind), ("--policy", policy), ("--namespace", namespace)):
             if value is not None:
-                raise typer.BadParameter(f"the task says that itself: leave {option} out", param_hint=option)
+                raise typer.BadParameter(f"the task defines this: leave {option} out", param_hint=option)
         options = {"key": key, "lane": lane, "priority": priority, "delay": delay, "tags": tags or None}
         execution_id, is_new = _submit_task(target, payload_bytes, options, store)
     else:
@@ -85,7 +78,7 @@ def submit(
         return
     typer.echo(execution_id)
     if not is_new:
-        typer.echo("(it was there already, under the same key)", err=True)
+        typer.echo("(an execution with the same key exists already)", err=True)
 
 
 def _submit_task(target: str, payload_bytes: bytes, options: dict[str, Any], store: str | None) -> tuple[str, bool]:
@@ -93,7 +86,7 @@ def _submit_task(target: str, payload_bytes: bytes, options: dict[str, Any], sto
 
     from flowfabric.cli.locate import load_task
 
-    async def submitted(task: Task[..., Any]) -> Run[Any]:
+    async def submit_run(task: Task[..., Any]) -> Run[Any]:
         arguments = _arguments(task, payload_bytes)
         async with task.app:
             return await task.options(**options).submit(**arguments)
@@ -102,7 +95,7 @@ def _submit_task(target: str, payload_bytes: bytes, options: dict[str, Any], sto
         task = load_task(target)
         if store is not None:
             task.app.url = store
-        run = asyncio.run(submitted(task))
+        run = asyncio.run(submit_run(task))
     return run.id, run.created
 
 
@@ -127,7 +120,7 @@ def _arguments(task: Task[..., Any], payload_bytes: bytes) -> dict[str, Any]:
 def _submit_directly(
     payload_bytes: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None
 ) -> tuple[str, bool]:
-    async def created(engine: EngineAPI) -> Any:
+    async def create(engine: EngineAPI) -> Any:
         from flowfabric.sdk.durations import to_ms
 
         return await engine.create_execution(
@@ -139,7 +132,7 @@ def _submit_directly(
             **terms,
         )
 
-    answer = run_on_store(store, created)
+    answer = run_on_store(store, create)
     return answer.execution_id, hasattr(answer, "public_state")
 
 

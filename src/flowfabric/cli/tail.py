@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 BLOCK_MS = 1000  # how long one poll waits for a frame before progress and outcome are polled
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (explain, tail):
-        app.command()(command)
-
-
 def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: JsonOption = False) -> None:
-    """Say why an execution is not running. One thing is in the way: which, with its facts."""
+    """Explain why an execution is not running. Prints the obstacle and its facts."""
     from flowfabric.api.encoding import variant_name
 
     answer = run_on_execution(store, execution_id, lambda engine, full_id: engine.explain(full_id))
@@ -66,19 +60,19 @@ def tail(
         bool, typer.Option("--json-lines", help="Print one JSON document a line instead, while it runs.")
     ] = False,
 ) -> None:
-    """Print what an execution writes while it runs.
+    """Print the output of an execution while it runs.
 
-    How far it says it is, too; the exit code is 1 when it does not succeed.
+    Progress is printed, too. The exit code is 1 if the execution does not succeed.
 
-    With --json all of it is one document, printed at the end.
+    With --json everything is one document, printed at the end.
     """
     documents: list[dict[str, Any]] = []
-    tell = documents.append if json else print_json_line if json_lines else None
+    emit = documents.append if json else print_json_line if json_lines else None
 
-    async def followed(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None]:
-        return full_id, await _Tail(engine, full_id, name, tell).run(follow=follow)
+    async def follow_output(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None]:
+        return full_id, await _Tail(engine, full_id, name, emit).run(follow=follow)
 
-    full_id, ended = run_on_execution(store, execution_id, followed)
+    full_id, ended = run_on_execution(store, execution_id, follow_output)
     if json:
         _print_document(full_id, documents, ended)
     if ended is None:
@@ -94,7 +88,7 @@ def tail(
 
 
 def _reason(ended: ExecutionOutcome) -> str | None:
-    return None if ended.outcome.value == "success" else ended.reason  # after a success it is an earlier attempt's
+    return None if ended.outcome.value == "success" else ended.reason  # a success keeps an earlier attempt's reason
 
 
 def _print_document(execution_id: str, documents: list[dict[str, Any]], ended: ExecutionOutcome | None) -> None:
@@ -131,13 +125,13 @@ class _Tail:
     """Follows one execution from attempt to attempt."""
 
     def __init__(
-        self, engine: EngineAPI, execution_id: str, name: str | None, tell: Callable[[dict[str, Any]], object] | None
+        self, engine: EngineAPI, execution_id: str, name: str | None, emit: Callable[[dict[str, Any]], object] | None
     ) -> None:
-        """`tell` receives documents for machines; without it, text is printed for people."""
+        """Follow an execution. `emit` receives JSON documents; without it, text is printed."""
         self._engine = engine
         self._id = execution_id
         self._name = name
-        self._tell = tell
+        self._emit = emit
         self._attempt = 0
         self._after = "0-0"
         self._progress: dict[str, Any] = {}
@@ -153,7 +147,7 @@ class _Tail:
             for frame in page.frames:
                 self._after = frame.id
                 self._print(frame.fields)
-            await self._tell_progress()
+            await self._print_progress()
             if page.frames:
                 continue
             latest = await self._engine.read_current_attempt_index(self._id)
@@ -163,48 +157,48 @@ class _Tail:
                 if self._mid_line:
                     typer.echo()
                 return ended
-            elif page.closed_at is not None:  # nothing more comes from this attempt; the end or another may
+            elif page.closed_at is not None:  # this attempt writes no more: wait for the end or the next attempt
                 ended = await self._engine.await_end(self._id, max_wait_ms=BLOCK_MS)
             else:
                 ended = await self._engine.await_end(self._id)
             if follow and ended is None:
-                await self._tell_obstacle()
+                await self._print_obstacle()
 
-    async def _tell_obstacle(self) -> None:
-        if self._tell is None and (news := await self._obstacles.next_change()):
-            self._aside(news)
+    async def _print_obstacle(self) -> None:
+        if self._emit is None and (obstacle := await self._obstacles.next_change()):
+            self._print_note(obstacle)
 
     def _print(self, fields: Mapping[str, str]) -> None:
         kind = fields.get("frame_type", "")
         if self._name is not None and kind != self._name:
             return
         text = _text(fields)
-        if self._tell is not None:
-            self._tell({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
+        if self._emit is not None:
+            self._emit({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
             return
         typer.echo(text, nl=False)
         self._mid_line = sys.stdout.isatty() and bool(text) and not text.endswith("\n")
 
     def _reset(self, attempt: int) -> None:
         self._attempt, self._after = attempt, "0-0"
-        if self._tell is not None:
-            self._tell({"attempt": attempt, "reset": True})
+        if self._emit is not None:
+            self._emit({"attempt": attempt, "reset": True})
         else:
-            self._aside(f"attempt {attempt} begins anew")
+            self._print_note(f"attempt {attempt} starts from the beginning")
 
-    async def _tell_progress(self) -> None:
+    async def _print_progress(self) -> None:
         from flowfabric.sdk.durable.output import progress_document
 
         progress = progress_document(*await self._engine.read_progress(self._id))
         if progress in (self._progress, {}):
             return
         self._progress = progress
-        if self._tell is not None:
-            self._tell({"attempt": self._attempt, "progress": progress})
+        if self._emit is not None:
+            self._emit({"attempt": self._attempt, "progress": progress})
         else:
-            self._aside(format_progress(progress))
+            self._print_note(format_progress(progress))
 
-    def _aside(self, words: str) -> None:
+    def _print_note(self, words: str) -> None:
         if self._mid_line:
             typer.echo()
             self._mid_line = False

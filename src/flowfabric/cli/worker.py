@@ -20,17 +20,12 @@ PARENT_CHECK_INTERVAL_S = 0.5
 STATUS_INTERVAL_S = 1.0
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(worker)
-
-
 def worker(
     target: Annotated[
         str,
         typer.Argument(metavar="MODULE[:APP]", help="Where the Fabric is: `shop.tasks:app`.", show_default=False),
     ],
-    slots: Annotated[int, typer.Option(min=1, help="How much may run at once.")] = 10,
+    slots: Annotated[int, typer.Option(min=1, help="Executions that run at the same time.")] = 10,
     lanes: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,18 +37,22 @@ def worker(
     capabilities: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME,…", help="What this worker can do, comma-separated or repeated.", show_default=False
+            metavar="NAME,…", help="Capabilities of this worker, comma-separated or repeated.", show_default=False
         ),
     ] = None,
-    lease_ttl: Annotated[str, typer.Option(help="After how long silence others take over.")] = "15s",
-    grace: Annotated[str, typer.Option(help="How long work may go on after SIGTERM.")] = "30s",
+    lease_ttl: Annotated[
+        str, typer.Option(help="How long a lease lasts without renewal before another worker takes over.")
+    ] = "15s",
+    grace: Annotated[str, typer.Option(help="How long work may continue after SIGTERM.")] = "30s",
     stall_limit: Annotated[
-        str, typer.Option(help="How long the event loop may be blocked before its work is left to others.")
+        str, typer.Option(help="How long the event loop may be blocked before its leases expire.")
     ] = "5m",
-    reload: Annotated[bool, typer.Option("--reload", help="Start anew when a .py file below here changes.")] = False,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Restart when a .py file below this folder changes.")
+    ] = False,
     store: StoreOrServerOption = None,
 ) -> None:
-    """Run a worker for the tasks of an app. SIGTERM or Ctrl-C drains it; a second one hands the rest back at once."""
+    """Run a worker for the tasks of an app. SIGTERM or Ctrl-C drains it; a second one releases the rest at once."""
     if reload:
         from flowfabric.cli.reload import run_with_reload
 
@@ -69,8 +68,8 @@ def worker(
             _work(
                 app,
                 slots=slots,
-                lanes=_each(lanes) or None,
-                capabilities=_each(capabilities),
+                lanes=_split_names(lanes) or None,
+                capabilities=_split_names(capabilities),
                 lease_ttl=lease_ttl,
                 grace=grace,
                 stall_limit=stall_limit,
@@ -89,7 +88,7 @@ async def _work(app: Fabric, **options: Any) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
         worker = Worker(app, **options)
         running = asyncio.create_task(worker.run_until_told())
-        await asyncio.sleep(0)  # signals are handled from here on: a reader of the next line may send one
+        await asyncio.sleep(0)  # signals are handled from here on: a script may send one after the next line
         _print_introduction(worker, app, options["lanes"], options["slots"])
         background = [asyncio.create_task(_stop_with_parent(worker))]
         if status is not None:
@@ -112,7 +111,7 @@ def _print_introduction(worker: Worker, app: Fabric, chosen: list[str] | None, s
     typer.echo(f"{worker.instance_id} on {redact_url(app.url)}: {summary}", err=True)
     if lanes_without_tasks := [lane for lane in chosen or () if lane not in task_lanes]:
         typer.echo(
-            f"no task of the app is in lane {', '.join(lanes_without_tasks)}: only what is submitted there comes there",
+            f"no task of the app is in lane {', '.join(lanes_without_tasks)}: only explicit submits reach it",
             err=True,
         )
 
@@ -151,5 +150,5 @@ async def _stop_with_parent(worker: Worker) -> None:
         await asyncio.sleep(PARENT_CHECK_INTERVAL_S)
 
 
-def _each(values: list[str] | None) -> list[str]:
+def _split_names(values: list[str] | None) -> list[str]:
     return [name for value in values or () for part in value.split(",") if (name := part.strip())]

@@ -19,7 +19,7 @@ class DemoState(msgspec.Struct):
     retried: bool = False  # True once the failing order waits for its next attempt
     killed: str = ""  # the worker that was killed
     killed_at: int = 0  # by the store's clock
-    late_write: str = ""  # the answer to a write with the dead worker's lease
+    late_write: str = ""  # the reply to a write with the dead worker's lease
     approval: str = ""  # the effect of the approval signal
 
 
@@ -51,17 +51,17 @@ async def check_claims(engine: Engine, demo: DemoState, screen: Screen) -> bool:
         (
             f"{LONG.name} was taken over from {demo.killed}",
             kinds[:1] == ["initial"] and kinds[-1] == "reclaim" and long[-1].worker_instance_id != demo.killed,
-            f"{long[-1].worker_instance_id} began {takeover_s:.1f} s after the kill; nobody had to ask",
+            f"{long[-1].worker_instance_id} started {takeover_s:.1f} s after the kill, without an operator",
         ),
         (
-            "the dead worker's lease could write nothing any more",
+            "a write with the dead worker's lease was refused",
             demo.late_write in ("stale_lease", "execution_not_active"),
             f"refused with {demo.late_write}",
         ),
         (
-            "epochs only rose",
+            "lease epochs only increased",
             highest > 1 and all(acquired == sorted(set(acquired)) for acquired in epochs),
-            f"one step with each lease, up to {highest} for {LONG.name}",
+            f"by one with each lease, up to {highest} for {LONG.name}",
         ),
         *await _flow_claims(engine, demo, all_completed),
     ]
@@ -83,7 +83,7 @@ async def _flow_claims(engine: Engine, demo: DemoState, completed: list[str]) ->
     once = sorted(one for one in completed if one in demo.flow.values()) == sorted(demo.flow.values())
     return [
         (
-            "the flow went on without the branch that failed",
+            "the flow continued without the failed branch",
             states == release.EXPECTED_STATES and once and not attempts[release.ARCHIVE],
             f"{release.FAILING} failed, so {release.ALERT} ran and {release.ARCHIVE} was skipped, each once",
         ),
@@ -94,9 +94,9 @@ async def _flow_claims(engine: Engine, demo: DemoState, completed: list[str]) ->
             f"{' and '.join(good)} were enough",
         ),
         (
-            f"{release.PUBLISH} waited for a yes without a worker",
+            f"{release.PUBLISH} waited for its approval without a worker",
             demo.approval == "resume_condition_satisfied" and len(approved) == 1 and approved[0].resumed_at is not None,
-            "suspended, signalled, and gone on with in the same attempt",
+            "suspended, signalled and resumed in the same attempt",
         ),
     ]
 

@@ -63,7 +63,7 @@ async def submit(engine: Engine) -> dict[str, str]:
 
 
 async def _watch(engine: Engine, workers: WorkerProcesses, demo: DemoState, screen: Screen) -> bool:
-    """Watch until all is done, and kill the worker of the long order on the way; False if it takes too long."""
+    """Watch until everything is done, and kill the worker of the long order meanwhile; False after the deadline."""
     until = monotonic() + DEADLINE_S
     while monotonic() < until:
         statuses = [
@@ -73,11 +73,11 @@ async def _watch(engine: Engine, workers: WorkerProcesses, demo: DemoState, scre
         if all(status.state == release.EXPECTED_STATES.get(status.name, "completed") for status in statuses):
             return True
         if died := workers.exited_workers():
-            screen.print_event(f"{', '.join(died)} ended by itself\n{workers.read_logs()}", "red")
+            screen.print_event(f"{', '.join(died)} exited unexpectedly\n{workers.read_logs()}", "red")
             return False
         if not demo.retried and any(status.name == FLAKY.name and status.state == "delayed" for status in statuses):
             demo.retried = True
-            screen.print_event(f"{FLAKY.name} failed ({FAILURE}) and will be tried again", "bold yellow")
+            screen.print_event(f"{FLAKY.name} failed ({FAILURE}) and will be retried", "bold yellow")
         long = next(status for status in statuses if status.name == LONG.name)
         if not demo.killed and long.state == "active" and long.progress >= KILL_AT:
             pid = workers.kill(long.worker)
@@ -90,7 +90,7 @@ async def _watch(engine: Engine, workers: WorkerProcesses, demo: DemoState, scre
             demo.late_write = await _late_write(engine, demo.ids[LONG.name])
         if any(status.state == "suspended" for status in statuses) and not demo.approval:
             demo.approval = await release.approve(engine, demo.flow[release.PUBLISH])
-            screen.print_event(f"{release.PUBLISH} asks, and gets a yes", "bold green")
+            screen.print_event(f"{release.PUBLISH} asks for approval, and is approved", "bold green")
         await asyncio.sleep(POLL_INTERVAL_S)
     return False
 
@@ -111,7 +111,7 @@ async def _order_status(engine: Engine, name: str, execution_id: str) -> OrderSt
 
 
 async def _late_write(engine: Engine, execution_id: str) -> str:
-    """Complete the order with the lease of the dead worker, as if it had only been slow; return the answer."""
+    """Complete the order with the lease of the dead worker, as if it had only been slow; return the reply."""
     first = (await engine.attempt_history(execution_id))[0]
     fence = Fence(first.lease_id, first.lease_epoch, first.attempt_id)
     try:

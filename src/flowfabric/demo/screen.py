@@ -65,9 +65,9 @@ class Screen:
                 by = f"by {status.worker}" if status.worker else ""
                 self.print_event(f"{status.name:<8} {status.state:<16} {attempt:<10} {by}".rstrip())
 
-    def print_event(self, words: str, style: str = "") -> None:
+    def print_event(self, text: str, style: str = "") -> None:
         """Print an event with its time."""
-        self.console.print(Text(f"{monotonic() - self._started_at:5.1f} s  {words}", style=style))
+        self.console.print(Text(f"{monotonic() - self._started_at:5.1f} s  {text}", style=style))
 
     def print_claim(self, claim: str, held: bool, detail: str) -> None:
         """Print whether a claim holds, and keep it for the JSON document."""

@@ -37,7 +37,7 @@ class Loss(StrEnum):
     """How a call fails."""
 
     REQUEST = "request"  # it never arrives, and the caller knows that
-    UNSURE = "unsure"  # it never arrives, but the caller cannot know
+    UNSURE = "unsure"  # it never arrives, and the caller does not know that
     REPLY = "reply"  # it is executed, and its reply is lost
 
 

@@ -98,7 +98,7 @@ def _broken_counts(group: EdgeGroup, inbound: Sequence[Dependency]) -> Iterator[
         if (edge.state is DependencyState.UNSATISFIED) != (edge.last_resolved_at is None):
             yield f"{name}: edge {edge.edge_id} is {edge.state} and was resolved at {edge.last_resolved_at}"
         if edge.unfolded_at is not None and (edge.outcome is None or edge.state is not DependencyState.UNSATISFIED):
-            yield f"{name}: edge {edge.edge_id} is to be folded as {edge.outcome} and is {edge.state}"
+            yield f"{name}: edge {edge.edge_id} is unfolded with outcome {edge.outcome} and is {edge.state}"
         if edge.state is DependencyState.UNSATISFIED or edge.outcome is None:
             continue
         if joins.satisfies(edge.dependency_kind, edge.outcome) != (edge.state is DependencyState.SATISFIED):

@@ -155,7 +155,7 @@ def row_violations(row: Execution) -> Iterator[str]:
     if row.public_state is not public_state(row.lifecycle_phase, row.eligibility_state, row.terminal_outcome):
         yield f"I10 public state {row.public_state} is not derived"
     if scheduling_indexes(row) != expected_indexes(row):
-        yield f"I11 stands in {sorted(scheduling_indexes(row))}, belongs into {sorted(expected_indexes(row))}"
+        yield f"I11 is in indexes {sorted(scheduling_indexes(row))}, expected {sorted(expected_indexes(row))}"
     yield from _detail_violations(row, terminal=terminal, active=active)
 
 
@@ -164,9 +164,9 @@ def _detail_violations(row: Execution, *, terminal: bool, active: bool) -> Itera
     if (grant.expires_at if grant else None) != row.granted_until:
         yield f"I9 a grant until {grant.expires_at if grant else None} in a slot until {row.granted_until}"
     if grant is not None and terminal:
-        yield "I9 a grant outlived the execution"
+        yield "I9 a terminal execution has a grant"
     if row.line not in (None, queue.queue_of(row), queue.takeover_queue(row)):
-        yield f"waits in a foreign line {row.line}"
+        yield f"is in the ready queue {row.line}, which is not its own"
     if row.rank != row.created_at + queue.position_offset(row.priority, decode_terms(row.terms)):
         yield f"rank {row.rank} does not follow from priority and age"
     if (row.completed_at is not None) != terminal:
@@ -260,9 +260,9 @@ def event_violations(row: Execution, feed_events: Sequence[FeedEvent]) -> Iterat
     if len(outcomes) != lives:
         yield f"{len(outcomes)} completion events for {lives} ended lives"
     if row.lifecycle_phase is LifecyclePhase.TERMINAL and outcomes[-1:] != [row.terminal_outcome.value]:
-        yield f"ended as {row.terminal_outcome}, told as {outcomes[-1:]}"
+        yield f"ended as {row.terminal_outcome}, the feed says {outcomes[-1:]}"
     if sum(event.operator == "replayed" for event in events) != row.replay_count:
-        yield "replays and what was told of them differ"
+        yield "the replay count differs from the replay events"
 
 
 async def _queue_violations(store: Store, rows: Iterable[Execution]) -> AsyncIterator[str]:

@@ -46,7 +46,7 @@ class Ballots:
         """Vote with this value. A person who votes again uses the same link, which counts once."""
         if person not in self._links:
             if not self._unused:
-                raise AssertionError(f"{person} has no link: all are in other hands; ask for more with approvers=")
+                raise AssertionError(f"{person} has no link: all are used by others; create more with approvers=")
             self._links[person] = self._unused.pop(0)
         await self._run.vote(self._links[person], value, by=person)
 

@@ -1,6 +1,6 @@
 """Virtual time on the running event loop: when nothing can happen before the next timer, the clock jumps to it.
 
-Time stands still while a thread runs or a socket could answer, so that a handler in a thread never loses its lease
+The clock stops while a thread runs or a socket could answer, so that a handler in a thread never loses its lease
 because the loop looked idle. This works on asyncio's own event loops only.
 
 Threads take turns, so that equal seeds give equal runs. A thread runs only while the loop has nothing to do, one at a
@@ -24,7 +24,7 @@ from typing import Any, cast
 REAL_POLL_S = 0.005
 STUCK_S = 1.0  # of real time
 IDLE_TIMEOUT_S = 30.0  # of real time, for which `wait_idle` waits for stuck threads
-MAX_BUSY_SPINS = 200  # iterations of a busy loop after which a thread gets its turn nevertheless
+MAX_BUSY_SPINS = 200  # iterations of a busy loop after which a thread gets a turn anyway
 
 
 class ThreadTurn:
@@ -103,7 +103,7 @@ class VirtualTime:
     # -- ThreadScheduler: `answered` is called on the loop, the others in the thread ------------------------------
 
     def will_wait(self) -> None:
-        """Note that this thread is about to call the loop and wait."""
+        """Record that this thread is about to call the loop and wait."""
         if (turn := self._this_turn()) is not None:
             turn.awaits_reply = True
 

@@ -1,4 +1,4 @@
-"""The bench measures what it says, beside its control, and leaves nothing behind."""
+"""`ff bench throughput` and `ff bench http` measure engine and control, and leave no files or databases."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CONTROLLED = (
 )
 
 
-async def small(url: str, depth: int = 0) -> ThroughputReport:
+async def small_throughput(url: str, depth: int = 0) -> ThroughputReport:
     return await throughput(url, jobs=200, payload_bytes=64, rounds=1, samples=5, depth=depth)
 
 
-def test_sqlite_is_measured_beside_a_bare_table(tmp_path: Path) -> None:
-    report = asyncio.run(small(f"sqlite:///{tmp_path}/named.db"))
+def test_sqlite_is_compared_with_a_bare_table(tmp_path: Path) -> None:
+    report = asyncio.run(small_throughput(f"sqlite:///{tmp_path}/named.db"))
 
     assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
     assert report.drain_ratio == pytest.approx(report.drain_per_s / (report.control_drain_per_s or 0), abs=0.01)
@@ -38,8 +38,8 @@ def test_sqlite_is_measured_beside_a_bare_table(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_postgres_is_measured_in_a_database_of_its_own(database: str) -> None:
-    report = await small(database)
+async def test_postgres_is_measured_in_a_scratch_database(database: str) -> None:
+    report = await small_throughput(database)
 
     assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
     assert "fsync=on" in report.durability
@@ -51,7 +51,7 @@ async def test_postgres_is_measured_in_a_database_of_its_own(database: str) -> N
 
 
 async def test_memory_has_no_control() -> None:
-    report = await small("memory://")
+    report = await small_throughput("memory://")
 
     assert all(getattr(report, name) > 0 for name in RATES)
     assert [getattr(report, name) for name in CONTROLLED] == [None] * 6
@@ -59,7 +59,7 @@ async def test_memory_has_no_control() -> None:
 
 
 async def test_the_cost_of_a_claim_is_compared_with_an_empty_table(tmp_path: Path) -> None:
-    report = await small(f"sqlite:///{tmp_path}/named.db", depth=300)
+    report = await small_throughput(f"sqlite:///{tmp_path}/named.db", depth=300)
 
     assert report.depth == 300
     assert report.claim_cost_ratio == pytest.approx((report.claim_at_depth_ms or 0) / (report.claim_ms or 1), abs=0.02)
@@ -70,10 +70,21 @@ def test_the_command_prints_one_document_or_a_table(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/named.db")
     arguments = ("bench", "throughput", "--jobs", "100", "--rounds", "1", "--payload", "16")
 
-    told = json.loads(ff.says(*arguments, "--json"))
-    table = ff.says(*arguments)
+    document = json.loads(ff.stdout(*arguments, "--json"))
+    table = ff.stdout(*arguments)
 
-    assert {*RATES, *CONTROLLED, "durability", "versions", "cores", "jobs"} <= set(told)
-    assert told["jobs"] == 100
+    assert {*RATES, *CONTROLLED, "durability", "versions", "cores", "jobs"} <= set(document)
+    assert document["jobs"] == 100
     assert "bulk submit" in table
     assert "durability: WAL, synchronous=FULL" in table
+
+
+@pytest.mark.serial
+def test_requests_are_compared_with_a_bare_route(ff: Terminal) -> None:
+    report = ff.document("bench", "http", "--requests", "200", "--rounds", "1", "--clients", "8")
+
+    for name in ("create", "claim", "complete", "control"):
+        assert report[name]["per_s"] > 0
+        assert report[name]["p99_ms"] > 0
+    assert report["create_ratio"] > 0
+    assert report["clients"] == 8

@@ -1,4 +1,4 @@
-"""The bench of flows measures what it says, on every store."""
+"""`ff bench flow` measures chains, fan-outs, cancels and graphs on every store."""
 
 from __future__ import annotations
 

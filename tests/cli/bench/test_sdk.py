@@ -1,4 +1,4 @@
-"""`ff bench sdk` measures tasks through a worker process, and a peer beside it when there is one."""
+"""`ff bench sdk` measures tasks through a worker process, and a peer if it can be installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_sensible(report: SdkReport) -> None:
 
 @pytest.fixture
 def other_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that is there: it only starts jobs, one after the other."""
+    """An installed peer, which only starts jobs one after the other."""
     home, scripts = tmp_path / "peers" / f"huey-{HUEY.version}", tmp_path / "scripts"
     (home / "bin").mkdir(parents=True)
     (home / "complete").touch()
@@ -64,7 +64,7 @@ def other_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-async def test_a_drain_is_compared_with_the_peers(tmp_path: Path, other_queue: None) -> None:
+async def test_a_drain_is_compared_with_that_of_the_peer(tmp_path: Path, other_queue: None) -> None:
     report = await sdk(f"sqlite:///{tmp_path}/app.db", jobs=200, samples=20, functions=16, rounds=1)
 
     assert_sensible(report)
@@ -83,7 +83,9 @@ async def test_tasks_are_measured_on_a_server(database: str) -> None:
     assert (report.peer, report.drain_ratio, report.peer_missing) == (None, None, "not asked for")
 
 
-def test_a_peer_that_cannot_be_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_be_installed_is_an_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
     for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
         monkeypatch.setenv(variable, "http://127.0.0.1:1/nothing")
@@ -96,7 +98,7 @@ def test_a_peer_that_cannot_be_installed_is_told(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("missing", [None, "huey could not be installed"])
-def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_a_table_and_a_missing_peer(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured(url: str, **_: object) -> SdkReport:
         return REPORT if missing is None else msgspec.structs.replace(REPORT, peer=None, peer_missing=missing)
 
@@ -111,7 +113,7 @@ def test_people_get_a_table(missing: str | None, monkeypatch: pytest.MonkeyPatch
     assert answer.stderr == ("" if missing is None else f"ff: no peer: {missing}\n")
 
 
-def test_an_interpreter_without_venv_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_venv_is_a_missing_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -122,7 +124,7 @@ def test_an_interpreter_without_venv_is_told(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "peers" / f"huey-{HUEY.version}").exists()
 
 
-def test_a_store_of_one_process_is_refused(tmp_path: Path) -> None:
-    said = Terminal("memory://").refuses("bench", "sdk", "--no-peer")
+def test_a_memory_store_is_refused(tmp_path: Path) -> None:
+    error = Terminal("memory://").refuses("bench", "sdk", "--no-peer")
 
-    assert "a worker of another process has to see it" in said
+    assert "a worker in another process cannot use it" in error

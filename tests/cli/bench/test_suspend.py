@@ -1,4 +1,4 @@
-"""`ff bench suspend` measures what it says on every kind of store, and leaves nothing behind."""
+"""`ff bench suspend` measures waits and streams on every store, and leaves no files."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ async def test_waits_and_streams_are_measured_in_memory() -> None:
     assert (report.rounds, report.frames, report.tails) == (5, 256, 3)
 
 
-def test_waits_and_streams_are_measured_beside_a_file(tmp_path: Path) -> None:
+def test_waits_and_streams_are_measured_on_sqlite(tmp_path: Path) -> None:
     report = asyncio.run(suspend(f"sqlite:///{tmp_path}/app.db", rounds=5, frames=256, tails=3))
 
     assert_sensible(report)
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_waits_and_streams_are_measured_on_a_server(database: str) -> None:
+async def test_waits_and_streams_are_measured_on_postgres(database: str) -> None:
     report = await suspend(database, rounds=5, frames=256, tails=3)
 
     assert_sensible(report)
 
 
 @pytest.mark.slow
-def test_the_command_tells_people_and_machines(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     ff = Terminal(f"sqlite:///{tmp_path}/named.db")
     arguments = ("bench", "suspend", "--rounds", "3", "--frames", "256", "--tails", "2")
 
-    told = ff.document(*arguments)
-    table = ff.says(*arguments)
+    document = ff.document(*arguments)
+    table = ff.stdout(*arguments)
 
-    assert (told["frames"], told["store"]) == (256, "sqlite")
+    assert (document["frames"], document["store"]) == (256, "sqlite")
     assert "suspend → signal → running again" in table
     assert "durability: WAL, synchronous=FULL" in table

@@ -11,7 +11,7 @@ from flowfabric import Deadlines, Fabric, Settings, connect, errors
 from flowfabric.connector import open_store, parse_postgres_url, postgres_deadlines
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.postgres import PostgresStore
-from tests.client.serving import serving
+from tests.client.server_thread import run_server
 
 URL = "postgresql://u@h:1/d"
 
@@ -78,7 +78,7 @@ async def test_sockets_to_postgres_are_kept_alive_from_both_ends(database: str) 
 
 
 async def test_a_client_takes_its_timeout_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(f"sqlite:///{tmp_path / 'app.db'}") as server:
+    with run_server(f"sqlite:///{tmp_path / 'app.db'}") as server:
         monkeypatch.setenv("FLOWFABRIC_TIMEOUT", "2.5")
         async with await connect(server.url) as engine:
             assert engine.transport.deadlines == Deadlines(command_s=2.5)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from flowfabric.sdk.worker import worker as worker_page
 from flowfabric.sdk.worker.heartbeat import HeldLeases
 from flowfabric.sdk.worker.registration import WorkerRegistrar
 from flowfabric.sdk.worker.worker import Worker
-from tests.client.serving import Serving
+from tests.client.server_thread import ServerThread
 from tests.sdk.conftest import until_so, working
 
 
@@ -145,7 +145,7 @@ async def test_a_refusal_about_another_run_is_a_failure_as_before(app: Fabric, l
 
 
 async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    server = Serving(f"sqlite:///{tmp_path / 'app.db'}")
+    server = ServerThread(f"sqlite:///{tmp_path / 'app.db'}")
     app = Fabric(server.url)
 
     @app.task
@@ -192,7 +192,7 @@ async def test_a_worker_that_is_told_to_stop_before_its_store_is_there_stops(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.05)
-    app = Fabric(Serving("sqlite:///nowhere.db").url)
+    app = Fabric(ServerThread("sqlite:///nowhere.db").url)
 
     @app.task
     async def nothing() -> None: ...

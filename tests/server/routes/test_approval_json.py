@@ -1,4 +1,4 @@
-"""The link of an approval for programs, and for whoever means harm: JSON in and out, and no page that fails."""
+"""The link of an approval for programs and attackers: JSON requests and responses, and pages that never fail."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import msgspec
 import pytest
 
 from flowfabric import Context, Fabric, InvalidInput, Run
-from flowfabric.engine.engine import Engine
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.rules.durable import schema_limits
 from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.rules.execution.tags import encode_tags
-from flowfabric.sdk.worker.worker import Worker
 from flowfabric.server.routing import SIGNAL_LIMIT
 from tests.rules.durable.test_schema_limits import BAD, CIRCLES, ODD, choosing
-from tests.server.asking import Asking, path, until
+from tests.sdk.conftest import working
+from tests.server.api_client import ApiClient, path, wait_until
+from tests.server.routes.test_approval_pages import api, app
+
+__all__ = ["api", "app"]
 
 
 class Payment(msgspec.Struct):
@@ -32,48 +34,32 @@ PAID = {"status": "paid", "amount": 4200}
 
 
 @dataclass
-class Asked:
-    """A run that waits for a decision, and its links."""
+class OpenApproval:
+    """A run that waits for votes, and its links."""
 
     run: Run[Any]
     links: list[str] = field(default_factory=list)
 
 
-@pytest.fixture
-async def app() -> AsyncIterator[Fabric]:
-    async with Fabric("memory://", public_url="http://ff") as app:
-        yield app
-
-
-@pytest.fixture
-async def ask(app: Fabric) -> Asking:
-    engine = await app.engine()
-    assert isinstance(engine, Engine)
-    return Asking(engine)
-
-
-async def waiting(app: Fabric, shape: Any, *, count: int = 1, show: Any = None) -> AsyncIterator[Asked]:
+async def open_approval(app: Fabric, shape: Any, *, count: int = 1, show: Any = None) -> AsyncIterator[OpenApproval]:
     links: list[str] = []
 
     @app.task(name="checkout")
     async def checkout(ctx: Context) -> list[Any]:
         approval = await ctx.approval("paid", shape, need=count, approvers=count, show=show)
-        links.extend(map(str, approval.links[len(links) :]))  # a later attempt is told them without their tokens
+        links.extend(map(str, approval.links[len(links) :]))  # in later attempts the links have no tokens
         return [(vote.value, vote.by) for vote in await approval]
 
-    worker = Worker(app, slots=1)
-    working = asyncio.create_task(worker.work())
-    run = await checkout.submit()
-    await until(lambda: len(links) == count)
-    yield Asked(run, links)
-    worker.stop()
-    await working
+    async with working(app, slots=1):
+        run = await checkout.submit()
+        await wait_until(lambda: len(links) == count)
+        yield OpenApproval(run, links)
 
 
 @pytest.fixture
-async def asked(app: Fabric) -> AsyncIterator[Asked]:
-    async for asked in waiting(app, Payment, count=2):
-        yield asked
+async def approval_run(app: Fabric) -> AsyncIterator[OpenApproval]:
+    async for approval_run in open_approval(app, Payment, count=2):
+        yield approval_run
 
 
 async def result(run: Run[Any]) -> Any:
@@ -81,45 +67,47 @@ async def result(run: Run[Any]) -> Any:
         return await run.result()
 
 
-async def test_a_program_posts_its_decision_to_the_link_and_is_answered_in_json(ask: Asking, asked: Asked) -> None:
-    first = await ask.post(f"{asked.links[0]}&by=bank", PAID)
-    second = await ask.post(asked.links[1], content=msgspec.json.encode(PAID))
+async def test_a_vote_posted_as_json_gets_a_json_response(api: ApiClient, approval_run: OpenApproval) -> None:
+    first = await api.post(f"{approval_run.links[0]}&by=bank", PAID)
+    second = await api.post(approval_run.links[1], content=msgspec.json.encode(PAID))
 
     assert (first.status_code, first.headers["content-type"]) == (200, "application/json")
     assert first.json()["Accepted"]["effect"] == "appended_to_waitpoint"
     assert second.json()["Accepted"]["effect"] == "resume_condition_satisfied"
-    assert await result(asked.run) == [[PAID, "bank"], [PAID, ""]]
+    assert await result(approval_run.run) == [[PAID, "bank"], [PAID, ""]]
 
 
-async def test_a_decision_that_is_posted_again_after_a_lost_answer_is_the_same_vote(ask: Asking, asked: Asked) -> None:
-    for link in asked.links:
-        assert (await ask.post(link, PAID)).status_code == 200
-    await result(asked.run)
-    again = await ask.post(asked.links[1], PAID)
+async def test_a_repeated_vote_after_a_lost_reply_is_a_duplicate(api: ApiClient, approval_run: OpenApproval) -> None:
+    for link in approval_run.links:
+        assert (await api.post(link, PAID)).status_code == 200
+    await result(approval_run.run)
+    again = await api.post(approval_run.links[1], PAID)
 
     assert (again.status_code, list(again.json())) == (200, ["Duplicate"])
 
 
-async def test_another_decision_with_the_same_link_is_a_conflict(ask: Asking, asked: Asked) -> None:
-    await ask.post(asked.links[0], PAID)
-    other = await ask.post(asked.links[0], PAID | {"amount": 1})
+async def test_another_vote_with_the_same_link_is_a_conflict(api: ApiClient, approval_run: OpenApproval) -> None:
+    await api.post(approval_run.links[0], PAID)
+    other = await api.post(approval_run.links[0], PAID | {"amount": 1})
 
     assert (other.status_code, other.json()["kind"]) == (409, "state_conflict")
-    await ask.post(asked.links[1], PAID)
-    assert [vote[0] for vote in await result(asked.run)] == [PAID, PAID]
-    assert (await ask.post(asked.links[0], PAID | {"amount": 2})).status_code == 409
+    await api.post(approval_run.links[1], PAID)
+    assert [vote[0] for vote in await result(approval_run.run)] == [PAID, PAID]
+    assert (await api.post(approval_run.links[0], PAID | {"amount": 2})).status_code == 409
 
 
-async def test_a_link_that_is_not_good_is_answered_the_same_and_leaves_no_trace(ask: Asking, asked: Asked) -> None:
-    place, _, token = asked.links[0].partition("?token=")
-    other = asked.links[1].partition("?token=")[2]
-    before = await ask.engine.describe_execution(asked.run.id)
-    answers = [await ask.post(f"{place}?token={shown}", PAID) for shown in ("", "k1:00", other, token[:-1] + "x")]
-    answers.append(await ask.post(f"{place[:-4]}0000?token={token}", PAID))
-    answers.append(await ask.post(f"/v1/waitpoints/x/y?token={token}", PAID))
+async def test_every_invalid_link_gets_the_same_response_and_changes_nothing(
+    api: ApiClient, approval_run: OpenApproval
+) -> None:
+    url, _, token = approval_run.links[0].partition("?token=")
+    other = approval_run.links[1].partition("?token=")[2]
+    before = await api.engine.describe_execution(approval_run.run.id)
+    answers = [await api.post(f"{url}?token={shown}", PAID) for shown in ("", "k1:00", other, token[:-1] + "x")]
+    answers.append(await api.post(f"{url[:-4]}0000?token={token}", PAID))
+    answers.append(await api.post(f"/v1/waitpoints/x/y?token={token}", PAID))
 
     assert {(answer.status_code, answer.text) for answer in answers} == {(404, '{"error":"not found: waitpoint"}')}
-    assert await ask.engine.describe_execution(asked.run.id) == before
+    assert await api.engine.describe_execution(approval_run.run.id) == before
 
 
 @pytest.mark.parametrize(
@@ -135,50 +123,50 @@ async def test_a_link_that_is_not_good_is_answered_the_same_and_leaves_no_trace(
     ],
     ids=lambda value: str(value)[:20],
 )
-async def test_a_body_that_cannot_be_used_is_refused_in_json(
-    ask: Asking, asked: Asked, body: bytes, status: int, words: str
+async def test_an_invalid_body_is_refused_in_json(
+    api: ApiClient, approval_run: OpenApproval, body: bytes, status: int, words: str
 ) -> None:
-    answer = await ask.post(asked.links[0], content=body)
+    answer = await api.post(approval_run.links[0], content=body)
 
     assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
-    assert (await ask.post(asked.links[0], PAID)).status_code == 200
+    assert (await api.post(approval_run.links[0], PAID)).status_code == 200
 
 
-async def test_a_link_holds_only_characters_of_a_url(asked: Asked) -> None:
-    for link in asked.links:
+async def test_a_link_contains_only_url_characters(approval_run: OpenApproval) -> None:
+    for link in approval_run.links:
         assert not set(link) & set('{}"<>\\^`| ')
         assert "%7Bfp:" in link
 
 
-async def test_a_question_of_yes_or_no_has_two_buttons_and_nothing_is_chosen(app: Fabric, ask: Asking) -> None:
-    async for asked in waiting(app, bool):
-        page = (await ask.get(asked.links[0])).text
+async def test_a_boolean_vote_has_two_buttons_and_no_default(app: Fabric, api: ApiClient) -> None:
+    async for approval_run in open_approval(app, bool):
+        page = (await api.get(approval_run.links[0])).text
         assert '<button type="submit" name="value" value="0">yes</button>' in page
         assert '<button type="submit" name="value" value="1">no</button>' in page
         assert "<select" not in page
         assert "selected" not in page
         assert "checked" not in page
-        # Enter in the field for the name presses the first button: it must be one that does nothing.
+        # Enter in a text field presses the first button, so that one must do nothing.
         assert page.index("<button") == page.index('<button type="submit" disabled hidden>')
-        token = asked.links[0].partition("?token=")[2]
-        empty = await ask.post(asked.links[0].partition("?")[0], data={"token": token})
+        token = approval_run.links[0].partition("?token=")[2]
+        empty = await api.post(approval_run.links[0].partition("?")[0], data={"token": token})
         assert (empty.status_code, "value is missing" in empty.text) == (400, True)
-        no = await ask.post(asked.links[0].partition("?")[0], data={"token": token, "value": "1", "by": "ana"})
+        no = await api.post(approval_run.links[0].partition("?")[0], data={"token": token, "value": "1", "by": "ana"})
         assert no.status_code == 200
-        assert await result(asked.run) == [[False, "ana"]]
+        assert await result(approval_run.run) == [[False, "ana"]]
 
 
-async def store_tags(ask: Asking, execution_id: str, tags: dict[str, str]) -> None:
-    """Store tags as an older release took them, without a check."""
+async def store_tags(api: ApiClient, execution_id: str, tags: dict[str, str]) -> None:
+    """Store tags without validation, as an older release did."""
     patch = Patch(Execution, (execution_id,), {"tags": encode_tags(tags)})
-    change = Change(guards=(), writes=(patch,), id=ask.engine.minter.change_id())
-    assert await ask.engine.store.commit([change]) != [None]
+    change = Change(guards=(), writes=(patch,), id=api.engine.minter.change_id())
+    assert await api.engine.store.commit([change]) != [None]
 
 
 STORED = {
     **{f"bad {name}": msgspec.json.encode(schema).decode() for name, schema in BAD.items()},
-    **{f"circle {place}": msgspec.json.encode(schema).decode() for place, schema in enumerate(CIRCLES)},
-    **{f"odd {place}": msgspec.json.encode(schema).decode() for place, schema in enumerate(ODD)},
+    **{f"circle {number}": msgspec.json.encode(schema).decode() for number, schema in enumerate(CIRCLES)},
+    **{f"odd {number}": msgspec.json.encode(schema).decode() for number, schema in enumerate(ODD)},
     "choices": msgspec.json.encode(choosing(60)).decode(),
     "pattern": '{"type":"string","pattern":"^(a+)+$"}',
     "number": '{"type":"integer","minimum":' + "9" * 4300 + "}",
@@ -191,11 +179,11 @@ SHOWN = ["[" * 20_000, '{"a":' + "[" * 900 + "]" * 900 + "}", '{"a":' + "9" * 43
 
 
 @pytest.mark.parametrize("schema", STORED.values(), ids=STORED)
-async def test_no_stored_schema_makes_a_page_or_a_vote_fail(app: Fabric, ask: Asking, schema: str) -> None:
-    async for asked in waiting(app, bool):
-        await store_tags(ask, asked.run.id, {schema_tag("paid"): schema})
-        place, _, token = asked.links[0].partition("?token=")
-        page = await ask.get(asked.links[0])
+async def test_no_stored_schema_makes_a_page_or_a_vote_fail(app: Fabric, api: ApiClient, schema: str) -> None:
+    async for approval_run in open_approval(app, bool):
+        await store_tags(api, approval_run.run.id, {schema_tag("paid"): schema})
+        url, _, token = approval_run.links[0].partition("?token=")
+        page = await api.get(approval_run.links[0])
         assert (page.status_code, len(page.text) < 128 * 1024) == (200, True)
         for given in (
             {"value": ""},
@@ -204,20 +192,20 @@ async def test_no_stored_schema_makes_a_page_or_a_vote_fail(app: Fabric, ask: As
             {"value": "[" * 30_000},
             {"value": "x" * 60},
         ):
-            answer = await ask.post(place, data={"token": token} | given)
+            answer = await api.post(url, data={"token": token} | given)
             assert answer.status_code in (200, 400, 404, 409), answer.text
-        posted = await ask.post(asked.links[0], content=b'"' + b"a" * 40 + b'!"')
+        posted = await api.post(approval_run.links[0], content=b'"' + b"a" * 40 + b'!"')
         assert posted.status_code in (200, 400, 409), posted.text
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda text: text[:12])
-async def test_whatever_is_shown_the_page_is_there(app: Fabric, ask: Asking, shown: str) -> None:
-    async for asked in waiting(app, bool):
-        await store_tags(ask, asked.run.id, {"ff.show": shown})
-        assert (await ask.get(asked.links[0])).status_code == 200
+async def test_no_stored_show_tag_makes_a_page_fail(app: Fabric, api: ApiClient, shown: str) -> None:
+    async for approval_run in open_approval(app, bool):
+        await store_tags(api, approval_run.run.id, {"ff.show": shown})
+        assert (await api.get(approval_run.links[0])).status_code == 200
 
 
-async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_anybody_is_asked(app: Fabric) -> None:
+async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_the_approval_opens(app: Fabric) -> None:
     Large = msgspec.defstruct("Large", [(f"field_{n}", str) for n in range(schema_limits.MAX_NODES)])
     refusals: list[InvalidInput] = []
 
@@ -228,32 +216,29 @@ async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_anybody_is
         except InvalidInput as refused:
             refusals.append(refused)
 
-    worker = Worker(app, slots=1)
-    working = asyncio.create_task(worker.work())
-    run = await large.submit()
-    await result(run)
-    worker.stop()
-    await working
+    async with working(app, slots=1):
+        run = await large.submit()
+        await result(run)
     assert "schema: " in refusals[0].detail
     assert "approval paid" in refusals[0].detail
     assert not (await (await app.engine()).list_pending_waitpoints(run.id)).entries
 
 
-async def test_a_schema_out_of_bounds_is_refused_on_every_way_in(ask: Asking) -> None:
+async def test_a_schema_out_of_bounds_is_refused_by_every_route(api: ApiClient) -> None:
     bad = {schema_tag("paid"): msgspec.json.encode(BAD["references"]).decode()}
-    execution_id = await ask.created()
-    ways = [
-        await ask.post("/v1/executions", ask.creation(tags=bad)),
-        await ask.put(path(execution_id, "tags"), {"tags": bad}),
+    execution_id = await api.create()
+    answers = [
+        await api.post("/v1/executions", api.create_body(tags=bad)),
+        await api.put(path(execution_id, "tags"), {"tags": bad}),
     ]
-    assert [(answer.status_code, "reserved" in answer.text) for answer in ways] == [(400, True)] * len(ways)
-    bulk = await ask.post("/v1/executions/bulk", {"executions": [ask.creation(tags=bad)]})
+    assert [(answer.status_code, "reserved" in answer.text) for answer in answers] == [(400, True)] * len(answers)
+    bulk = await api.post("/v1/executions/bulk", {"executions": [api.create_body(tags=bad)]})
     assert "reserved" in bulk.text
-    held = await ask.claimed()
-    handle = await ask.app.handle_signer.sign(held.handle)
-    answer = await ask.post("/v1/leases/tags", {"handle": handle, "tags": bad})
+    held = await api.create_claimed()
+    handle = await api.app.handle_signer.sign(held.handle)
+    answer = await api.post("/v1/leases/tags", {"handle": handle, "tags": bad})
     assert (answer.status_code, "schema: " in answer.text) == (400, True)
     with pytest.raises(InvalidInput, match="schema: "):
-        await ask.engine.set_tags(held.handle, bad)
+        await api.engine.set_tags(held.handle, bad)
     for one in (execution_id, held.execution_id):
-        assert (await ask.engine.describe_execution(one)).tags == {}  # type: ignore[union-attr]
+        assert (await api.engine.describe_execution(one)).tags == {}  # type: ignore[union-attr]

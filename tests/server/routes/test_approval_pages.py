@@ -15,8 +15,8 @@ import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.engine.engine import Engine
-from flowfabric.sdk.worker.worker import Worker
-from tests.server.asking import Asking, path, until
+from tests.sdk.conftest import working
+from tests.server.api_client import ApiClient, path, wait_until
 
 NASTY = "<script>alert(1)</script>\"'&"
 
@@ -33,8 +33,8 @@ class Decision(msgspec.Struct):
     urgent: bool = False
 
 
-class Asked:
-    """A run that waits for people, and its links."""
+class OpenApproval:
+    """A run that waits for votes, and its links."""
 
     def __init__(self) -> None:
         self.links: list[str] = []
@@ -45,61 +45,58 @@ class Asked:
 
 @pytest.fixture
 async def app() -> AsyncIterator[Fabric]:
-    """An application whose worker lives in this process."""
+    """An app whose worker runs in this process."""
     async with Fabric("memory://", public_url="http://ff") as app:
         yield app
 
 
 @pytest.fixture
-async def ask(app: Fabric) -> Asking:
+async def api(app: Fabric) -> ApiClient:
     """A client of a server on the same store."""
     engine = await app.engine()
     assert isinstance(engine, Engine)
-    return Asking(engine)
+    return ApiClient(engine)
 
 
 @pytest.fixture
-async def asked(app: Fabric) -> AsyncIterator[Asked]:
-    """A worker whose handler asks two people and needs one."""
-    asked = Asked()
+async def approval_run(app: Fabric) -> AsyncIterator[OpenApproval]:
+    """An approval with two approvers that needs one vote."""
+    approval_run = OpenApproval()
 
     @app.task(name="decide")
     async def decide(ctx: Context) -> int:
         approval = await ctx.approval("pay_out", Decision, need=1, approvers=2, show={"to": NASTY, "amount": 5})
-        asked.links = list(map(str, approval.links))
-        asked.opened.set()
+        approval_run.links = list(map(str, approval.links))
+        approval_run.opened.set()
         votes = await approval
-        asked.votes = [(vote.value, vote.by) for vote in votes]
+        approval_run.votes = [(vote.value, vote.by) for vote in votes]
         return len(votes)
 
-    worker = Worker(app, slots=1)
-    working = asyncio.create_task(worker.work())
-    asked.run = await decide.submit()
-    async with asyncio.timeout(10):
-        await asked.opened.wait()
-    yield asked
-    worker.stop()
-    await working
+    async with working(app, slots=1):
+        approval_run.run = await decide.submit()
+        async with asyncio.timeout(10):
+            await approval_run.opened.wait()
+        yield approval_run
 
 
 def hidden(page: str) -> dict[str, str]:
-    """The fields that a browser sends without asking."""
+    """Return the hidden fields of the form."""
     return {name: unescape(value) for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', page)}
 
 
 def option(page: str, words: str) -> str:
-    """What a browser sends for the option, or the button, of these words."""
+    """Return the value that a browser sends for the option or button with this label."""
     choice = r'<(?:option|button type="submit" name="value") value="(\d+)">([^<]*)<'
     options: list[tuple[str, str]] = re.findall(choice, page)
     return next(value for value, text in options if text == words)
 
 
-async def post(ask: Asking, link: str, form: dict[str, str]) -> Any:
-    return await ask.post(link.partition("?")[0], data=form)
+async def post(api: ApiClient, link: str, form: dict[str, str]) -> Any:
+    return await api.post(link.partition("?")[0], data=form)
 
 
-async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, asked: Asked) -> None:
-    page = await ask.get(asked.links[0])
+async def test_a_link_shows_the_approval_and_accepts_the_vote(api: ApiClient, approval_run: OpenApproval) -> None:
+    page = await api.get(approval_run.links[0])
 
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
@@ -116,27 +113,27 @@ async def test_a_link_shows_what_is_decided_and_takes_the_decision(ask: Asking, 
     form = hidden(page.text) | {"value.choice": option(page.text, "pay"), "value.amount": "7"}
     form |= {"value.note": "ok", "value.urgent": option(page.text, "yes"), "by": "ana"}
 
-    thanks = await post(ask, asked.links[0], form)
+    thanks = await post(api, approval_run.links[0], form)
 
     assert (thanks.status_code, "recorded" in thanks.text) == (200, True)
     async with asyncio.timeout(10):
-        assert await asked.run.result() == 1
-    assert asked.votes == [(Decision(Choice.PAY, 7, "ok", True), "ana")]
-    used = await ask.get(asked.links[0])
+        assert await approval_run.run.result() == 1
+    assert approval_run.votes == [(Decision(Choice.PAY, 7, "ok", True), "ana")]
+    used = await api.get(approval_run.links[0])
     assert (used.status_code, "not good" in used.text) == (404, True)
 
 
-async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
-    page = (await ask.get(asked.links[0])).text
+async def test_a_form_that_is_sent_twice_counts_as_one_vote(api: ApiClient, approval_run: OpenApproval) -> None:
+    page = (await api.get(approval_run.links[0])).text
     form = hidden(page) | {"value.choice": option(page, escape(NASTY)), "value.amount": "1"}
-    answers = await asyncio.gather(*(post(ask, asked.links[0], form) for _ in range(2)))
+    answers = await asyncio.gather(*(post(api, approval_run.links[0], form) for _ in range(2)))
 
     assert sorted(answer.status_code for answer in answers)[0] == 200
     assert all(answer.status_code in (200, 404, 409) for answer in answers)
     async with asyncio.timeout(10):
-        await asked.run.result()
-    assert len(asked.votes) == 1
-    assert asked.votes[0][0].choice is Choice.REFUSE
+        await approval_run.run.result()
+    assert len(approval_run.votes) == 1
+    assert approval_run.votes[0][0].choice is Choice.REFUSE
 
 
 @pytest.mark.parametrize(
@@ -149,30 +146,30 @@ async def test_a_form_sent_twice_is_one_vote(ask: Asking, asked: Asked) -> None:
         ({"value.choice": NASTY, "value.amount": "1"}, "choice: choose one of the options"),
     ],
 )
-async def test_a_form_that_is_not_filled_in_comes_back(
-    ask: Asking, asked: Asked, given: dict[str, str], words: str
+async def test_an_invalid_form_is_shown_again_with_the_error(
+    api: ApiClient, approval_run: OpenApproval, given: dict[str, str], words: str
 ) -> None:
-    form = hidden((await ask.get(asked.links[0])).text) | given
-    answer = await post(ask, asked.links[0], form)
+    form = hidden((await api.get(approval_run.links[0])).text) | given
+    answer = await post(api, approval_run.links[0], form)
 
     assert answer.status_code == 400
     assert words in answer.text
     assert "<script" not in answer.text
 
 
-async def test_a_wrong_link_tells_nothing(ask: Asking, asked: Asked) -> None:
-    place, _, token = asked.links[0].partition("?token=")
-    other = asked.links[1].partition("?token=")[2]
-    pages = [await ask.get(f"{place}?token={shown}") for shown in ("", "k1:00", other, token[:-1], token.upper() + "é")]
-    pages.append(await ask.get(f"{place[:-4]}0000?token={token}"))
-    pages.append(await ask.get(f"/v1/waitpoints/x/y?token={token}"))
-    pages.append(await post(ask, place, {"token": "k1:00", "value.choice": "0"}))
+async def test_every_wrong_link_gets_the_same_page(api: ApiClient, approval_run: OpenApproval) -> None:
+    url, _, token = approval_run.links[0].partition("?token=")
+    other = approval_run.links[1].partition("?token=")[2]
+    pages = [await api.get(f"{url}?token={shown}") for shown in ("", "k1:00", other, token[:-1], token.upper() + "é")]
+    pages.append(await api.get(f"{url[:-4]}0000?token={token}"))
+    pages.append(await api.get(f"/v1/waitpoints/x/y?token={token}"))
+    pages.append(await post(api, url, {"token": "k1:00", "value.choice": "0"}))
 
     assert {page.status_code for page in pages} == {404}
     assert len({page.text for page in pages}) == 1
 
 
-async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts(app: Fabric, ask: Asking) -> None:
+async def test_a_second_vote_with_one_link_is_a_conflict(app: Fabric, api: ApiClient) -> None:
     links: list[str] = []
 
     @app.task(name="both")
@@ -182,26 +179,23 @@ async def test_a_second_decision_with_one_link_is_told_that_the_first_one_counts
         return [vote.value for vote in await approval]
 
     async def votes(link: str, words: str) -> tuple[int, str]:
-        page = (await ask.get(link)).text
-        answer = await post(ask, link, hidden(page) | {"value": option(page, words)})
+        page = (await api.get(link)).text
+        answer = await post(api, link, hidden(page) | {"value": option(page, words)})
         return answer.status_code, answer.text
 
-    worker = Worker(app, slots=1)
-    working = asyncio.create_task(worker.work())
-    run = await both.submit()
-    await until(lambda: len(links) == 2)
-    assert (await votes(links[0], "yes"))[0] == 200
-    status, told = await votes(links[0], "no")
-    assert (status, "given with this link before. That one counts" in told) == (409, True)
-    assert (await votes(links[1], "yes"))[0] == 200
-    async with asyncio.timeout(10):
-        assert await run.result() == [True, True]
-    worker.stop()
-    await working
+    async with working(app, slots=1):
+        run = await both.submit()
+        await wait_until(lambda: len(links) == 2)
+        assert (await votes(links[0], "yes"))[0] == 200
+        status, reply = await votes(links[0], "no")
+        assert (status, "given with this link before. That one counts" in reply) == (409, True)
+        assert (await votes(links[1], "yes"))[0] == 200
+        async with asyncio.timeout(10):
+            assert await run.result() == [True, True]
 
 
-async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, ask: Asking) -> None:
-    await ask.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
+async def test_a_link_works_with_special_characters_in_the_key_id(app: Fabric, api: ApiClient) -> None:
+    await api.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
     links: list[str] = []
 
     @app.task(name="oddly")
@@ -211,36 +205,35 @@ async def test_a_link_leads_to_its_page_whatever_the_key_is_called(app: Fabric, 
         [vote] = await approval
         return vote.value
 
-    worker = Worker(app, slots=1)
-    working = asyncio.create_task(worker.work())
-    run = await oddly.submit()
-    await until(lambda: len(links) == 1)
-    page = await ask.get(links[0])
-    assert page.status_code == 200
-    answer = await post(ask, links[0], hidden(page.text) | {"value": option(page.text, "yes")})
-    assert answer.status_code == 200
-    async with asyncio.timeout(10):
-        assert await run.result() is True
-    worker.stop()
-    await working
+    async with working(app, slots=1):
+        run = await oddly.submit()
+        await wait_until(lambda: len(links) == 1)
+        page = await api.get(links[0])
+        assert page.status_code == 200
+        answer = await post(api, links[0], hidden(page.text) | {"value": option(page.text, "yes")})
+        assert answer.status_code == 200
+        async with asyncio.timeout(10):
+            assert await run.result() is True
 
 
-async def test_a_bare_signal_is_held_to_what_was_asked_for_as_well(ask: Asking, asked: Asked) -> None:
-    place, _, token = asked.links[0].partition("?token=")
-    execution_id, waitpoint_id = unquote(place).rsplit("/", 2)[1:]
+async def test_a_signal_without_a_form_is_validated_against_the_schema(
+    api: ApiClient, approval_run: OpenApproval
+) -> None:
+    url, _, token = approval_run.links[0].partition("?token=")
+    execution_id, waitpoint_id = unquote(url).rsplit("/", 2)[1:]
     bodies = {
-        payload: ask.signal(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
+        payload: api.signal_body(execution_id, waitpoint_id, token, signal_name="vote", payload=list(payload))
         for payload in (b"", b"true", b'{"choice":"pay"}', b'{"choice":"pay","amount":101}', b"\xff", b"[" * 20_000)
     }
 
     for payload, body in bodies.items():
-        answer = await ask.post(path(execution_id, "signal"), body)
+        answer = await api.post(path(execution_id, "signal"), body)
         assert (answer.status_code, answer.json()["error"].startswith("invalid_input: ")) == (400, True), payload
-    good = ask.signal(
+    good = api.signal_body(
         execution_id, waitpoint_id, token, signal_name="vote", payload=list(b'{"choice":"pay","amount":7}')
     )
-    answer = await ask.post(path(execution_id, "signal"), good)
+    answer = await api.post(path(execution_id, "signal"), good)
 
     assert answer.json()["Accepted"]["effect"] == "resume_condition_satisfied"
     async with asyncio.timeout(10):
-        assert await asked.run.result() == 1
+        assert await approval_run.run.result() == 1

@@ -18,38 +18,38 @@ from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
-from tests.server.asking import Asking, fresh, path
+from tests.server.api_client import ApiClient, new_execution_id, path
 
 GO = Single("k", ByName("go"))
 SOURCES = Count(2, CountKind.DISTINCT_SOURCES, ("k",))
 
 
-async def suspended(ask: Asking, condition: Any = GO) -> tuple[str, SuspendDetails]:
-    """An execution that waits."""
-    held = await ask.claimed()
-    answer = await ask.engine.suspend(
+async def suspend_new(api: ApiClient, condition: Any = GO) -> tuple[str, SuspendDetails]:
+    """Create an execution and suspend it on a waitpoint."""
+    held = await api.create_claimed()
+    answer = await api.engine.suspend(
         held.handle,
         SuspendArgs(
             suspension_id=str(uuid.uuid4()),
             waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
             resume_condition=condition,
             reason_code="waiting_for_signal",
-            now=await ask.engine.ping(),
+            now=await api.engine.ping(),
         ),
     )
     assert isinstance(answer, Suspended)
     return held.execution_id, answer.details
 
 
-async def sent(ask: Asking, execution_id: str, details: SuspendDetails, **given: Any) -> Any:
-    body = ask.signal(execution_id, details.waitpoint_id, details.waitpoint_token.reveal(), **given)
-    return await ask.post(path(execution_id, "signal"), body)
+async def send_signal(api: ApiClient, execution_id: str, details: SuspendDetails, **given: Any) -> Any:
+    body = api.signal_body(execution_id, details.waitpoint_id, details.waitpoint_token.reveal(), **given)
+    return await api.post(path(execution_id, "signal"), body)
 
 
 @pytest.mark.spec("R32")
-async def test_list_pending_waitpoints(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
-    answer = await ask.get(path(execution_id, "pending-waitpoints"))
+async def test_list_pending_waitpoints(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
+    answer = await api.get(path(execution_id, "pending-waitpoints"))
 
     assert answer.status_code == 200
     [entry] = answer.json()
@@ -58,15 +58,15 @@ async def test_list_pending_waitpoints(ask: Asking) -> None:
     assert len(entry["token_fingerprint"]) == 16
     assert "expires_at" not in entry
     assert details.waitpoint_token.reveal() not in answer.text
-    assert (await ask.get(path(await ask.created(), "pending-waitpoints"))).json() == []
-    assert (await ask.get(path(fresh(), "pending-waitpoints"))).json() == {"error": "not found: execution"}
+    assert (await api.get(path(await api.create(), "pending-waitpoints"))).json() == []
+    assert (await api.get(path(new_execution_id(), "pending-waitpoints"))).json() == {"error": "not found: execution"}
 
 
 @pytest.mark.spec("R33")
-async def test_token_read(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
-    [entry] = (await ask.get(path(execution_id, "pending-waitpoints"))).json()
-    answer = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
+async def test_a_waitpoint_token_is_read_without_caching(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
+    [entry] = (await api.get(path(execution_id, "pending-waitpoints"))).json()
+    answer = await api.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
 
     assert answer.status_code == 200
     kid, _, digest = answer.json()["token"].partition(":")
@@ -76,63 +76,63 @@ async def test_token_read(ask: Asking) -> None:
 
 
 @pytest.mark.spec("SS-072")
-async def test_token_endpoint(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
-    other, _ = await suspended(ask)
-    used, closed = await suspended(ask)
-    assert (await sent(ask, used, closed)).status_code == 200
-    live = await ask.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
+async def test_the_token_of_a_closed_or_unknown_waitpoint_is_not_found(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
+    other, _ = await suspend_new(api)
+    used, closed = await suspend_new(api)
+    assert (await send_signal(api, used, closed)).status_code == 200
+    live = await api.get(path(execution_id, "waitpoints", details.waitpoint_id, "token"))
     assert (live.status_code, live.json()) == (200, {"token": details.waitpoint_token.reveal()})
     assert live.headers["cache-control"] == "no-store"
-    for where in (
+    for url in (
         path(execution_id, "waitpoints", uuid.uuid4(), "token"),
         path(other, "waitpoints", details.waitpoint_id, "token"),
         path(used, "waitpoints", closed.waitpoint_id, "token"),
     ):
-        missing = await ask.get(where)
+        missing = await api.get(url)
         assert missing.status_code == 404
         assert missing.json() == {"error": "waitpoint token not found (consumed, expired, or unknown id)"}
         assert missing.headers["cache-control"] == "no-store"
-    bad = await ask.get(path(execution_id, "waitpoints", "nope", "token"))
+    bad = await api.get(path(execution_id, "waitpoints", "nope", "token"))
     assert bad.status_code == 400
     assert bad.json()["error"].startswith("waitpoint_id: ")
 
 
 @pytest.mark.spec("R34")
-async def test_matching_signal_resumes(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
+async def test_a_matching_signal_resumes_the_execution(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
     signal_id = str(uuid.uuid4())
-    answer = await sent(ask, execution_id, details, signal_id=signal_id)
+    answer = await send_signal(api, execution_id, details, signal_id=signal_id)
 
     assert answer.status_code == 200
     assert answer.json() == {"Accepted": {"signal_id": signal_id, "effect": "resume_condition_satisfied"}}
-    assert await ask.state(execution_id) != "suspended"
+    assert await api.state(execution_id) != "suspended"
 
 
 @pytest.mark.spec("R35")
-async def test_name_not_in_condition(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
-    answer = await sent(ask, execution_id, details, signal_name="other")
+async def test_a_signal_with_another_name_has_no_effect(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
+    answer = await send_signal(api, execution_id, details, signal_name="other")
 
     assert (answer.status_code, answer.json()["Accepted"]["effect"]) == (200, "no_op")
-    assert await ask.state(execution_id) == "suspended"
+    assert await api.state(execution_id) == "suspended"
 
 
 @pytest.mark.spec("R36")
-async def test_idempotency(ask: Asking) -> None:
-    execution_id, details = await suspended(ask, SOURCES)
-    first = await sent(ask, execution_id, details, idempotency_key="i1")
-    second = await sent(ask, execution_id, details, idempotency_key="i1")
+async def test_a_signal_with_the_same_idempotency_key_is_a_duplicate(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api, SOURCES)
+    first = await send_signal(api, execution_id, details, idempotency_key="i1")
+    second = await send_signal(api, execution_id, details, idempotency_key="i1")
 
     assert second.status_code == 200
     assert second.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
 
 
 @pytest.mark.spec("R37")
-async def test_count_of_distinct_sources(ask: Asking) -> None:
-    execution_id, details = await suspended(ask, SOURCES)
+async def test_a_count_of_distinct_sources_ignores_a_repeated_source(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api, SOURCES)
     effects = [
-        (await sent(ask, execution_id, details, source_identity=who)).json()["Accepted"]["effect"]
+        (await send_signal(api, execution_id, details, source_identity=who)).json()["Accepted"]["effect"]
         for who in ("alice", "alice", "bob")
     ]
 
@@ -144,34 +144,34 @@ async def test_count_of_distinct_sources(ask: Asking) -> None:
 
 
 @pytest.mark.spec("SS-071")
-async def test_signal_over_http(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
-    where = path(execution_id, "signal")
+async def test_a_signal_is_refused_for_a_bad_token_a_closed_waitpoint_or_a_large_body(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
+    url = path(execution_id, "signal")
     token = details.waitpoint_token.reveal()
     tampered = token[:-1] + ("0" if token[-1] != "0" else "1")
     for waitpoint_id, shown in ((details.waitpoint_id, tampered), (str(uuid.uuid4()), token)):
-        refused = await ask.post(where, ask.signal(execution_id, waitpoint_id, shown))
+        refused = await api.post(url, api.signal_body(execution_id, waitpoint_id, shown))
         assert (refused.status_code, refused.json()) == (400, {"error": "invalid_token"})
-    assert await ask.state(execution_id) == "suspended"
+    assert await api.state(execution_id) == "suspended"
 
-    assert (await sent(ask, execution_id, details)).status_code == 200
-    late = await sent(ask, execution_id, details)
+    assert (await send_signal(api, execution_id, details)).status_code == 200
+    late = await send_signal(api, execution_id, details)
     assert (late.status_code, late.json()["error"]) == (409, "state_conflict: TargetNotSignalable")
-    unknown = fresh()
-    missing = await ask.post(path(unknown, "signal"), ask.signal(unknown, details.waitpoint_id, token))
+    unknown = new_execution_id()
+    missing = await api.post(path(unknown, "signal"), api.signal_body(unknown, details.waitpoint_id, token))
     assert missing.status_code == 404
-    large = ask.signal(execution_id, details.waitpoint_id, token, correlation_id="x" * 262_144)
-    refused = await ask.post(where, large)
+    large = api.signal_body(execution_id, details.waitpoint_id, token, correlation_id="x" * 262_144)
+    refused = await api.post(url, large)
     assert (refused.status_code, refused.json()["limit_bytes"]) == (413, 262_144)
-    heavy = ask.signal(execution_id, details.waitpoint_id, token, payload=[1] * 65_537)
-    assert (await ask.post(where, heavy)).json()["error"].startswith("payload_too_large")
+    heavy = api.signal_body(execution_id, details.waitpoint_id, token, payload=[1] * 65_537)
+    assert (await api.post(url, heavy)).json()["error"].startswith("payload_too_large")
 
 
-async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    execution_id, details = await suspended(ask)
-    other, elsewhere = await suspended(ask)
-    used, closed = await suspended(ask)
-    assert (await sent(ask, used, closed)).status_code == 200
+async def test_every_wrong_link_loads_the_same_rows(api: ApiClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution_id, details = await suspend_new(api)
+    other, elsewhere = await suspend_new(api)
+    used, closed = await suspend_new(api)
+    assert (await send_signal(api, used, closed)).status_code == 200
     good, zeros = details.waitpoint_token.reveal(), "k1:" + "0" * 64
     links = [
         (execution_id, details.waitpoint_id, ""),
@@ -181,34 +181,34 @@ async def test_every_wrong_link_asks_the_store_for_the_same(ask: Asking, monkeyp
         (other, details.waitpoint_id, good),
         (execution_id, str(uuid.uuid4()), good),
         (execution_id, str(uuid.uuid4()), ""),
-        (fresh(), details.waitpoint_id, good),
+        (new_execution_id(), details.waitpoint_id, good),
         (used, closed.waitpoint_id, closed.waitpoint_token.reveal()),
     ]
-    load, asked = ask.engine.runtime.load, list[list[str]]()
+    load, loads = api.engine.runtime.load, list[list[str]]()
 
-    async def watched(wants: Any) -> Any:
-        asked.append([want.row.__name__ for want in wants])
+    async def recorded(wants: Any) -> Any:
+        loads.append([want.row.__name__ for want in wants])
         return await load(wants)
 
-    monkeypatch.setattr(ask.engine.runtime, "load", watched)
+    monkeypatch.setattr(api.engine.runtime, "load", recorded)
     for owner, waitpoint_id, token in links:
-        where = f"/v1/waitpoints/{owner}/{waitpoint_id}"
-        shown = await ask.get(where, params={"token": token})
-        answered = await ask.post(where, data={"token": token, "value": "yes"})
+        url = f"/v1/waitpoints/{owner}/{waitpoint_id}"
+        shown = await api.get(url, params={"token": token})
+        answered = await api.post(url, data={"token": token, "value": "yes"})
         assert (shown.status_code, answered.status_code, shown.text) == (404, 404, answered.text)
 
-    assert asked == [["Waitpoint", "Suspension", "SigningKey"]] * 2 * len(links)
-    assert (await ask.get(f"/v1/waitpoints/{execution_id}/{details.waitpoint_id}?token={good}")).status_code == 200
+    assert loads == [["Waitpoint", "Suspension", "SigningKey"]] * 2 * len(links)
+    assert (await api.get(f"/v1/waitpoints/{execution_id}/{details.waitpoint_id}?token={good}")).status_code == 200
 
 
-async def test_a_number_that_is_null_is_one_that_was_left_out(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
+async def test_a_null_number_has_the_default(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
     numbers = dict.fromkeys(("dedup_ttl_ms", "resume_delay_ms", "max_signals_per_execution", "signal_maxlen"))
 
-    first = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+    first = await send_signal(api, execution_id, details, idempotency_key="once", **numbers)
 
     assert first.json()["Accepted"]["effect"] == "resume_condition_satisfied"
-    again = await sent(ask, execution_id, details, idempotency_key="once", **numbers)
+    again = await send_signal(api, execution_id, details, idempotency_key="once", **numbers)
     assert again.json() == {"Duplicate": {"existing_signal_id": first.json()["Accepted"]["signal_id"]}}
 
 
@@ -220,8 +220,8 @@ ROTATE = "/v1/admin/rotate-waitpoint-secret"
 
 @pytest.mark.spec("R58")
 @pytest.mark.parametrize("secret", ["abc", "zz", ""])
-async def test_bad_secret(ask: Asking, secret: str) -> None:
-    answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
+async def test_an_invalid_secret_is_refused(api: ApiClient, secret: str) -> None:
+    answer = await api.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
 
     assert (answer.status_code, answer.json()) == (
         400,
@@ -230,38 +230,38 @@ async def test_bad_secret(ask: Asking, secret: str) -> None:
 
 
 @pytest.mark.parametrize("kid", ["", "a:b"])
-async def test_a_key_id_is_checked(ask: Asking, kid: str) -> None:
-    answer = await ask.post(ROTATE, {"new_kid": kid, "new_secret_hex": "ab"})
+async def test_an_invalid_key_id_is_refused(api: ApiClient, kid: str) -> None:
+    answer = await api.post(ROTATE, {"new_kid": kid, "new_secret_hex": "ab"})
 
     assert (answer.status_code, answer.json()) == (400, {"error": "new_kid must be non-empty and must not contain ':'"})
 
 
 @pytest.mark.spec("R59")
-async def test_old_token_inside_grace(ask: Asking) -> None:
-    execution_id, details = await suspended(ask)
+async def test_a_token_of_the_previous_key_is_accepted_during_its_grace(api: ApiClient) -> None:
+    execution_id, details = await suspend_new(api)
     rotation = {"new_kid": "k2", "new_secret_hex": "ab" * 32}
     for _ in range(2):
-        rotated = await ask.post(ROTATE, rotation)
+        rotated = await api.post(ROTATE, rotation)
         assert (rotated.status_code, rotated.json()) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
-    clash = await ask.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
+    clash = await api.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
     assert clash.status_code == 400
     assert clash.json()["error"].startswith("rotation failed on all partitions")
 
-    assert "Accepted" in (await sent(ask, execution_id, details)).json()
+    assert "Accepted" in (await send_signal(api, execution_id, details)).json()
 
 
 @pytest.mark.parametrize("secret", ["ab", "ab" * 31])
-async def test_a_secret_below_32_bytes_is_refused(ask: Asking, secret: str) -> None:
-    answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
+async def test_a_secret_below_32_bytes_is_refused(api: ApiClient, secret: str) -> None:
+    answer = await api.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
 
     words = f"invalid_secret_hex: {len(secret) // 2} bytes; a signing secret has at least 32"
     assert (answer.status_code, answer.json()) == (400, {"error": words})
-    assert (await ask.engine.list_waitpoint_hmac_kids()).current_kid == "k1"
+    assert (await api.engine.list_waitpoint_hmac_kids()).current_kid == "k1"
 
 
-async def test_one_rotation_at_a_time(ask: Asking) -> None:
-    async with ask.app.rotation_lock:
-        answer = await ask.post(ROTATE, {"new_kid": "k2", "new_secret_hex": "ab"})
+async def test_a_second_concurrent_rotation_is_refused(api: ApiClient) -> None:
+    async with api.app.rotation_lock:
+        answer = await api.post(ROTATE, {"new_kid": "k2", "new_secret_hex": "ab"})
 
     assert (answer.status_code, answer.json()) == (
         429,
@@ -297,13 +297,13 @@ async def test_a_server_does_not_install_a_secret_below_32_bytes(store: Store) -
     assert (await engine.list_waitpoint_hmac_kids()).current_kid is None
 
 
-async def test_a_shorter_key_that_is_stored_keeps_signing_and_lets_its_server_start(store: Store) -> None:
-    """A deployment from before the bound: its configured secret is the stored one."""
+async def test_a_stored_key_below_32_bytes_keeps_signing(store: Store) -> None:
+    """The configured secret is the stored one, from before the bound existed."""
     engine, short = Engine(store), "ab" * 16
     rows = (Upsert(Keystore(0, "k1")), Upsert(SigningKey("k1", short, current=True)))
     await store.commit([Change(guards=(Guard(Keystore, (0,), None),), writes=rows, id=1)])
     await seed_signing_key(engine, ServerSettings(waitpoint_secret=Secret(short)))
-    ask = Asking(engine)
-    execution_id, details = await suspended(ask)
+    api = ApiClient(engine)
+    execution_id, details = await suspend_new(api)
 
-    assert "Accepted" in (await sent(ask, execution_id, details)).json()
+    assert "Accepted" in (await send_signal(api, execution_id, details)).json()

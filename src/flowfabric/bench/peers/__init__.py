@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 HERE = Path(__file__).parent
-HOME_VARIABLE = "FF_BENCH_PEERS"  # where their environments are kept
+HOME_VARIABLE = "FF_BENCH_PEERS"  # the folder of their environments
 INSTALL_S = 300
 
 
@@ -28,7 +28,7 @@ class Peer(msgspec.Struct, frozen=True):
     name: str
     packages: tuple[str, ...]
     durability: str
-    share: float = 1.0  # of the jobs, for one whose rate is known after fewer
+    share: float = 1.0  # of the jobs: a slow peer needs fewer for a stable rate
 
     @property
     def version(self) -> str:
@@ -48,29 +48,29 @@ class Peer(msgspec.Struct, frozen=True):
     def _install(self, home: Path, python: Path) -> None:
         uv = shutil.which("uv", path=os.pathsep.join((str(Path(".dev/tools/bin").absolute()), os.environ["PATH"])))
         if uv:
-            make = [uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(home)]
-            fill = [uv, "pip", "install", "--quiet", "--python", str(python), *self.packages]
+            create = [uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(home)]
+            install = [uv, "pip", "install", "--quiet", "--python", str(python), *self.packages]
         else:
-            make = [sys.executable, "-m", "venv", str(home)]
-            fill = [str(python), "-m", "pip", "install", "--quiet", *self.packages]
-        for command in (make, fill):
+            create = [sys.executable, "-m", "venv", str(home)]
+            install = [str(python), "-m", "pip", "install", "--quiet", *self.packages]
+        for command in (create, install):
             environ = {"UV_SYSTEM_CERTS": "1", **os.environ, "VIRTUAL_ENV": ""}
             try:
                 done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=INSTALL_S)
-                said, good = done.stderr.strip(), done.returncode == 0
+                message, is_good = done.stderr.strip(), done.returncode == 0
             except (OSError, subprocess.TimeoutExpired) as fault:
-                said, good = str(fault), False
-            if not good:
+                message, is_good = str(fault), False
+            if not is_good:
                 shutil.rmtree(home, ignore_errors=True)
-                last = said.splitlines()[-1:] or ["no reason given"]
+                last = message.splitlines()[-1:] or ["no reason given"]
                 raise PeerMissing(
                     f"{self.name} {self.version} could not be installed ({last[0]}); is the package index reachable? "
                     f"{HOME_VARIABLE} names the folder that is used"
                 )
 
-    def command(self, *words: object) -> list[str]:
+    def command(self, *arguments: object) -> list[str]:
         """Return the command line that runs its script with these arguments."""
-        return [str(self.python()), str(HERE / f"with_{self.name}.py"), *map(str, words)]
+        return [str(self.python()), str(HERE / f"with_{self.name}.py"), *map(str, arguments)]
 
 
 PGQUEUER = Peer(

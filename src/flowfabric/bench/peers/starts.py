@@ -12,7 +12,7 @@ _STAMP = struct.Struct("<q")
 
 
 def note() -> None:
-    """Note that a job has started."""
+    """Record that a job has started."""
     os.write(_file(), _STAMP.pack(time.monotonic_ns()))
 
 
@@ -23,7 +23,7 @@ def _file() -> int:
 
 def count(path: str) -> int:
     """Return how many jobs have started."""
-    return os.path.getsize(path) // _STAMP.size if os.path.exists(path) else 0  # noqa: PTH202, PTH110 - asked often
+    return os.path.getsize(path) // _STAMP.size if os.path.exists(path) else 0  # noqa: PTH202, PTH110 - called often
 
 
 def per_second(path: str) -> float:

@@ -1,6 +1,6 @@
 """pgqueuer on Postgres: `with_pgqueuer.py submit DSN JOBS`, then `with_pgqueuer.py work DSN`.
 
-Its fastest documented way: batches in both directions, a pool, uvloop.
+The fastest setup that its documentation shows: batched submits and claims, a connection pool, uvloop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def submit(dsn: str, jobs: int) -> None:
 
 
 async def work(dsn: str) -> None:
-    """Work until told to stop."""
+    """Process jobs until SIGTERM."""
     queue = PgQueuer(AsyncpgPoolDriver(await asyncpg.create_pool(dsn, min_size=4, max_size=8)))
 
     @queue.entrypoint("noop")  # type: ignore[untyped-decorator]

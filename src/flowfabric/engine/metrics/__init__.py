@@ -1,1 +1,1 @@
-"""metrics"""
+"""Counters, histograms and gauges of one engine."""

@@ -1,4 +1,4 @@
-"""What the engine counts and times, for whoever exports it. Names and labels are those of the specification."""
+"""The metrics registry of one engine. Names and labels are those of the specification."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram(msgspec.Struct):
-    """How long something took, by bucket: those up to each bound, and the longer ones."""
+    """Durations by bucket: one bucket per bound, and one for longer durations."""
 
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     count: int = 0
     total_s: float = 0.0
 
-    def observe(self, seconds: float, often: int = 1) -> None:
-        """Once more, or so often, and this long."""
-        self.buckets[bisect_left(BUCKETS_S, seconds)] += often
-        self.count += often
-        self.total_s += seconds * often
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Record a duration, `times` times."""
+        self.buckets[bisect_left(BUCKETS_S, seconds)] += times
+        self.count += times
+        self.total_s += seconds * times
 
 
 class Metrics:
-    """Counters, timings and levels of one engine."""
+    """Counters, histograms and gauges of one engine."""
 
-    max_lane_labels = 100  # that have a name here; callers make lanes up, and every name is kept for ever
+    max_lane_labels = 100  # callers choose lane names, and every label is kept until the process ends
 
     def __init__(self) -> None:
         self._lanes: set[str] = set()
@@ -40,30 +40,30 @@ class Metrics:
         self.gauges: dict[tuple[str, Labels], float] = {}
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
-        """Something happened."""
+        """Increment a counter."""
         self.counters[name, tuple(sorted(labels.items()))] += amount
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Something took this long."""
+        """Record a duration in a histogram."""
         self.observe_labelled(name, tuple(sorted(labels.items())), seconds)
 
     def observe_labelled(self, name: str, labels: Labels, seconds: float) -> None:
-        """The same for labels that stand ready, in order."""
+        """Record a duration under labels that are already sorted."""
         self.histogram(name, labels).observe(seconds)
 
     def histogram(self, name: str, labels: Labels) -> Histogram:
-        """How long something took so far."""
+        """Return a histogram, created on first use."""
         timing = self.histograms.get((name, labels))
         if timing is None:
             timing = self.histograms[name, labels] = Histogram()
         return timing
 
     def counter_value(self, name: str, **labels: str) -> int:
-        """How often something happened."""
+        """Return the value of a counter."""
         return self.counters[name, tuple(sorted(labels.items()))]
 
     def lane_label(self, lane_id: str) -> str:
-        """What a lane is called here: by its name, or `other` when too many have one."""
+        """Return the label of a lane: its name, or `other` once `max_lane_labels` names are in use."""
         if lane_id not in self._lanes:
             if len(self._lanes) >= self.max_lane_labels:
                 return OTHER_LANES
@@ -71,10 +71,10 @@ class Metrics:
         return lane_id
 
     def add_to_gauge(self, name: str, level: float, **labels: str) -> None:
-        """Something stands higher by this much."""
+        """Add to a gauge."""
         key = (name, tuple(sorted(labels.items())))
         self.gauges[key] = self.gauges.get(key, 0) + level
 
     def set_gauge(self, name: str, level: float, **labels: str) -> None:
-        """Something stands at this level now."""
+        """Set a gauge."""
         self.gauges[name, tuple(sorted(labels.items()))] = level

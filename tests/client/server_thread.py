@@ -1,4 +1,4 @@
-"""A server beside the tests: in a thread with a loop of its own, on a free port that it keeps over restarts."""
+"""A server in a thread with its own event loop, on a free port that it keeps over restarts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.server.lifecycle import Server, engine_lifespan
 
 
-class Serving:
+class ServerThread:
     """One server on one store."""
 
     def __init__(self, store_url: str, settings: ServerSettings | None = None) -> None:
         self.store_url = store_url
-        self.settings = msgspec.structs.replace(settings or ServerSettings(), host="127.0.0.1", port=_free_port())
+        self.settings = msgspec.structs.replace(settings or ServerSettings(), host="127.0.0.1", port=free_port())
         self.app: App | None = None
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
         return f"http://127.0.0.1:{self.settings.port}"
 
     def start(self) -> None:
-        """Serve; returns when it listens."""
+        """Start the server; return when it listens."""
         ready = threading.Event()
 
         async def run() -> None:
@@ -49,7 +48,7 @@ class Serving:
         assert ready.wait(30), "the server does not listen"
 
     def stop(self) -> None:
-        """Shut down as SIGTERM would; returns when it is gone."""
+        """Shut down as SIGTERM would; return when the thread has ended."""
         assert self._server is not None
         assert self._thread is not None
         self._server.should_exit = True
@@ -57,12 +56,12 @@ class Serving:
         assert not self._thread.is_alive(), "the server does not end"
 
     def restart(self) -> None:
-        """Another process on the same store and port."""
+        """Stop, and start again on the same store and port."""
         self.stop()
         self.start()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Do something on the server's loop."""
+        """Call a function on the server's loop."""
 
         async def called() -> Any:
             return function()
@@ -71,9 +70,9 @@ class Serving:
 
 
 @contextmanager
-def serving(store_url: str, settings: ServerSettings | None = None) -> Iterator[Serving]:
-    """A server while the block runs."""
-    server = Serving(store_url, settings)
+def run_server(store_url: str, settings: ServerSettings | None = None) -> Iterator[ServerThread]:
+    """Run a server during the block."""
+    server = ServerThread(store_url, settings)
     server.start()
     try:
         yield server
@@ -81,7 +80,7 @@ def serving(store_url: str, settings: ServerSettings | None = None) -> Iterator[
         server.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
