@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
 from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 from tests.server.asking import Asking, fresh, path
 
 MEGABYTES = 10 * 1024 * 1024

@@ -1,7 +1,7 @@
-"""Words for scenarios: an engine, a clock that the test moves, and short forms of what scenarios keep saying.
+"""The test environment: one engine on one store, a manual clock, and the operations that scenarios repeat.
 
-A vector is written as in the specification: lifecycle / ownership / eligibility / blocking / outcome / attempt_state /
-public.
+A state vector is written as in the specification: lifecycle / ownership / eligibility / blocking / outcome /
+attempt_state / public.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.feed import CompletionFeedEntry, LeaseFeedEntry, OperatorFeedEntry
 from flowfabric.stores.queries import Read
 from flowfabric.testing import SyncPoint
-from tests.scenarios.watched import Watched, dump
+from tests.scenarios.checked_store import CheckedStore, dump
 
 N = TypeVar("N")
 
@@ -78,75 +78,81 @@ CORE_FIELDS = (
 
 
 def terminal(outcome: str, attempt_state: str = "attempt_terminal") -> str:
-    """The vector of an ended execution."""
+    """Return the state vector of a terminal execution."""
     public = "completed" if outcome == "success" else outcome
     return f"terminal/unowned/not_applicable/none/{outcome}/{attempt_state}/{public}"
 
 
 def fence_of(claimed: Claimed) -> Fence:
-    """The triple that a claim gave out."""
+    """Return the fence triple of a claim."""
     return Fence(claimed.lease_id, claimed.lease_epoch, claimed.attempt_id)
 
 
-class Play:
-    """One engine on one store, and what a scenario does with them."""
+class Env:
+    """One engine on one store with a manual clock."""
 
     def __init__(self, engine: Engine, clock: ManualClock) -> None:
         self.engine = engine
         self.clock = clock
 
     @property
-    def store(self) -> Watched:
-        """The store under watch."""
+    def store(self) -> CheckedStore:
+        """The store that checks invariants."""
         store = self.engine.store
-        assert isinstance(store, Watched)
+        assert isinstance(store, CheckedStore)
         return store
 
     @property
     def now(self) -> int:
-        """The store's time."""
+        """The time of the store."""
         return self.clock.now
 
-    def slowed(self, verb: str) -> SyncPoint:
-        """Stop the next call of a verb of the store until the test lets it go on."""
-        gate, inner = SyncPoint(), getattr(self.store, verb)
+    def pause_next(self, method: str) -> SyncPoint:
+        """Pause the next call of a store method until the test releases it."""
+        sync, inner = SyncPoint(), getattr(self.store, method)
 
-        async def passing(*given: Any, **named: Any) -> Any:
-            delattr(self.store, verb)
-            await gate.pause()
-            return await inner(*given, **named)
+        async def paused(*args: Any, **kwargs: Any) -> Any:
+            delattr(self.store, method)
+            await sync.pause()
+            return await inner(*args, **kwargs)
 
-        setattr(self.store, verb, passing)
-        return gate
+        setattr(self.store, method, paused)
+        return sync
 
-    async def late(self, asking: Awaitable[N], by_ms: int) -> N:
-        """What comes of a call that was decided now and reaches the store so much later."""
-        gate = self.slowed("commit")
-        asked = asyncio.ensure_future(asking)
+    async def commit_late(self, call: Awaitable[N], by_ms: int) -> N:
+        """Return the result of a call whose commit reaches the store `by_ms` after its decision."""
+        sync = self.pause_next("commit")
+        task = asyncio.ensure_future(call)
         async with asyncio.timeout(20):
-            await gate.reached()
+            await sync.reached()
             self.clock.advance_ms(by_ms)
-            gate.release()
-            return await asked
+            sync.release()
+            return await task
 
-    # -- doing --------------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------------------------
 
-    async def create(self, *, lane: str = "default", execution_id: str | None = None, **given: Any) -> ExecutionId:
-        """A new execution."""
+    async def create(self, *, lane: str = "default", execution_id: str | None = None, **options: Any) -> ExecutionId:
+        """Create an execution."""
         e = ExecutionId(execution_id) if execution_id else self.engine.new_execution_id(lane)
-        assert isinstance(await self.engine.create_execution(execution_id=e, lane_id=lane, **given), Created)
+        assert isinstance(await self.engine.create_execution(execution_id=e, lane_id=lane, **options), Created)
         return e
 
     async def grant(
-        self, e: str, worker: str = "wa", *, can: Iterable[str] = (), ttl: int = GRANT_MS, lane: str = "default"
+        self,
+        e: str,
+        worker: str = "wa",
+        *,
+        capabilities: Iterable[str] = (),
+        ttl: int = GRANT_MS,
+        lane: str = "default",
     ) -> None:
-        """A claim grant for a worker."""
+        """Issue a claim grant to a worker."""
         granted = await self.engine.issue_claim_grant(
             e,
             lane_id=lane,
             worker_id=worker,
             worker_instance_id=f"{worker}-1",
-            worker_capabilities=can,
+            worker_capabilities=capabilities,
             grant_ttl_ms=ttl,
         )
         assert granted.execution_id == e
@@ -154,167 +160,177 @@ class Play:
     async def claim(
         self, e: str, worker: str = "wa", *, instance: str = "", ttl: int = LEASE_MS, **more: Any
     ) -> Claimed:
-        """Redeem a claim grant with a fresh attempt."""
+        """Redeem a claim grant; a new attempt starts."""
         return await self.engine.claim_execution(
             e, worker_id=worker, worker_instance_id=instance or f"{worker}-1", lease_ttl_ms=ttl, **more
         )
 
-    async def claimed(self, worker: str = "wa", *, ttl: int = LEASE_MS, claim: Any = None, **given: Any) -> Claimed:
-        """A new execution, granted to and claimed by a worker."""
-        e = await self.create(**given)
-        await self.grant(e, worker, lane=given.get("lane", "default"))
+    async def create_and_claim(
+        self, worker: str = "wa", *, ttl: int = LEASE_MS, claim: Any = None, **options: Any
+    ) -> Claimed:
+        """Create an execution, grant it to a worker and claim it."""
+        e = await self.create(**options)
+        await self.grant(e, worker, lane=options.get("lane", "default"))
         return await self.claim(e, worker, ttl=ttl, **(claim or {}))
 
-    async def claimed_again(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
-        """A grant and a fresh claim for an execution that exists."""
+    async def grant_and_claim(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
+        """Grant an execution to a worker and claim it; a new attempt starts."""
         await self.grant(e, worker)
         return await self.claim(e, worker, **more)
 
     async def resume(
         self, e: str, worker: str = "wa", *, instance: str = "", ttl: int = LEASE_MS, **more: Any
     ) -> Claimed:
-        """Redeem a claim grant by going on with the interrupted attempt."""
+        """Redeem a claim grant; the interrupted attempt continues."""
         return await self.engine.claim_resumed_execution(
             e, worker_id=worker, worker_instance_id=instance or f"{worker}-1", lease_ttl_ms=ttl, **more
         )
 
-    async def resumed(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
-        """A grant and a resumed claim."""
+    async def grant_and_resume(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
+        """Grant an execution to a worker and resume its attempt."""
         await self.grant(e, worker)
         return await self.resume(e, worker, **more)
 
-    async def delayed(self, held: Claimed, length: int = 1000) -> None:
-        """The holder puts its work away for a while."""
-        answer = await self.engine.delay(held.handle, delay_until=self.now + length)
+    async def delay(self, claim: Claimed, length: int = 1000) -> None:
+        """Delay a claimed execution."""
+        answer = await self.engine.delay(claim.handle, delay_until=self.now + length)
         assert isinstance(answer, Delayed)
 
-    async def promoted(self, e: str) -> None:
-        """Time passes until the delay is over, and the promoter comes by."""
+    async def promote(self, e: str) -> None:
+        """Advance the clock to the end of the delay and promote the execution."""
         until = (await self.core(e))["delay_until"]
         self.clock.now = max(self.now, until)
         assert await self.engine.promote_delayed(e) is Promotion.PROMOTED
 
-    async def expired(self, held: Claimed) -> None:
-        """The lease lapses and is marked."""
-        self.clock.now = (await self.core(held.execution_id))["lease_expires_at"]
-        assert isinstance(await self.engine.mark_lease_expired_if_due(held.execution_id), MarkedExpired)
+    async def expire_lease(self, claim: Claimed) -> None:
+        """Advance the clock to the expiry of the lease and mark it expired."""
+        self.clock.now = (await self.core(claim.execution_id))["lease_expires_at"]
+        assert isinstance(await self.engine.mark_lease_expired_if_due(claim.execution_id), MarkedExpired)
 
-    async def revoked(self, held: Claimed, reason: str = "operator_revoke") -> None:
-        """An operator takes the lease away."""
-        answer = await self.engine.revoke_lease(held.execution_id, reason=reason)
-        assert answer == Revoked(held.lease_id, held.lease_epoch)
+    async def revoke_lease(self, claim: Claimed, reason: str = "operator_revoke") -> None:
+        """Revoke the lease as an operator."""
+        answer = await self.engine.revoke_lease(claim.execution_id, reason=reason)
+        assert answer == Revoked(claim.lease_id, claim.lease_epoch)
 
-    async def reclaim_grant(
-        self, e: str, worker: str = "wb", *, can: Iterable[str] = (), ttl: int = GRANT_MS, lane: str = "default"
+    async def issue_reclaim_grant(
+        self,
+        e: str,
+        worker: str = "wb",
+        *,
+        capabilities: Iterable[str] = (),
+        ttl: int = GRANT_MS,
+        lane: str = "default",
     ) -> Any:
-        """What a worker that asks for a reclaim grant hears."""
+        """Request a reclaim grant for a worker."""
         return await self.engine.issue_reclaim_grant(
             e,
             lane_id=lane,
             worker_id=worker,
             worker_instance_id=f"{worker}-1",
-            worker_capabilities=can,
+            worker_capabilities=capabilities,
             grant_ttl_ms=ttl,
         )
 
     async def reclaim(self, e: str, worker: str = "wb", *, instance: str = "", ttl: int = LEASE_MS, **more: Any) -> Any:
-        """What a worker that reclaims hears."""
+        """Reclaim an execution for a worker."""
         return await self.engine.reclaim_execution(
             e, worker_id=worker, worker_instance_id=instance or f"{worker}-1", lease_ttl_ms=ttl, **more
         )
 
-    async def reclaimed(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
-        """A reclaim grant, redeemed."""
-        assert isinstance(await self.reclaim_grant(e, worker), ReclaimGrant)
+    async def grant_and_reclaim(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
+        """Issue a reclaim grant to a worker and redeem it."""
+        assert isinstance(await self.issue_reclaim_grant(e, worker), ReclaimGrant)
         claimed = await self.reclaim(e, worker, **more)
         assert isinstance(claimed, Claimed)
         return claimed
 
-    async def next_for(self, worker: str = "wa", *, can: Iterable[str] = (), lane: str = "default") -> Any:
-        """What the scheduler grants to a worker next."""
+    async def grant_next(self, worker: str = "wa", *, capabilities: Iterable[str] = (), lane: str = "default") -> Any:
+        """Grant the next execution to a worker, as the scheduler does."""
         return await self.engine.claim_for_worker(
-            lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=can, grant_ttl_ms=GRANT_MS
+            lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=capabilities, grant_ttl_ms=GRANT_MS
         )
 
-    async def pull(self, worker: str = "wa", *, can: Iterable[str] = (), lane: str = "default") -> Claimed | None:
-        """What a worker that pulls gets."""
+    async def claim_next(
+        self, worker: str = "wa", *, capabilities: Iterable[str] = (), lane: str = "default"
+    ) -> Claimed | None:
+        """Claim the next execution for a worker, or return None."""
         return await self.engine.claim(
-            lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=can, lease_ttl_ms=LEASE_MS
+            lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=capabilities, lease_ttl_ms=LEASE_MS
         )
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------
 
-    async def sheet(self, e: str) -> Execution:
-        """The execution's row as it is kept."""
+    async def row(self, e: str) -> Execution:
+        """Load the row of an execution."""
         loaded = await self.engine.runtime.load((Read(Execution, (e,)),))
         [row] = loaded.rows[0]
         assert isinstance(row, Execution)
         return row
 
     async def core(self, e: str) -> dict[str, Any]:
-        """Every field of the core record that is set."""
+        """Read the fields of the core record that are set."""
         return await self.engine.read_exec_core_fields(partition_of(ExecutionId(e)), e, CORE_FIELDS)
 
     async def vector(self, e: str) -> str:
-        """The seven dimensions."""
+        """Read the state vector."""
         vector = await self.engine.read_state_vector(e)
         assert vector is not None
         return "/".join(msgspec.structs.astuple(vector))
 
     async def live_grant(self, e: str) -> Grant | None:
-        """The grant in the execution's slot, if its time is not over."""
-        row = await self.sheet(e)
+        """Return the grant of an execution unless it has expired."""
+        row = await self.row(e)
         grant = None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
         return grant if grant and grant.expires_at > self.now else None
 
     async def eligible(self, lane: str = "default", partition: int = DEFAULT_PARTITION) -> list[str]:
-        """The lane's eligible order."""
+        """Read the eligible executions of a lane in queue order."""
         return await self.engine.scan_eligible_executions(lane, partition, 100)
 
     async def attempt(self, e: str, index: int) -> AttemptView:
-        """One attempt record."""
+        """Read one attempt record."""
         return (await self.engine.attempt_history(e))[index]
 
-    async def history(self, e: str) -> list[HistoryEntry]:
-        """The lease history."""
+    async def lease_history(self, e: str) -> list[HistoryEntry]:
+        """Read the lease history."""
         return await self.engine.lease_history(e)
 
-    async def told(self, e: str) -> list[str]:
-        """The lease history in short: each entry's name, and its reason when it has one."""
-        entries = await self.history(e)
+    async def lease_events(self, e: str) -> list[str]:
+        """Return the lease history in short: the event of each entry and its reason, if any."""
+        entries = await self.lease_history(e)
         return [" ".join(filter(None, (entry.event, entry.fields.get("reason")))) for entry in entries]
 
     async def completions(self, *executions: str) -> list[CompletionFeedEntry]:
-        """The completion feed from its start, of these executions or of all."""
-        return _of(executions, await _all(await self.engine.subscribe_completion(FROM_THE_START)))
+        """Read the completion feed from its start, of these executions or of all."""
+        return _of(executions, await drain(await self.engine.subscribe_completion(FROM_THE_START)))
 
     async def outcomes(self, *executions: str) -> list[str]:
-        """The completion feed in short."""
+        """Return the outcomes on the completion feed."""
         return [completion.outcome for completion in await self.completions(*executions)]
 
     async def operator_events(self, *executions: str) -> list[OperatorFeedEntry]:
-        """The operator feed from its start."""
-        return _of(executions, await _all(await self.engine.subscribe_operator_event(FROM_THE_START)))
+        """Read the operator feed from its start."""
+        return _of(executions, await drain(await self.engine.subscribe_operator_event(FROM_THE_START)))
 
     async def lease_feed(self, *executions: str) -> list[LeaseFeedEntry]:
-        """The lease feed from its start."""
-        return _of(executions, await _all(await self.engine.subscribe_lease_history(FROM_THE_START)))
+        """Read the lease feed from its start."""
+        return _of(executions, await drain(await self.engine.subscribe_lease_history(FROM_THE_START)))
 
-    async def everything(self) -> dict[str, list[Any]]:
-        """All rows and events of the store."""
+    async def dump(self) -> dict[str, list[Any]]:
+        """Return every row and event of the store."""
         return await dump(self.store.store)
 
     @asynccontextmanager
-    async def untouched(self) -> AsyncIterator[None]:
-        """What is done here leaves no trace in the store, nor does what follows from it."""
-        await self.at_rest()
-        before = await self.everything()
+    async def unchanged(self) -> AsyncIterator[None]:
+        """Assert that the block and its background work change nothing in the store."""
+        await self.wait_until_idle()
+        before = await self.dump()
         yield
-        await self.at_rest()
-        assert await self.everything() == before
+        await self.wait_until_idle()
+        assert await self.dump() == before
 
-    async def at_rest(self) -> None:
-        """Wait until the engine has done what follows from what was asked of it."""
+    async def wait_until_idle(self) -> None:
+        """Wait until the engine has no background work."""
         while self.engine.child_completion_tasks:
             await asyncio.wait(self.engine.child_completion_tasks)
         await self.engine.wait_for_deliveries()
@@ -323,19 +339,19 @@ class Play:
     async def refused(
         self, error: type[errors.FabricError], detail: str | None = None, **facts: Any
     ) -> AsyncIterator[None]:
-        """What is asked here is refused with this error, and leaves no trace."""
-        async with self.untouched():
+        """Assert that the block raises this error and changes nothing in the store."""
+        async with self.unchanged():
             with pytest.raises(error) as caught:
                 yield
         assert type(caught.value) is error
         if caught.value.kind in ABOUT_ONE_EXECUTION:
-            assert caught.value.execution_id, "say which execution"
+            assert caught.value.execution_id, "the error names its execution"
         assert detail is None or caught.value.detail == detail
         assert {name: getattr(caught.value, name) for name in facts} == facts
 
 
-def lease_bound(engine: Engine, handle: Handle, now: int) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """The calls that only the holder of a live lease may make."""
+def lease_operations(engine: Engine, handle: Handle, now: int) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """Return the operations that require a live lease."""
     return {
         "renew": lambda: engine.renew(handle, lease_ttl_ms=LEASE_MS),
         "progress": lambda: engine.progress(handle, pct=1),
@@ -347,11 +363,12 @@ def lease_bound(engine: Engine, handle: Handle, now: int) -> dict[str, Callable[
     }
 
 
-async def _all(subscription: Subscription[N]) -> list[N]:
-    found: list[N] = []
+async def drain(subscription: Subscription[N]) -> list[N]:
+    """Return the events that a subscription has now."""
+    events: list[N] = []
     while (event := await subscription.next(timeout_s=0)) is not None:
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def _of(executions: tuple[str, ...], events: list[Any]) -> list[Any]:
