@@ -84,6 +84,11 @@ class DurableFunction:
     async def memo(self, name: str) -> GateMemo:
         return (await self.engine.read_waits(self.e)).memos[name]
 
+    async def complete_child(self, child: Claimed, result: bytes | None = None) -> None:
+        """Complete a child and wait until its completion reaches the parent."""
+        await self.engine.complete(child.handle, result=result)
+        await self.engine.wait_for_child_completions()
+
     async def create_child(self) -> Claimed:
         """Create and claim a child on the partition of its parent."""
         e = await self.env.create(parent_id=self.e)

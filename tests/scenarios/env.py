@@ -35,6 +35,7 @@ from flowfabric.model.answers.execution import (
 from flowfabric.model.execution import Execution, Grant
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.feed import CompletionFeedEntry, LeaseFeedEntry, OperatorFeedEntry
+from flowfabric.rules.suspension.views import SuspensionRecord
 from flowfabric.stores.queries import Read
 from flowfabric.testing import SyncPoint
 from tests.scenarios.checked_store import CheckedStore, dump
@@ -88,6 +89,18 @@ def fence_of(claimed: Claimed) -> Fence:
     return Fence(claimed.lease_id, claimed.lease_epoch, claimed.attempt_id)
 
 
+def lease_fields(claim: Claimed, worker: str = "wa") -> dict[str, Any]:
+    """Return the lease fields of a history entry."""
+    return {
+        "lease_id": claim.lease_id,
+        "lease_epoch": claim.lease_epoch,
+        "attempt_id": claim.attempt_id,
+        "attempt_index": claim.attempt_index,
+        "worker_id": worker,
+        "worker_instance_id": f"{worker}-1",
+    }
+
+
 class Env:
     """One engine on one store with a manual clock."""
 
@@ -128,6 +141,16 @@ class Env:
             self.clock.advance_ms(by_ms)
             sync.release()
             return await task
+
+    async def race(self, slow: Awaitable[Any], fast: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:
+        """Pause a call before its commit, run another to its end, and return both outcomes."""
+        sync = self.pause_next("commit")
+        task = asyncio.ensure_future(slow)
+        async with asyncio.timeout(20):
+            await sync.reached()
+            second = await _outcome(fast())
+            sync.release()
+            return await _outcome(task), second
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -258,6 +281,22 @@ class Env:
             lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=capabilities, lease_ttl_ms=LEASE_MS
         )
 
+    async def claim_existing(self, worker: str = "wa", **options: Any) -> Claimed:
+        """Claim the next execution for a worker; there must be one."""
+        claim = await self.claim_next(worker, **options)
+        assert claim is not None
+        return claim
+
+    async def complete_and_deliver(self, claim: Claimed) -> None:
+        """Complete an execution and wait until its outbox messages are delivered."""
+        await self.engine.complete(claim.handle)
+        await self.engine.wait_for_deliveries()
+
+    async def cancel_and_deliver(self, e: str) -> None:
+        """Cancel an execution and wait until its outbox messages are delivered."""
+        await self.engine.cancel_execution(e)
+        await self.engine.wait_for_deliveries()
+
     # -- reads ---------------------------------------------------------------------------------------------------
 
     async def row(self, e: str) -> Execution:
@@ -282,6 +321,18 @@ class Env:
         row = await self.row(e)
         grant = None if row.grant is None else msgspec.json.decode(row.grant, type=Grant)
         return grant if grant and grant.expires_at > self.now else None
+
+    async def existing_grant(self, e: str) -> Grant:
+        """Return the live grant of an execution; there must be one."""
+        grant = await self.live_grant(e)
+        assert grant is not None
+        return grant
+
+    async def suspension(self, e: str) -> SuspensionRecord:
+        """Read the suspension of an execution; there must be one."""
+        suspension = await self.engine.describe_suspension(e)
+        assert suspension is not None
+        return suspension
 
     async def eligible(self, lane: str = "default", partition: int = DEFAULT_PARTITION) -> list[str]:
         """Read the eligible executions of a lane in queue order."""
@@ -348,6 +399,13 @@ class Env:
             assert caught.value.execution_id, "the error names its execution"
         assert detail is None or caught.value.detail == detail
         assert {name: getattr(caught.value, name) for name in facts} == facts
+
+
+async def _outcome(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except errors.FabricError as refused:
+        return refused
 
 
 def lease_operations(engine: Engine, handle: Handle, now: int) -> dict[str, Callable[[], Awaitable[Any]]]:

@@ -19,8 +19,16 @@ from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Guard, Write
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingMemberCancel, PendingSiblingCancel
+from flowfabric.model.flow import (
+    CancelBacklog,
+    Dependency,
+    EdgeGroup,
+    FlowSummary,
+    PendingMemberCancel,
+    PendingSiblingCancel,
+)
 from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.rules.flow.views import FlowSnapshot
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
 from flowfabric.stores.queries import Read
 from tests.scenarios.waits import ANY
@@ -55,12 +63,14 @@ class FlowEnv:
     def partition(self) -> int:
         return flow_partition(self.id, self.engine.partitions)
 
-    async def begin(self, members: str | Iterable[str] = "", **options: Any) -> FlowEnv:
-        """Create the flow with these members."""
+    async def begin(self, members: str | Iterable[str] = "", edges: Iterable[str] = (), **options: Any) -> FlowEnv:
+        """Create the flow with these members and edges; an edge is a pair of one-letter names."""
         namespace = options.get("namespace", "default")
         assert await self.engine.create_flow(self.id, namespace=namespace) == flow_answers.FlowCreated(self.id)
         for name in members:
             await self.add(name, **options)
+        for pair in edges:
+            await self.edge(pair[0], pair[1])
         return self
 
     async def create_mixed(self, namespaces: dict[str, str], *pairs: str) -> None:
@@ -135,6 +145,11 @@ class FlowEnv:
         for upstream in upstreams:
             await self.edge(upstream, downstream, **options)
 
+    async def begin_join(self, upstreams: str, downstream: str, policy: Any = None, **options: Any) -> None:
+        """Create the flow with these members and join the upstreams into the downstream."""
+        await self.begin(downstream + upstreams, **options)
+        await self.join(upstreams, downstream, policy)
+
     async def set_policy(self, downstream: str, policy: Any) -> flow_answers.SetJoinPolicyResult:
         return await self.engine.set_edge_group_policy(self.id, self.names[downstream], policy)
 
@@ -169,6 +184,14 @@ class FlowEnv:
     async def fail(self, *names: str) -> None:
         for name in names:
             await self.engine.fail((await self.claim(name)).handle, reason="broken")
+
+    async def succeed_and_cascade(self, *names: str, result: bytes | None = None) -> None:
+        await self.succeed(*names, result=result)
+        await self.cascade(*names)
+
+    async def fail_and_cascade(self, *names: str) -> None:
+        await self.fail(*names)
+        await self.cascade(*names)
 
     async def cancel(self, *names: str) -> None:
         for name in names:
@@ -209,6 +232,16 @@ class FlowEnv:
         row = await self.row(name)
         parts = (row.lifecycle_phase, row.ownership_state, row.eligibility_state, row.blocking_reason)
         return "/".join([*parts, row.terminal_outcome, row.attempt_state, row.public_state])
+
+    async def describe(self) -> FlowSnapshot:
+        described = await self.engine.describe_flow(self.id)
+        assert described is not None
+        return described
+
+    async def summary(self) -> FlowSummary:
+        summary = await self.engine.get_flow_summary(self.id)
+        assert summary is not None
+        return summary
 
     async def group(self, name: str) -> EdgeGroup:
         found: EdgeGroup = await self.load(EdgeGroup, self.id, self.names[name])

@@ -80,6 +80,11 @@ class Waits:
         claim = await self.env.create_and_claim()
         return claim, await self.suspend(claim, condition, *bindings, **options)
 
+    async def create_pending(self, key: str, expires_in_ms: int) -> tuple[Claimed, PendingWaitpoint]:
+        """Create and claim an execution and create a pending waitpoint for it."""
+        claim = await self.env.create_and_claim()
+        return claim, await self.engine.create_waitpoint(claim.handle, key, expires_in_ms)
+
     async def suspend_on_pending(
         self, claim: Claimed, pending: PendingWaitpoint, condition: Condition, **options: Any
     ) -> Suspended | ConditionAlreadySatisfied:

@@ -27,11 +27,9 @@ async def test_the_completion_of_all_children_resumes_the_parent(function: Durab
     await function.children("both", first.execution_id, second.execution_id)
     await function.park("both")
 
-    await function.engine.complete(first.handle)
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(first)
     assert await env.vector(function.e) == WAITS
-    await function.engine.complete(second.handle)
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(second)
 
     assert await env.vector(function.e) == RESUMABLE
     assert (await function.memo("both")).ended_as is GateOutcome.SATISFIED
@@ -46,8 +44,7 @@ async def test_the_completion_of_a_child_closes_no_other_gate(function: DurableF
     await function.timer("nap", 60_000)
     env.clock.advance_ms(10)
 
-    await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(child)
 
     waits = await function.engine.read_waits(function.e)
     assert {name: memo.ended_as for name, memo in waits.memos.items()} == {"one": GateOutcome.SATISFIED}
@@ -101,8 +98,7 @@ async def test_the_completion_of_a_child_of_a_purged_parent_is_discarded(functio
 
 async def test_a_child_that_completed_before_the_gate_counts(function: DurableFunction) -> None:
     child = await function.create_child()
-    await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(child)
 
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
     assert closed(await function.children("again", child.execution_id)).ended_as is GateOutcome.SATISFIED
@@ -182,8 +178,7 @@ async def test_a_child_is_not_purged_before_its_parent_completes(function: Durab
     child = await function.create_child()
     await function.children("one", child.execution_id)
     await function.park("one")
-    await function.engine.complete(child.handle, result=b"7")
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(child, result=b"7")
 
     for _ in range(3):
         env.clock.advance_ms(DAY_MS)

@@ -42,8 +42,7 @@ async def test_a_gate_that_closes_closes_the_suspension_on_it(
     await function.vote(gate, "ana")
     await function.vote(gate, "bo")
 
-    record = await env.engine.describe_suspension(function.e)
-    assert record is not None
+    record = await env.suspension(function.e)
     assert (record.satisfied_at, record.closed_at, record.close_reason) == (env.now, env.now, "resumed")
     assert (await env.engine.list_suspended(DEFAULT_PARTITION)).entries == []
     await function.resume()
@@ -163,8 +162,7 @@ async def test_park_replaces_the_previous_suspension_and_keeps_gates_and_message
 
     await function.engine.park(function.claim.handle, ("approve",), reason_code="waiting_for_approval")
 
-    record = await env.engine.describe_suspension(e)
-    assert record is not None
+    record = await env.suspension(e)
     assert (record.attempt_index, record.created_at, record.timeout_at) == (1, t + 7, None)
     assert (record.gates, record.reason_code, record.last_signal_at) == (["approve"], "waiting_for_approval", None)
     assert (record.satisfied_at, record.closed_at, record.closer_signal_id) == (None, None, None)

@@ -83,8 +83,7 @@ async def test_a_purge_deletes_steps_gates_messages_and_children(function: Durab
     await function.vote(gate, "ana", idempotency_key="i")
     await function.send(b"unread", idempotency_key="i")
     await function.receive("r0")
-    await function.engine.complete(child.handle)
-    await function.engine.wait_for_child_completions()
+    await function.complete_child(child)
     await function.engine.complete(function.claim.handle)
 
     env.clock.advance_ms(25 * HOUR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -138,8 +137,7 @@ async def test_creating_an_existing_id_returns_a_duplicate_and_changes_nothing(e
     engine = env.engine
     e = await env.create(priority=5, input_payload=b"A", tags={"a.b": "1"}, policy={"max_replay_count": 3})
     if life != "waiting":
-        await env.grant(e)
-        claim = await env.claim(e)
+        claim = await env.grant_and_claim(e, "wa")
         if life == "terminal":
             await engine.complete(claim.handle, result=b"R")
     env.clock.advance_ms(10)
@@ -225,21 +223,20 @@ async def test_an_idempotency_key_used_by_two_processes_at_once_creates_one_exec
     other_engine = Engine(env.store.store, minter=SeededMinter(9))
     winner, loser = other_engine.new_execution_id(), env.engine.new_execution_id()
     policy = None if window is None else {"dedup_window_ms": window}
-    gate = env.pause_next("commit")
-    request = asyncio.ensure_future(env.engine.create_execution(execution_id=loser, idempotency_key="k", policy=policy))
-    async with asyncio.timeout(20):
-        await gate.reached()
-        assert isinstance(await other_engine.create_execution(execution_id=winner, idempotency_key="k"), Created)
-        gate.release()
-        assert await request == Duplicate(winner)
+    lost, won = await env.race(
+        env.engine.create_execution(execution_id=loser, idempotency_key="k", policy=policy),
+        lambda: other_engine.create_execution(execution_id=winner, idempotency_key="k"),
+    )
+    assert isinstance(won, Created)
+    assert lost == Duplicate(winner)
     assert loser not in await env.eligible()
 
 
 @pytest.mark.spec("EX-012")
 async def test_create_clamps_the_priority(env: Env) -> None:
-    request = [9000, 10_000, 0, -5]
+    requested = [9000, 10_000, 0, -5]
     created = []
-    for priority in request:
+    for priority in requested:
         created.append(await env.create(priority=priority))
         env.clock.advance_ms(1)
 

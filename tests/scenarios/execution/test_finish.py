@@ -23,7 +23,7 @@ from flowfabric.model.answers.execution import (
 )
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.rules.execution.lease import Fence
-from tests.scenarios.env import EXPIRED_LEASE, LEASE_MS, Env, fence_of, terminal
+from tests.scenarios.env import EXPIRED_LEASE, LEASE_MS, Env, fence_of, lease_fields, terminal
 from tests.scenarios.scheduling.test_grants import MISSING
 
 RETRY_BACKOFF = "runnable/unowned/not_eligible_until_time/waiting_for_retry_backoff/none/pending_retry_attempt/delayed"
@@ -70,19 +70,7 @@ async def test_complete_ends_the_execution_and_releases_its_lease(env: Env) -> N
     assert kept == (1, claim.attempt_id, 0)
     [attempt] = await env.engine.attempt_history(e)
     assert (attempt.attempt_state, attempt.ended_at) == (AttemptRecordState.ENDED_SUCCESS, t)
-    released = HistoryEntry(
-        "released",
-        t,
-        {
-            "lease_id": claim.lease_id,
-            "lease_epoch": 1,
-            "attempt_id": claim.attempt_id,
-            "attempt_index": 0,
-            "worker_id": "wa",
-            "worker_instance_id": "wa-1",
-            "reason": "completed",
-        },
-    )
+    released = HistoryEntry("released", t, lease_fields(claim) | {"reason": "completed"})
     assert (await env.lease_history(e))[1:] == [released]
     [done] = await env.completions()
     assert (done.execution_id, done.outcome, done.flow_id, done.at) == (e, "success", None, t)

@@ -31,23 +31,12 @@ from tests.scenarios.env import (
     WAITING,
     Env,
     fence_of,
+    lease_fields,
     lease_operations,
 )
 from tests.scenarios.scheduling.test_grants import MISSING
 
 OTHER = "99999999-9999-4999-8999-999999999999"
-
-
-def identity(claim: Claimed, worker: str = "wa") -> dict[str, Any]:
-    """Return the lease fields of a history entry."""
-    return {
-        "lease_id": claim.lease_id,
-        "lease_epoch": claim.lease_epoch,
-        "attempt_id": claim.attempt_id,
-        "attempt_index": claim.attempt_index,
-        "worker_id": worker,
-        "worker_instance_id": f"{worker}-1",
-    }
 
 
 @pytest.mark.spec("EX-032")
@@ -130,7 +119,7 @@ async def test_a_renewal_at_the_expiry_instant_is_refused_and_marks_the_lease_ex
     assert [core[name] for name in kept] == [before[name] for name in kept]
     assert core["lease_expires_at"] == env.now
     entries = await env.lease_history(e)
-    assert entries[1:] == [HistoryEntry("expired", env.now, identity(claim))]
+    assert entries[1:] == [HistoryEntry("expired", env.now, lease_fields(claim))]
     env.clock.advance_ms(5)
     async with env.refused(errors.LeaseExpired):
         await env.engine.renew(claim.handle, lease_ttl_ms=LEASE_MS)
@@ -309,7 +298,7 @@ async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
     }
     assert await env.core(e) == {name: value for name, value in before.items() if name not in gone} | changed
     assert (await env.lease_history(e))[1:] == [
-        HistoryEntry("revoked", env.now, identity(claim) | {"reason": "bad node"})
+        HistoryEntry("revoked", env.now, lease_fields(claim) | {"reason": "bad node"})
     ]
     assert [(event.variant, event.revoked_by) for event in await env.lease_feed(e)] == [
         ("Acquired", None),
@@ -338,8 +327,7 @@ async def test_a_revoked_execution_can_be_reclaimed_cancelled_or_expired(env: En
         case "reclaim":
             assert (await env.grant_and_reclaim(e)).lease_epoch == 2
         case "takeover":
-            taken = await env.claim_next("wb")
-            assert taken is not None
+            taken = await env.claim_existing("wb")
             assert (taken.execution_id, taken.lease_epoch, taken.handle.kind) == (e, 2, HandleKind.RECLAIMED)
         case "cancel":
             assert await env.engine.cancel_execution(e) == Cancelled(e)

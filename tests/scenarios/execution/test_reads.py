@@ -83,8 +83,7 @@ async def test_the_attempt_index_and_the_attempt_count_advance_with_each_new_att
         seen.append((await engine.read_current_attempt_index(e), await engine.read_total_attempt_count(e)))
 
     await observe()
-    await env.grant(e)
-    claim = await env.claim(e)
+    claim = await env.grant_and_claim(e, "wa")
     await observe()
     assert isinstance(await engine.fail(claim.handle, reason="flaky"), RetryScheduled)
     await observe()
@@ -270,10 +269,9 @@ async def test_the_clock_of_the_store_decides_not_the_local_estimate(env: Env, a
 
 async def test_execution_info_shows_a_completed_execution(env: Env) -> None:
     claim = await env.create_and_claim(namespace="n1", priority=4, execution_kind="mail")
-    e = claim.execution_id
     await env.engine.complete(claim.handle)
 
-    info = await env.engine.read_execution_info(e)
+    info = await env.engine.read_execution_info(claim.execution_id)
 
     assert info is not None
     assert "/".join(getattr(info.state_vector, name) for name in info.state_vector.__struct_fields__) == terminal(
@@ -282,7 +280,7 @@ async def test_execution_info_shows_a_completed_execution(env: Env) -> None:
     assert (info.namespace, info.priority, info.execution_kind, info.lane_id) == ("n1", 4, "mail", "default")
     assert (info.created_at, info.started_at, info.completed_at) == (env.now, env.now, env.now)
     assert (info.current_attempt_index, info.flow_id, info.blocking_detail) == (0, None, "")
-    assert await env.engine.get_execution_namespace(e) == "n1"
+    assert await env.engine.get_execution_namespace(claim.execution_id) == "n1"
 
 
 async def test_search_pages_through_executions_that_match_every_filter(env: Env) -> None:

@@ -75,8 +75,7 @@ def acquired(env: Env, *, lease: str = L, epoch: int = 1, worker: str = "wa") ->
 async def create_running(env: Env, **options: Any) -> tuple[Record, Claimed]:
     """Create and claim an execution; return its record and claim."""
     e = await env.create(**options)
-    await env.grant(e)
-    claim = await env.claim(e, lease_id=L, attempt_id=A)
+    claim = await env.grant_and_claim(e, "wa", lease_id=L, attempt_id=A)
     record = Record(env, e)
     await record.changes()
     return record, claim
@@ -135,8 +134,7 @@ async def test_a_grant_changes_only_the_mutation_time_and_a_claim_starts_an_atte
     touched = record.touched()
     await env.grant(e)
     assert await record.changes() == touched
-    grant = await env.live_grant(e)
-    assert grant is not None
+    grant = await env.existing_grant(e)
     assert (grant.kind, grant.worker_id, grant.worker_instance_id, grant.lane_id) == ("claim", "wa", "wa-1", "default")
     assert (grant.created_at, grant.expires_at) == (env.now, env.now + GRANT_MS)
 

@@ -14,8 +14,7 @@ from tests.scenarios.flow_env import WAITING, WAITS, FlowEnv, any_of, quorum
 
 
 async def graph_counts(flow: FlowEnv) -> tuple[int, int, int]:
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     return described.graph_revision, described.node_count, described.edge_count
 
 
@@ -25,8 +24,7 @@ async def test_create_flow_is_idempotent(flow: FlowEnv) -> None:
     second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n1")
 
     assert (first, second) == (flow_answers.FlowCreated(flow.id), flow_answers.FlowExists(flow.id))
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.flow_kind, described.namespace, described.public_flow_state) == ("dag", "n1", "open")
     assert (described.graph_revision, described.node_count, described.edge_count) == (0, 0, 0)
     assert (described.cancelled_at, described.cancel_reason, described.cancellation_policy) == (None, None, None)
@@ -154,8 +152,7 @@ async def test_applying_an_edge_does_not_interrupt_a_running_child(flow: FlowEnv
     row = await flow.row("b")
     assert (row.public_state, row.lease_id) == ("active", claim.lease_id)
     await flow.engine.complete(claim.handle)
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     assert await flow.state("b") == "completed"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
@@ -185,11 +182,9 @@ async def test_an_edge_applied_after_its_upstream_completed_is_resolved_by_the_r
 
 @pytest.mark.spec("S-013")
 async def test_a_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: FlowEnv) -> None:
-    await flow.begin("abdv")
-    await flow.edge("a", "b")
+    await flow.begin("abdv", edges=("ab",))
     await flow.join("a", "d", any_of("let_run"))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state("b", "d") == "waiting waiting"
 
     await flow.edge("v", "b")
@@ -198,8 +193,7 @@ async def test_a_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow:
     assert await flow.state("b", "d") == "waiting_children waiting"
     assert (await flow.counts("b"), (await flow.group("b")).satisfied_at) == ("1/0/0 of 2 pending", None)
     assert await flow.counts("d") == "1/0/0 of 2 satisfied"
-    await flow.succeed("v")
-    await flow.cascade("v")
+    await flow.succeed_and_cascade("v")
     assert await flow.vector("b") == WAITING
     assert await flow.counts("b") == "2/0/0 of 2 satisfied"
 
@@ -227,11 +221,9 @@ async def test_a_join_policy_can_be_repeated_and_replaced_before_the_edges(flow:
         flow_answers.SetJoinPolicyResult.SET,
     ]
     await flow.join("12345", "b")
-    await flow.succeed("1", "2")
-    await flow.cascade("1", "2")
+    await flow.succeed_and_cascade("1", "2")
     assert await flow.counts("b") == "2/0/0 of 5 pending"
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
     assert await flow.counts("b") == "3/0/0 of 5 satisfied"
 
 
@@ -310,8 +302,7 @@ async def test_an_edge_is_refused_for_the_first_reason_that_applies(flow: FlowEn
     assert await refusal(flow.id, b, c, 4) == "dependency_already_exists"
     await flow.engine.cancel_flow(flow.id, policy="flow_only")
     assert await refusal(flow.id, stranger, b, 9) == "flow_already_terminal"
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.graph_revision, described.edge_count) == (4, 1)
 
 

@@ -49,8 +49,7 @@ async def test_cancel_flow_with_wait_cancels_every_unfinished_member(flow: FlowE
     assert await cancel_events(flow) == [
         {"flow_id": flow.id, "cancellation_policy": "cancel_all", "reason": "r", "member_count": 3}
     ]
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.public_flow_state, described.cancelled_at) == ("cancelled", flow.clock.now)
     assert (described.cancel_reason, described.cancellation_policy) == ("r", "cancel_all")
 
@@ -251,8 +250,7 @@ async def test_an_empty_cancel_reason_gets_a_default(flow: FlowEnv, crashes: boo
 @pytest.mark.spec("S-049")
 async def test_dependents_of_a_cancelled_flow_are_cancelled_not_skipped(flow: FlowEnv) -> None:
     flow.engine.dispatcher._enabled = True
-    await flow.begin("abc")
-    await flow.chain("abc")
+    await flow.begin("abc", edges=("ab", "bc"))
 
     await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r")
     await flow.engine.finish_background_cancels()
@@ -263,11 +261,9 @@ async def test_dependents_of_a_cancelled_flow_are_cancelled_not_skipped(flow: Fl
 
 
 async def test_a_failure_before_the_cancel_leaves_dependents_to_the_cancel(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.chain("abc")
+    await flow.begin("abc", edges=("ab", "bc"))
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
 
     assert await flow.state(*"bc") == "waiting_children waiting_children"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"

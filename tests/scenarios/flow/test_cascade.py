@@ -26,8 +26,7 @@ async def outcomes(flow: FlowEnv, name: str) -> list[str | None]:
 
 @pytest.mark.spec("S-030")
 async def test_a_failure_skips_all_dependents_synchronously(flow: FlowEnv) -> None:
-    await flow.begin("abcd")
-    await flow.chain("abcd")
+    await flow.begin("abcd", edges=("ab", "bc", "cd"))
     await flow.fail("a")
 
     assert await flow.cascade("a") == [CascadeOutcome(resolved=3, cascaded_children=3, synchronous=True)]
@@ -41,8 +40,7 @@ async def test_the_completion_event_of_a_member_names_its_flow(flow: FlowEnv) ->
     await flow.begin("abc", namespace="n1", tags={"cairn.instance_id": "i1"})
     await flow.chain("bc")
     await flow.succeed("a")
-    await flow.fail("b")
-    await flow.cascade("b")
+    await flow.fail_and_cascade("b")
 
     events = await flow.engine.subscribe_completion(FROM_THE_START)
     found = [await events.next(timeout_s=0) for _ in range(4)]
@@ -80,8 +78,7 @@ async def test_a_retryable_failure_does_not_cascade(flow: FlowEnv) -> None:
 
     flow.clock.advance_ms(10)
     assert await flow.engine.promote_delayed(flow.names["a"]) is Promotion.PROMOTED
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     assert await flow.state("a", "b") == "failed skipped"
 
 
@@ -91,8 +88,7 @@ async def test_the_reconciler_resolves_an_undelivered_completion(
     flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_named: int
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", max_named)
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.succeed("a")
 
     assert await flow.sweep("dependency_reconciler") == [1]
@@ -104,8 +100,7 @@ async def test_the_reconciler_resolves_an_undelivered_completion(
 
 
 async def test_the_reconciler_resolves_a_completion_that_was_not_recorded_on_its_edge(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.succeed("a")
     dependency_key = (flow.names["b"], flow.edges["a", "b"])
     await flow.write(Patch(Dependency, dependency_key, {"outcome": None, "unfolded_at": None}))
@@ -117,8 +112,7 @@ async def test_the_reconciler_resolves_a_completion_that_was_not_recorded_on_its
 
 
 async def test_an_unrecorded_completion_is_counted_with_a_recorded_one(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c", any_of("let_run"))
+    await flow.begin_join("ab", "c", any_of("let_run"))
     await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
     await flow.succeed("b")
 
@@ -128,10 +122,8 @@ async def test_an_unrecorded_completion_is_counted_with_a_recorded_one(flow: Flo
 
 
 async def test_an_unrecorded_completion_is_found_in_a_partly_resolved_join(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.begin_join("ab", "c")
+    await flow.succeed_and_cascade("a")
     await flow.engine.cancel_execution(flow.names["b"], reason="r", source="flow_cascade")
 
     assert await flow.sweep("dependency_reconciler") == [1]
@@ -255,8 +247,7 @@ async def test_wait_children_after_the_join_was_satisfied_does_not_wait(flow: Fl
     await flow.begin("ab")
     claim = await flow.claim("b")
     await flow.edge("a", "b")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state("b") == "active"
 
     await flow.engine.wait_children(claim.handle)
@@ -265,11 +256,9 @@ async def test_wait_children_after_the_join_was_satisfied_does_not_wait(flow: Fl
 
 
 async def test_wait_children_of_a_replayed_execution_ignores_an_impossible_join(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await flow.engine.replay_execution(flow.names["b"])
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
@@ -316,16 +305,14 @@ async def test_an_execution_resumes_its_attempt_when_its_join_is_satisfied(flow:
     await flow.edge("a", "b")
     await flow.engine.wait_children(claim.handle)
 
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     again = await flow.claim("b")
     assert (again.attempt_index, again.attempt_id, again.lease_epoch) == (0, claim.attempt_id, claim.lease_epoch + 1)
 
 
 async def test_a_manual_promotion_is_refused_until_the_join_is_satisfied(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     promote = flow.engine.promote_blocked_to_eligible
 
     with pytest.raises(errors.DepsNotSatisfied):
@@ -340,21 +327,17 @@ async def test_a_manual_promotion_is_refused_until_the_join_is_satisfied(flow: F
 
 
 async def test_evaluate_flow_eligibility_reports_the_first_reason_that_applies(flow: FlowEnv) -> None:
-    await flow.begin("abcd")
-    await flow.chain("ab")
-    await flow.edge("c", "d")
+    await flow.begin("abcd", edges=("ab", "cd"))
     evaluate = flow.engine.evaluate_flow_eligibility
 
     assert await evaluate(flow.new_id()) is Eligibility.NOT_FOUND
     assert await evaluate(flow.names["a"]) is Eligibility.ELIGIBLE
     assert await evaluate(flow.names["b"]) is Eligibility.BLOCKED_BY_DEPENDENCIES
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await evaluate(flow.names["a"]) is Eligibility.NOT_RUNNABLE
     assert await evaluate(flow.names["b"]) is Eligibility.ELIGIBLE
     await flow.engine.cancel_flow_header(flow.id)
-    await flow.fail("c")
-    await flow.cascade("c")
+    await flow.fail_and_cascade("c")
     assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left to the cancel of its flow
 
 
@@ -431,8 +414,7 @@ async def test_a_filtered_reconciler_keeps_other_dependents_of_the_same_completi
 
 
 async def test_a_completion_by_a_cascading_cancel_is_left_to_the_reconciler(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
 
     assert await outcomes(flow, "a") == ["cancelled"]

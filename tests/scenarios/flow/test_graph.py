@@ -44,11 +44,9 @@ async def test_a_graph_created_in_one_call_equals_one_built_step_by_step(flow: F
     for name in "abcd":
         outgoing = await flow.engine.list_outgoing_edges(flow.id, flow.names[name])
         assert len(outgoing) == len(await built.engine.list_outgoing_edges(built.id, built.names[name]))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state(*"bcd") == "waiting waiting waiting_children"
-    await flow.succeed("b", "c")
-    await flow.cascade("b", "c")
+    await flow.succeed_and_cascade("b", "c")
     assert await flow.counts("d") == "2/0/0 of 2 satisfied"
 
 
@@ -63,8 +61,7 @@ async def test_a_graph_stores_policies_kinds_and_data_references(flow: FlowEnv) 
     await flow.cascade("1", "2")
 
     assert (await flow.counts("j"), await flow.payload("j")) == ("2/0/0 of 3 satisfied", b"two")
-    await flow.fail("j")
-    await flow.cascade("j")
+    await flow.fail_and_cascade("j")
     assert await flow.state("f") == "waiting"
 
 

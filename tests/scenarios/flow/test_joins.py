@@ -19,8 +19,7 @@ PENDING, ALREADY = Resolution.PENDING, Resolution.ALREADY_RESOLVED
 
 @pytest.mark.spec("S-016")
 async def test_any_of_cancel_remaining_fires_on_the_first_success(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", any_of("cancel_remaining"))
+    await flow.begin_join("123", "b", any_of("cancel_remaining"))
     claim = await flow.claim("1")
     for other in "23":
         await flow.claim(other)
@@ -41,10 +40,8 @@ async def test_any_of_cancel_remaining_fires_on_the_first_success(flow: FlowEnv)
 
 @pytest.mark.spec("S-017")
 async def test_any_of_let_run_never_flags_siblings(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", any_of("let_run"))
-    await flow.succeed("1")
-    await flow.cascade("1")
+    await flow.begin_join("123", "b", any_of("let_run"))
+    await flow.succeed_and_cascade("1")
 
     assert await flow.vector("b") == WAITING
     group = await flow.group("b")
@@ -56,27 +53,21 @@ async def test_any_of_let_run_never_flags_siblings(flow: FlowEnv) -> None:
 
 @pytest.mark.spec("S-018")
 async def test_a_quorum_fires_exactly_at_k(flow: FlowEnv) -> None:
-    await flow.begin("b12345")
-    await flow.join("12345", "b", quorum(3, "let_run"))
+    await flow.begin_join("12345", "b", quorum(3, "let_run"))
 
-    await flow.succeed("1", "2")
-    await flow.cascade("1", "2")
+    await flow.succeed_and_cascade("1", "2")
     assert (await flow.vector("b"), await flow.counts("b")) == (WAITS, "2/0/0 of 5 pending")
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
     assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/0/0 of 5 satisfied")
-    await flow.fail("4", "5")
-    await flow.cascade("4", "5")
+    await flow.fail_and_cascade("4", "5")
     assert (await flow.vector("b"), await flow.counts("b")) == (WAITING, "3/2/0 of 5 satisfied")
 
 
 @pytest.mark.spec("S-019")
 async def test_a_quorum_larger_than_its_edges_is_impossible(flow: FlowEnv) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", quorum(3, "let_run"))
+    await flow.begin_join("12", "b", quorum(3, "let_run"))
 
-    await flow.succeed("1")
-    await flow.cascade("1")
+    await flow.succeed_and_cascade("1")
 
     assert await flow.counts("b") == "1/0/0 of 2 impossible"
     assert await flow.state("b") == "skipped"
@@ -84,15 +75,13 @@ async def test_a_quorum_larger_than_its_edges_is_impossible(flow: FlowEnv) -> No
 
 @pytest.mark.spec("S-020")
 async def test_all_of_short_circuits_and_stays_impossible(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b")
+    await flow.begin_join("123", "b")
     await flow.succeed("1")
     await flow.cancel("2")
     await flow.cascade("1", "2")
     assert await flow.state("b") == "skipped"
 
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
 
     assert await flow.counts("b") == "2/1/0 of 3 impossible"
     assert await flow.state("b") == "skipped"
@@ -100,10 +89,8 @@ async def test_all_of_short_circuits_and_stays_impossible(flow: FlowEnv) -> None
 
 @pytest.mark.spec("S-021")
 async def test_a_redelivered_completion_is_not_counted_twice(flow: FlowEnv) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", any_of("cancel_remaining"))
-    await flow.succeed("1")
-    await flow.cascade("1")
+    await flow.begin_join("12", "b", any_of("cancel_remaining"))
+    await flow.succeed_and_cascade("1")
     fired = await flow.group("b")
     flow.clock.advance_ms(5000)
 
@@ -117,8 +104,7 @@ async def test_a_redelivered_completion_is_not_counted_twice(flow: FlowEnv) -> N
 
 @pytest.mark.parametrize("first", ["success", "failed", "skipped"])
 async def test_a_resolved_edge_keeps_its_first_outcome(flow: FlowEnv, first: str) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", quorum(2, "let_run"))
+    await flow.begin_join("12", "b", quorum(2, "let_run"))
     claim = await flow.claim("1")
     counted = await flow.resolve("1", "b", first)
     before = await flow.dependency("1", "b")
@@ -223,8 +209,7 @@ async def test_an_edge_is_satisfied_by_outcomes_of_its_kind(
 
 
 async def test_a_skipped_upstream_satisfies_a_failure_branch(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
+    await flow.begin("abc", edges=("ab",))
     await flow.edge("b", "c", dependency_kind="failure_only")
     await flow.fail("a")
 
@@ -250,8 +235,7 @@ async def test_a_result_becomes_the_input_of_the_child(
     await flow.begin("ab", input_payload=b"orig")
     await flow.edge("a", "b", data_passing_ref=ref)
 
-    await flow.succeed("a", result=result)
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=result)
 
     assert await flow.vector("b") == WAITING
     assert await flow.payload("b") == payload
@@ -301,11 +285,9 @@ async def test_the_last_of_several_data_references_under_all_of_wins(flow: FlowE
     await flow.begin("abc", input_payload=b"orig")
     await flow.join("ab", "c", data_passing_ref="r")
 
-    await flow.succeed("a", result=b"A")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"A")
     assert (await flow.vector("c"), await flow.payload("c")) == (WAITS, b"A")
-    await flow.succeed("b", result=b"B")
-    await flow.cascade("b")
+    await flow.succeed_and_cascade("b", result=b"B")
 
     assert (await flow.vector("c"), await flow.payload("c")) == (WAITING, b"B")
 
@@ -330,8 +312,7 @@ async def test_a_quorum_copies_the_result_of_the_firing_edge_only(flow: FlowEnv)
 
     seen = []
     for name in "123":
-        await flow.succeed(name, result=f"R{name}".encode())
-        await flow.cascade(name)
+        await flow.succeed_and_cascade(name, result=f"R{name}".encode())
         seen.append((await flow.state("c"), await flow.payload("c")))
 
     assert seen == [("waiting_children", b"orig"), ("waiting", b"R2"), ("waiting", b"R2")]
@@ -342,8 +323,7 @@ async def test_the_input_of_a_terminal_child_is_never_replaced(flow: FlowEnv) ->
     await flow.edge("a", "b", data_passing_ref="r")
     await flow.cancel("b")
 
-    await flow.succeed("a", result=b"late")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"late")
 
     assert (await flow.state("b"), await flow.payload("b")) == ("cancelled", b"orig")
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
@@ -354,8 +334,7 @@ async def test_a_result_that_makes_the_join_impossible_is_not_copied(flow: FlowE
     await flow.begin("ab", input_payload=b"orig")
     await flow.join("a", "b", policy, dependency_kind="failure_only", data_passing_ref="r")
 
-    await flow.succeed("a", result=b"A")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"A")
 
     assert (await flow.state("b"), await flow.payload("b")) == ("skipped", b"orig")
 
@@ -380,7 +359,6 @@ async def test_a_result_from_before_the_join_became_impossible_is_the_input_of_t
 
     for name in "bd":
         await flow.engine.replay_execution(flow.names[name])
-    await flow.succeed("b")
-    await flow.cascade("b")
+    await flow.succeed_and_cascade("b")
 
     assert (await flow.state("d"), await flow.payload("d")) == ("waiting", b"A")  # c completed after d was terminal

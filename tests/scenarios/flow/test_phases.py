@@ -74,8 +74,7 @@ async def test_an_edge_blocks_runnable_members_and_does_not_interrupt_others(flo
         )
     flow.clock.advance_ms(60_000)
     assert await flow.sweep("delayed_promoter") == [0]
-    await flow.succeed("a", "never")
-    await flow.cascade("a", "never")
+    await flow.succeed_and_cascade("a", "never")
 
     for name in ALL_PHASES:
         unblocked = WAITING.replace("pending_first_attempt", attempt_of(name))
@@ -126,8 +125,7 @@ async def test_cancel_flow_cancels_the_members_selected_by_its_policy(
 async def test_siblings_are_cancelled_in_every_phase(flow: FlowEnv) -> None:
     await begin_with_every_phase(flow, "a", "x")
     await flow.join(["a", *ALL_PHASES], "x", any_of("cancel_remaining"))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     await flow.sweep("edge_cancel_dispatcher")
     await flow.cascade(*ALL_PHASES)

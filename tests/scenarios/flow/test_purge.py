@@ -52,8 +52,7 @@ async def test_a_flow_is_purged_with_its_last_member(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     await flow.join("ab", "c", any_of("cancel_remaining"))
     await flow.edge("c", "d")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     await flow.sweep("edge_cancel_dispatcher")
     await flow.cancel("c")
     await flow.sweep("flow_projector")
@@ -80,8 +79,7 @@ async def test_a_flow_is_purged_with_its_last_member(flow: FlowEnv) -> None:
 
 @pytest.mark.parametrize("by", ["purge_execution", "trim_retention"])
 async def test_a_flow_is_purged_by_every_operation_that_purges_its_members(flow: FlowEnv, by: str) -> None:
-    await flow.begin("abc")
-    await flow.chain("abc")
+    await flow.begin("abc", edges=("ab", "bc"))
     await flow.cancel("a", "b", "c")
     flow.clock.advance_ms(DAY_MS)
 
@@ -96,8 +94,7 @@ async def test_a_flow_is_purged_by_every_operation_that_purges_its_members(flow:
 async def test_a_flow_whose_last_member_was_purged_before_a_crash_is_purged_later(
     flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("a", "b")
     flow.clock.advance_ms(DAY_MS)
 
@@ -180,8 +177,7 @@ async def test_the_id_of_a_purged_flow_can_be_reused(flow: FlowEnv) -> None:
         assert isinstance(made, flow_answers.GraphCreated)
         again = await flow.engine.create_flow_graph(flow.id, nodes, edges)
         assert isinstance(again, flow_answers.FlowExists)
-        await flow.succeed("a")
-        await flow.cascade("a")
+        await flow.succeed_and_cascade("a")
         await flow.succeed("b")
         assert await flow.state("a", "b") == "completed completed"
         flow.clock.advance_ms(DAY_MS)
@@ -206,8 +202,7 @@ async def test_a_purge_deletes_a_cancel_in_progress(flow: FlowEnv, monkeypatch: 
 async def test_a_purge_deletes_pending_sibling_cancels(flow: FlowEnv) -> None:
     await flow.begin("abc", policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await flow.join("ab", "c", any_of("cancel_remaining"))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.pending_sibling_cancel("c") is not None
     await flow.cancel("b", "c")
     flow.clock.advance_ms(1000)
@@ -278,8 +273,7 @@ async def test_a_member_recreated_during_the_check_prevents_the_purge(
 
 
 async def test_a_flow_is_purged_despite_lost_messages(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("a", "b")
     flow.clock.advance_ms(DAY_MS)
     for loss in (Loss.REQUEST, Loss.UNSURE, Loss.REPLY):

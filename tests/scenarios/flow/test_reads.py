@@ -26,14 +26,12 @@ async def test_a_finished_flow_accepts_new_members_and_is_projected_again(flow: 
     await flow.add("c")
     assert await flow.sweep("flow_projector") == [1]
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.total_members, summary.sampled_members, summary.members_completed) == (3, 3, 2)
     assert (summary.members_waiting, summary.public_flow_state) == (1, "open")
     await flow.claim("c")
     await flow.sweep("flow_projector")
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_active, summary.public_flow_state) == (1, "running")
 
 
@@ -54,8 +52,7 @@ async def test_one_projector_sweep_covers_every_unfinished_flow(flow: FlowEnv) -
 async def test_the_derived_flow_state_follows_its_members(flow: FlowEnv) -> None:
     async def derived() -> str:
         assert await flow.engine.project_flow_summary(flow.id)
-        summary = await flow.engine.get_flow_summary(flow.id)
-        assert summary is not None
+        summary = await flow.summary()
         return summary.public_flow_state.value
 
     assert not await flow.engine.project_flow_summary(flow.id)  # there is no such flow
@@ -69,25 +66,21 @@ async def test_the_derived_flow_state_follows_its_members(flow: FlowEnv) -> None
     claim = await flow.claim("c")
     assert await derived() == "running"
     await flow.engine.complete(claim.handle)
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await flow.succeed("d")
     assert await derived() == "failed"
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert described.public_flow_state == "open"  # the projector never writes the flow's own state
 
 
 async def test_a_flow_with_completed_and_skipped_members_is_completed(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b", dependency_kind="failure_only")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_completed, summary.members_skipped) == (1, 1)
     assert summary.public_flow_state == "completed"
 
@@ -100,8 +93,7 @@ async def test_purged_members_are_counted_in_the_total_only(flow: FlowEnv) -> No
 
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.total_members, summary.sampled_members, summary.members_completed) == (2, 1, 0)
 
 
@@ -113,8 +105,7 @@ async def test_a_replayed_member_registers_its_flow_with_the_projector(flow: Flo
     await flow.engine.replay_execution(flow.names["a"])
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_waiting, summary.public_flow_state) == (1, "open")
 
 
@@ -135,8 +126,7 @@ async def test_a_member_replayed_during_projection_keeps_its_flow_registered(
     monkeypatch.setattr(flow.engine.runtime, "load", load_then_replay)
     await flow.sweep("flow_projector", 2)
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_waiting, summary.members_failed, summary.public_flow_state) == (1, 0, "open")
 
 
@@ -171,8 +161,7 @@ async def test_flow_tag_keys_are_validated(flow: FlowEnv) -> None:
     for key in ("app.task", "app.sub.field", "a1_b.x"):
         await flow.engine.set_flow_tag(flow.id, key, f"value of {key}")
 
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert described.tags == {key: f"value of {key}" for key in ("a1_b.x", "app.sub.field", "app.task")}
     assert described.graph_revision == 0
     assert await flow.engine.get_flow_tag(flow.id, "app.task") == "value of app.task"
@@ -201,8 +190,7 @@ async def test_a_described_flow_lists_joins_with_edges(flow: FlowEnv) -> None:
     await flow.set_policy("e", any_of("let_run"))  # it has no edges
     await flow.join("ab", "c", quorum(2, "cancel_remaining"))
     await flow.stage("a", "d")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     described = await flow.engine.describe_flow(flow.id)
 

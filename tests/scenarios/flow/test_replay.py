@@ -34,10 +34,8 @@ async def replay_events(flow: FlowEnv, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.spec("S-052")
 async def test_a_replayed_skipped_member_waits_for_its_upstream_again(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.begin("ab", edges=("ab",))
+    await flow.fail_and_cascade("a")
     assert await flow.state("b") == "skipped"
 
     assert await replay(flow, "a", "b") == ["waiting", "waiting_children"]
@@ -54,18 +52,15 @@ async def test_a_replayed_skipped_member_waits_for_its_upstream_again(flow: Flow
         {"branch": "normal"},
         {"branch": "skipped_flow_member", "groups_reset": 1},
     ]
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.vector("b") == REPLAYED
     assert (await flow.claim("b")).attempt_type == "replay"
 
 
 @pytest.mark.spec("S-053")
 async def test_replaying_only_the_child_skips_it_again(flow: FlowEnv) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.begin("ab", edges=("ab",))
+    await flow.fail_and_cascade("a")
 
     await replay(flow, "b")
     assert await flow.vector("b") == WAITS_AGAIN
@@ -77,8 +72,7 @@ async def test_replaying_only_the_child_skips_it_again(flow: FlowEnv) -> None:
 
 @pytest.mark.spec("S-054")
 async def test_a_replay_resets_a_quorum_group(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "let_run"))
+    await flow.begin_join("123", "b", quorum(2, "let_run"))
     await flow.succeed("1")
     await flow.fail("2", "3")
     await flow.cascade("1", "2", "3")
@@ -88,8 +82,7 @@ async def test_a_replay_resets_a_quorum_group(flow: FlowEnv) -> None:
     assert await flow.counts("b") == "1/0/0 of 3 pending"
     await flow.sweep("dependency_reconciler")  # the third one failed as before
     assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "1/1/0 of 3 pending")
-    await flow.succeed("2")
-    await flow.cascade("2")
+    await flow.succeed_and_cascade("2")
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/1/0 of 3 satisfied")
 
@@ -116,8 +109,7 @@ async def test_the_replay_limit_applies_to_skipped_members(flow: FlowEnv) -> Non
     await flow.begin("a")
     await flow.add("b", policy={"max_replay_count": 1})
     await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
     await flow.sweep("dependency_reconciler")
 
@@ -129,8 +121,7 @@ async def test_the_replay_limit_applies_to_skipped_members(flow: FlowEnv) -> Non
 
 @pytest.mark.spec("EX-076")
 async def test_replaying_a_skipped_member_keeps_satisfied_edges(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c")
+    await flow.begin_join("ab", "c")
     await flow.succeed("a")
     await flow.fail("b")
     await flow.cascade("a", "b")
@@ -149,17 +140,14 @@ async def test_replaying_a_skipped_member_keeps_satisfied_edges(flow: FlowEnv) -
     with pytest.raises(errors.ExecutionNotEligible):
         await flow.claim("c")
     await replay(flow, "b")
-    await flow.succeed("b")
-    await flow.cascade("b")
+    await flow.succeed_and_cascade("b")
     assert await flow.vector("c") == REPLAYED
 
 
 async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
+    await flow.begin("abc", edges=("ab",))
     await flow.edge("a", "c", dependency_kind="any_outcome")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
 
     await replay(flow, "a")
     await flow.succeed("a")
@@ -171,10 +159,8 @@ async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: FlowEn
 
 
 async def test_a_replayed_member_whose_join_is_satisfied_becomes_claimable(flow: FlowEnv) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", quorum(2, "let_run"))
-    await flow.fail("1")
-    await flow.cascade("1")
+    await flow.begin_join("12", "b", quorum(2, "let_run"))
+    await flow.fail_and_cascade("1")
     assert await flow.state("b") == "skipped"
     await replay(flow, "1")
     await flow.succeed("1", "2")
@@ -187,10 +173,8 @@ async def test_a_replayed_member_whose_join_is_satisfied_becomes_claimable(flow:
 
 
 async def test_an_uncounted_completion_is_counted_after_the_replay(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "let_run"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+    await flow.begin_join("123", "b", quorum(2, "let_run"))
+    await flow.fail_and_cascade("1", "2")
     await flow.succeed("3")
     assert await flow.counts("b") == "0/2/0 of 3 impossible"
 
@@ -206,8 +190,7 @@ async def test_an_uncounted_result_is_the_input_of_the_replayed_child(flow: Flow
     await flow.begin("abc", input_payload=b"orig")
     await flow.edge("a", "c", data_passing_ref="r")
     await flow.edge("b", "c")
-    await flow.fail("b")
-    await flow.cascade("b")
+    await flow.fail_and_cascade("b")
     await flow.succeed("a", result=b"A")
 
     await replay(flow, "b", "c")
@@ -229,8 +212,7 @@ async def completion_before_the_edge(flow: FlowEnv) -> None:
 
 async def replayed_downstream(flow: FlowEnv) -> None:
     await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
 
@@ -245,8 +227,7 @@ async def test_a_replayed_upstream_withdraws_a_completion_that_was_not_delivered
     max_named: int,
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", max_named)
-    await flow.begin("abc")
-    await flow.edge("c", "b")
+    await flow.begin("abc", edges=("cb",))
     await happened(flow)
 
     await replay(flow, "a")
@@ -259,9 +240,7 @@ async def test_a_replayed_upstream_withdraws_a_completion_that_was_not_delivered
 
 
 async def test_a_replay_withdraws_uncounted_outcomes_and_keeps_counted_ones(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
-    await flow.edge("a", "c")
+    await flow.begin("abc", edges=("ab", "ac"))
     await flow.fail("a")
     assert await flow.resolve("a", "b", "failed") == "impossible"
     counted = await flow.dependency("a", "b")
@@ -275,9 +254,7 @@ async def test_a_replay_withdraws_uncounted_outcomes_and_keeps_counted_ones(flow
 
 async def test_a_replay_withdraws_only_its_own_completion(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 0)
-    await flow.begin("abcd")
-    await flow.edge("a", "b")
-    await flow.edge("c", "d")
+    await flow.begin("abcd", edges=("ab", "cd"))
     await flow.fail("a")
     await flow.succeed("c")
 
@@ -288,10 +265,8 @@ async def test_a_replay_withdraws_only_its_own_completion(flow: FlowEnv, monkeyp
 
 
 async def test_a_replay_withdraws_flagged_siblings(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     assert (await flow.group("b")).cancel_siblings_pending_members == flow.names["3"]
 
     await replay(flow, "1", "2", "b")
@@ -304,11 +279,9 @@ async def test_a_replay_withdraws_flagged_siblings(flow: FlowEnv) -> None:
 
 
 async def test_an_edge_does_not_block_a_replayed_member_with_an_impossible_join(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
+    await flow.begin("abc", edges=("ab",))
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
     await flow.edge("c", "b")
@@ -322,8 +295,7 @@ async def test_a_late_completion_neither_skips_a_replayed_member_nor_replaces_it
     await flow.add("b", input_payload=b"own")
     await flow.join("acd", "b", data_passing_ref="r")
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
     await flow.succeed("c", result=b"late")
@@ -361,15 +333,13 @@ async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again
 async def test_a_member_skipped_again_runs_after_another_edge_and_a_further_replay(flow: FlowEnv) -> None:
     await flow.begin("b123")
     await flow.join("12", "b", quorum(3, "let_run"))
-    await flow.succeed("1", "2")
-    await flow.cascade("1", "2")
+    await flow.succeed_and_cascade("1", "2")
     assert await replay(flow, "b") == ["skipped"]
 
     await flow.edge("3", "b")
     assert await replay(flow, "b") == ["waiting_children"]
     assert await flow.counts("b") == "2/0/0 of 3 pending"
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "3/0/0 of 3 satisfied")
 
@@ -378,8 +348,7 @@ async def test_a_repeated_skip_counts_against_the_replay_limit(flow: FlowEnv) ->
     await flow.begin("1")
     await flow.add("b", policy={"max_replay_count": 1})
     await flow.join("1", "b", quorum(2, "let_run"))
-    await flow.succeed("1")
-    await flow.cascade("1")
+    await flow.succeed_and_cascade("1")
     assert await replay(flow, "b") == ["skipped"]
 
     with pytest.raises(errors.MaxReplaysExhausted):

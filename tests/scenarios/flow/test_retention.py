@@ -18,8 +18,7 @@ async def test_a_node_is_not_purged_before_its_reader_succeeded(flow: FlowEnv) -
     await flow.add("a", policy=READ)
     await flow.add("b")
     await flow.edge("a", "b")
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
 
     for _ in range(3):
         flow.clock.advance_ms(DAY_MS)
@@ -36,8 +35,7 @@ async def test_a_node_is_kept_for_the_replay_of_a_failed_reader(flow: FlowEnv) -
     await flow.add("a", policy=READ)
     await flow.add("b")
     await flow.edge("a", "b")
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     flow.clock.advance_ms(DAY_MS // 2)
     await flow.fail("b")
     flow.clock.advance_ms(DAY_MS - 1)
@@ -71,8 +69,7 @@ async def test_a_node_without_readers_is_purged_after_its_own_retention(flow: Fl
 async def test_a_skipped_chain_is_purged_in_one_sweep(flow: FlowEnv) -> None:
     await flow.begin("abcdef", policy={"kept_for_successors": True, "retry_policy": {"max_retries": 0}})
     await flow.chain("abcdef")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [6]
@@ -87,8 +84,7 @@ async def test_a_node_with_many_readers_is_kept_for_the_last(flow: FlowEnv, monk
         await flow.add(name)
         await flow.edge("a", name)
     assert (await flow.row("a")).successors == successors.MANY
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     await flow.succeed(*"vwxy")
     flow.clock.advance_ms(DAY_MS)
 
@@ -109,8 +105,7 @@ async def test_a_child_with_many_readers_is_kept_for_its_parent(
     for name in "xyz":
         await flow.add(name)
         await flow.edge("a", name)
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     await flow.succeed(*"xyz")
     flow.clock.advance_ms(DAY_MS)
 

@@ -92,8 +92,7 @@ async def test_a_transient_failure_keeps_the_group_flagged(flow: FlowEnv) -> Non
 
 @pytest.mark.spec("S-024")
 async def test_the_reconciler_removes_a_stale_entry(flow: FlowEnv) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", any_of("cancel_remaining"))
+    await flow.begin_join("12", "b", any_of("cancel_remaining"))
     await flow.write(Upsert(PendingSiblingCancel(*flow.downstream("b"), flow.clock.now)))
 
     assert await flow.sweep("edge_cancel_reconciler") == [1]
@@ -133,10 +132,8 @@ async def test_the_reconciler_leaves_running_members_to_the_dispatcher(flow: Flo
 
 
 async def test_an_impossible_join_cancels_the_remaining_siblings_with_its_reason(flow: FlowEnv) -> None:
-    await flow.begin("b1234")
-    await flow.join("1234", "b", quorum(3, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+    await flow.begin_join("1234", "b", quorum(3, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
 
     assert await flow.state("b") == "skipped"
     await flow.sweep("edge_cancel_dispatcher")
@@ -197,8 +194,7 @@ async def test_sibling_cancels_are_counted_by_disposition(flow: FlowEnv) -> None
 
 
 async def test_a_running_upstream_of_a_manually_resolved_edge_is_a_sibling(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", any_of("cancel_remaining"))
+    await flow.begin_join("123", "b", any_of("cancel_remaining"))
     await flow.claim("1")
 
     assert await flow.resolve("1", "b", "success") == "satisfied"
@@ -208,8 +204,7 @@ async def test_a_running_upstream_of_a_manually_resolved_edge_is_a_sibling(flow:
 
 
 async def test_an_upstream_with_an_unrecorded_completion_is_not_its_own_sibling(flow: FlowEnv) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(3, "cancel_remaining"))
+    await flow.begin_join("123", "b", quorum(3, "cancel_remaining"))
     await flow.engine.cancel_execution(flow.names["1"], reason="r", source="flow_cascade")
 
     await flow.sweep("dependency_reconciler")
@@ -222,8 +217,7 @@ async def test_joins_that_fire_in_one_batch_have_their_own_siblings(flow: FlowEn
     await flow.begin("bc12345")
     await flow.join("123", "b", quorum(2, "cancel_remaining"))
     await flow.join("45", "c", any_of("cancel_remaining"))
-    await flow.fail("1")
-    await flow.cascade("1")
+    await flow.fail_and_cascade("1")
     await flow.engine.replay_execution(flow.names["1"])
     await flow.succeed("2", "3", "4")
 
@@ -235,10 +229,8 @@ async def test_joins_that_fire_in_one_batch_have_their_own_siblings(flow: FlowEn
 
 async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: FlowEnv) -> None:
     """The member is replayed and its join fires again after the dispatcher cancelled the first siblings."""
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
@@ -249,8 +241,7 @@ async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: Flo
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
         await flow.claim("3")
-        await flow.succeed("1", "2")
-        await flow.cascade("1", "2")
+        await flow.succeed_and_cascade("1", "2")
         return done
 
     cancelling.cancel_many = and_then_others_act  # type: ignore[method-assign]
@@ -266,10 +257,8 @@ async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: Flo
 
 async def test_an_idle_dispatcher_keeps_siblings_flagged_concurrently(flow: FlowEnv) -> None:
     """Another dispatcher drained the entry, and the join of the replayed member fires during the load."""
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     cancelling = flow.engine.bulk_canceller
     await cancelling.cancel_siblings(flow.downstream("b"))
     for name in "123b":
@@ -280,8 +269,7 @@ async def test_an_idle_dispatcher_keeps_siblings_flagged_concurrently(flow: Flow
     async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
         flow.engine.runtime.load = load  # type: ignore[method-assign]
-        await flow.succeed("1", "2")
-        await flow.cascade("1", "2")
+        await flow.succeed_and_cascade("1", "2")
         return found
 
     flow.engine.runtime.load = and_then_the_join_fires  # type: ignore[method-assign]

@@ -106,9 +106,7 @@ async def test_a_small_sweep_batch_continues_past_an_inconsistent_join(flow: Flo
 async def test_a_sweep_continues_past_an_unreadable_execution(
     flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, sweep: str, unread: str, chosen: Filter | None
 ) -> None:
-    await flow.begin("abcdx")
-    for upstream, downstream in ("xb", "ac", "ad"):
-        await flow.edge(upstream, downstream)
+    await flow.begin("abcdx", edges=("xb", "ac", "ad"))
     await flow.cancel("a", "x")
     make_unreadable(flow, monkeypatch, unread)
 

@@ -106,8 +106,7 @@ async def test_free_capacity_resumes_the_execution(env: Env, free_capacity: Any)
 
     e = claim.execution_id
     assert await env.vector(e) == RESUMABLE
-    again = await env.claim_next("wb")
-    assert again is not None
+    again = await env.claim_existing("wb")
     assert (again.execution_id, again.attempt_id, again.lease_epoch) == (e, claim.attempt_id, 2)
     assert await env.engine.report_usage(again.handle, B, {"tokens": 10}) == Ok()
     assert (await env.row(e)).blocked_on is None
@@ -175,8 +174,7 @@ async def test_reserve_and_spend_with_a_handle_suspend_the_execution(env: Env) -
     assert isinstance(spent, HardBreach)
     assert spent.parked
     await reset(env)
-    again = await env.claim_next()
-    assert again is not None
+    again = await env.claim_existing()
     await report(env, tokens=95)
     reserved = await env.engine.reserve_budget(B, e, {"tokens": 10}, ttl_ms=TTL, reservation_id=R1, handle=again.handle)
     assert isinstance(reserved, HardBreach)
@@ -200,8 +198,7 @@ async def test_a_breach_reported_by_a_previous_holder_suspends_nothing(env: Env)
     await create_suspending_budget(env)
     claim = await env.create_and_claim()
     env.clock.advance_ms(30_000)
-    again = await env.claim_next("wb")
-    assert again is not None
+    again = await env.claim_existing("wb")
 
     breach = await env.engine.report_usage(claim.handle, B, {"tokens": 101})
 
@@ -222,8 +219,7 @@ async def test_a_durable_function_waits_on_the_mailbox_of_its_budget(env: Env) -
     await raise_limit(env)
 
     assert await env.vector(claim.execution_id) == RESUMABLE
-    again = await env.claim_next()
-    assert again is not None
+    again = await env.claim_existing()
     memo = await env.engine.open_gate(again.handle, gate)
     assert isinstance(memo, GateMemo)
     assert (memo.ended_as, memo.payload) == (GateOutcome.SATISFIED, b"null")

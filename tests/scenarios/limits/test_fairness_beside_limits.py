@@ -100,8 +100,7 @@ async def test_weights_hold_under_a_limit(env: Env) -> None:
     await submit(env, "silver", 20, ONE)
     assert await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     assert len(await blocked(env)) == 40
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
 
     order = await run_in_order(env, 16)
 
@@ -115,8 +114,7 @@ async def test_priority_precedes_fairness_under_a_limit(env: Env) -> None:
     others = await submit(env, "b", 5, ONE)
     urgent = await submit(env, "a", 3, ONE, priority=7)
     assert await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
 
     order = await run_in_order(env, 9)
 
@@ -141,8 +139,7 @@ async def test_tenants_beyond_one_page_are_all_reached(env: Env, monkeypatch: py
     claim = await fill_quota(env, ONE)
     everyone = [(await submit(env, f"tenant-{number}", 1, ONE))[0] for number in range(11)]
     assert await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
 
     assert set(await run_in_order(env, 11)) == set(everyone)
 
@@ -196,8 +193,7 @@ async def _ready(env: Env) -> list[Execution]:
 
 
 async def _unblocked_by(env: Env, claim: Any) -> str:
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
     [row] = await _ready(env)
     return row.execution_id
 
@@ -211,8 +207,7 @@ async def test_executions_blocked_by_an_earlier_release_take_part(env: Env) -> N
         await patch_execution(env, name, blocked_on=f"quota:{Q}")
     max_named = await submit(env, "b", 2, ONE)
     assert await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
 
     order = await run_in_order(env, 4)
 
@@ -242,8 +237,7 @@ async def test_a_freed_slot_unblocks_one_execution_in_few_round_trips(
         await submit(env, f"tenant-{number % keys}", 1, ONE)
     assert await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w") == []
     monkeypatch.setattr(env.engine, "unblock_quota_waiters", _skip_unblock)
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
     checked = CheckedStore(env.engine.store)
 
     assert await Engine(checked, minter=SeededMinter(9)).unblock_quota_waiters(Q)

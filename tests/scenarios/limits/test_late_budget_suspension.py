@@ -93,8 +93,7 @@ async def test_a_raised_limit_with_a_lost_message_resumes_once(
     assert flaky.losses == [("commit", loss)]
     assert await env.vector(claim.execution_id) == RESUMABLE
     assert (await engine.get_budget_status(B)).hard_limits == {"tokens": 105}
-    again = await env.claim_next("wb")
-    assert again is not None
+    again = await env.claim_existing("wb")
     assert (again.attempt_id, again.lease_epoch) == (claim.attempt_id, 2)
 
 
@@ -153,8 +152,7 @@ async def test_a_previous_holder_neither_suspends_nor_sees_the_suspension_of_the
     claim = await suspend_on_budget(env)
     await reset(env)
     await report(env, tokens=95)
-    again = await env.claim_next("wb")
-    assert again is not None
+    again = await env.claim_existing("wb")
 
     stale = await env.engine.report_usage(claim.handle, B, {"tokens": 10})
     assert stale == HardBreach("tokens", 95, 100, reserved=5, action="suspend")
@@ -169,8 +167,7 @@ async def test_a_previous_holder_neither_suspends_nor_sees_the_suspension_of_the
 async def resume_and_suspend_again(env: Env, claim: Claimed) -> None:
     """Resume a suspended execution as an operator; it then suspends for an approval."""
     await env.engine.resume_execution(claim.execution_id, trigger_type="operator")
-    again = await env.claim_next("wb")
-    assert again is not None
+    again = await env.claim_existing("wb")
     await Waits(env).suspend(again, reason_code="waiting_for_approval")
 
 
@@ -233,8 +230,7 @@ async def test_freed_capacity_resumes_as_many_as_fit_in_order(env: Env) -> None:
 
     assert await are_resumable(env, executions) == [True, True, False]
     for _ in range(2):
-        again = await env.claim_next()
-        assert again is not None
+        again = await env.claim_existing()
         assert await env.engine.report_usage(again.handle, B, {"tokens": 10}) == Ok()
     await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[125], soft_limits=[0])
     assert await are_resumable(env, executions[2:]) == [True]

@@ -255,11 +255,9 @@ async def test_quota_slots_belong_to_the_policy_of_the_namespace(env: Env) -> No
 
     assert await env.vector(more) == QUOTA_BLOCKED
     assert (await env.engine.explain(more)).obstacle == obstacles.QuotaFull(Q, "concurrency", 1, 1)
-    await env.engine.cancel_execution(theirs)
-    await env.engine.wait_for_deliveries()
+    await env.cancel_and_deliver(theirs)
     assert await env.vector(more) == QUOTA_BLOCKED, "another namespace's slot does not count"
-    await env.engine.cancel_execution(mine)
-    await env.engine.wait_for_deliveries()
+    await env.cancel_and_deliver(mine)
     assert await env.vector(more) == WAITING
     await check_limit_invariants(env.engine)
 
@@ -270,8 +268,7 @@ async def test_a_terminal_execution_releases_a_shared_slot(env: Env) -> None:
     assert await claim_admitted(env, limit=2) == [mine]
     assert await env.vector(theirs) == QUOTA_BLOCKED
 
-    await env.engine.cancel_execution(mine)
-    await env.engine.wait_for_deliveries()
+    await env.cancel_and_deliver(mine)
 
     assert await env.vector(theirs) == WAITING
 
@@ -284,8 +281,7 @@ async def test_a_shared_slot_is_released_after_the_namespace_defined_its_own_pol
     assert await claim_admitted(env) == [mine]
     await policy(env, "a")
 
-    await env.engine.cancel_execution(mine)
-    await env.engine.wait_for_deliveries()
+    await env.cancel_and_deliver(mine)
 
     assert await claim_admitted(env) == [theirs]
     await check_limit_invariants(env.engine)

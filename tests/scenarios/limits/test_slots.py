@@ -288,8 +288,7 @@ async def test_an_undeliverable_outbox_message_is_retried_with_backoff(
         raise errors.StoreUnavailable("quota", backend="test", in_doubt=False)
 
     monkeypatch.setattr(env.engine, "_receive_release_admission", refuse)
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
     waits = []
     for _ in range(4):
         [message] = await env.engine.runtime.scan(Scan(OutboxMessage))
@@ -308,14 +307,12 @@ async def test_a_failed_claim_releases_only_its_own_admission(env: Env) -> None:
     await policy(env, cap=5)
     e = await env.create(policy=LIMITED)
     other = Engine(env.store.store, minter=SeededMinter(9))
-    gate = env.pause_next("commit")
 
-    slow = asyncio.create_task(claim_admitted(env))
-    await gate.reached()  # about to write its admission
-    [fast] = await other.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")
-    gate.release()
+    slow, [fast] = await env.race(
+        claim_admitted(env), lambda: other.claim_admitted("default", worker_id="wb", worker_instance_id="wb-1")
+    )
 
-    assert (fast.execution_id, await slow) == (e, [])
+    assert (fast.execution_id, slow) == (e, [])
     assert await slot_counts(env) == (1, 1), "the winner keeps its slot"
 
 
@@ -350,15 +347,10 @@ async def test_capacity_freed_during_a_block_is_not_missed(env: Env) -> None:
     claim = await claim_admitted_one(env)
     other = Engine(env.store.store, minter=SeededMinter(9))
     assert claim.execution_id == first
-    gate = env.pause_next("commit")
 
-    request = asyncio.create_task(claim_admitted(env))
-    await gate.reached()  # refused, and about to be blocked
-    await other.complete(claim.handle)
-    await other.wait_for_deliveries()
-    gate.release()
+    claimed, _ = await env.race(claim_admitted(env), lambda: Env(other, env.clock).complete_and_deliver(claim))
 
-    assert await request == [second], "one call blocks, unblocks and claims it"
+    assert claimed == [second], "one call blocks, unblocks and claims it"
 
 
 @pytest.mark.parametrize("after", range(4))
@@ -422,7 +414,6 @@ async def test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed(env:
         await env.claim(first, "wa")
 
     assert await slot_counts(env) == (1, 1)
-    await env.engine.complete(other.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(other)
     assert (await env.claim(first, "wa")).execution_id == first, "a slot is free and the grant is live"
     assert await slot_counts(env) == (1, 1)

@@ -24,8 +24,7 @@ ROUTE_BLOCKED = "runnable/unowned/blocked_by_route/waiting_for_capable_worker/no
 
 
 async def after_a_retry(env: Env, a: str) -> None:
-    await env.grant(a)
-    claim = await env.claim(a)
+    claim = await env.grant_and_claim(a, "wa")
     assert isinstance(await env.engine.fail(claim.handle, reason="flaky"), RetryScheduled)
     await env.promote(a)
 
@@ -42,8 +41,7 @@ async def after_a_block(env: Env, a: str) -> None:
 
 
 async def after_a_replay(env: Env, a: str) -> None:
-    await env.grant(a)
-    await env.engine.complete((await env.claim(a)).handle)
+    await env.engine.complete((await env.grant_and_claim(a, "wa")).handle)
     await env.engine.replay_execution(a)
 
 
@@ -102,8 +100,7 @@ async def test_a_capable_worker_claims_a_route_blocked_execution_at_once(env: En
         assert await env.vector(a) == WAITING
         claimed = await env.claim(a, "wa")
     else:
-        pulled = await env.claim_next("wa", capabilities={"gpu"})
-        assert pulled is not None
+        pulled = await env.claim_existing("wa", capabilities={"gpu"})
         claimed = pulled
 
     assert (claimed.execution_id, claimed.attempt_type) == (a, AttemptType.INITIAL)
@@ -115,13 +112,7 @@ async def test_a_capable_worker_claims_a_route_blocked_execution_at_once(env: En
 async def test_a_grant_unblocks_an_execution_that_was_route_blocked_concurrently(env: Env) -> None:
     a = await env.create(policy=requires("gpu"))
     other_engine = Engine(env.store.store, minter=SeededMinter(2))
-    gate = env.pause_next("commit")
-    request = asyncio.ensure_future(env.grant_next("wa", capabilities={"gpu"}))
-    async with asyncio.timeout(20):
-        await gate.reached()
-        await other_engine.block_route(a)
-        gate.release()
-        grant = await request
+    grant, _ = await env.race(env.grant_next("wa", capabilities={"gpu"}), lambda: other_engine.block_route(a))
 
     assert (grant.execution_id, await env.vector(a)) == (a, WAITING)
     assert await env.live_grant(a) is not None
@@ -195,8 +186,7 @@ async def test_an_expired_lease_of_another_process_is_taken_over_in_queue_order(
 
 async def test_a_lease_shortened_by_a_renewal_is_taken_over_in_queue_order(env: Env) -> None:
     await env.create(priority=9)
-    claim = await env.claim_next("wa")
-    assert claim is not None
+    claim = await env.claim_existing("wa")
     await env.create()
     await env.engine.renew(claim.handle, lease_ttl_ms=50)
     env.clock.advance_ms(50)
@@ -423,8 +413,7 @@ async def test_an_operator_claim_of_an_execution_that_is_not_eligible_is_refused
         await operator(delayed)
     async with env.refused(errors.ExecutionNotInEligibleSet):
         await operator(waiting, "main")
-    claim = await env.live_grant(granted)
-    assert claim is not None
+    claim = await env.existing_grant(granted)
     assert claim.worker_id == "wa"
 
 
@@ -434,8 +423,7 @@ async def test_a_scheduler_grant_is_signed_and_survives_key_rotation(env: Env) -
     grant = await env.grant_next("wa")
     assert (grant.execution_id, grant.partition_key, grant.lane_id) == (e, "{fp:86}", "default")
     assert grant.expires_at_ms == env.now + 5000
-    stored = await env.live_grant(e)
-    assert stored is not None
+    stored = await env.existing_grant(e)
     assert stored.key_id == grant_keys.grant_id(grant.grant_key)
 
     await engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)

@@ -397,8 +397,7 @@ async def test_a_quota_request_from_before_a_replay_is_kept_when_another_policy_
     e = await env.create(policy={"quota_policy_ids": [Q, Q2]})
     [claim] = await env.engine.claim_admitted("default", 1, worker_id="wa", worker_instance_id="wa-1")
     began = env.now
-    await env.engine.complete(claim.handle)
-    await env.engine.wait_for_deliveries()
+    await env.complete_and_deliver(claim)
     await env.engine.replay_execution(e)
     await env.create(priority=1, policy={"quota_policy_ids": [Q2]})
     env.clock.advance_ms(1000)

@@ -42,8 +42,7 @@ async def test_a_grant_changes_no_state_and_excludes_others_until_it_expires(env
     assert await env.vector(e) == WAITING
     assert await env.core(e) == before
     assert await env.eligible() == [e]
-    grant = await env.live_grant(e)
-    assert grant is not None
+    grant = await env.existing_grant(e)
     assert (grant.worker_id, grant.worker_instance_id, grant.lane_id) == ("wa", "wa-1", "default")
     assert (grant.created_at, grant.expires_at) == (env.now, env.now + 5000)
     env.clock.advance_ms(4999)
@@ -72,8 +71,7 @@ async def test_a_grant_stores_its_annotations(env: Env, kind: str) -> None:
 
     await offer(e, **who, worker_capabilities=(), grant_ttl_ms=5000, **notes)
 
-    grant = await env.live_grant(e)
-    assert grant is not None
+    grant = await env.existing_grant(e)
     t = env.now
     assert grant == Grant(kind, "wb", "wb-1", "default", t, t + 5000, key_id=grant.key_id, **notes)
 

@@ -59,8 +59,7 @@ async def test_every_unfinished_execution_is_counted_once(env: Env, waits: Waits
 
 
 async def test_members_waiting_for_dependencies_are_counted_by_lane(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c")
+    await flow.begin_join("ab", "c")
 
     assert await gauge(flow.engine, "ff_queue_depth") == {("default", "waiting"): 2, ("default", "waiting_children"): 1}
 
@@ -151,11 +150,9 @@ async def test_outcomes_of_attempts_and_executions_are_counted_by_lane(env: Env)
 
 
 async def test_completions_of_flow_members_are_counted(flow: FlowEnv) -> None:
-    await flow.begin("abc")
-    await flow.chain("ab")
+    await flow.begin("abc", edges=("ab",))
     await flow.succeed("c", result=b"r")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
 
     assert counter(flow.engine, "ff_completions") == {
         ("default", "success"): 1,

@@ -253,16 +253,14 @@ async def test_an_admitted_claim_blocks_unroutable_executions(env: Env) -> None:
 async def test_a_worker_that_registers_during_a_route_block_is_not_missed(env: Env) -> None:
     a = await env.create(policy=requires("gpu"))
     other = Engine(env.store.store, minter=SeededMinter(9))
-    gate = env.pause_next("commit")
+    worker: dict[str, Any] = {"worker_instance_id": "wg-1", "worker_id": "wg", "lanes": ["default"]}
 
-    request = asyncio.create_task(env.grant_next("wa"))
-    await gate.reached()  # the scheduler found no worker and is about to block
-    await other.register_worker(
-        worker_instance_id="wg-1", worker_id="wg", lanes=["default"], capabilities=["gpu"], liveness_ttl_ms=9000
+    granted, registered = await env.race(
+        env.grant_next("wa"),
+        lambda: other.register_worker(**worker, capabilities=["gpu"], liveness_ttl_ms=9000),
     )
-    gate.release()
 
-    assert await request is None
+    assert (granted, type(registered)) == (None, WorkerRegistered)
     assert await env.vector(a) == WAITING
 
 

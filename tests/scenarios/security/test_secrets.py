@@ -66,8 +66,7 @@ async def test_no_token_or_secret_is_printed_or_logged(
 
 
 async def test_no_token_is_stored(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     await waits.suspend_on_pending(claim, pending, Single("kp"), idempotency_key="K")
     await waits.send(claim.execution_id, "other", pending, idempotency_key="i", source="\u00fc")
 

@@ -56,7 +56,6 @@ async def test_bad_tokens_are_refused_and_recorded(env: Env, waits: Waits) -> No
 @pytest.mark.spec("SS-027")
 async def test_refused_tokens_do_not_reveal_whether_a_waitpoint_exists(env: Env, waits: Waits) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     real = await env.engine.create_waitpoint(claim.handle, "k", 60_000)
     other = await env.create_and_claim()
     foreign = await env.engine.create_waitpoint(other.handle, "k", 60_000)
@@ -74,7 +73,7 @@ async def test_refused_tokens_do_not_reveal_whether_a_waitpoint_exists(env: Env,
         for token, detail in tokens.items():
             env.store.calls.clear()
             with pytest.raises(errors.InvalidToken) as refusal:
-                await env.engine.deliver_signal(waits.signal_args(e, "go", target, token))
+                await env.engine.deliver_signal(waits.signal_args(claim.execution_id, "go", target, token))
             assert refusal.value.detail == detail
             messages.setdefault(name, []).append(str(refusal.value))
             calls.setdefault(name, []).append({verb: env.store.calls[verb] for verb in VERBS})
@@ -150,8 +149,7 @@ async def test_seeding_a_key_is_idempotent(keyless: Engine) -> None:
 
 @pytest.mark.spec("SS-031")
 async def test_a_waitpoint_survives_a_rotation_before_its_activation(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     await rotate(env, "k2", B, 60_000)
 
     outcome = await waits.suspend_on_pending(claim, pending, Single("kp"))
@@ -162,8 +160,7 @@ async def test_a_waitpoint_survives_a_rotation_before_its_activation(env: Env, w
 
 @pytest.mark.spec("SS-032")
 async def test_a_retired_key_is_valid_until_the_last_instant_of_its_grace(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     await rotate(env, "k2", B, 1000)
     last = env.now + 1000
 

@@ -82,9 +82,8 @@ async def test_every_terminal_outcome_is_on_the_completion_feed_once(env: Env, w
 
 @pytest.mark.spec("SS-064")
 async def test_the_signal_feed_reports_the_effect_of_each_signal(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
+    claim, pending = await waits.create_pending("kp", 60_000)
     e = claim.execution_id
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     await waits.send(e, "noise", pending, source="")
     await waits.suspend_on_pending(claim, pending, named("a", "b", key="kp"))
     first = await waits.send(e, "a", pending, idempotency_key="i")

@@ -34,7 +34,6 @@ async def best_effort(env: Env, claim: Claimed, payload: bytes = b"x", **options
 @pytest.mark.spec("SS-047")
 async def test_appended_frames_are_read_in_order(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
 
     first = await env.engine.append_frame(claim.handle, b"hello", frame_type="log")
     env.clock.advance_ms(3)
@@ -42,7 +41,7 @@ async def test_appended_frames_are_read_in_order(env: Env) -> None:
 
     assert (first.frame_count, second.frame_count) == (1, 2)
     assert (first.stream_id, second.stream_id) == (f"{env.now - 3}-0", f"{env.now}-0")
-    page = await env.engine.read_stream(e, 0, "start", "end", 100)
+    page = await env.engine.read_stream(claim.execution_id, 0, "start", "end", 100)
     common = {"encoding": "utf8", "source": "worker", "mode": "durable"}
     assert [frame.id for frame in page.frames] == [first.stream_id, second.stream_id]
     assert [frame.fields for frame in page.frames] == [
@@ -66,7 +65,6 @@ async def test_binary_payloads_are_read_as_base64(env: Env) -> None:
 @pytest.mark.spec("SS-048")
 async def test_a_stale_holder_cannot_append(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     fields = claim.handle.fields
     wrong: list[dict[str, Any]] = [
         {"lease_epoch": 2},
@@ -81,7 +79,7 @@ async def test_a_stale_holder_cannot_append(env: Env) -> None:
     env.clock.advance_ms(LEASE_MS)
     async with env.refused(errors.StaleOwnerCannotAppend):
         await env.engine.append_frame(claim.handle, b"late")
-    assert (await env.vector(e)).startswith("active/leased/")
+    assert (await env.vector(claim.execution_id)).startswith("active/leased/")
     revoked = await env.create_and_claim()
     await env.revoke_lease(revoked)
     async with env.refused(errors.StaleOwnerCannotAppend):
@@ -264,9 +262,8 @@ async def test_a_tail_waits_for_a_frame_or_its_timeout(env: Env) -> None:
 @pytest.mark.spec("SS-052")
 async def test_a_tail_ends_when_the_stream_closes(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     first = await env.engine.append_frame(claim.handle, b"frame")
-    tail = await tailing(env, e, after=first.stream_id, block_ms=20_000)
+    tail = await tailing(env, claim.execution_id, after=first.stream_id, block_ms=20_000)
 
     await env.engine.complete(claim.handle)
 
@@ -278,10 +275,9 @@ async def test_a_tail_ends_when_the_stream_closes(env: Env) -> None:
 @pytest.mark.spec("SS-053")
 async def test_a_tail_ignores_frames_it_cannot_see(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     options = {"after": "0-0", "block_ms": 20_000, "count_limit": 1}
-    durable_only = await tailing(env, e, visibility="exclude_best_effort", **options)
-    all_frames = await tailing(env, e, visibility=Visibility.ALL, **options)
+    durable_only = await tailing(env, claim.execution_id, visibility="exclude_best_effort", **options)
+    all_frames = await tailing(env, claim.execution_id, visibility=Visibility.ALL, **options)
 
     await best_effort(env, claim, b"live", ttl_ms=60_000)
     page, _ = await all_frames
@@ -328,8 +324,7 @@ async def test_frame_ids_grow_when_the_clock_goes_back(env: Env) -> None:
 @pytest.mark.spec("SS-056")
 async def test_waiting_tails_do_not_starve_writers(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
-    tails = [await tailing(env, e, after="0-0", block_ms=20_000) for _ in range(32)]
+    tails = [await tailing(env, claim.execution_id, after="0-0", block_ms=20_000) for _ in range(32)]
 
     started = time.monotonic()
     await env.engine.append_frame(claim.handle, b"for all")
@@ -350,13 +345,12 @@ async def test_an_oversized_frame_is_refused_before_the_lease_is_checked(env: En
 
 async def test_a_trimmed_stream_keeps_exactly_the_newest_frames(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     await asyncio.gather(*(env.engine.append_frame(claim.handle, b"%d" % n) for n in range(1, 1200)))
-    assert len((await env.engine.read_stream(e, 0, count_limit=10_000)).frames) == 1199
+    assert len((await env.engine.read_stream(claim.execution_id, 0, count_limit=10_000)).frames) == 1199
 
     last = await env.engine.append_frame(claim.handle, b"{}", mode="summary")
 
-    page = await env.engine.read_stream(e, 0, count_limit=10_000)
+    page = await env.engine.read_stream(claim.execution_id, 0, count_limit=10_000)
     assert last.frame_count == 1200
     assert payloads(page) == [*(str(n) for n in range(1137, 1200)), "{}"]
     ids = [tuple(map(int, frame.id.split("-"))) for frame in page.frames]
@@ -367,11 +361,10 @@ async def test_a_trimmed_stream_keeps_exactly_the_newest_frames(env: Env) -> Non
 
 async def test_the_best_effort_limit_follows_the_frame_rate(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     seen = []
     for _ in range(4):
         await best_effort(env, claim, ttl_ms=10_000)
-        info = await env.engine.read_stream_info(e, 0)
+        info = await env.engine.read_stream_info(claim.execution_id, 0)
         assert info is not None
         seen.append((round(info.ema_rate_hz or 0, 4), info.maxlen_applied_last))
         env.clock.advance_ms(10)

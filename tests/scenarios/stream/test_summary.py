@@ -109,16 +109,15 @@ async def test_a_null_deletes_a_key_and_the_null_sentinel_stores_null(env: Env) 
 @pytest.mark.spec("SS-060")
 async def test_progress_overwrites_only_the_given_fields(env: Env) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     before = (await env.dump())["events"]
     seen = []
     for pct, message in ((10, "a"), (20, None), (None, "b"), (None, "")):
         await env.engine.progress(claim.handle, pct=pct, message=message)
-        core = await env.core(e)
+        core = await env.core(claim.execution_id)
         seen.append((core["progress_pct"], core["progress_message"]))
 
     assert seen == [(10, "a"), (20, "a"), (20, "b"), (20, "b")]
-    assert (await env.engine.read_stream(e, 0)).frames == []
+    assert (await env.engine.read_stream(claim.execution_id, 0)).frames == []
     assert (await env.dump())["events"] == before
 
 

@@ -58,10 +58,9 @@ async def test_a_condition_on_three_waitpoints_is_satisfied_by_all(env: Env, wai
 @pytest.mark.spec("SS-014")
 async def test_a_count_of_distinct_sources_ignores_repetitions(env: Env, waits: Waits) -> None:
     claim, p = await waits.create_suspended(count(2))
-    e = claim.execution_id
     sources = ["alice", "alice", "bob"]
 
-    effects = [await waits.effect(e, "ok", p, source=source) for source in sources]
+    effects = [await waits.effect(claim.execution_id, "ok", p, source=source) for source in sources]
 
     assert effects == [APPENDED, REPEATED, SATISFIED]
 
@@ -69,10 +68,9 @@ async def test_a_count_of_distinct_sources_ignores_repetitions(env: Env, waits: 
 @pytest.mark.spec("SS-014")
 async def test_a_source_is_a_pair_of_type_and_identity(env: Env, waits: Waits) -> None:
     claim, p = await waits.create_suspended(count(4))
-    e = claim.execution_id
     pairs = [("user", "alice"), ("bot", "alice"), ("a", "b:c"), ("a:b", "c")]
 
-    effects = [await waits.effect(e, "ok", p, source=name, source_type=kind) for kind, name in pairs]
+    effects = [await waits.effect(claim.execution_id, "ok", p, source=name, source_type=kind) for kind, name in pairs]
 
     assert effects == [APPENDED, APPENDED, APPENDED, SATISFIED]
 

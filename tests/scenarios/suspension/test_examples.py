@@ -17,8 +17,7 @@ from tests.scenarios.waits import SATISFIED, Waits, partition
 
 @pytest.mark.spec("SS-070")
 async def test_suspend_reports_and_suspend_strict_refuses_a_condition_already_satisfied(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     await waits.send(claim.execution_id, "go", pending)
     strict = await env.create_and_claim()
     other = await env.engine.create_waitpoint(strict.handle, "kp", 60_000)

@@ -59,8 +59,7 @@ async def test_a_suspension_reason_maps_to_a_blocking_reason(
     assert await env.vector(e) == SUSPENDED.format(reason=blocking)
     detail = (await env.core(e))["blocking_detail"]
     assert detail == f"suspended: waitpoint {p.waitpoint_id} awaiting {reason}"
-    kept = await env.engine.describe_suspension(e)
-    assert kept is not None
+    kept = await env.suspension(e)
     assert (kept.reason_code, kept.requested_by, kept.continuation_metadata_pointer) == (reason, "policy", "s3")
     [entry] = (await env.engine.list_suspended(86)).entries
     assert entry.reason == reason
@@ -101,8 +100,7 @@ async def test_describe_suspension_shows_the_request_and_the_outcome(env: Env, w
     env.clock.advance_ms(5)
     other = await waits.send(e, "x", outcome.details.additional_waitpoints[0])
     await waits.send(e, "noise", outcome.details)
-    half = await env.engine.describe_suspension(e)
-    assert half is not None
+    half = await env.suspension(e)
     assert (half.last_signal_at, half.closer_signal_id, half.all_satisfier_signals) == (t + 5, None, [])
     env.clock.advance_ms(5)
     last = await waits.send(e, "go", outcome.details)
@@ -300,8 +298,7 @@ async def test_revocation_is_reported_before_expiry_and_expiry_before_staleness(
 
 
 async def test_a_suspend_key_remembers_both_outcomes_and_no_failure(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", DAY)
+    claim, pending = await waits.create_pending("kp", DAY)
     lost = waits.args(Single("kp"), UsePendingWaitpoint(waits.new_id()), idempotency_key="once")
     async with env.refused(errors.WaitpointNotFound):
         await env.engine.suspend(claim.handle, lost)
@@ -375,8 +372,7 @@ async def test_faults_of_a_pending_waitpoint_are_reported_in_order(env: Env, wai
 
 
 async def test_the_id_of_an_expired_pending_waitpoint_starts_without_signals(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", 1000)
+    claim, pending = await waits.create_pending("k", 1000)
     for name in ("a", "b"):
         assert await waits.effect(claim.execution_id, name, pending, idempotency_key=name) == BUFFERED
     env.clock.advance_ms(1000)
@@ -391,8 +387,7 @@ async def test_the_id_of_an_expired_pending_waitpoint_starts_without_signals(env
 
 
 async def test_buffered_signals_are_evaluated_when_the_waitpoint_is_activated(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", DAY)
+    claim, pending = await waits.create_pending("k", DAY)
     for name, source in (("noise", "ana"), ("go", "ana"), ("go", "ana")):
         await waits.effect(claim.execution_id, name, pending, source)
     condition = AllConditions((Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("go")), Single("k", ByName("ok"))))
@@ -413,8 +408,7 @@ async def test_a_resume_policy_applies_to_its_own_suspension(env: Env, waits: Wa
     policy = ResumePolicy(consume_matched_signals=False, close_waitpoint_on_resume=False, resume_delay_ms=5000)
     claim, p = await waits.create_suspended(named("go"), resume_policy=policy)
     e = claim.execution_id
-    kept = await env.engine.describe_suspension(e)
-    assert kept is not None
+    kept = await env.suspension(e)
     assert kept.resume_policy == policy
 
     assert await waits.effect(e, "go", p) == SATISFIED

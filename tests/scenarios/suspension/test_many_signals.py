@@ -80,16 +80,15 @@ async def test_concurrent_signals_with_one_key_count_once(waits: Waits) -> None:
 
 async def test_forged_tokens_among_concurrent_signals_do_not_affect_the_others(waits: Waits) -> None:
     claim, p = await waits.create_suspended(OperatorOnly())
-    e = claim.execution_id
     calls = []
     for number in range(40):
         token = p.waitpoint_token if number % 2 else "k1:" + "0" * 64
-        calls.append(waits.engine.deliver_signal(waits.signal_args(e, "go", p.waitpoint_id, token)))
+        calls.append(waits.engine.deliver_signal(waits.signal_args(claim.execution_id, "go", p.waitpoint_id, token)))
 
     results = await gather_results(calls)
 
     assert [type(one) for one in results] == [errors.InvalidToken, Accepted] * 20
-    assert await waits.token_refused_at(e) == waits.env.now
+    assert await waits.token_refused_at(claim.execution_id) == waits.env.now
 
 
 async def test_the_signal_limit_holds_under_concurrency(waits: Waits) -> None:
@@ -118,8 +117,7 @@ async def test_concurrent_signals_with_a_lost_message_count_once(waits: Waits, w
 async def test_two_processes_signal_one_waitpoint_concurrently(store: Store, waits: Waits, clock: ManualClock) -> None:
     other = Engine(store)
     claim, p = await waits.create_suspended(Count(60, CountKind.DISTINCT_SIGNALS, ("k",)))
-    e = claim.execution_id
-    signals = [waits.signal_args(e, "go", p.waitpoint_id, p.waitpoint_token) for _ in range(60)]
+    signals = [waits.signal_args(claim.execution_id, "go", p.waitpoint_id, p.waitpoint_token) for _ in range(60)]
 
     results = await gather_results(
         [(other if n % 2 else waits.engine).deliver_signal(signal) for n, signal in enumerate(signals)]

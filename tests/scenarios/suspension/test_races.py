@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -37,46 +37,26 @@ async def rival(store: Store, engine: Engine) -> AsyncIterator[Engine]:
     await rival.finish_background_cancels()
 
 
-async def race(env: Env, slow: Awaitable[Any], fast: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:
-    """Pause a call before its commit, run another to its end, and return both outcomes."""
-    gate = env.pause_next("commit")
-    first = asyncio.ensure_future(slow)
-    async with asyncio.timeout(20):
-        await gate.reached()
-        second = await _outcome(fast())
-        gate.release()
-        return await _outcome(first), second
-
-
-async def _outcome(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
-    except errors.FabricError as refused:
-        return refused
-
-
 def signal_to(waits: Waits, e: str, waitpoint: Any, name: str = "go", **options: Any) -> Any:
     token = waitpoint.token if isinstance(waitpoint, PendingWaitpoint) else waitpoint.waitpoint_token
     return waits.signal_args(e, name, waitpoint.waitpoint_id, token, **options)
 
 
 async def test_a_signal_concurrent_with_activation_counts(env: Env, waits: Waits, rival: Engine) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", DAY)
+    claim, pending = await waits.create_pending("k", DAY)
     signal = signal_to(waits, claim.execution_id, pending)
 
-    outcome, sent = await race(env, waits.suspend_on_pending(claim, pending, ANY), lambda: rival.deliver_signal(signal))
+    outcome, sent = await env.race(waits.suspend_on_pending(claim, pending, ANY), lambda: rival.deliver_signal(signal))
 
     assert sent == Accepted(signal.signal_id, BUFFERED)
     assert isinstance(outcome, ConditionAlreadySatisfied)
 
 
 async def test_a_waitpoint_closed_during_activation_stays_closed(env: Env, waits: Waits, rival: Engine) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", DAY)
+    claim, pending = await waits.create_pending("k", DAY)
 
-    outcome, was_open = await race(
-        env, waits.suspend_on_pending(claim, pending, ANY), lambda: rival.close_waitpoint(pending.waitpoint_id)
+    outcome, was_open = await env.race(
+        waits.suspend_on_pending(claim, pending, ANY), lambda: rival.close_waitpoint(pending.waitpoint_id)
     )
 
     assert was_open is True
@@ -87,8 +67,8 @@ async def test_closing_a_waitpoint_keeps_a_concurrent_signal(env: Env, waits: Wa
     claim, p = await waits.create_suspended(count(2))
     e = claim.execution_id
 
-    was_open, sent = await race(
-        env, env.engine.close_waitpoint(p.waitpoint_id), lambda: rival.deliver_signal(signal_to(waits, e, p))
+    was_open, sent = await env.race(
+        env.engine.close_waitpoint(p.waitpoint_id), lambda: rival.deliver_signal(signal_to(waits, e, p))
     )
 
     assert (was_open, isinstance(sent, Accepted)) == (True, True)
@@ -100,8 +80,8 @@ async def test_a_signal_to_a_waitpoint_closed_concurrently_is_refused(env: Env, 
     claim, p = await waits.create_suspended()
     e = claim.execution_id
 
-    sent, was_open = await race(
-        env, env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.close_waitpoint(p.waitpoint_id)
+    sent, was_open = await env.race(
+        env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.close_waitpoint(p.waitpoint_id)
     )
 
     assert was_open is True
@@ -112,17 +92,13 @@ async def test_a_signal_to_a_waitpoint_closed_concurrently_is_refused(env: Env, 
 async def test_the_first_of_a_timeout_and_a_signal_wins(env: Env, waits: Waits, rival: Engine) -> None:
     claim, p = await waits.create_suspended(timeout_at=env.now)
     e = claim.execution_id
-    expiry, sent = await race(
-        env, env.engine.expire_suspension(e), lambda: rival.deliver_signal(signal_to(waits, e, p))
-    )
+    expiry, sent = await env.race(env.engine.expire_suspension(e), lambda: rival.deliver_signal(signal_to(waits, e, p)))
     assert (expiry, sent.effect) == (SuspensionExpiry.NOT_SUSPENDED, SATISFIED)
     assert await env.vector(e) == RESUMABLE
 
     claim, p = await waits.create_suspended(timeout_at=env.now)
     e = claim.execution_id
-    sent, expiry = await race(
-        env, env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e)
-    )
+    sent, expiry = await env.race(env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e))
     assert isinstance(sent, errors.TargetNotSignalable)
     assert (expiry, await env.vector(e)) == (SuspensionExpiry.FAILED, terminal("failed"))
     assert len(await env.completions(e)) == 1
@@ -132,9 +108,7 @@ async def test_a_signal_concurrent_with_an_escalation_resumes(env: Env, waits: W
     claim, p = await waits.create_suspended(timeout_at=env.now, timeout_behavior=TimeoutBehavior.ESCALATE)
     e = claim.execution_id
 
-    sent, expiry = await race(
-        env, env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e)
-    )
+    sent, expiry = await env.race(env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e))
 
     assert (sent.effect, expiry) == (SATISFIED, SuspensionExpiry.ESCALATED)
     assert await env.vector(e) == RESUMABLE
@@ -144,8 +118,7 @@ async def test_two_concurrent_resuming_signals_resume_once(env: Env, waits: Wait
     claim, p = await waits.create_suspended()
     e = claim.execution_id
 
-    first, second = await race(
-        env,
+    first, second = await env.race(
         env.engine.deliver_signal(signal_to(waits, e, p, idempotency_key="i")),
         lambda: rival.deliver_signal(signal_to(waits, e, p, idempotency_key="j")),
     )
@@ -159,7 +132,7 @@ async def test_two_concurrent_suspends_with_one_key_are_one(env: Env, waits: Wai
     claim = await env.create_and_claim()
     ours, theirs = (waits.args(idempotency_key="once") for _ in range(2))
 
-    first, second = await race(env, env.engine.suspend(claim.handle, ours), lambda: rival.suspend(claim.handle, theirs))
+    first, second = await env.race(env.engine.suspend(claim.handle, ours), lambda: rival.suspend(claim.handle, theirs))
 
     assert isinstance(second, Suspended)
     assert first == second
@@ -172,7 +145,7 @@ async def test_a_vote_concurrent_with_park_is_seen(
     gate = opened(await function.approval("approve", "ana"))
     signal = signal_to(waits, function.e, PendingWaitpoint(gate.links[0].waitpoint_id, gate.links[0].token), "vote")
 
-    parked, sent = await race(env, function.park("approve"), lambda: rival.deliver_signal(signal))
+    parked, sent = await env.race(function.park("approve"), lambda: rival.deliver_signal(signal))
 
     assert (parked, sent.effect) == (GatesReady(("approve",)), SATISFIED)
 
@@ -182,7 +155,7 @@ async def test_a_message_concurrent_with_receive_is_received(
 ) -> None:
     message = MessageArgs(execution_id=function.e, mailbox="steer", message_id=waits.new_id(), payload=b"left")
 
-    memo, _ = await race(env, function.receive("r"), lambda: rival.send_message(message))
+    memo, _ = await env.race(function.receive("r"), lambda: rival.send_message(message))
 
     assert closed(memo).payload == b"left"
 

@@ -31,8 +31,7 @@ async def test_an_operator_resume_closes_the_suspension_and_its_waitpoints(env: 
     assert await env.engine.resume_execution(e, trigger_type="operator") == Resumed(PublicState.WAITING)
 
     assert await env.vector(e) == RESUMABLE
-    root = await env.engine.describe_suspension(e)
-    assert root is not None
+    root = await env.suspension(e)
     assert (root.close_reason, root.satisfied_at, root.closer_signal_id) == ("resumed", env.now, None)
     for one in (a, b):
         record = await waits.record(e, one.waitpoint_id)
@@ -78,8 +77,7 @@ async def test_a_suspension_timeout_ends_the_execution(
     assert core["failure_reason"] == f"suspension_timeout:{behavior.value}"
     assert core["completed_at"] == env.now
     assert (await env.attempt(e, 0)).attempt_state is attempt
-    closed = await env.engine.describe_suspension(e)
-    assert closed is not None
+    closed = await env.suspension(e)
     assert (closed.close_reason, closed.closed_at) == (f"timed_out_{behavior.value}", env.now)
     assert (await waits.record(e, p.waitpoint_id)).close_reason == f"timed_out_{behavior.value}"
     page = await env.engine.read_stream(e, 0)
@@ -99,8 +97,7 @@ async def test_a_suspension_timeout_resumes_with_a_timeout_signal(env: Env, wait
     await waits.time_out(env.now + 100)
 
     assert await env.vector(e) == RESUMABLE
-    closed = await env.engine.describe_suspension(e)
-    assert closed is not None
+    closed = await env.suspension(e)
     assert closed.close_reason == "timed_out_auto_resume"
     again = await env.grant_and_resume(e)
     [seen] = await env.engine.observe_signals(again.handle)

@@ -64,9 +64,8 @@ async def test_a_signal_is_validated_in_the_specified_order(env: Env, waits: Wai
 async def test_a_closed_waitpoint_is_reported_as_closed_while_its_execution_is_suspended(
     env: Env, waits: Waits
 ) -> None:
-    claim = await env.create_and_claim()
+    claim, pending = await waits.create_pending("k", DAY)
     e = claim.execution_id
-    pending = await env.engine.create_waitpoint(claim.handle, "k", DAY)
     assert await env.engine.close_waitpoint(pending.waitpoint_id) is True
     async with env.unchanged():
         assert await env.engine.close_waitpoint(pending.waitpoint_id, "again") is False
@@ -86,8 +85,7 @@ async def test_a_closed_waitpoint_is_reported_as_closed_while_its_execution_is_s
 
 
 async def test_a_closed_waitpoint_keeps_its_reason_after_its_expiry(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", 1000)
+    claim, pending = await waits.create_pending("k", 1000)
     await env.engine.close_waitpoint(pending.waitpoint_id, "changed my mind")
     env.clock.advance_ms(1000)
 
@@ -118,8 +116,7 @@ async def test_signal_counts_depend_on_the_effect(env: Env, waits: Waits) -> Non
         assert await waits.effect(e, name, waitpoint) == effect
         record = await waits.record(e, waitpoint.waitpoint_id)
         assert (record.signal_count, record.matched_signal_count, record.last_signal_at) == (*counted, env.now)
-        root = await env.engine.describe_suspension(e)
-        assert root is not None
+        root = await env.suspension(e)
         assert root.last_signal_at == env.now
     effects = [event.effect for event in await waits.signal_events(e)]
     assert effects == [f"Other({effect})" for _, _, effect, _ in sent[:-1]] + ["Satisfied"]
@@ -288,8 +285,7 @@ async def test_an_escalated_suspension_does_not_time_out_again(env: Env, waits: 
     assert await env.engine.expire_suspension(e) is SuspensionExpiry.ESCALATED
     async with env.unchanged():
         assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
-    root = await env.engine.describe_suspension(e)
-    assert root is not None
+    root = await env.suspension(e)
     assert (root.timeout_at, root.timeout_behavior, root.closed_at) == (None, None, None)
     await env.engine.resume_execution(e)
     assert await env.vector(e) == RESUMABLE

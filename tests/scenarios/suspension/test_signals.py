@@ -62,8 +62,7 @@ async def test_signals_beyond_the_limit_are_refused(env: Env, waits: Waits) -> N
 
 @pytest.mark.spec("SS-035")
 async def test_the_signal_limit_counts_buffered_signals(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", 60_000)
+    claim, pending = await waits.create_pending("k", 60_000)
     assert await waits.effect(claim.execution_id, "a", pending, max_signals_per_execution=1) == BUFFERED
 
     async with env.refused(errors.SignalLimitExceeded):
@@ -120,10 +119,9 @@ async def test_a_resume_delay_postpones_the_claim(env: Env, waits: Waits) -> Non
 @pytest.mark.spec("SS-038")
 async def test_an_approval_signal_resumes_its_own_lane_and_waitpoint(env: Env, waits: Waits) -> None:
     claim, p = await waits.create_suspended(named("approved"))
-    e = claim.execution_id
 
     async def approve(
-        execution: str = e, lane: str = "default", waitpoint: str = p.waitpoint_id
+        execution: str = claim.execution_id, lane: str = "default", waitpoint: str = p.waitpoint_id
     ) -> Accepted | DuplicateDelivery:
         return await env.engine.deliver_approval_signal(
             execution,
@@ -144,7 +142,7 @@ async def test_an_approval_signal_resumes_its_own_lane_and_waitpoint(env: Env, w
     assert isinstance(first, Accepted)
     assert first.effect == SATISFIED
     assert await approve() == DuplicateDelivery(first.signal_id)
-    again = await env.grant_and_resume(e)
+    again = await env.grant_and_resume(claim.execution_id)
     [seen] = await env.engine.observe_signals(again.handle)
     assert (seen.signal_category, seen.source_type, seen.source_identity) == ("approval", "operator", "")
 
@@ -219,8 +217,7 @@ async def test_the_signal_log_keeps_the_newest_and_the_satisfying_signals(env: E
 
 
 async def test_only_signals_still_buffered_count_at_activation(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     for name in ("a", "b"):
         await waits.send(claim.execution_id, name, pending, signal_maxlen=1)
 
@@ -230,8 +227,7 @@ async def test_only_signals_still_buffered_count_at_activation(env: Env, waits: 
 
 
 async def test_a_signal_to_an_ended_execution_is_refused(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "k", 60_000)
+    claim, pending = await waits.create_pending("k", 60_000)
     await env.engine.complete(claim.handle)
 
     async with env.refused(errors.TargetNotSignalable):

@@ -242,8 +242,7 @@ async def test_a_resumed_execution_suspends_again(env: Env, waits: Waits) -> Non
     assert await waits.effect(e, "go", first) == SATISFIED
     second = await waits.suspend(await env.grant_and_resume(e))
 
-    current = await env.engine.describe_suspension(e)
-    assert current is not None
+    current = await env.suspension(e)
     assert current.suspension_id == second.suspension_id
     async with env.refused(errors.WaitpointClosed):
         await waits.send(e, "go", first)
@@ -263,8 +262,7 @@ async def test_a_suspension_replaces_the_previous_one_and_keeps_gates_and_messag
 
     second = await waits.suspend(function.claim, Single("j"), FreshWaitpoint(waits.new_id(), "j"))
 
-    record = await env.engine.describe_suspension(e)
-    assert record is not None
+    record = await env.suspension(e)
     assert (record.waitpoint_id, record.created_at, record.timeout_at) == (second.waitpoint_id, t + 7, None)
     assert (record.reason_code, record.last_signal_at, record.closer_signal_id) == ("waiting_for_signal", None, None)
     assert (record.satisfied_at, record.closed_at, record.all_satisfier_signals) == (None, None, [])
@@ -277,16 +275,14 @@ async def test_a_suspension_replaces_the_previous_one_and_keeps_gates_and_messag
 
 
 async def test_a_suspension_on_a_signalled_waitpoint_shows_the_last_signal_time(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     await waits.effect(claim.execution_id, "early", pending)
     signalled = env.now
     env.clock.advance_ms(5)
 
     await waits.suspend_on_pending(claim, pending, named("go", key="kp"))
 
-    record = await env.engine.describe_suspension(claim.execution_id)
-    assert record is not None
+    record = await env.suspension(claim.execution_id)
     assert (record.created_at, record.last_signal_at) == (signalled + 5, signalled)
 
 
@@ -343,8 +339,7 @@ async def test_an_already_satisfied_suspend_leaves_no_open_suspension(env: Env, 
     )
 
     assert isinstance(answer, ConditionAlreadySatisfied)
-    record = await env.engine.describe_suspension(e)
-    assert record is not None
+    record = await env.suspension(e)
     assert (record.satisfied_at, record.closed_at, record.close_reason) == (t, t, "resumed")
     assert (await env.engine.list_suspended(DEFAULT_PARTITION)).entries == []
     env.clock.now = t + 1000

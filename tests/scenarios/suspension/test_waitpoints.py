@@ -15,9 +15,8 @@ from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, count, named, part
 
 @pytest.mark.spec("SS-020")
 async def test_a_suspend_activates_a_pending_waitpoint(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
+    claim, pending = await waits.create_pending("kp", 60_000)
     e = claim.execution_id
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     assert (await waits.record(e, pending.waitpoint_id)).state == "pending"
 
     env.clock.advance_ms(5)
@@ -36,9 +35,8 @@ async def test_a_suspend_activates_a_pending_waitpoint(env: Env, waits: Waits) -
 
 @pytest.mark.spec("SS-021")
 async def test_a_buffered_signal_satisfies_a_suspend(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
+    claim, pending = await waits.create_pending("kp", 60_000)
     e = claim.execution_id
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     assert await waits.effect(e, "callback", pending, payload=b"early") == BUFFERED
     before = await env.lease_feed(e)
 
@@ -60,8 +58,7 @@ async def test_a_buffered_signal_satisfies_a_suspend(env: Env, waits: Waits) -> 
 
 @pytest.mark.spec("SS-021")
 async def test_buffered_signals_satisfy_a_composite_condition(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
+    claim, pending = await waits.create_pending("kp", 60_000)
     for name in ("a", "noise", "b"):
         assert await waits.effect(claim.execution_id, name, pending) == BUFFERED
 
@@ -74,9 +71,8 @@ async def test_buffered_signals_satisfy_a_composite_condition(env: Env, waits: W
 
 @pytest.mark.spec("SS-022")
 async def test_a_buffered_signal_counts_towards_the_condition(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
+    claim, pending = await waits.create_pending("kp", 60_000)
     e = claim.execution_id
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     assert await waits.effect(e, "ok", pending, source="alice") == BUFFERED
 
     assert isinstance(await waits.suspend_on_pending(claim, pending, count(2, count(1).count_kind, "kp")), Suspended)
@@ -111,8 +107,7 @@ async def test_an_expired_pending_waitpoint_is_closed_before_and_after_the_sweep
 
 @pytest.mark.spec("SS-023")
 async def test_a_closed_pending_waitpoint_is_reported_as_expired_after_its_deadline(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 1000)
+    claim, pending = await waits.create_pending("kp", 1000)
     await env.engine.close_waitpoint(pending.waitpoint_id)
     async with env.refused(errors.WaitpointNotPending):
         await waits.suspend_on_pending(claim, pending, Single("kp"))
@@ -126,8 +121,7 @@ async def test_a_closed_pending_waitpoint_is_reported_as_expired_after_its_deadl
 
 @pytest.mark.spec("SS-023")
 async def test_a_pending_waitpoint_is_open_until_its_last_millisecond(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    pending = await env.engine.create_waitpoint(claim.handle, "kp", 1000)
+    claim, pending = await waits.create_pending("kp", 1000)
     env.clock.advance_ms(999)
 
     assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 0
@@ -171,7 +165,6 @@ async def test_the_list_of_pending_waitpoints_is_paged(env: Env, waits: Waits) -
 @pytest.mark.spec("SS-025")
 async def test_a_page_of_pending_waitpoints_has_100_entries_and_at_most_1000(env: Env, waits: Waits) -> None:
     claim = await env.create_and_claim()
-    e = claim.execution_id
     extra = await env.engine.create_waitpoint(claim.handle, "extra", 60_000)
     fresh = [FreshWaitpoint(waits.new_id(), f"k{n}") for n in range(1000)]
     keys = [one.waitpoint_key for one in fresh]
@@ -179,9 +172,9 @@ async def test_a_page_of_pending_waitpoints_has_100_entries_and_at_most_1000(env
     order = sorted([extra.waitpoint_id, *(one.waitpoint_id for one in fresh)])
 
     for limit, length in ((None, 100), (0, 1), (1000, 1000), (1001, 1000), (5000, 1000)):
-        page = await env.engine.list_pending_waitpoints(e, limit=limit)
+        page = await env.engine.list_pending_waitpoints(claim.execution_id, limit=limit)
         assert ([entry.waitpoint_id for entry in page.entries], page.next_cursor) == (order[:length], order[length - 1])
-    last = await env.engine.list_pending_waitpoints(e, after=order[999], limit=5000)
+    last = await env.engine.list_pending_waitpoints(claim.execution_id, after=order[999], limit=5000)
     assert ([entry.waitpoint_id for entry in last.entries], last.next_cursor) == (order[1000:], None)
 
 
