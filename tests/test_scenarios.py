@@ -17,7 +17,7 @@ PAGES = {"EX": 85, "SS": 72, "S": 97}
 HTTP_ONLY = {"EX-016", "S-096", "S-097"}
 
 # Fixtures that are parametrized with every store.
-ON_EVERY_STORE = {"env", "flow", "waits", "engine", "keyless", "store", "wire"}
+ON_EVERY_STORE = {"env", "flow", "waits", "engine", "keyless", "store", "flaky"}
 
 Marked = dict[str, list[tuple[Path, set[str]]]]
 

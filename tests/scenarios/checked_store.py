@@ -66,7 +66,7 @@ class CheckedStore:
         return result
 
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
-        self.calls["take"] += 1
+        self.calls["claim_rows"] += 1
         claimed = await self.store.claim_rows(request)
         await self._check()
         return claimed

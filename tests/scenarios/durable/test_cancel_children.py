@@ -26,27 +26,31 @@ async def create_children(env: Env, parent: Claimed, count: int) -> list[str]:
 
 async def test_cancel_children_cancels_unfinished_children_and_keeps_finished_ones(env: Env) -> None:
     parent = await env.create_and_claim()
-    waits, runs, done, gone = await create_children(env, parent, 4)
-    for child in (runs, done):
+    waiting, running, done, cancelled = await create_children(env, parent, 4)
+    for child in (running, done):
         await env.grant(child, lane="work")
-    claim = await env.claim(runs)
+    claim = await env.claim(running)
     await env.engine.complete((await env.claim(done)).handle)
-    await env.engine.cancel_execution(gone)
+    await env.engine.cancel_execution(cancelled)
 
-    answer = await env.engine.cancel_children(parent.handle, [waits, runs, done, gone, waits], reason="enough")
+    answer = await env.engine.cancel_children(
+        parent.handle, [waiting, running, done, cancelled, waiting], reason="enough"
+    )
 
-    assert answer == ChildrenCancelled((waits, runs, gone), (done,))
-    assert await env.vector(waits) == terminal("cancelled", "pending_first_attempt")
-    assert await env.vector(runs) == terminal("cancelled")
+    assert answer == ChildrenCancelled((waiting, running, cancelled), (done,))
+    assert await env.vector(waiting) == terminal("cancelled", "pending_first_attempt")
+    assert await env.vector(running) == terminal("cancelled")
     assert await env.vector(done) == terminal("success")
-    core = await env.core(runs)
+    core = await env.core(running)
     assert (core["cancelled_by"], core["cancellation_reason"]) == ("parent", "enough")
-    assert [(event.variant, event.revoked_by) for event in await env.lease_feed(runs)][1:] == [("Revoked", "operator")]
+    assert [(event.variant, event.revoked_by) for event in await env.lease_feed(running)][1:] == [
+        ("Revoked", "operator")
+    ]
     with pytest.raises(errors.ExecutionNotActive):
         await env.engine.complete(claim.handle)
     async with env.unchanged():
-        again = await env.engine.cancel_children(parent.handle, [waits, runs, done])
-    assert again == ChildrenCancelled((waits, runs), (done,))
+        again = await env.engine.cancel_children(parent.handle, [waiting, running, done])
+    assert again == ChildrenCancelled((waiting, running), (done,))
 
 
 async def test_cancel_children_refuses_executions_that_are_not_children(env: Env) -> None:

@@ -81,8 +81,8 @@ async def test_a_child_that_completes_while_its_gate_is_opened_counts(
 
 async def test_the_completion_of_a_child_of_a_purged_parent_is_discarded(function: DurableFunction, env: Env) -> None:
     child = await function.create_child()
-    stays = DurableFunction(env, function.waits, (claim := await env.create_and_claim()).execution_id, claim)
-    other = await stays.create_child()
+    other_parent = DurableFunction(env, function.waits, (claim := await env.create_and_claim()).execution_id, claim)
+    other = await other_parent.create_child()
     await function.engine.complete(function.claim.handle)
     env.clock.advance_ms(25 * DAY_MS // 24)
     await env.engine.sweep_once("retention_trimmer")
@@ -93,7 +93,7 @@ async def test_the_completion_of_a_child_of_a_purged_parent_is_discarded(functio
     await env.engine.wait_for_child_completions()
 
     ends = (await env.dump())["ff_child_end"]
-    assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(stays.e, other.execution_id, None)]
+    assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(other_parent.e, other.execution_id, None)]
 
 
 async def test_a_child_that_completed_before_the_gate_counts(function: DurableFunction) -> None:

@@ -71,12 +71,12 @@ async def test_approval_links_from_before_a_replay_are_refused(
 
 async def test_a_gate_on_a_waitpoint_in_use_is_refused(function: DurableFunction, env: Env, waits: Waits) -> None:
     other = await env.create_and_claim()
-    taken = (waits.new_id(), "ana")
-    args = GateArgs(name="theirs", kind=GateKind.SIGNALS, condition=all_of("ana"), waitpoints=(taken,))
+    used = (waits.new_id(), "ana")
+    args = GateArgs(name="theirs", kind=GateKind.SIGNALS, condition=all_of("ana"), waitpoints=(used,))
     await env.engine.open_gate(other.handle, args)
     pending = await env.engine.create_waitpoint(function.claim.handle, "ana", 60_000)
 
-    for one in (taken, (pending.waitpoint_id, "ana")):
+    for one in (used, (pending.waitpoint_id, "ana")):
         async with env.refused(errors.WaitpointAlreadyExists):
             await open_approval(function, one)
 

@@ -135,8 +135,8 @@ async def test_a_lease_cancelled_by_a_system_timeout_is_revoked_by_the_reconcile
 
     await env.engine.cancel_execution(claim.execution_id, reason="too late", source="system_timeout")
 
-    told = [(event.variant, event.revoked_by) for event in await env.lease_feed(claim.execution_id)]
-    assert told[1:] == [("Revoked", "reconciler")]
+    revocations = [(event.variant, event.revoked_by) for event in await env.lease_feed(claim.execution_id)]
+    assert revocations[1:] == [("Revoked", "reconciler")]
     assert (await env.core(claim.execution_id))["cancelled_by"] == "system_timeout"
 
 
@@ -449,14 +449,14 @@ async def test_a_takeover_restarts_the_attempt_timeout(env: Env, where: str) -> 
 
 
 @pytest.mark.spec("EX-060")
-@pytest.mark.parametrize("meanwhile", ["complete", "retry"])
-async def test_a_due_timeout_whose_attempt_has_ended_changes_nothing(env: Env, meanwhile: str) -> None:
+@pytest.mark.parametrize("finished_by", ["complete", "retry"])
+async def test_a_due_timeout_whose_attempt_has_ended_changes_nothing(env: Env, finished_by: str) -> None:
     claim = await claim_with_timeout(env, "policy", **retries(3))
     e = claim.execution_id
     env.clock.advance_ms(1000)
 
     async def finish() -> None:
-        if meanwhile == "complete":
+        if finished_by == "complete":
             await env.engine.complete(claim.handle)
         else:
             await env.engine.fail(claim.handle, reason="flaky")
@@ -465,10 +465,10 @@ async def test_a_due_timeout_whose_attempt_has_ended_changes_nothing(env: Env, m
     done = await env.engine.sweep_once("attempt_timeout")
 
     assert (done.processed, done.errors) == (0, 0)
-    assert (await env.vector(e)).startswith("terminal/" if meanwhile == "complete" else "runnable/")
+    assert (await env.vector(e)).startswith("terminal/" if finished_by == "complete" else "runnable/")
     async with env.unchanged():
         late = await env.engine.expire_if_due(e, "attempt_timeout")
-        assert late == (AlreadyTerminal(e) if meanwhile == "complete" else NotDue(e))
+        assert late == (AlreadyTerminal(e) if finished_by == "complete" else NotDue(e))
 
 
 @pytest.mark.spec("EX-060")

@@ -109,8 +109,8 @@ async def test_a_delayed_execution_is_promoted_at_its_instant(env: Env) -> None:
 
 @pytest.mark.spec("EX-008")
 def test_promotion_results_have_the_names_of_the_specification() -> None:
-    words = ["promoted", "not_yet_due", "not_delayed_cleaned", "not_runnable_cleaned", "not_found_cleaned"]
-    assert [answer.value for answer in Promotion] == words
+    names = ["promoted", "not_yet_due", "not_delayed_cleaned", "not_runnable_cleaned", "not_found_cleaned"]
+    assert [answer.value for answer in Promotion] == names
 
 
 @pytest.mark.spec("EX-009")
@@ -339,8 +339,10 @@ async def test_a_duplicate_create_does_not_add_its_lane_to_the_list(env: Env, me
     known = await env.create(idempotency_key="k")
 
     async def create(**options: Any) -> None:
-        ask = CreateExecution(partition=0, namespace="default", execution_kind="task", lane_id="other", **options)
-        answers = [await engine.create(ask)] if method == "one" else await engine.create_executions([ask, ask])
+        request = CreateExecution(partition=0, namespace="default", execution_kind="task", lane_id="other", **options)
+        answers = (
+            [await engine.create(request)] if method == "one" else await engine.create_executions([request, request])
+        )
         assert set(answers) == {Duplicate(known)}
 
     async with env.unchanged():

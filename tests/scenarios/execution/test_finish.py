@@ -51,12 +51,12 @@ async def test_complete_ends_the_execution_and_releases_its_lease(env: Env) -> N
 
     assert await env.vector(e) == terminal("success")
     core = await env.core(e)
-    gone = {
+    removed = {
         *("current_lease_id", "current_worker_id", "current_worker_instance_id"),
         *("lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"),
         *("attempt_timeout_at", "execution_deadline_at"),
     }
-    assert core == {name: value for name, value in before.items() if name not in gone} | {
+    assert core == {name: value for name, value in before.items() if name not in removed} | {
         "lifecycle_phase": "terminal",
         "ownership_state": "unowned",
         "terminal_outcome": "success",

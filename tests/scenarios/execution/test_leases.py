@@ -286,7 +286,7 @@ async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
     assert await engine.revoke_lease(e, reason="bad node") == Revoked(claim.lease_id, 1)
 
     assert await env.vector(e) == REVOKED_LEASE
-    gone = {"lease_expires_at", "lease_renewal_deadline"}
+    removed = {"lease_expires_at", "lease_renewal_deadline"}
     changed = {
         "ownership_state": "lease_revoked",
         "blocking_reason": "waiting_for_worker",
@@ -296,7 +296,7 @@ async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
         "lease_revoke_reason": "bad node",
         "last_mutation_at": env.now,
     }
-    assert await env.core(e) == {name: value for name, value in before.items() if name not in gone} | changed
+    assert await env.core(e) == {name: value for name, value in before.items() if name not in removed} | changed
     assert (await env.lease_history(e))[1:] == [
         HistoryEntry("revoked", env.now, lease_fields(claim) | {"reason": "bad node"})
     ]
@@ -317,18 +317,18 @@ async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
 
 
 @pytest.mark.spec("EX-038")
-@pytest.mark.parametrize("way", ["reclaim", "takeover", "cancel", "expire"])
-async def test_a_revoked_execution_can_be_reclaimed_cancelled_or_expired(env: Env, way: str) -> None:
+@pytest.mark.parametrize("action", ["reclaim", "takeover", "cancel", "expire"])
+async def test_a_revoked_execution_can_be_reclaimed_cancelled_or_expired(env: Env, action: str) -> None:
     claim = await env.create_and_claim()
     e = claim.execution_id
     await env.revoke_lease(claim)
 
-    match way:
+    match action:
         case "reclaim":
             assert (await env.grant_and_reclaim(e)).lease_epoch == 2
         case "takeover":
-            taken = await env.claim_existing("wb")
-            assert (taken.execution_id, taken.lease_epoch, taken.handle.kind) == (e, 2, HandleKind.RECLAIMED)
+            takeover = await env.claim_existing("wb")
+            assert (takeover.execution_id, takeover.lease_epoch, takeover.handle.kind) == (e, 2, HandleKind.RECLAIMED)
         case "cancel":
             assert await env.engine.cancel_execution(e) == Cancelled(e)
         case _:

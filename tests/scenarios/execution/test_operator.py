@@ -60,8 +60,8 @@ async def test_change_priority_moves_an_execution_in_the_queue(env: Env) -> None
 async def test_change_priority_clamps_and_refuses_executions_that_are_not_eligible(env: Env, waits: Waits) -> None:
     engine = env.engine
     e = await env.create(priority=3)
-    for asked, stored in ((10_000, 9000), (-5, 0)):
-        await engine.change_priority(e, asked)
+    for requested, stored in ((10_000, 9000), (-5, 0)):
+        await engine.change_priority(e, requested)
         assert (await env.core(e))["priority"] == stored
         assert (await env.operator_events())[-1].details["new_priority"] == stored
     delayed = await env.create(delay_until=env.now + 1000)
@@ -302,7 +302,7 @@ async def test_block_and_unblock_refuse_unknown_reasons_and_wrong_states(env: En
     delayed = await env.create(delay_until=env.now + 1000)
     twice = await env.create()
     await engine.block_route(twice)
-    for one, word in (
+    for one, kind in (
         (ended, "execution_not_active"),
         (active, "execution_not_eligible"),
         (delayed, "execution_not_eligible"),
@@ -312,4 +312,4 @@ async def test_block_and_unblock_refuse_unknown_reasons_and_wrong_states(env: En
         async with env.unchanged():
             answer: Any = await engine.block_execution_for_admission(one, reason="waiting_for_quota")
         assert isinstance(answer, Rejected)
-        assert answer.message.startswith(word)
+        assert answer.message.startswith(kind)

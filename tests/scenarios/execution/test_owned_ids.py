@@ -21,16 +21,16 @@ def create_request(execution_id: str, namespace: str, **options: Any) -> CreateE
 
 
 async def test_creating_an_execution_whose_id_exists_in_another_namespace_is_a_conflict(env: Env) -> None:
-    taken = await env.create(namespace="theirs", tags={"app.owner": "them"})
+    existing = await env.create(namespace="theirs", tags={"app.owner": "them"})
 
     with pytest.raises(errors.IdInOtherNamespace) as refused:
-        await env.engine.create(create_request(taken, "mine"))
+        await env.engine.create(create_request(existing, "mine"))
 
-    assert refused.value == errors.IdInOtherNamespace(execution_id=taken), (
+    assert refused.value == errors.IdInOtherNamespace(execution_id=existing), (
         "the error reveals nothing about the other row"
     )
-    assert await env.engine.create(create_request(taken, "theirs")) == answers.Duplicate(taken)
-    assert await env.engine.get_execution_namespace(taken) == "theirs"
+    assert await env.engine.create(create_request(existing, "theirs")) == answers.Duplicate(existing)
+    assert await env.engine.get_execution_namespace(existing) == "theirs"
 
 
 async def test_one_of_two_namespaces_that_create_an_id_concurrently_owns_it(env: Env) -> None:
@@ -47,20 +47,22 @@ async def test_one_of_two_namespaces_that_create_an_id_concurrently_owns_it(env:
 
 @pytest.mark.parametrize("count", [1, 40])
 async def test_a_bulk_create_refuses_ids_of_other_namespaces_and_creates_the_rest(env: Env, count: int) -> None:
-    taken = [await env.create(namespace="theirs") for _ in range(2)]
+    existing = [await env.create(namespace="theirs") for _ in range(2)]
     fresh = [env.engine.new_execution_id("default") for _ in range(count)]
 
-    results = await env.engine.create_executions([create_request(one, "mine") for one in (taken[0], *fresh, taken[1])])
+    results = await env.engine.create_executions(
+        [create_request(one, "mine") for one in (existing[0], *fresh, existing[1])]
+    )
 
     assert [type(one) for one in results[1:-1]] == [answers.Created] * count
-    assert [results[0], results[-1]] == [errors.IdInOtherNamespace(execution_id=one) for one in taken]
+    assert [results[0], results[-1]] == [errors.IdInOtherNamespace(execution_id=one) for one in existing]
 
 
 async def test_an_idempotency_key_matches_within_its_own_namespace_only(env: Env) -> None:
     mine = await env.create(namespace="mine", idempotency_key="k")
-    taken = await env.create(namespace="theirs", idempotency_key="k")
+    existing = await env.create(namespace="theirs", idempotency_key="k")
 
-    again = await env.engine.create(create_request(taken, "mine", idempotency_key="k"))
+    again = await env.engine.create(create_request(existing, "mine", idempotency_key="k"))
 
     assert again == answers.Duplicate(mine)
 
@@ -93,15 +95,15 @@ async def test_creating_a_graph_whose_flow_id_exists_in_another_namespace_is_a_c
 async def test_a_graph_with_a_node_of_another_namespace_creates_nothing(flow: FlowEnv) -> None:
     other = FlowEnv(flow.engine, flow.clock)
     other.id = flow.id  # on the same partition
-    taken = await other.create("x", namespace="theirs")
+    existing = await other.create("x", namespace="theirs")
     fresh = flow.new_id()
 
     with pytest.raises(errors.IdInOtherNamespace) as refused:
         await flow.engine.create_flow_graph(
-            flow.id, [create_request(fresh, "mine"), create_request(taken, "mine")], namespace="mine"
+            flow.id, [create_request(fresh, "mine"), create_request(existing, "mine")], namespace="mine"
         )
 
-    assert refused.value == errors.IdInOtherNamespace(execution_id=taken)
+    assert refused.value == errors.IdInOtherNamespace(execution_id=existing)
     assert await flow.engine.describe_flow(flow.id) is None
     assert await flow.engine.describe_execution(fresh) is None
 

@@ -62,11 +62,11 @@ async def test_list_executions_pages_through_a_partition(env: Env) -> None:
 @pytest.mark.spec("EX-078")
 async def test_a_page_of_executions_has_at_most_1000_entries(env: Env) -> None:
     created = [numbered(5, number) for number in range(1001)]
-    asks = [
+    requests = [
         CreateExecution(execution_id=e, partition=5, namespace="default", lane_id="default", execution_kind="task")
         for e in created
     ]
-    assert await env.engine.create_executions(asks) == [Created(e, PublicState.WAITING) for e in created]
+    assert await env.engine.create_executions(requests) == [Created(e, PublicState.WAITING) for e in created]
 
     page = await env.engine.list_executions(5, limit=5000)
 
@@ -158,8 +158,8 @@ async def test_the_lease_history_excludes_an_earlier_execution_with_the_same_id(
     await env.engine.complete(claim.handle)
     await env.engine.replay_execution(e)
     await env.grant_and_claim(e)
-    told = ["replay_initiated", "acquired", "released completed", "replay_initiated", "acquired"]
-    assert await env.lease_events(e) == told
+    events = ["replay_initiated", "acquired", "released completed", "replay_initiated", "acquired"]
+    assert await env.lease_events(e) == events
 
 
 @pytest.mark.spec("EX-080")
@@ -207,7 +207,7 @@ async def test_every_terminal_outcome_emits_one_completion_event(env: Env, waits
     options: dict[str, Any] = {"namespace": "n1", "tags": {"cairn.instance_id": "i1"}}
     success, failed, cancelled, expired, capped = [await env.create_and_claim(**options) for _ in range(5)]
     quiet = await env.create_and_claim(policy=retries(1), **options)
-    parked, revoked, asleep = [await env.create_and_claim(**options) for _ in range(3)]
+    parked, revoked, suspended = [await env.create_and_claim(**options) for _ in range(3)]
     await engine.complete(success.handle)
     await engine.fail(failed.handle, reason="boom")
     await engine.cancel_execution(cancelled.execution_id)
@@ -215,16 +215,16 @@ async def test_every_terminal_outcome_emits_one_completion_event(env: Env, waits
     await engine.fail(quiet.handle, reason="flaky")
     await env.delay(parked)
     await env.revoke_lease(revoked)
-    await waits.suspend(asleep)
+    await waits.suspend(suspended)
     await env.expire_lease(capped)
     await env.reclaim(capped.execution_id, max_reclaim_count=0)
 
-    told = await env.completions()
+    events = await env.completions()
 
     ended = [claim.execution_id for claim in (success, failed, cancelled, expired, capped)]
-    assert [one.execution_id for one in told] == ended
-    assert [one.outcome for one in told] == ["success", "failed", "cancelled", "expired", "failed"]
-    assert {(one.namespace, one.instance_tag, one.flow_id) for one in told} == {("n1", "i1", None)}
+    assert [one.execution_id for one in events] == ended
+    assert [one.outcome for one in events] == ["success", "failed", "cancelled", "expired", "failed"]
+    assert {(one.namespace, one.instance_tag, one.flow_id) for one in events} == {("n1", "i1", None)}
     await engine.replay_execution(success.execution_id)
     again = await env.grant_and_claim(success.execution_id)
     await engine.complete(again.handle)
@@ -312,11 +312,11 @@ async def test_a_rare_tag_is_found_with_one_scan(env: Env) -> None:
     for _ in range(20):
         await env.create(tags={"app.kind": "often"})
     rare = [await env.create(tags={"app.kind": "seldom"}) for _ in range(2)]
-    looks = env.store.calls["scan"]
+    scans = env.store.calls["scan"]
 
     page = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
 
-    assert env.store.calls["scan"] - looks == 1
+    assert env.store.calls["scan"] - scans == 1
     assert ([one.execution_id for one in page.executions], page.next_cursor) == ([min(rare)], min(rare))
     rest = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
     assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([max(rare)], None)

@@ -307,8 +307,8 @@ async def test_every_hundredth_reclaim_logs_a_warning(
         await env.claim_next("wb")
 
     assert (await env.core(e))["lease_reclaim_count"] == count + 1
-    words = f"{e} has been reclaimed {count + 1} times: its workers keep losing it"
-    assert [one.message for one in caplog.records] == ([words] if warned else [])
+    message = f"{e} has been reclaimed {count + 1} times: its workers keep losing it"
+    assert [one.message for one in caplog.records] == ([message] if warned else [])
 
 
 @pytest.mark.spec("EX-067")
@@ -385,14 +385,14 @@ async def test_a_claim_takes_over_an_expired_lease_without_a_sweep(env: Env) -> 
     assert await env.claim_next("wb") is None
     env.clock.advance_ms(1)
 
-    taken = await env.claim_next("wb")
+    takeover = await env.claim_next("wb")
 
-    assert taken is not None
-    assert (taken.execution_id, taken.attempt_type) == (e, AttemptType.RECLAIM)
-    assert (taken.lease_epoch, taken.attempt_index) == (2, 1)
-    assert taken.handle.kind is HandleKind.RECLAIMED
-    assert taken.payload is not None
-    assert taken.payload.input_payload == b"in"
+    assert takeover is not None
+    assert (takeover.execution_id, takeover.attempt_type) == (e, AttemptType.RECLAIM)
+    assert (takeover.lease_epoch, takeover.attempt_index) == (2, 1)
+    assert takeover.handle.kind is HandleKind.RECLAIMED
+    assert takeover.payload is not None
+    assert takeover.payload.input_payload == b"in"
     assert await env.lease_events(e) == ["acquired", "expired", "reclaimed"]
     core = await env.core(e)
     assert (core["lease_reclaim_count"], core["attempt_timeout_at"]) == (1, env.now + 90_000)
@@ -405,8 +405,8 @@ async def test_a_takeover_respects_the_reclaim_grant_of_another_worker(env: Env)
     async with env.unchanged():
         assert await env.claim_next("wb") is None
     env.clock.advance_ms(5000)
-    taken = await env.claim_existing("wb")
-    assert taken.execution_id == e
+    takeover = await env.claim_existing("wb")
+    assert takeover.execution_id == e
 
 
 @pytest.mark.spec("EX-071")
@@ -449,9 +449,9 @@ async def test_a_page_of_expired_leases_has_at_most_10000_entries(env: Env, monk
     limits = []
     scan = env.store.store.scan
 
-    async def counted(asked: Any) -> Any:
-        limits.append(asked.limit)
-        return await scan(msgspec.structs.replace(asked, limit=1))
+    async def counted(request: Any) -> Any:
+        limits.append(request.limit)
+        return await scan(msgspec.structs.replace(request, limit=1))
 
     monkeypatch.setattr(env.store.store, "scan", counted)
     await env.engine.list_expired_leases(as_of=env.now, limit=20_000)

@@ -86,13 +86,13 @@ async def test_unreadable_tags_are_reported_as_corruption(env: Env) -> None:
     async with env.unchanged():
         with pytest.raises(errors.Corruption, match=r"corruption: describe_execution: exec_core: tags: "):
             await env.engine.describe_execution(e)
-        for ask in (
+        for read in (
             env.engine.get_execution_tag(e, "a.b"),
             env.engine.set_execution_tag(e, "a.b", "d"),
             env.engine.read_execution_context(e),
         ):
             with pytest.raises(errors.Corruption, match="exec_core: tags: "):
-                await ask
+                await read
 
 
 async def test_unreadable_terms_are_reported_as_corruption(env: Env) -> None:

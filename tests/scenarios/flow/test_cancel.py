@@ -287,10 +287,10 @@ async def test_a_running_member_kept_by_cancel_pending_may_be_skipped(flow: Flow
 
 @pytest.mark.spec("S-050")
 async def test_invalid_backlog_rows_are_removed(flow: FlowEnv) -> None:
-    gone, empty = FlowEnv(flow.engine, flow.clock), FlowEnv(flow.engine, flow.clock)
-    await gone.begin("a")
-    await gone.engine.cancel_flow_header(gone.id)
-    await gone.write(Delete(Flow, (gone.id,)))
+    missing, empty = FlowEnv(flow.engine, flow.clock), FlowEnv(flow.engine, flow.clock)
+    await missing.begin("a")
+    await missing.engine.cancel_flow_header(missing.id)
+    await missing.write(Delete(Flow, (missing.id,)))
     await empty.begin()
     await empty.write(Insert(CancelBacklog(empty.id, flow.clock.now, 1)))
     await flow.begin("v")
@@ -303,8 +303,8 @@ async def test_invalid_backlog_rows_are_removed(flow: FlowEnv) -> None:
     done = await flow.engine.sweep_once("cancel_reconciler")
 
     assert done.errors == 1
-    assert [await each.backlog() for each in (gone, empty, flow)] == [(None, [])] * 3
-    assert await gone.state("a") == "waiting"
+    assert [await each.backlog() for each in (missing, empty, flow)] == [(None, [])] * 3
+    assert await missing.state("a") == "waiting"
     assert await flow.state("v") == "cancelled"
 
 

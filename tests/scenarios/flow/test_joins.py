@@ -110,7 +110,7 @@ async def test_a_resolved_edge_keeps_its_first_outcome(flow: FlowEnv, first: str
     before = await flow.dependency("1", "b")
     flow.clock.advance_ms(5000)
 
-    again = [await flow.resolve("1", "b", word) for word in (first, "expired")]
+    again = [await flow.resolve("1", "b", outcome) for outcome in (first, "expired")]
     await flow.engine.complete(claim.handle)
     swept = [(await flow.sweep(name))[0] for name in ("completion_dispatch", "dependency_reconciler")]
 
@@ -154,7 +154,9 @@ async def test_joins_follow_the_worked_examples_of_the_specification(
     await flow.join(names, "b", policy)
 
     resolutions = [
-        await flow.resolve(name, "b", word) for name, word in zip(names, outcomes_by_name, strict=True) if word != "-"
+        await flow.resolve(name, "b", outcome)
+        for name, outcome in zip(names, outcomes_by_name, strict=True)
+        if outcome != "-"
     ]
 
     assert resolutions == steps

@@ -295,10 +295,10 @@ async def test_the_purge_check_of_a_large_flow_loads_one_member(flow: FlowEnv, m
     scans = 0
     scan = flow.engine.runtime.scan
 
-    async def counted(asked: Scan) -> list[Any]:
+    async def counted(request: Scan) -> list[Any]:
         nonlocal scans
-        scans += asked.row.__name__ == "FlowMember"
-        return await scan(asked)
+        scans += request.row.__name__ == "FlowMember"
+        return await scan(request)
 
     monkeypatch.setattr(flow.engine.runtime, "scan", counted)
     flow.clock.advance_ms(DAY_MS)

@@ -54,7 +54,7 @@ async def suspension(engine: Engine, e: str) -> Suspension:
 # -- lost ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nth", [0, 1], ids=["breach", "sleep"])
+@pytest.mark.parametrize("nth", [0, 1], ids=["breach", "suspend"])
 @pytest.mark.parametrize("loss", Loss)
 async def test_a_breach_with_a_lost_message_suspends_once(
     store: Store, clock: ManualClock, loss: Loss, nth: int
@@ -77,7 +77,7 @@ async def test_a_breach_with_a_lost_message_suspends_once(
     assert (await engine.get_budget_status(B)).breach_count == 1
 
 
-@pytest.mark.parametrize("nth", [0, 1], ids=["limit", "wake"])
+@pytest.mark.parametrize("nth", [0, 1], ids=["limit", "resume"])
 @pytest.mark.parametrize("loss", Loss)
 async def test_a_raised_limit_with_a_lost_message_resumes_once(
     store: Store, clock: ManualClock, loss: Loss, nth: int
@@ -145,7 +145,7 @@ async def test_an_execution_suspended_on_a_budget_can_be_cancelled(env: Env) -> 
     assert await env.vector(claim.execution_id) == terminal("cancelled")
 
 
-# -- zombies and late words ----------------------------------------------------------------------------------------
+# -- stale holders and late messages ---------------------------------------------------------------------------------
 
 
 async def test_a_previous_holder_neither_suspends_nor_sees_the_suspension_of_the_current_one(env: Env) -> None:

@@ -64,10 +64,10 @@ async def test_returning_executions_keep_their_age(env: Env, returns: Any, metho
     await returns(env, a)
 
     if method == "claim":
-        taken = [await env.claim_next("wc"), await env.claim_next("wc")]
+        claimed = [await env.claim_next("wc"), await env.claim_next("wc")]
     else:
-        taken = [await env.grant_next("wc"), await env.grant_next("wc")]
-    assert [one.execution_id for one in taken if one] == [a, b]
+        claimed = [await env.grant_next("wc"), await env.grant_next("wc")]
+    assert [one.execution_id for one in claimed if one] == [a, b]
 
 
 @pytest.mark.spec("EX-027")
@@ -133,21 +133,21 @@ async def test_a_worker_without_the_capability_skips_route_blocked_executions(en
 
 
 async def test_takeovers_and_waiting_executions_are_claimed_in_one_order(env: Env) -> None:
-    claim = {}
+    claims = {}
     for priority in (7, 3):
         e = await env.create(priority=priority)
         await env.grant(e)
-        claim[priority] = await env.claim(e)
+        claims[priority] = await env.claim(e)
     waiting = {priority: await env.create(priority=priority) for priority in (9, 5, 1)}
-    for claimed in claim.values():
-        await env.engine.revoke_lease(claimed.execution_id)
+    for claim in claims.values():
+        await env.engine.revoke_lease(claim.execution_id)
 
-    taken = [await env.claim_next("wb") for _ in range(6)]
+    claimed = [await env.claim_next("wb") for _ in range(6)]
 
-    assert taken[-1] is None
-    order = [waiting[9], claim[7].execution_id, waiting[5], claim[3].execution_id, waiting[1]]
-    assert [one.execution_id for one in taken if one] == order
-    assert [one.attempt_type for one in taken if one] == ["initial", "reclaim", "initial", "reclaim", "initial"]
+    assert claimed[-1] is None
+    order = [waiting[9], claims[7].execution_id, waiting[5], claims[3].execution_id, waiting[1]]
+    assert [one.execution_id for one in claimed if one] == order
+    assert [one.attempt_type for one in claimed if one] == ["initial", "reclaim", "initial", "reclaim", "initial"]
 
 
 CLAIM_OPERATIONS = ["claim", "claim_admitted", "claim_for_worker"]
@@ -164,8 +164,8 @@ async def test_a_lease_that_expires_after_a_scan_is_taken_over_in_queue_order(en
 
     answer = await getattr(env.engine, method)("default", worker_id="wb", worker_instance_id="wb-1")
 
-    taken = answer[0] if isinstance(answer, list) else answer
-    assert taken.execution_id == claim.execution_id
+    claimed = answer[0] if isinstance(answer, list) else answer
+    assert claimed.execution_id == claim.execution_id
 
 
 async def test_an_expired_lease_of_another_process_is_taken_over_in_queue_order(env: Env) -> None:
@@ -178,10 +178,10 @@ async def test_an_expired_lease_of_another_process_is_taken_over_in_queue_order(
     assert await env.claim_next("wb") is not None  # a scan while the lease is live
     env.clock.advance_ms(100)
 
-    taken = await env.claim_next("wb")
+    claimed = await env.claim_next("wb")
 
-    assert taken is not None
-    assert taken.execution_id == claim.execution_id
+    assert claimed is not None
+    assert claimed.execution_id == claim.execution_id
 
 
 async def test_a_lease_shortened_by_a_renewal_is_taken_over_in_queue_order(env: Env) -> None:
@@ -191,10 +191,10 @@ async def test_a_lease_shortened_by_a_renewal_is_taken_over_in_queue_order(env: 
     await env.engine.renew(claim.handle, lease_ttl_ms=50)
     env.clock.advance_ms(50)
 
-    taken = await env.claim_next("wb")
+    claimed = await env.claim_next("wb")
 
-    assert taken is not None
-    assert taken.execution_id == claim.execution_id
+    assert claimed is not None
+    assert claimed.execution_id == claim.execution_id
 
 
 async def test_a_lease_claimed_under_another_lane_name_is_taken_over_in_its_own_lane(env: Env) -> None:
@@ -206,10 +206,10 @@ async def test_a_lease_claimed_under_another_lane_name_is_taken_over_in_its_own_
     await env.claim(urgent, "wa", lane_id="elsewhere", ttl=100)
     env.clock.advance_ms(100)
 
-    taken = await env.claim_next("wb")
+    claimed = await env.claim_next("wb")
 
-    assert taken is not None
-    assert taken.execution_id == urgent
+    assert claimed is not None
+    assert claimed.execution_id == urgent
 
 
 async def test_claim_many_merges_takeovers_and_waiting_executions(env: Env) -> None:
@@ -218,9 +218,11 @@ async def test_claim_many_merges_takeovers_and_waiting_executions(env: Env) -> N
     waiting = {priority: await env.create(priority=priority) for priority in (9, 5, 1)}
     env.clock.advance_ms(LEASE_MS)
 
-    taken = await env.engine.claim_many("default", 10, worker_id="wb", worker_instance_id="wb-1", lease_ttl_ms=LEASE_MS)
+    claimed = await env.engine.claim_many(
+        "default", 10, worker_id="wb", worker_instance_id="wb-1", lease_ttl_ms=LEASE_MS
+    )
 
-    assert [one.execution_id for one in taken] == [waiting[9], high, waiting[5], low, waiting[1]]
+    assert [one.execution_id for one in claimed] == [waiting[9], high, waiting[5], low, waiting[1]]
 
 
 async def test_the_scheduler_merges_takeovers_and_waiting_executions(env: Env) -> None:
@@ -241,9 +243,9 @@ async def test_a_takeover_at_the_cap_fails_the_execution_and_claims_the_next(env
     expired = (await env.create_and_claim(priority=1)).execution_id
     env.clock.advance_ms(LEASE_MS)
 
-    taken: Any = await env.grant_next("wb") if method == "scheduler" else await env.claim_next("wb")
+    claimed: Any = await env.grant_next("wb") if method == "scheduler" else await env.claim_next("wb")
 
-    assert taken.execution_id == expired
+    assert claimed.execution_id == expired
     for one in capped:
         assert await env.vector(one.execution_id) == terminal("failed")
         assert (await env.core(one.execution_id))["failure_reason"] == "max_reclaims_exceeded"
@@ -266,10 +268,10 @@ async def test_the_first_takeover_of_a_lane_is_found_behind_many_expired_leases(
     best = (await env.create_and_claim("wz", priority=9)).execution_id
     env.clock.advance_ms(LEASE_MS)
 
-    taken: Any = await env.grant_next("wb") if method == "scheduler" else await env.claim_next("wb")
+    claimed: Any = await env.grant_next("wb") if method == "scheduler" else await env.claim_next("wb")
 
-    assert taken is not None
-    assert taken.execution_id == best
+    assert claimed is not None
+    assert claimed.execution_id == best
 
 
 async def test_a_lease_revoked_by_another_process_is_taken_over_at_once(env: Env) -> None:
@@ -280,10 +282,10 @@ async def test_a_lease_revoked_by_another_process_is_taken_over_at_once(env: Env
     assert await other.claim("default", worker_id="wb", worker_instance_id="wb-1") is None
     await env.revoke_lease(claim)
 
-    taken = await other.claim("default", worker_id="wb", worker_instance_id="wb-1")
+    claimed = await other.claim("default", worker_id="wb", worker_instance_id="wb-1")
 
-    assert taken is not None
-    assert (taken.execution_id, taken.attempt_type) == (claim.execution_id, AttemptType.RECLAIM)
+    assert claimed is not None
+    assert (claimed.execution_id, claimed.attempt_type) == (claim.execution_id, AttemptType.RECLAIM)
 
 
 async def test_a_busy_worker_discovers_a_new_queue_soon(env: Env) -> None:
@@ -296,10 +298,10 @@ async def test_a_busy_worker_discovers_a_new_queue_soon(env: Env) -> None:
     env.clock.advance_ms(2000)
     await other.describe_execution(urgent)  # any call updates the clock estimate of an engine
 
-    taken = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
+    claimed = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
 
-    assert taken is not None
-    assert taken.execution_id == urgent
+    assert claimed is not None
+    assert claimed.execution_id == urgent
 
 
 @pytest.mark.parametrize("each", ["capability", "tenant"])
@@ -337,8 +339,8 @@ async def test_granted_heads_do_not_hide_the_queue_or_takeovers(env: Env) -> Non
     heads = [await env.create(priority=9) for _ in range(25)]
     for e in heads:
         await env.grant(e, "wx")
-    gone = [await env.create_and_claim(priority=8) for _ in range(25)]
-    for claim in gone:
+    revoked = [await env.create_and_claim(priority=8) for _ in range(25)]
+    for claim in revoked:
         await env.revoke_lease(claim)
         await env.issue_reclaim_grant(claim.execution_id, "wx")
     late = await env.create_and_claim(priority=5)

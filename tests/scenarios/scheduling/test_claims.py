@@ -372,11 +372,11 @@ async def test_an_execution_refused_to_two_processes_at_once_keeps_no_slot(env: 
     await env.create(policy={"quota_policy_ids": [Q2]})
     assert len(await claim_admitted(env)) == 1
     refused = await env.create(policy={"quota_policy_ids": [Q, Q2]})
-    wires = [FlakyStore(env.store), FlakyStore(env.store)]
-    gates = [wire.stop_after("commit") for wire in wires]
+    stores = [FlakyStore(env.store), FlakyStore(env.store)]
+    gates = [flaky.stop_after("commit") for flaky in stores]
     requests = []
-    for seed, (wire, gate) in enumerate(zip(wires, gates, strict=True), start=2):
-        process = Env(Engine(wire, minter=SeededMinter(seed)), env.clock)
+    for seed, (flaky, gate) in enumerate(zip(stores, gates, strict=True), start=2):
+        process = Env(Engine(flaky, minter=SeededMinter(seed)), env.clock)
         requests.append(asyncio.ensure_future(claim_admitted(process)))
         async with asyncio.timeout(20):
             await gate.reached()  # the first policy has admitted it, the second is unchecked

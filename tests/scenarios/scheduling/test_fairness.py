@@ -128,8 +128,8 @@ async def test_the_ageing_of_a_lane_applies_to_executions_without_their_own(env:
         patient,
         urgent,
     ]
-    taken = [await env.claim_next(lane="other") for _ in range(2)]
-    assert [one.execution_id for one in taken if one] == [urgent_elsewhere, elsewhere]
+    claimed = [await env.claim_next(lane="other") for _ in range(2)]
+    assert [one.execution_id for one in claimed if one] == [urgent_elsewhere, elsewhere]
 
 
 @pytest.mark.parametrize("method", [*CLAIM_METHODS, "bare", "namespaces"])

@@ -56,14 +56,14 @@ async def test_a_worker_at_capacity_keeps_its_grant(env: Env, kind: str) -> None
 
 async def test_a_grant_that_could_not_be_redeemed_uses_no_capacity(env: Env) -> None:
     redeemer = redeemer_for(env)
-    gone, late = await grant_of_kind(env, "reclaim"), await grant_of_kind(env)
+    expired_reclaim, expired_claim = await grant_of_kind(env, "reclaim"), await grant_of_kind(env)
     env.clock.advance_ms(GRANT_MS)
     async with env.refused(errors.ClaimGrantExpired):
-        await redeemer.claim_from_grant(late)
+        await redeemer.claim_from_grant(expired_claim)
     async with env.unchanged():
-        assert await redeemer.claim_from_grant(gone) == GrantNotFound(gone.execution_id)
-    await env.engine.cancel_execution(gone.execution_id)
-    assert isinstance(await redeemer.claim_from_grant(gone), NotReclaimable)
+        assert await redeemer.claim_from_grant(expired_reclaim) == GrantNotFound(expired_reclaim.execution_id)
+    await env.engine.cancel_execution(expired_reclaim.execution_id)
+    assert isinstance(await redeemer.claim_from_grant(expired_reclaim), NotReclaimable)
 
     assert isinstance(await redeemer.claim_from_grant(await env.grant_next("wa")), Claimed)
 
@@ -73,9 +73,9 @@ async def test_a_task_that_lost_its_lease_still_uses_capacity_beside_its_takeove
     lost = await redeemer.claim_from_grant(await grant_of_kind(env))
     assert isinstance(lost, Claimed)
     await env.expire_lease(lost)
-    taken = await redeemer.claim_from_grant(await env.grant_next("wa"))
-    assert isinstance(taken, Claimed)
-    assert taken.execution_id == lost.execution_id
+    takeover = await redeemer.claim_from_grant(await env.grant_next("wa"))
+    assert isinstance(takeover, Claimed)
+    assert takeover.execution_id == lost.execution_id
     grant = await grant_of_kind(env)
 
     async with env.refused(errors.WorkerAtCapacity):  # both tasks run

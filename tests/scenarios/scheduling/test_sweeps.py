@@ -67,15 +67,15 @@ async def test_the_deadline_sweep_expires_executions_in_every_phase(env: Env) ->
     blocked = await env.create(execution_deadline_at=deadline, policy={"budget_ids": [B]})
     await env.engine.block_execution_for_admission(blocked, reason="waiting_for_budget")
     delayed = await env.create(execution_deadline_at=deadline, delay_until=deadline + 1)
-    asleep = await env.create_and_claim(execution_deadline_at=deadline)
-    await Waits(env).suspend(asleep)
+    suspended = await env.create_and_claim(execution_deadline_at=deadline)
+    await Waits(env).suspend(suspended)
 
     env.clock.advance_ms(999)
     assert (await env.engine.sweep_once("execution_deadline")).processed == 0
     env.clock.advance_ms(1)
     assert (await env.engine.sweep_once("execution_deadline")).processed == 5
 
-    for e in (queued, claim.execution_id, blocked, delayed, asleep.execution_id):
+    for e in (queued, claim.execution_id, blocked, delayed, suspended.execution_id):
         row = await env.row(e)
         assert (row.public_state, row.failure_reason, row.lease_expires_at) == ("expired", "execution_deadline", None)
         assert (row.blocked_on, row.blocked_at) == (None, None)
@@ -96,8 +96,8 @@ async def test_the_lease_expiry_sweep_marks_leases_and_does_not_requeue(env: Env
     assert await env.eligible() == []
     async with env.unchanged():
         assert (await env.engine.sweep_once("lease_expiry")).processed == 0
-    taken = await env.claim_existing("wb")
-    assert (taken.execution_id, taken.attempt_type, taken.lease_epoch) == (claim.execution_id, "reclaim", 2)
+    takeover = await env.claim_existing("wb")
+    assert (takeover.execution_id, takeover.attempt_type, takeover.lease_epoch) == (claim.execution_id, "reclaim", 2)
 
 
 @pytest.mark.spec("S-090")

@@ -170,19 +170,19 @@ async def test_list_workers_pages_by_instance_id(env: Env) -> None:
 @pytest.mark.spec("S-087")
 async def test_expired_leases_are_listed_by_namespace(env: Env) -> None:
     lanes = ("default", "mail", "ocr", "etl")
-    claim = [
+    claims = [
         await env.create_and_claim(lane=lane, ttl=ttl)
         for lane, ttl in zip(lanes, (1000, 1000, 2000, 9000), strict=True)
     ]
     foreign = await env.create_and_claim(namespace="n2", ttl=1500)
     start = env.now
-    first = sorted(one.execution_id for one in claim[:2])
+    first = sorted(one.execution_id for one in claims[:2])
 
     page = await env.engine.list_expired_leases(as_of=start + 2000, limit=2, namespace="default")
     assert [entry.execution_id for entry in page.entries] == first
     assert page.cursor == (start + 1000, first[1])
     rest = await env.engine.list_expired_leases(as_of=start + 2000, limit=2, namespace="default", after=page.cursor)
-    assert ([entry.execution_id for entry in rest.entries], rest.cursor) == ([claim[2].execution_id], None)
+    assert ([entry.execution_id for entry in rest.entries], rest.cursor) == ([claims[2].execution_id], None)
     others = await env.engine.list_expired_leases(as_of=start + 2000, namespace="n2")
     assert [entry.execution_id for entry in others.entries] == [foreign.execution_id]
     everyone = await env.engine.list_expired_leases(as_of=start + 2000)
@@ -243,10 +243,10 @@ async def test_an_admitted_claim_blocks_unroutable_executions(env: Env) -> None:
 
     assert pulled == []
     assert await env.vector(a) == ROUTE_BLOCKED
-    [taken] = await env.engine.claim_admitted(
+    [claimed] = await env.engine.claim_admitted(
         "default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"}
     )
-    assert taken.execution_id == a
+    assert claimed.execution_id == a
 
 
 @pytest.mark.spec("EX-027")

@@ -24,7 +24,7 @@ from tests.scenarios.waits import BUFFERED, SATISFIED, SUSPENDED, Waits
 A = "00112233445566778899aabbccddeeff" * 2  # the secret of k1
 B = "bb" * 32
 C = "cc" * 32
-VERBS = ("load", "commit", "scan", "due", "take", "renew", "feed", "history", "notify")
+VERBS = ("load", "commit", "scan", "due", "claim_rows", "renew", "feed", "history", "notify")
 
 
 async def rotate(env: Env, kid: str, secret: str, grace: int) -> PartitionRotation:

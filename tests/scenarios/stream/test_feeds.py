@@ -130,7 +130,7 @@ async def test_every_feed_filters_by_instance_tag_and_namespace(env: Env, waits:
 
 
 @pytest.fixture
-async def wire(store: Store) -> FlakyStore:
+async def flaky(store: Store) -> FlakyStore:
     """The store with injectable faults."""
     return FlakyStore(store)
 
@@ -141,54 +141,54 @@ async def emit_completions(store: Store, number: int, outcome: str = "success") 
     await store.commit([Change(guards=(), events=events, id=1)])
 
 
-async def disconnect(subscription: Subscription[Any], wire: FlakyStore) -> errors.StreamDisconnected:
+async def disconnect(subscription: Subscription[Any], flaky: FlakyStore) -> errors.StreamDisconnected:
     """Disconnect a subscription for good and return its error."""
-    wire.lose("feed", Loss.REQUEST, times=10_000)
+    flaky.lose("feed", Loss.REQUEST, times=10_000)
     subscription.retry_for_s = 0.0
     with pytest.raises(errors.StreamDisconnected) as ending:
         await subscription.next(timeout_s=0)
     assert await subscription.next(timeout_s=0) is None
     with pytest.raises(StopAsyncIteration):
         await anext(subscription)
-    wire.heal()
+    flaky.heal()
     return ending.value
 
 
 @pytest.mark.spec("SS-066")
-async def test_filtered_events_advance_the_cursor(wire: FlakyStore) -> None:
-    engine = Engine(wire)
+async def test_filtered_events_advance_the_cursor(flaky: FlakyStore) -> None:
+    engine = Engine(flaky)
     feed = await engine.subscribe_completion(FROM_THE_START, Filter(namespace="nobody"))
-    await emit_completions(wire, 1000)
+    await emit_completions(flaky, 1000)
     assert await feed.next(timeout_s=0) is None
 
-    ending = await disconnect(feed, wire)
+    ending = await disconnect(feed, flaky)
 
-    end = await wire.feed_end()
+    end = await flaky.feed_end()
     assert decode_cursor(ending.cursor) == end
     again = await engine.subscribe_completion(ending.cursor)
     assert await drain(again) == []
 
 
 @pytest.mark.spec("SS-067")
-async def test_a_disconnect_before_the_first_event_returns_a_usable_cursor(wire: FlakyStore) -> None:
-    engine = Engine(wire)
+async def test_a_disconnect_before_the_first_event_returns_a_usable_cursor(flaky: FlakyStore) -> None:
+    engine = Engine(flaky)
     feed = await engine.subscribe_completion()
 
-    ending = await disconnect(feed, wire)
-    await emit_completions(wire, 1)
+    ending = await disconnect(feed, flaky)
+    await emit_completions(flaky, 1)
 
     assert ending.cursor
     assert len(await drain(await engine.subscribe_completion(ending.cursor))) == 1
 
 
 @pytest.mark.spec("SS-067")
-async def test_a_subscription_retries_short_outages(wire: FlakyStore) -> None:
-    feed = await Engine(wire).subscribe_completion()
-    wire.lose("feed", Loss.REQUEST, times=3)
-    await emit_completions(wire, 2)
+async def test_a_subscription_retries_short_outages(flaky: FlakyStore) -> None:
+    feed = await Engine(flaky).subscribe_completion()
+    flaky.lose("feed", Loss.REQUEST, times=3)
+    await emit_completions(flaky, 2)
 
     assert len(await drain(feed)) == 2
-    assert len(wire.losses) == 3
+    assert len(flaky.losses) == 3
 
 
 @pytest.mark.spec("SS-068")
@@ -300,13 +300,13 @@ async def test_an_unreadable_event_is_reported_and_skipped(store: Store) -> None
     assert [event.execution_id for event in await drain(feed)] == ["e2"]
 
 
-async def test_subscribe_completions_survives_a_disconnect(wire: FlakyStore, clock: Any) -> None:
-    engine = Engine(wire)
-    await emit_completions(wire, 1)
+async def test_subscribe_completions_survives_a_disconnect(flaky: FlakyStore, clock: Any) -> None:
+    engine = Engine(flaky)
+    await emit_completions(flaky, 1)
     stream = await engine.subscribe_completions()
-    await emit_completions(wire, 1, outcome="cancelled")
+    await emit_completions(flaky, 1, outcome="cancelled")
     stream._subscription.retry_for_s = 0.0
-    wire.lose("feed", Loss.REQUEST)
+    flaky.lose("feed", Loss.REQUEST)
 
     done = await asyncio.wait_for(anext(stream), 20)
 

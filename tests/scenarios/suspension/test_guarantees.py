@@ -84,16 +84,25 @@ async def test_describe_suspension_shows_the_request_and_the_outcome(env: Env, w
     )
     outcome = await env.engine.suspend(claim.handle, args)
 
-    asked = await env.engine.describe_suspension(e)
+    requested = await env.engine.describe_suspension(e)
 
-    assert asked is not None
-    assert (asked.suspension_id, asked.execution_id, asked.attempt_index) == (args.suspension_id, e, 0)
-    assert (asked.waitpoint_id, asked.waitpoint_key) == (UUID, "a")
-    assert [(one.waitpoint_id, one.waitpoint_key) for one in asked.additional_waitpoints] == [(OTHER, "b")]
-    assert (asked.resume_condition, asked.resume_policy, asked.gates) == (condition, policy, [])
-    assert (asked.created_at, asked.timeout_at, asked.timeout_behavior) == (t, t + DAY, TimeoutBehavior.CANCEL)
-    assert (asked.requested_by, asked.continuation_metadata_pointer) == (Requester.OPERATOR, None)
-    assert (asked.last_signal_at, asked.satisfied_at, asked.closed_at, asked.close_reason) == (None, None, None, None)
+    assert requested is not None
+    assert (requested.suspension_id, requested.execution_id, requested.attempt_index) == (args.suspension_id, e, 0)
+    assert (requested.waitpoint_id, requested.waitpoint_key) == (UUID, "a")
+    assert [(one.waitpoint_id, one.waitpoint_key) for one in requested.additional_waitpoints] == [(OTHER, "b")]
+    assert (requested.resume_condition, requested.resume_policy, requested.gates) == (condition, policy, [])
+    assert (requested.created_at, requested.timeout_at, requested.timeout_behavior) == (
+        t,
+        t + DAY,
+        TimeoutBehavior.CANCEL,
+    )
+    assert (requested.requested_by, requested.continuation_metadata_pointer) == (Requester.OPERATOR, None)
+    assert (requested.last_signal_at, requested.satisfied_at, requested.closed_at, requested.close_reason) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert (await waits.record(e, UUID)).required_signal_names == ["go"]
     assert (await waits.record(e, OTHER)).required_signal_names == []
 

@@ -239,7 +239,7 @@ async def test_malformed_frames_and_messages_are_refused_and_write_nothing(env: 
 def test_random_documents_parse_as_conditions_or_are_refused() -> None:
     rng = random.Random(5)
     leaves: list[Any] = ["OperatorOnly", "TimeoutOnly", "Wildcard", None, 5, -1, 1.5, True, "", "k", [], {}, "AllOf"]
-    words = [
+    keys = [
         "Single",
         "Composite",
         "kind",
@@ -257,7 +257,7 @@ def test_random_documents_parse_as_conditions_or_are_refused() -> None:
             return rng.choice(leaves)
         if rng.random() < 0.3:
             return [document(depth - 1) for _ in range(rng.randrange(3))]
-        return {rng.choice(words): document(depth - 1) for _ in range(rng.randrange(1, 5))}
+        return {rng.choice(keys): document(depth - 1) for _ in range(rng.randrange(1, 5))}
 
     for _ in range(5000):
         try:

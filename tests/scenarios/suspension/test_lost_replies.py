@@ -26,6 +26,7 @@ from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss, check_invariants
+from tests.scenarios.checked_store import dump
 from tests.scenarios.env import Env
 from tests.scenarios.waits import ANY, SATISFIED, Waits
 
@@ -34,16 +35,14 @@ class FlakyEnv:
     """An engine on a flaky store, and another on the same store without faults."""
 
     def __init__(self, store: Store, clock: ManualClock) -> None:
-        self.wire = FlakyStore(store)
-        self.engine = Engine(self.wire, minter=SeededMinter(1))
+        self.faults = FlakyStore(store)
+        self.engine = Engine(self.faults, minter=SeededMinter(1))
         self.other = Engine(store, minter=SeededMinter(2))
         self.env = Env(self.engine, clock)
         self.waits = Waits(self.env)
         self.store = store
 
     async def rows(self, table: str) -> list[Any]:
-        from tests.scenarios.checked_store import dump
-
         return (await dump(self.store))[table]
 
 
@@ -197,11 +196,11 @@ async def test_a_call_takes_effect_once_whichever_message_is_lost(
     flaky: FlakyEnv, operation: Operation, loss: Loss
 ) -> None:
     call = await operation(flaky, await flaky.env.create_and_claim())
-    flaky.wire.lose("commit", loss)
+    flaky.faults.lose("commit", loss)
 
     await call()
 
-    assert len(flaky.wire.losses) == 1
+    assert len(flaky.faults.losses) == 1
     await check_invariants(flaky.other)
 
 
@@ -209,14 +208,14 @@ async def lose_reply_after(
     flaky: FlakyEnv, call: Callable[[], Awaitable[None]], concurrently: Callable[[], Awaitable[Any]]
 ) -> None:
     """Commit the call, run a concurrent write, and then lose the reply to the call."""
-    done = flaky.wire.stop_after("commit")
-    flaky.wire.lose("commit", Loss.REPLY)
+    done = flaky.faults.stop_after("commit")
+    flaky.faults.lose("commit", Loss.REPLY)
     running = asyncio.ensure_future(call())
     await done.reached()
     await concurrently()
     done.release()
     await running
-    assert len(flaky.wire.losses) == 1
+    assert len(flaky.faults.losses) == 1
 
 
 async def test_a_signal_with_a_lost_reply_counts_once_when_another_follows(flaky: FlakyEnv) -> None:
@@ -244,8 +243,8 @@ async def test_a_signal_delivered_twice_emits_two_events_despite_an_unknown_outc
     p = await flaky.waits.suspend(claim, OperatorOnly())
     e = claim.execution_id
     signal = flaky.waits.signal_args(e, "go", p.waitpoint_id, p.waitpoint_token, idempotency_key=key)
-    paused = flaky.wire.stop_before("commit")
-    flaky.wire.lose("commit", Loss.UNSURE)
+    paused = flaky.faults.stop_before("commit")
+    flaky.faults.lose("commit", Loss.UNSURE)
     request = asyncio.ensure_future(flaky.engine.deliver_signal(signal))
     await paused.reached()
     first = await flaky.other.deliver_signal(signal)
@@ -268,7 +267,7 @@ async def test_each_duplicate_signal_emits_an_event_despite_an_unknown_outcome(f
     signal = flaky.waits.signal_args(e, "go", p.waitpoint_id, p.waitpoint_token, idempotency_key="i1")
     await flaky.engine.deliver_signal(signal)
     assert await flaky.engine.deliver_signal(signal) == DuplicateDelivery(signal.signal_id)
-    flaky.wire.lose("commit", Loss.UNSURE)
+    flaky.faults.lose("commit", Loss.UNSURE)
 
     assert await flaky.engine.deliver_signal(signal) == DuplicateDelivery(signal.signal_id)
 
@@ -415,8 +414,8 @@ async def test_a_timeout_with_a_lost_reply_is_recognised_after_the_next_claim(fl
 async def test_a_lost_resume_is_not_confused_with_another(flaky: FlakyEnv, loss: Loss) -> None:
     claim = await flaky.env.create_and_claim()
     await flaky.waits.suspend(claim)
-    paused = flaky.wire.stop_before("commit")
-    flaky.wire.lose("commit", loss)
+    paused = flaky.faults.stop_before("commit")
+    flaky.faults.lose("commit", loss)
     request = asyncio.ensure_future(flaky.engine.resume_execution(claim.execution_id))
     await paused.reached()
     await flaky.other.resume_execution(claim.execution_id)
@@ -441,12 +440,12 @@ async def test_a_frame_with_a_lost_reply_is_appended_once(flaky: FlakyEnv) -> No
 async def test_a_late_frame_loses_against_a_concurrent_takeover(flaky: FlakyEnv) -> None:
     claim = await flaky.env.create_and_claim()
     await flaky.engine.append_frame(claim.handle, b"before")
-    paused = flaky.wire.stop_before("commit")
+    paused = flaky.faults.stop_before("commit")
     request = asyncio.create_task(flaky.engine.append_frame(claim.handle, b"late"))
     await paused.reached()
     flaky.env.clock.now = (await flaky.env.core(claim.execution_id))["lease_expires_at"]
-    taken = await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
-    assert taken is not None
+    takeover = await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
+    assert takeover is not None
     paused.release()
 
     with pytest.raises(Exception, match="stale_owner_cannot_append"):

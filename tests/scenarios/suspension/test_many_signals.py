@@ -27,13 +27,13 @@ SIGNALS = 120
 
 
 @pytest.fixture
-async def wire(store: Store) -> FlakyStore:
+async def flaky(store: Store) -> FlakyStore:
     return FlakyStore(store)
 
 
 @pytest.fixture
-async def waits(wire: FlakyStore, clock: ManualClock) -> Waits:
-    engine = Engine(wire)
+async def waits(flaky: FlakyStore, clock: ManualClock) -> Waits:
+    engine = Engine(flaky)
     await engine.seed_waitpoint_hmac_secret("k1", "00" * 32)
     return Waits(Env(engine, clock))
 
@@ -42,7 +42,7 @@ async def gather_results(calls: list[Any]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_every_one_of_many_concurrent_signals_counts_once(waits: Waits, wire: FlakyStore) -> None:
+async def test_every_one_of_many_concurrent_signals_counts_once(waits: Waits, flaky: FlakyStore) -> None:
     claim, p = await waits.create_suspended(Count(SIGNALS, CountKind.DISTINCT_SOURCES, ("k",)))
     e = claim.execution_id
 
@@ -103,14 +103,14 @@ async def test_the_signal_limit_holds_under_concurrency(waits: Waits) -> None:
 
 
 @pytest.mark.parametrize("loss", Loss)
-async def test_concurrent_signals_with_a_lost_message_count_once(waits: Waits, wire: FlakyStore, loss: Loss) -> None:
+async def test_concurrent_signals_with_a_lost_message_count_once(waits: Waits, flaky: FlakyStore, loss: Loss) -> None:
     claim, p = await waits.create_suspended(OperatorOnly())
-    wire.lose("commit", loss, after=1)
+    flaky.lose("commit", loss, after=1)
 
     results = await gather_results([waits.effect(claim.execution_id, "go", p) for _ in range(20)])
 
     assert results == [NO_OP] * 20
-    assert len(wire.losses) == 1
+    assert len(flaky.losses) == 1
     assert (await waits.record(claim.execution_id, p.waitpoint_id)).signal_count == 20
 
 

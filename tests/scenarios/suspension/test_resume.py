@@ -282,10 +282,10 @@ async def test_the_list_of_suspended_executions_is_paged_by_timeout(env: Env, wa
     assert await pages() == expected
     assert (await env.engine.list_suspended(DEFAULT_PARTITION, limit=0)).entries == []
     assert (await env.engine.list_suspended(DEFAULT_PARTITION, limit=5)).next_cursor is None
-    gone = order[1]
-    await waits.send(gone[1], "go", gone[2])
-    assert await pages(gone[1]) == expected[2:]
+    resumed = order[1]
+    await waits.send(resumed[1], "go", resumed[2])
+    assert await pages(resumed[1]) == expected[2:]
     stranger = "{fp:86}:00000000-0000-4000-8000-000000000000"
-    assert await pages(stranger) == [entry for entry in expected if entry.execution_id != gone[1]]
+    assert await pages(stranger) == [entry for entry in expected if entry.execution_id != resumed[1]]
     with pytest.raises(errors.InvalidInput):
         await env.engine.list_suspended("{b:1}")
