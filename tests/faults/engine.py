@@ -136,8 +136,7 @@ ENGINE = (
         "engine/flows/join_resolver.py",
         "                if not todo[fold.downstream]:\n                    del todo[fold.downstream]\n",
         "                del todo[fold.downstream]\n",
-        "tests/scenarios/flow/test_cascade.py"
-        "::test_a_cascade_resolves_all_parallel_edges_in_small_batches",
+        "tests/scenarios/flow/test_cascade.py::test_a_cascade_resolves_all_parallel_edges_in_small_batches",
     ),
     Fault(
         "of many edges away from one execution only the first page is read",

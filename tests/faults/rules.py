@@ -89,8 +89,7 @@ RULES = (
         "rules/execution/transitions.py",
         "max(1, row.attempt_timeout_at - now)",
         "max(0, row.attempt_timeout_at - now)",
-        "tests/scenarios/execution/test_cancel_expire.py"
-        "::test_a_delay_after_the_attempt_timeout_does_not_reset_it",
+        "tests/scenarios/execution/test_cancel_expire.py::test_a_delay_after_the_attempt_timeout_does_not_reset_it",
     ),
     Fault(
         "an estimate of the time that runs ahead times an attempt out too early",
@@ -401,8 +400,7 @@ RULES = (
         "rules/flow/joins.py",
         "    if counts.fired_by is None:\n        return {}\n",
         "",
-        "tests/scenarios/flow/test_cascade.py"
-        "::test_an_unrecorded_completion_is_found_in_a_partly_resolved_join",
+        "tests/scenarios/flow/test_cascade.py::test_an_unrecorded_completion_is_found_in_a_partly_resolved_join",
     ),
     Fault(
         "a child is skipped though the cancel of its flow came first",

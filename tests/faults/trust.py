@@ -214,16 +214,14 @@ TRUST = (
         "rules/flow/cancel.py",
         "        execution_id=flow.flow_id,  #",
         '        execution_id="",  #',
-        "tests/scenarios/flow/test_cancel.py"
-        "::test_the_event_of_a_cancelled_flow_has_the_flow_id_as_execution_id",
+        "tests/scenarios/flow/test_cancel.py::test_the_event_of_a_cancelled_flow_has_the_flow_id_as_execution_id",
     ),
     Fault(
         "a replayed member whose join is impossible waits for ever",
         "rules/flow/dependencies.py",
         "    if state is GroupState.IMPOSSIBLE:\n        return _skip_again(row, group)\n",
         "",
-        "tests/scenarios/flow/test_replay.py"
-        "::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again",
+        "tests/scenarios/flow/test_replay.py::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again",
     ),
     Fault(
         "a grant is redeemed although its slot went to another execution",
