@@ -10,14 +10,14 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 
-# How many scenarios each page of the specification has; they are numbered without gaps.
+# The number of scenarios on each page of the specification; they are numbered without gaps.
 PAGES = {"EX": 85, "SS": 72, "S": 97}
 
 # Scenarios about HTTP; their tests are in `tests/server`.
 HTTP_ONLY = {"EX-016", "S-096", "S-097"}
 
 # Fixtures that are parametrized with every store.
-ON_EVERY_STORE = {"play", "flow", "waits", "engine", "keyless", "store", "wire"}
+ON_EVERY_STORE = {"env", "flow", "waits", "engine", "keyless", "store", "flaky"}
 
 Marked = dict[str, list[tuple[Path, set[str]]]]
 
@@ -28,18 +28,18 @@ def numbers() -> list[str]:
 
 @pytest.fixture(scope="module")
 def marked() -> Marked:
-    """For each number the marked tests: their file and their fixtures."""
-    found: Marked = defaultdict(list)
+    """Map each scenario number to its marked tests: their file and their fixtures."""
+    tests_of: Marked = defaultdict(list)
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 for number in _numbers_of(node):
-                    found[number].append((path, {argument.arg for argument in node.args.args}))
-    return found
+                    tests_of[number].append((path, {argument.arg for argument in node.args.args}))
+    return tests_of
 
 
 def _numbers_of(test: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    marks = [one for one in test.decorator_list if isinstance(one, ast.Call)]
+    marks = [mark for mark in test.decorator_list if isinstance(mark, ast.Call)]
     return [
         argument.value
         for mark in marks
@@ -54,11 +54,11 @@ def test_every_scenario_has_a_marked_test(marked: Marked) -> None:
 
 
 def test_scenarios_about_http_are_tested_on_the_server(marked: Marked) -> None:
-    elsewhere = [
+    untested = [
         number for number in HTTP_ONLY if all(TESTS / "server" not in path.parents for path, _ in marked[number])
     ]
 
-    assert elsewhere == []
+    assert untested == []
 
 
 def test_scenarios_of_suspensions_flows_and_limits_run_on_every_store(marked: Marked) -> None:

@@ -13,7 +13,7 @@ from flowfabric.stores.port import Store
 from tests.engine.losing import LosingStore, Loss
 from tests.engine.runtime import test_lost_replies as lost
 from tests.engine.runtime.test_lost_replies import Case, plain, scene_on
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 
 
 async def happens_once(store: Store, clock: ManualClock, case: Case, loss: Loss) -> None:

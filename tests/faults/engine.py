@@ -8,7 +8,7 @@ LIVES = "tests/stateful/test_oracle.py::test_a_long_life_goes_as_the_second_tell
 FLAKY = "tests/stateful/test_oracle.py::test_lost_requests_and_answers_change_nothing_that_anybody_sees"
 LAPSED = (
     "tests/scenarios/scheduling/test_claim_order.py"
-    "::test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over"
+    "::test_the_first_takeover_of_a_lane_is_found_behind_many_expired_leases"
 )
 
 ENGINE = (
@@ -94,7 +94,7 @@ ENGINE = (
         "engine/operations/purging.py",
         " or any(\n            one and retention.may_still_need(one[0], row) for one in named\n        )",
         "",
-        "tests/scenarios/flow/test_retention.py::test_a_child_that_very_many_read_is_kept_for_its_parent_too",
+        "tests/scenarios/flow/test_retention.py::test_a_child_with_many_readers_is_kept_for_its_parent",
     ),
     Fault(
         "a replayed sibling is counted by its former outcome",
@@ -136,8 +136,7 @@ ENGINE = (
         "engine/flows/join_resolver.py",
         "                if not todo[fold.downstream]:\n                    del todo[fold.downstream]\n",
         "                del todo[fold.downstream]\n",
-        "tests/scenarios/flow/test_cascade.py"
-        "::test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together",
+        "tests/scenarios/flow/test_cascade.py::test_a_cascade_resolves_all_parallel_edges_in_small_batches",
     ),
     Fault(
         "of many edges from one execution only the first page is read",
@@ -151,7 +150,7 @@ ENGINE = (
         "engine/sweeps/flows.py",
         'RotatingScan(EdgeGroup, "waiting_since", ("flow_id", "downstream_execution_id"))',
         'RotatingScan(EdgeGroup, "waiting_since", ("flow_id",))',
-        "tests/scenarios/flow/test_cascade.py::test_blocked_items_behind_a_full_batch_are_not_starved",
+        "tests/scenarios/flow/test_cascade.py::test_blocked_members_behind_a_full_batch_are_not_starved",
     ),
     Fault(
         "a member that is claimed while it is being cancelled keeps running",

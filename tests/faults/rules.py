@@ -82,15 +82,14 @@ RULES = (
         "rules/execution/create.py",
         "        guards += (Guard(IdempotencyKey, (request.partition, request.digest), revision),)\n",
         "",
-        "tests/scenarios/execution/test_create.py::test_a_key_that_another_process_uses_meanwhile_is_used_once",
+        "tests/scenarios/execution/test_create.py::test_an_idempotency_key_used_by_two_processes_at_once_creates_one_execution",
     ),
     Fault(
         "an attempt whose timeout has passed has no timeout when it resumes",
         "rules/execution/transitions.py",
         "max(1, row.attempt_timeout_at - now)",
         "max(0, row.attempt_timeout_at - now)",
-        "tests/scenarios/execution/test_cancel_expire.py"
-        "::test_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away",
+        "tests/scenarios/execution/test_cancel_expire.py::test_a_delay_after_the_attempt_timeout_does_not_reset_it",
     ),
     Fault(
         "a clock estimate that is ahead times an attempt out too early",
@@ -105,7 +104,7 @@ RULES = (
         "    if is_route_blocked(row):\n        patch =",
         "    if False:\n        patch =",
         "tests/scenarios/scheduling/test_claim_order.py"
-        "::test_work_that_is_blocked_by_route_while_it_is_granted_is_unblocked_with_its_grant",
+        "::test_a_grant_unblocks_an_execution_that_was_route_blocked_concurrently",
     ),
     Fault(
         "a claimed sibling is cancelled as unclaimed",
@@ -280,28 +279,28 @@ RULES = (
         "rules/durable/gates.py",
         "        if row.lifecycle_phase is LifecyclePhase.ACTIVE:\n",
         "        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:\n",
-        "tests/scenarios/durable/test_children.py::test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts",
+        "tests/scenarios/durable/test_children.py::test_a_child_that_completes_while_its_gate_is_opened_counts",
     ),
     Fault(
         "a replay deletes the steps of all executions",
         "rules/execution/replay.py",
         "Delete(StepMemo, (row.execution_id,))",
         "Delete(StepMemo, ())",
-        "tests/scenarios/durable/test_steps.py::test_a_replay_forgets_nothing_of_others",
+        "tests/scenarios/durable/test_steps.py::test_a_replay_deletes_no_steps_of_other_executions",
     ),
     Fault(
         "a reset deletes the ledgers of all budgets",
         "rules/limits/budget.py",
         "[Delete(BudgetSpend, name)]",
         "[Delete(BudgetSpend, ())]",
-        "tests/scenarios/limits/test_budgets.py::test_a_reset_forgets_the_ledger_of_its_own_budget_only",
+        "tests/scenarios/limits/test_budgets.py::test_a_reset_clears_the_ledger_of_its_own_budget_only",
     ),
     Fault(
         "a budget dimension without a limit is exhausted",
         "rules/limits/budget.py",
         "if row.hard_limit and used_and_reserved(row) >= row.hard_limit),\n        None,\n    )",
         "if used_and_reserved(row) >= row.hard_limit), None)",
-        "tests/scenarios/scheduling/test_claims.py::test_what_a_budget_counts_without_a_limit_holds_nobody_up",
+        "tests/scenarios/scheduling/test_claims.py::test_a_budget_dimension_without_a_limit_blocks_nothing",
     ),
     Fault(
         "an edge is applied although its upstream ends meanwhile",
@@ -330,21 +329,21 @@ RULES = (
         "        mail=suspension.mail,\n",
         "",
         "tests/scenarios/durable/test_gates.py"
-        "::test_parking_takes_the_place_of_the_suspension_before_and_leaves_what_is_the_execution_s",
+        "::test_park_replaces_the_previous_suspension_and_keeps_gates_and_messages",
     ),
     Fault(
         "a message is delivered to a gate of another mailbox",
         "rules/durable/mailbox.py",
         " and gate.mailbox == mail.mailbox",
         "",
-        "tests/scenarios/durable/test_mailboxes.py::test_a_message_reaches_only_those_who_wait_for_its_name_in_their_time",
+        "tests/scenarios/durable/test_mailboxes.py::test_a_message_reaches_only_an_open_gate_of_its_mailbox",
     ),
     Fault(
         "a purge deletes a waitpoint of the same id on another partition",
         "rules/retention.py",
         "(waitpoint_id, row.partition)",
         "(waitpoint_id,)",
-        "tests/scenarios/execution/test_purge.py::test_a_waitpoint_of_the_same_name_elsewhere_stays",
+        "tests/scenarios/execution/test_purge.py::test_a_purge_keeps_a_waitpoint_of_the_same_id_on_another_execution",
     ),
     Fault(
         "an expired worker is removed although it has just registered again",
@@ -386,7 +385,7 @@ RULES = (
         "rules/flow/joins.py",
         "return sorted(running & {edge.upstream_execution_id for edge in inbound})",
         "return sorted(running)",
-        "tests/scenarios/flow/test_siblings.py::test_joins_that_fire_together_have_each_their_own_siblings",
+        "tests/scenarios/flow/test_siblings.py::test_joins_that_fire_in_one_batch_have_their_own_siblings",
     ),
     Fault(
         "a late outcome skips a member that was replayed after its join became impossible",
@@ -394,15 +393,14 @@ RULES = (
         "return self.fired_by is not None and self.state is GroupState.IMPOSSIBLE and _is_open(child)",
         "return self.state is GroupState.IMPOSSIBLE and _is_open(child)",
         "tests/scenarios/flow/test_replay.py"
-        "::test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_it_another_input",
+        "::test_a_late_completion_neither_skips_a_replayed_member_nor_replaces_its_input",
     ),
     Fault(
         "a join that has counted an outcome is not reconciled any more",
         "rules/flow/joins.py",
         "    if counts.fired_by is None:\n        return {}\n",
         "",
-        "tests/scenarios/flow/test_cascade.py"
-        "::test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_others",
+        "tests/scenarios/flow/test_cascade.py::test_an_unrecorded_completion_is_found_in_a_partly_resolved_join",
     ),
     Fault(
         "a child is skipped although its flow was cancelled first",
@@ -416,6 +414,6 @@ RULES = (
         "rules/flow/successors.py",
         "return (Delete(CompletionDispatch, (row.execution_id,)),)",
         "return (Delete(CompletionDispatch, ()),)",
-        "tests/scenarios/flow/test_replay.py::test_a_replay_takes_back_its_own_end_and_nobody_elses",
+        "tests/scenarios/flow/test_replay.py::test_a_replay_withdraws_only_its_own_completion",
     ),
 )

@@ -87,21 +87,21 @@ SECURITY = (
         "rules/flow/build.py",
         "    if row.namespace != flow.namespace:\n",
         "    if False:\n",
-        f"{OWNED_IDS}::test_an_execution_of_another_namespace_does_not_become_a_member",
+        f"{OWNED_IDS}::test_an_execution_of_another_namespace_cannot_join_a_flow",
     ),
     Fault(
         "a graph is satisfied by a flow of another namespace",
         "rules/flow/graph.py",
         "        if flow.namespace != request.namespace:\n",
         "        if False:\n",
-        f"{OWNED_IDS}::test_a_graph_is_not_satisfied_by_a_flow_of_another_namespace",
+        f"{OWNED_IDS}::test_creating_a_graph_whose_flow_id_exists_in_another_namespace_is_a_conflict",
     ),
     Fault(
         "a node of a graph is satisfied by an execution of another namespace",
         "rules/flow/graph.py",
         "        if other.namespace != namespaces.get(other.execution_id, request.namespace):\n",
         "        if False:\n",
-        f"{OWNED_IDS}::test_a_graph_whose_node_exists_in_another_namespace_is_refused_whole",
+        f"{OWNED_IDS}::test_a_graph_with_a_node_of_another_namespace_creates_nothing",
     ),
     Fault(
         "a run's result is read from an execution of another namespace",
@@ -123,7 +123,7 @@ SECURITY = (
         "rules/limits/owner.py",
         "    if own.is_shared or is_defined(roots.get(own)) or not is_defined(roots.get(own.shared)):\n",
         "    if own.is_shared or not is_defined(roots.get(own.shared)):\n",
-        f"{OWNED_LIMITS}::test_an_execution_spends_in_its_own_namespace_then_in_the_shared_one",
+        f"{OWNED_LIMITS}::test_an_execution_spends_from_its_own_budget_before_the_shared_one",
     ),
     Fault(
         "a bound token names the budget of any namespace",
@@ -146,7 +146,7 @@ SECURITY = (
         "rules/execution/holder.py",
         "    if not is_last or not lease.has_open_attempt(row):\n",
         "    if False:\n",
-        f"{HOLDER}::test_a_made_up_handle_cancels_nothing",
+        f"{HOLDER}::test_a_forged_handle_cannot_cancel",
     ),
     Fault(
         "a handle of an ended attempt cancels a replay",
@@ -217,14 +217,14 @@ SECURITY = (
         "rules/execution/tags.py",
         "        if not allow_reserved and is_reserved(key):\n",
         "        if False:\n",
-        f"{TAGS}::test_nobody_sets_a_reserved_tag_without_the_lease",
+        f"{TAGS}::test_a_reserved_tag_cannot_be_set_without_the_lease",
     ),
     Fault(
         "a single tag may be a reserved one",
         "rules/execution/tags.py",
         "    return _reserved_key_error(key) if is_reserved(key) else None\n",
         "    return None\n",
-        f"{TAGS}::test_the_tags_of_a_flow_are_bounded_and_its_reserved_ones_are_not_set",
+        f"{TAGS}::test_the_tags_of_a_flow_are_bounded_and_reserved_tags_are_refused",
     ),
     Fault(
         "a caller sets the trace context of an execution",
@@ -238,14 +238,14 @@ SECURITY = (
         "rules/execution/tags.py",
         "    if too_large := check_tags_size(merged):\n",
         "    if too_large := None:\n",
-        f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
+        f"{TAGS}::test_the_tags_of_an_execution_are_bounded_in_bytes",
     ),
     Fault(
         "a create carries tags of any size",
         "rules/execution/tags.py",
         "    return check_tags(checked) or check_tags_size(tags)\n",
         "    return check_tags(checked)\n",
-        f"{TAGS}::test_the_tags_of_an_execution_do_not_grow_beyond_their_bound",
+        f"{TAGS}::test_the_tags_of_an_execution_are_bounded_in_bytes",
     ),
     # Expired tokens, rates, sizes.
     Fault(

@@ -134,21 +134,21 @@ TRUST = (
         "engine/operations/purging.py",
         "        return await self.purge_flow(flow_id)\n",
         "        return False\n",
-        f"{PURGE}::test_a_flow_goes_with_its_last_member_and_not_before",
+        f"{PURGE}::test_a_flow_is_purged_with_its_last_member",
     ),
     Fault(
         "a flow whose last member went before a crash stays",
         "engine/sweeps/flows.py",
         "lambda row: self._engine.purge_flow(row.flow_id), row=Flow)",
         "lambda row: self._reads.project_flow_summary(row.flow_id), row=Flow)",
-        f"{PURGE}::test_a_flow_whose_last_member_went_before_a_crash_is_found_later",
+        f"{PURGE}::test_a_flow_whose_last_member_was_purged_before_a_crash_is_purged_later",
     ),
     Fault(
         "the edges of a removed flow stay",
         "rules/retention.py",
         "    FlowMember,\n    Edge,\n    EdgeGroup,\n    FlowSummary,\n    PendingSiblingCancel,\n    PendingMemberCancel,\n    CancelBacklog,\n)\n\n\nclass",
         "    FlowMember,\n    EdgeGroup,\n    FlowSummary,\n    PendingSiblingCancel,\n    PendingMemberCancel,\n    CancelBacklog,\n)\n\n\nclass",
-        f"{PURGE}::test_every_table_of_flows_is_removed_with_them",
+        f"{PURGE}::test_every_table_keyed_by_flow_is_purged_with_the_flow",
     ),
     Fault(
         "the process that sweeps first decides how long events are kept",
@@ -214,16 +214,14 @@ TRUST = (
         "rules/flow/cancel.py",
         "        execution_id=flow.flow_id,  #",
         '        execution_id="",  #',
-        "tests/scenarios/flow/test_cancel.py"
-        "::test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot",
+        "tests/scenarios/flow/test_cancel.py::test_the_event_of_a_cancelled_flow_has_the_flow_id_as_execution_id",
     ),
     Fault(
         "a replayed member whose join is impossible waits forever",
         "rules/flow/dependencies.py",
         "    if state is GroupState.IMPOSSIBLE:\n        return _skip_again(row, group)\n",
         "",
-        "tests/scenarios/flow/test_replay.py"
-        "::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again_at_once",
+        "tests/scenarios/flow/test_replay.py::test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again",
     ),
     Fault(
         "a grant is redeemed although its slot went to another execution",
@@ -251,7 +249,7 @@ TRUST = (
         "engine/limits/unblocker.py",
         "            order = unblock_order.unblock_order(rows, turns, now, truncated=cut)\n",
         "            order = sorted(rows, key=lambda row: (row.rank, row.execution_id))\n",
-        "tests/scenarios/limits/test_fairness_beside_limits.py::test_a_late_tenant_gets_every_second_turn",
+        "tests/scenarios/limits/test_fairness_beside_limits.py::test_a_late_tenant_gets_every_second_slot",
     ),
     Fault(
         "a world ignores the settings of its app",

@@ -1,4 +1,4 @@
-"""An engine on each store, under watch, with a seeded minter, a clock that the test moves, and a signing key `k1`."""
+"""An engine on each store behind the checked store, with a seeded minter, a manual clock and a signing key `k1`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from tests.scenarios.flowing import Flowing
-from tests.scenarios.functions import Function
-from tests.scenarios.play import Play
+from tests.scenarios.checked_store import CheckedStore
+from tests.scenarios.durable_function import DurableFunction
+from tests.scenarios.env import Env
+from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.waits import Waits
-from tests.scenarios.watched import Watched
 
 
 @pytest.fixture
 async def keyless(store: Store) -> Engine:
     """An engine whose keystore is empty."""
-    return Engine(Watched(store), minter=SeededMinter(1))
+    return Engine(CheckedStore(store), minter=SeededMinter(1))
 
 
 @pytest.fixture
@@ -29,24 +29,24 @@ async def engine(keyless: Engine) -> Engine:
 
 
 @pytest.fixture
-def play(engine: Engine, clock: ManualClock) -> Play:
-    return Play(engine, clock)
+def env(engine: Engine, clock: ManualClock) -> Env:
+    return Env(engine, clock)
 
 
 @pytest.fixture
-def waits(play: Play) -> Waits:
-    return Waits(play)
+def waits(env: Env) -> Waits:
+    return Waits(env)
 
 
 @pytest.fixture
-async def function(play: Play, waits: Waits) -> Function:
-    held = await play.claimed()
-    return Function(play, waits, held.execution_id, held)
+async def function(env: Env, waits: Waits) -> DurableFunction:
+    claim = await env.create_and_claim()
+    return DurableFunction(env, waits, claim.execution_id, claim)
 
 
 @pytest.fixture
-async def flow(store: Store, clock: ManualClock) -> Flowing:
-    """A flow on an engine whose dispatch is stopped: a scenario delivers what it wants to see delivered."""
-    engine = Engine(Watched(store), minter=SeededMinter(1), settings=Settings(dispatch=False))
+async def flow(store: Store, clock: ManualClock) -> FlowEnv:
+    """A flow on an engine without dispatch: a scenario delivers completions itself."""
+    engine = Engine(CheckedStore(store), minter=SeededMinter(1), settings=Settings(dispatch=False))
     await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
-    return Flowing(engine, clock)
+    return FlowEnv(engine, clock)

@@ -16,7 +16,7 @@ from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 from tests.security.client import Answer, Request, send
 from tests.security.tenants import ROOT, UUID, Seed, Tenant, unknown_tenant
 

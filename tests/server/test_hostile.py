@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.operations.suspensions import SuspendDetails
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 from tests.server.api_client import ApiClient, new_execution_id, path
 from tests.server.routes.test_signals import suspend_new
 

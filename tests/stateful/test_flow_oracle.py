@@ -16,7 +16,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.scenarios.flowing import Flowing
+from tests.scenarios.flow_env import FlowEnv
 from tests.stateful.flow_oracle import Edge, FlowOracle, Join, Member
 
 SEEDS = {"memory": 12, "sqlite": 2, "postgres": 1}
@@ -34,7 +34,7 @@ class Game:
         self.chance = random.Random(seed)
         self.lively = lively
         engine = Engine(store, minter=SeededMinter(seed), settings=Settings(dispatch=lively))
-        self.flow = Flowing(engine, clock)
+        self.flow = FlowEnv(engine, clock)
         self.told = FlowOracle()
         self.held: dict[str, Handle] = {}
         self.log: list[str] = []
@@ -116,9 +116,9 @@ class Game:
             del policy["on_satisfied"]
         if self.told.join(name).staged:
             with pytest.raises(errors.InvalidInput, match="edge_group_policy_already_fixed"):
-                await self.flow.policy(name, policy)
+                await self.flow.set_policy(name, policy)
             return None
-        await self.flow.policy(name, policy)
+        await self.flow.set_policy(name, policy)
         self.told.joins[name] = Join(**policy)
         return f"{name} {policy}"
 
@@ -138,7 +138,7 @@ class Game:
     async def claim(self) -> str | None:
         name = self.pick(lambda member: member.state == "waiting")
         if name is not None:
-            self.held[name] = (await self.flow.run(name)).handle
+            self.held[name] = (await self.flow.claim(name)).handle
             self.told.claim(name)
         return name
 

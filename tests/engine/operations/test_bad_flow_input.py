@@ -14,7 +14,7 @@ from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from tests.engine.bad import A_UUID, COUNT, EXECUTION_ID, NAME, REQUIRED, TEXT, UUID, Verb
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 
 FLOW = FlowId("550e8400-e29b-41d4-a716-446655440000")
 MEMBERS = [mint_for_flow(FLOW, Settings().partitions, SeededMinter(number)) for number in range(3)]

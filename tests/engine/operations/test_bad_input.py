@@ -22,7 +22,7 @@ from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.port import Store
 from tests.engine.bad import VERBS, Stand, creation, handles
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 
 FRESH = "{fp:86}:99999999-9999-4999-8999-999999999999"
 

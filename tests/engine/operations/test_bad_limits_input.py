@@ -14,7 +14,7 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.stores.port import Store
 from tests.engine.bad import FILTER
 from tests.engine.bad import VERBS as OTHER_VERBS
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 
 B = "0b000000-0000-4000-8000-000000000001"
 Q = "0c000000-0000-4000-8000-000000000001"

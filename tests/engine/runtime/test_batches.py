@@ -27,16 +27,16 @@ from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.scenarios.flowing import Flowing
+from tests.scenarios.flow_env import FlowEnv
 
 
 @pytest.fixture
-async def flow(store: Store, clock: ManualClock) -> Flowing:
+async def flow(store: Store, clock: ManualClock) -> FlowEnv:
     """A flow on an engine that follows nothing up by itself."""
-    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+    return FlowEnv(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
 
 
-async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
+async def together(flow: FlowEnv, *changes: Change | None) -> list[int | None]:
     """What becomes of changes that are handed in at the same moment."""
     engine = flow.engine
     given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
@@ -44,15 +44,15 @@ async def together(flow: Flowing, *changes: Change | None) -> list[int | None]:
     return await asyncio.gather(*(engine.runtime.commit_queue.add(one) for one in given))
 
 
-async def staging(flow: Flowing, upstream: str, downstream: str) -> Change | None:
+async def staging(flow: FlowEnv, upstream: str, downstream: str) -> Change | None:
     names = (flow.names[upstream], flow.names[downstream])
     ask = StageEdge(flow.id, flow.engine.minter.uuid(), *names, DependencyKind.SUCCESS_ONLY, None, None)
-    members: Any = tuple([await flow.one(FlowMember, flow.id, name) for name in names])
-    found = await flow.one(Flow, flow.id)
+    members: Any = tuple([await flow.load(FlowMember, flow.id, name) for name in names])
+    found = await flow.load(Flow, flow.id)
     return build.stage_edge(found, None, members, None, ask, closes_cycle=False).change
 
 
-async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: Flowing) -> None:
+async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: FlowEnv) -> None:
     await flow.begin("abc")
     await flow.fail("c")
     await flow.sweep("flow_projector")
@@ -61,12 +61,12 @@ async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(fl
 
     assert None not in await together(flow, staged, replayed)
 
-    found = await flow.one(Flow, flow.id)
+    found = await flow.load(Flow, flow.id)
     assert (found.edge_count, found.graph_revision, found.project_at) == (1, 4, flow.clock.now)
     await check_flow_invariants(flow.engine)
 
 
-async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_count_alone(flow: Flowing) -> None:
+async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_count_alone(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
     group, child = await flow.group("b"), await flow.row("b")
@@ -88,14 +88,14 @@ async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_c
 
 
 async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("abc")
     await flow.edge("a", "b")
     await flow.edge("a", "c")
     await flow.fail("a")
-    owed: CompletionDispatch = await flow.one(CompletionDispatch, flow.names["a"])
+    owed: CompletionDispatch = await flow.load(CompletionDispatch, flow.names["a"])
     told = Change(
         guards=(Guard(CompletionDispatch, (owed.execution_id,), owed.revision),),
         writes=(Patch(CompletionDispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
@@ -103,9 +103,9 @@ async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
 
     assert None not in await together(flow, told, replay.replay(await flow.row("a")).change)
 
-    assert await flow.one(CompletionDispatch, flow.names["a"]) is None
-    assert (await flow.one(EdgeGroup, *flow.child("c"))).group_state == "pending"
-    assert (await flow.one(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
+    assert await flow.load(CompletionDispatch, flow.names["a"]) is None
+    assert (await flow.load(EdgeGroup, *flow.downstream("c"))).group_state == "pending"
+    assert (await flow.load(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
 
 
 class Watched(MemoryStore):

@@ -22,7 +22,7 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
 from tests.engine.losing import LosingStore, Loss
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
 
 LEASE_MS = 30_000
 WORKER: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}

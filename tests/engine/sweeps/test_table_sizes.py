@@ -24,8 +24,8 @@ from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.scenarios.functions import Function, opened
-from tests.scenarios.play import Play
+from tests.scenarios.durable_function import DurableFunction, opened
+from tests.scenarios.env import Env
 from tests.scenarios.waits import Waits
 
 LONG_MS = 40 * 24 * 60 * 60 * 1000  # longer than anything is kept
@@ -82,8 +82,8 @@ class Rounds:
         self.engine = Engine(store, minter=SeededMinter(1), settings=settings)
         self.clock = clock
         self.counting = counting
-        self.play = Play(self.engine, clock)
-        self.waits = Waits(self.play)
+        self.env = Env(self.engine, clock)
+        self.waits = Waits(self.env)
         self.peaks: dict[str, int] = {}
         self.number = 0
 
@@ -141,13 +141,13 @@ class Rounds:
 
     async def function(self) -> None:
         """A step, output, a gate with a vote, a message, a child."""
-        held = await self.play.claimed(policy=KEEP)
-        function = Function(self.play, self.waits, held.execution_id, held)
+        held = await self.env.create_and_claim(policy=KEEP)
+        function = DurableFunction(self.env, self.waits, held.execution_id, held)
         await self.engine.record_step(held.handle, "s", 0, b"1")
         await self.engine.append_frame(held.handle, b"line")
         await self.engine.append_frame(held.handle, b'{"a": 1}', mode="summary")
-        child = await self.play.create(parent_id=held.execution_id, policy=KEEP)
-        running = await self.play.claimed_again(child, "wc")
+        child = await self.env.create(parent_id=held.execution_id, policy=KEEP)
+        running = await self.env.grant_and_claim(child, "wc")
         gate = opened(await function.approval("ok", "ana"))
         await function.receive("steer it")
         await function.send(b"left", "other", idempotency_key=f"m{self.number}")
@@ -158,7 +158,7 @@ class Rounds:
         await self.finish(held)
 
     async def spending(self) -> None:
-        held = await self.play.claimed(policy=KEEP)
+        held = await self.env.create_and_claim(policy=KEEP)
         await self.engine.record_spend(B, held.execution_id, {"calls": 1}, idempotency_key=f"s{self.number}")
         await self.engine.reserve_budget(B, held.execution_id, {"calls": 2}, ttl_ms=1000)
         await self.count()

@@ -25,7 +25,7 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Scan
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.conftest import emptied
-from tests.scenarios.flowing import Flowing, any_of
+from tests.scenarios.flow_env import FlowEnv, any_of
 
 Spoil = Callable[[str, str, str], Awaitable[None]]
 
@@ -58,8 +58,8 @@ async def columned(
 
 
 @pytest.fixture
-async def flow(columned: tuple[Store, Spoil], clock: ManualClock) -> Flowing:
-    return Flowing(Engine(columned[0], minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+async def flow(columned: tuple[Store, Spoil], clock: ManualClock) -> FlowEnv:
+    return FlowEnv(Engine(columned[0], minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def spoil(columned: tuple[Store, Spoil]) -> Spoil:
 
 @pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
 async def test_a_sweep_goes_on_past_an_applied_edge_that_cannot_be_read(
-    flow: Flowing, spoil: Spoil, sweep: str, caplog: pytest.LogCaptureFixture
+    flow: FlowEnv, spoil: Spoil, sweep: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await flow.begin("abcd")
     for downstream in "bcd":
@@ -88,7 +88,7 @@ async def test_a_sweep_goes_on_past_an_applied_edge_that_cannot_be_read(
 
 
 async def test_the_reconciler_goes_on_past_a_join_that_cannot_be_read(
-    flow: Flowing, spoil: Spoil, caplog: pytest.LogCaptureFixture
+    flow: FlowEnv, spoil: Spoil, caplog: pytest.LogCaptureFixture
 ) -> None:
     await flow.begin("abc")
     for downstream in "bc":
@@ -104,7 +104,7 @@ async def test_the_reconciler_goes_on_past_a_join_that_cannot_be_read(
     assert await flow.state("b", "c") == "waiting_children waiting"
 
 
-async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: Flowing, spoil: Spoil) -> None:
+async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: FlowEnv, spoil: Spoil) -> None:
     await flow.begin("abc")
     await flow.join("ab", "c", any_of("let_run"))
     await spoil("ff_dependency", "dependency_kind", f"edge_id = '{flow.edges['a', 'c']}'")
@@ -119,7 +119,7 @@ async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: Flowing, sp
 
 @pytest.mark.parametrize("table", ["ff_edge", "ff_dependency", "ff_edge_group", "ff_exec_core"])
 async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
-    flow: Flowing, spoil: Spoil, table: str, monkeypatch: pytest.MonkeyPatch
+    flow: FlowEnv, spoil: Spoil, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", 2)
@@ -143,7 +143,7 @@ async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
     assert await flow.engine.store.scan(Scan(CompletionDispatch)) == []
 
 
-async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: Flowing, spoil: Spoil) -> None:
+async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: FlowEnv, spoil: Spoil) -> None:
     await flow.begin("abc")
     for downstream in "bc":
         await flow.edge("a", downstream)
@@ -156,10 +156,10 @@ async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: Flowing,
 
 
 async def test_the_projector_goes_on_past_flows_that_cannot_be_read(
-    flow: Flowing, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+    flow: FlowEnv, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.sweeps.flows.FLOWS_PAGE_SIZE", 1)
-    flows = [await Flowing(flow.engine, flow.clock).begin("a") for _ in range(4)]
+    flows = [await FlowEnv(flow.engine, flow.clock).begin("a") for _ in range(4)]
     for bad in sorted(flows, key=lambda one: one.id)[:2]:
         await spoil("ff_flow_core", "public_flow_state", f"flow_id = '{bad.id}'")
 
@@ -169,7 +169,7 @@ async def test_the_projector_goes_on_past_flows_that_cannot_be_read(
     assert len(await flow.engine.store.scan(Scan(FlowSummary))) == 2
 
 
-async def test_a_list_that_is_not_tolerant_says_what_cannot_be_read(flow: Flowing, spoil: Spoil) -> None:
+async def test_a_list_that_is_not_tolerant_says_what_cannot_be_read(flow: FlowEnv, spoil: Spoil) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
     await spoil("ff_edge", "dependency_kind", "true")

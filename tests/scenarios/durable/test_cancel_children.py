@@ -1,8 +1,7 @@
-"""What an execution spawned, it may end: while it holds its lease, and nothing else."""
+"""A parent cancels its own children, under its lease."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,122 +9,124 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations import leases
-from flowfabric.model.answers.execution import ChildrenCancelled, Claimed
+from flowfabric.model.answers.execution import ChildrenCancelled, Claimed, Revoked
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss
-from tests.scenarios.play import Play, terminal
+from tests.scenarios.env import Env, terminal
 
 SPARE = "{fp:86}:550e8400-e29b-41d4-a716-44665544%04d"
 
 
-async def spawned(play: Play, parent: Claimed, count: int) -> list[str]:
+async def create_children(env: Env, parent: Claimed, count: int) -> list[str]:
     return [
-        await play.create(execution_id=SPARE % number, parent_id=parent.execution_id, lane="work")
+        await env.create(execution_id=SPARE % number, parent_id=parent.execution_id, lane="work")
         for number in range(count)
     ]
 
 
-async def test_children_end_whatever_they_do_and_ended_ones_stay(play: Play) -> None:
-    parent = await play.claimed()
-    waits, runs, done, gone = await spawned(play, parent, 4)
-    for child in (runs, done):
-        await play.grant(child, lane="work")
-    held = await play.claim(runs)
-    await play.engine.complete((await play.claim(done)).handle)
-    await play.engine.cancel_execution(gone)
+async def test_cancel_children_cancels_unfinished_children_and_keeps_finished_ones(env: Env) -> None:
+    parent = await env.create_and_claim()
+    waiting, running, done, cancelled = await create_children(env, parent, 4)
+    for child in (running, done):
+        await env.grant(child, lane="work")
+    claim = await env.claim(running)
+    await env.engine.complete((await env.claim(done)).handle)
+    await env.engine.cancel_execution(cancelled)
 
-    answer = await play.engine.cancel_children(parent.handle, [waits, runs, done, gone, waits], reason="enough")
+    answer = await env.engine.cancel_children(
+        parent.handle, [waiting, running, done, cancelled, waiting], reason="enough"
+    )
 
-    assert answer == ChildrenCancelled((waits, runs, gone), (done,))
-    assert await play.vector(waits) == terminal("cancelled", "pending_first_attempt")
-    assert await play.vector(runs) == terminal("cancelled")
-    assert await play.vector(done) == terminal("success")
-    core = await play.core(runs)
+    assert answer == ChildrenCancelled((waiting, running, cancelled), (done,))
+    assert await env.vector(waiting) == terminal("cancelled", "pending_first_attempt")
+    assert await env.vector(running) == terminal("cancelled")
+    assert await env.vector(done) == terminal("success")
+    core = await env.core(running)
     assert (core["cancelled_by"], core["cancellation_reason"]) == ("parent", "enough")
-    assert [(news.variant, news.revoked_by) for news in await play.lease_feed(runs)][1:] == [("Revoked", "operator")]
+    assert [(event.variant, event.revoked_by) for event in await env.lease_feed(running)][1:] == [
+        ("Revoked", "operator")
+    ]
     with pytest.raises(errors.ExecutionNotActive):
-        await play.engine.complete(held.handle)
-    async with play.untouched():
-        again = await play.engine.cancel_children(parent.handle, [waits, runs, done])
-    assert again == ChildrenCancelled((waits, runs), (done,))
+        await env.engine.complete(claim.handle)
+    async with env.unchanged():
+        again = await env.engine.cancel_children(parent.handle, [waiting, running, done])
+    assert again == ChildrenCancelled((waiting, running), (done,))
 
 
-async def test_strangers_are_not_ended_nor_told_of(play: Play) -> None:
-    parent = await play.claimed()
-    [child] = await spawned(play, parent, 1)
-    other = await play.claimed()
-    for stranger in (other.execution_id, parent.execution_id, await play.create(), SPARE % 99):
-        async with play.refused(errors.NotFound, execution_id=stranger):
-            await play.engine.cancel_children(parent.handle, [child, stranger])
-        async with play.refused(errors.NotFound, execution_id=child):
-            await play.engine.cancel_children(other.handle, [child])
+async def test_cancel_children_refuses_executions_that_are_not_children(env: Env) -> None:
+    parent = await env.create_and_claim()
+    [child] = await create_children(env, parent, 1)
+    other = await env.create_and_claim()
+    for stranger in (other.execution_id, parent.execution_id, await env.create(), SPARE % 99):
+        async with env.refused(errors.NotFound, execution_id=stranger):
+            await env.engine.cancel_children(parent.handle, [child, stranger])
+        async with env.refused(errors.NotFound, execution_id=child):
+            await env.engine.cancel_children(other.handle, [child])
 
 
-async def test_only_the_holder_of_the_lease_may(play: Play) -> None:
-    zombie = await play.claimed(ttl=100)
-    [child] = await spawned(play, zombie, 1)
-    await play.expired(zombie)
-    async with play.refused(errors.LeaseExpired):
-        await play.engine.cancel_children(zombie.handle, [child])
+async def test_cancel_children_requires_the_lease_of_the_parent(env: Env) -> None:
+    stale = await env.create_and_claim(ttl=100)
+    [child] = await create_children(env, stale, 1)
+    await env.expire_lease(stale)
+    async with env.refused(errors.LeaseExpired):
+        await env.engine.cancel_children(stale.handle, [child])
 
-    heir = await play.reclaimed(zombie.execution_id)
-    async with play.refused(errors.StaleLease):
-        await play.engine.cancel_children(zombie.handle, [child])
-    await play.engine.complete(heir.handle)
-    async with play.refused(errors.ExecutionNotActive):
-        await play.engine.cancel_children(heir.handle, [child])
-
-
-async def test_a_parent_that_is_gone_ends_nothing(play: Play) -> None:
-    parent = await play.claimed()
-    [child] = await spawned(play, parent, 1)
-    await play.engine.complete(parent.handle)
-    play.clock.advance_ms(24 * 60 * 60 * 1000)
-    assert await play.engine.purge_execution(parent.execution_id)
-
-    async with play.refused(errors.NotFound):
-        await play.engine.cancel_children(parent.handle, [child])
+    successor = await env.grant_and_reclaim(stale.execution_id)
+    async with env.refused(errors.StaleLease):
+        await env.engine.cancel_children(stale.handle, [child])
+    await env.engine.complete(successor.handle)
+    async with env.refused(errors.ExecutionNotActive):
+        await env.engine.cancel_children(successor.handle, [child])
 
 
-async def test_a_parent_that_loses_its_lease_meanwhile_ends_nothing(play: Play, store: Store) -> None:
-    parent = await play.claimed()
-    [child] = await spawned(play, parent, 1)
-    gate = play.slowed("commit")
-    cancelling = asyncio.create_task(play.engine.cancel_children(parent.handle, [child]))
-    await gate.reached()
-    await Engine(store).revoke_lease(parent.execution_id)
-    gate.release()
+async def test_a_purged_parent_cancels_nothing(env: Env) -> None:
+    parent = await env.create_and_claim()
+    [child] = await create_children(env, parent, 1)
+    await env.engine.complete(parent.handle)
+    env.clock.advance_ms(24 * 60 * 60 * 1000)
+    assert await env.engine.purge_execution(parent.execution_id)
 
-    with pytest.raises(errors.LeaseRevoked):
-        await cancelling
-    assert await play.engine.read_execution_state(child) == "waiting"
+    async with env.refused(errors.NotFound):
+        await env.engine.cancel_children(parent.handle, [child])
 
 
-async def test_many_children_end_in_portions(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parent_that_loses_its_lease_concurrently_cancels_nothing(env: Env, store: Store) -> None:
+    parent = await env.create_and_claim()
+    [child] = await create_children(env, parent, 1)
+    cancelled, revoked = await env.race(
+        env.engine.cancel_children(parent.handle, [child]),
+        lambda: Engine(store).revoke_lease(parent.execution_id),
+    )
+
+    assert (type(cancelled), type(revoked)) == (errors.LeaseRevoked, Revoked)
+    assert await env.engine.read_execution_state(child) == "waiting"
+
+
+async def test_many_children_are_cancelled_in_batches(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "MAX_CHILDREN_PER_CHANGE", 3)
-    parent = await play.claimed()
-    children = await spawned(play, parent, 7)
+    parent = await env.create_and_claim()
+    children = await create_children(env, parent, 7)
 
-    answer = await play.engine.cancel_children(parent.handle, children)
+    answer = await env.engine.cancel_children(parent.handle, children)
     assert answer.cancelled == tuple(children)
-    assert await play.engine.cancel_children(parent.handle, []) == ChildrenCancelled((), ())
+    assert await env.engine.cancel_children(parent.handle, []) == ChildrenCancelled((), ())
 
 
 @pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.REPLY])
-async def test_a_cancel_whose_answer_is_lost_is_one_cancel(play: Play, store: Store, loss: Loss) -> None:
-    parent = await play.claimed()
-    children = await spawned(play, parent, 2)
+async def test_cancel_children_with_a_lost_message_cancels_once(env: Env, store: Store, loss: Loss) -> None:
+    parent = await env.create_and_claim()
+    children = await create_children(env, parent, 2)
     flaky = FlakyStore(store)
     flaky.lose("commit", loss)
     answer = await Engine(flaky).cancel_children(parent.handle, children)
 
     assert answer.cancelled == tuple(children)
-    assert await play.outcomes(*children) == ["cancelled", "cancelled"]
+    assert await env.outcomes(*children) == ["cancelled", "cancelled"]
 
 
 @pytest.mark.parametrize("names", ["x", ["x"], [7], 3, None])
-async def test_names_that_are_none_are_refused(play: Play, names: Any) -> None:
-    parent = await play.claimed()
-    async with play.untouched():
+async def test_invalid_child_ids_are_refused(env: Env, names: Any) -> None:
+    parent = await env.create_and_claim()
+    async with env.unchanged():
         with pytest.raises(errors.InvalidInput):
-            await play.engine.cancel_children(parent.handle, names)
+            await env.engine.cancel_children(parent.handle, names)

@@ -1,4 +1,4 @@
-"""Children: their ends reach the function that waits for them, whoever dies in between."""
+"""Child completions reach the waiting parent despite crashes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,36 @@ from flowfabric.model.gate import GateOutcome
 from flowfabric.model.states import PublicState
 from flowfabric.rules.durable.park import GatesReady
 from flowfabric.stores.queries import Scan
-from tests.scenarios.functions import WAITS, Function, closed
-from tests.scenarios.play import RESUMABLE, Play
+from tests.scenarios.durable_function import WAITS, DurableFunction, closed
+from tests.scenarios.env import RESUMABLE, Env
 from tests.scenarios.waits import Waits
 
 DAY_MS = 86_400_000
 
 
-async def test_the_end_of_children_resumes_their_parent(function: Function, play: Play) -> None:
-    first, second = await function.child(), await function.child()
+async def test_the_completion_of_all_children_resumes_the_parent(function: DurableFunction, env: Env) -> None:
+    first, second = await function.create_child(), await function.create_child()
     await function.children("both", first.execution_id, second.execution_id)
     await function.park("both")
 
-    await function.engine.complete(first.handle)
-    await function.engine.child_completions.drain()
-    assert await play.vector(function.e) == WAITS
-    await function.engine.complete(second.handle)
-    await function.engine.child_completions.drain()
+    await function.complete_child(first)
+    assert await env.vector(function.e) == WAITS
+    await function.complete_child(second)
 
-    assert await play.vector(function.e) == RESUMABLE
+    assert await env.vector(function.e) == RESUMABLE
     assert (await function.memo("both")).ended_as is GateOutcome.SATISFIED
 
 
-async def test_the_end_of_a_child_closes_no_other_gate(function: Function, play: Play) -> None:
-    child = await function.child()
+async def test_the_completion_of_a_child_closes_no_other_gate(function: DurableFunction, env: Env) -> None:
+    child = await function.create_child()
     await function.children("one", child.execution_id)
     await function.children("late", child.execution_id, expires_in_ms=10)
     await function.approval("approve")
     await function.receive("r", "steer")
     await function.timer("nap", 60_000)
-    play.clock.advance_ms(10)
+    env.clock.advance_ms(10)
 
-    await function.engine.complete(child.handle)
-    await function.engine.child_completions.drain()
+    await function.complete_child(child)
 
     waits = await function.engine.read_waits(function.e)
     assert {name: memo.ended_as for name, memo in waits.memos.items()} == {"one": GateOutcome.SATISFIED}
@@ -57,17 +54,17 @@ async def test_the_end_of_a_child_closes_no_other_gate(function: Function, play:
 
 
 @pytest.mark.parametrize("waits_already", [False, True])
-async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
-    function: Function, monkeypatch: pytest.MonkeyPatch, waits_already: bool
+async def test_a_child_that_completes_while_its_gate_is_opened_counts(
+    function: DurableFunction, monkeypatch: pytest.MonkeyPatch, waits_already: bool
 ) -> None:
-    child = await function.child()
+    child = await function.create_child()
     if waits_already:
         await function.timer("nap", 60_000)
     engine = function.engine
     add = engine.runtime.commit_queue.add
 
     def after_the_end(change: Change) -> asyncio.Future[int | None]:
-        """Write what was decided before the child ended after its end has been taken in."""
+        """Commit the decision only after the child completed and was delivered."""
         monkeypatch.setattr(engine.runtime.commit_queue, "add", add)
 
         async def write() -> int | None:
@@ -82,27 +79,26 @@ async def test_a_child_that_ends_while_the_wait_for_it_is_on_its_way_counts(
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
 
 
-async def test_the_end_of_a_child_whose_parent_is_gone_is_told_to_nobody(function: Function, play: Play) -> None:
-    child = await function.child()
-    stays = Function(play, function.waits, (held := await play.claimed()).execution_id, held)
-    other = await stays.child()
-    await function.engine.complete(function.held.handle)
-    play.clock.advance_ms(25 * DAY_MS // 24)
-    await play.engine.sweep_once("retention_trimmer")
-    assert await play.engine.describe_execution(function.e) is None
+async def test_the_completion_of_a_child_of_a_purged_parent_is_discarded(function: DurableFunction, env: Env) -> None:
+    child = await function.create_child()
+    other_parent = DurableFunction(env, function.waits, (claim := await env.create_and_claim()).execution_id, claim)
+    other = await other_parent.create_child()
+    await function.engine.complete(function.claim.handle)
+    env.clock.advance_ms(25 * DAY_MS // 24)
+    await env.engine.sweep_once("retention_trimmer")
+    assert await env.engine.describe_execution(function.e) is None
 
     for one in (child, other):
-        await play.engine.cancel_execution(one.execution_id)
-    await play.engine.child_completions.drain()
+        await env.engine.cancel_execution(one.execution_id)
+    await env.engine.child_completions.drain()
 
-    ends = (await play.everything())["ff_child_end"]
-    assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(stays.e, other.execution_id, None)]
+    ends = (await env.dump())["ff_child_end"]
+    assert [(end.parent_id, end.child_id, end.due_at) for end in ends] == [(other_parent.e, other.execution_id, None)]
 
 
-async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> None:
-    child = await function.child()
-    await function.engine.complete(child.handle)
-    await function.engine.child_completions.drain()
+async def test_a_child_that_completed_before_the_gate_counts(function: DurableFunction) -> None:
+    child = await function.create_child()
+    await function.complete_child(child)
 
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
     assert closed(await function.children("again", child.execution_id)).ended_as is GateOutcome.SATISFIED
@@ -118,16 +114,16 @@ async def test_a_child_that_ended_before_the_wait_counts(function: Function) -> 
         (3, False, ["failed"], GateOutcome.IMPOSSIBLE),
     ],
 )
-async def test_a_quorum_of_children(
-    function: Function, play: Play, need: int, any_outcome: bool, ends: list[str], ended_as: GateOutcome
+async def test_a_children_gate_closes_at_its_quorum_or_when_it_is_impossible(
+    function: DurableFunction, env: Env, need: int, any_outcome: bool, ends: list[str], ended_as: GateOutcome
 ) -> None:
-    children = [await function.child() for _ in range(3)]
+    children = [await function.create_child() for _ in range(3)]
     names = [child.execution_id for child in children]
     await function.children("quorum", *names, need=need, any_outcome=any_outcome)
     await function.park("quorum")
 
     for number, (child, end) in enumerate(zip(children, ends, strict=False)):
-        assert await play.vector(function.e) == WAITS, f"before end {number}"
+        assert await env.vector(function.e) == WAITS, f"before end {number}"
         match end:
             case "success":
                 await function.engine.complete(child.handle)
@@ -137,87 +133,90 @@ async def test_a_quorum_of_children(
                 await function.engine.cancel_execution(child.execution_id)
         await function.engine.child_completions.drain()
 
-    assert await play.vector(function.e) == RESUMABLE
+    assert await env.vector(function.e) == RESUMABLE
     assert (await function.memo("quorum")).ended_as is ended_as
 
 
-async def test_an_end_that_nobody_carried_over_is_found_by_the_sweep(function: Function, play: Play) -> None:
-    child = await function.child()
+async def test_the_sweep_delivers_a_child_completion_that_was_not_delivered(
+    function: DurableFunction, env: Env
+) -> None:
+    child = await function.create_child()
     await function.children("one", child.execution_id)
     await function.park("one")
     function.engine.runtime.write_listeners.clear()  # as if the process had died right after the commit
 
     await function.engine.complete(child.handle)
-    assert await play.vector(function.e) == WAITS
+    assert await env.vector(function.e) == WAITS
     assert (await function.engine.sweep_once("child_ends")).processed == 1
 
-    assert await play.vector(function.e) == RESUMABLE
+    assert await env.vector(function.e) == RESUMABLE
     assert (await function.engine.sweep_once("child_ends")).processed == 0
 
 
-async def test_a_child_lives_where_its_parent_does(play: Play) -> None:
+async def test_a_child_must_be_on_the_partition_of_its_parent(env: Env) -> None:
     with pytest.raises(errors.InvalidInput, match="parent_id"):
-        await play.create(parent_id=ExecutionId("{fp:1}:11111111-1111-4111-8111-111111111111"))
+        await env.create(parent_id=ExecutionId("{fp:1}:11111111-1111-4111-8111-111111111111"))
 
 
-async def test_many_children_are_taken_in_together(store: Any, clock: Any) -> None:
+async def test_many_concurrent_child_completions_resume_the_parent(store: Any, clock: Any) -> None:
     from flowfabric.engine.engine import Engine
 
-    play = Play(Engine(store), clock)
-    held = await play.claimed()
-    function = Function(play, Waits(play), held.execution_id, held)
-    children = [await function.child() for _ in range(60)]
+    env = Env(Engine(store), clock)
+    claim = await env.create_and_claim()
+    function = DurableFunction(env, Waits(env), claim.execution_id, claim)
+    children = [await function.create_child() for _ in range(60)]
     await function.children("all", *(child.execution_id for child in children))
     await function.park("all")
 
     await asyncio.gather(*(function.engine.complete(child.handle) for child in children))
     await function.engine.child_completions.drain()
 
-    assert await play.vector(function.e) == RESUMABLE
+    assert await env.vector(function.e) == RESUMABLE
 
 
-async def test_a_child_is_kept_until_its_parent_has_succeeded(function: Function, play: Play) -> None:
-    child = await function.child()
+async def test_a_child_is_not_purged_before_its_parent_completes(function: DurableFunction, env: Env) -> None:
+    child = await function.create_child()
     await function.children("one", child.execution_id)
     await function.park("one")
-    await function.engine.complete(child.handle, result=b"7")
-    await function.engine.child_completions.drain()
+    await function.complete_child(child, result=b"7")
 
     for _ in range(3):
-        play.clock.advance_ms(DAY_MS)
+        env.clock.advance_ms(DAY_MS)
         assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
         assert await function.engine.trim_retention(partition_of(ExecutionId(function.e)), "default") == 0
     assert await function.engine.read_results((child.execution_id,)) == {child.execution_id: b"7"}
     assert (await function.engine.read_execution_state(child.execution_id)) is PublicState.COMPLETED
 
-    await function.go_on()
-    await function.engine.complete(function.held.handle)
-    play.clock.advance_ms(DAY_MS)
+    await function.resume()
+    await function.engine.complete(function.claim.handle)
+    env.clock.advance_ms(DAY_MS)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 2
     assert await function.engine.runtime.scan(Scan(Execution)) == []
 
 
-async def test_a_child_of_a_parent_without_success_is_kept_for_its_replay(function: Function, play: Play) -> None:
-    child = await function.child()
+async def test_a_child_of_an_unsuccessful_parent_is_kept_for_its_replay(function: DurableFunction, env: Env) -> None:
+    child = await function.create_child()
     await function.engine.complete(child.handle)
-    play.clock.advance_ms(DAY_MS // 2)
+    env.clock.advance_ms(DAY_MS // 2)
     await function.engine.cancel_execution(function.e)
-    play.clock.advance_ms(DAY_MS // 2)
+    env.clock.advance_ms(DAY_MS // 2)
 
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
-    play.clock.advance_ms(DAY_MS // 2)
+    env.clock.advance_ms(DAY_MS // 2)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 1, "the parent"
-    play.clock.advance_ms(1000)
+    env.clock.advance_ms(1000)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 1
 
 
-async def test_a_child_that_outlives_its_parent_goes_when_its_own_time_is_over(function: Function, play: Play) -> None:
-    child = await function.child()
-    await function.engine.complete(function.held.handle)
-    play.clock.advance_ms(DAY_MS)
+async def test_a_child_that_outlives_its_parent_is_purged_after_its_own_retention(
+    function: DurableFunction, env: Env
+) -> None:
+    child = await function.create_child()
+    await function.engine.complete(function.claim.handle)
+    env.clock.advance_ms(DAY_MS)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 1
     await function.engine.cancel_execution(child.execution_id)
-    play.clock.advance_ms(DAY_MS - 1)
+    env.clock.advance_ms(DAY_MS - 1)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 0
-    play.clock.advance_ms(1)
+    env.clock.advance_ms(1)
     assert (await function.engine.sweep_once("retention_trimmer")).processed == 1

@@ -1,4 +1,4 @@
-"""EX-053 to EX-060: executions ended from outside, and by time."""
+"""EX-053 to EX-060: cancel, expire, deadlines and attempt timeouts."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from flowfabric.model.answers.execution import (
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.execution.lease import Fence
+from tests.scenarios.durable_function import DurableFunction
+from tests.scenarios.env import ACTIVE, LEASE_MS, Env, fence_of, lease_operations, terminal
 from tests.scenarios.execution.test_finish import retries
-from tests.scenarios.functions import Function
-from tests.scenarios.play import ACTIVE, LEASE_MS, Play, fence_of, lease_bound, terminal
 from tests.scenarios.scheduling.test_grants import MISSING, requires
 from tests.scenarios.waits import Waits
 
 
-async def waiting(play: Play) -> str:
-    return await play.create()
+async def waiting(env: Env) -> str:
+    return await env.create()
 
 
-async def delayed(play: Play) -> str:
-    return await play.create(delay_until=play.now + 5000)
+async def delayed(env: Env) -> str:
+    return await env.create(delay_until=env.now + 5000)
 
 
-async def blocked(play: Play) -> str:
-    e = await play.create()
-    await play.engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="full")
+async def blocked(env: Env) -> str:
+    e = await env.create()
+    await env.engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="full")
     return e
 
 
-async def route_blocked(play: Play) -> str:
-    e = await play.create(policy=requires("gpu"))
-    await play.engine.block_route(e)
+async def route_blocked(env: Env) -> str:
+    e = await env.create(policy=requires("gpu"))
+    await env.engine.block_route(e)
     return e
 
 
-async def granted(play: Play) -> str:
-    e = await play.create()
-    await play.grant(e)
+async def granted(env: Env) -> str:
+    e = await env.create()
+    await env.grant(e)
     return e
 
 
@@ -57,433 +57,437 @@ NEVER_CLAIMED = [waiting, delayed, blocked, route_blocked, granted]
 
 @pytest.mark.spec("EX-053")
 @pytest.mark.parametrize("state", NEVER_CLAIMED)
-async def test_cancel_a_never_claimed_execution(play: Play, state: Any) -> None:
-    e = await state(play)
-    play.clock.advance_ms(10)
+async def test_cancelling_an_execution_that_was_never_claimed_ends_it_without_an_attempt(env: Env, state: Any) -> None:
+    e = await state(env)
+    env.clock.advance_ms(10)
 
-    assert await play.engine.cancel_execution(e, reason="no longer needed") == Cancelled(e)
+    assert await env.engine.cancel_execution(e, reason="no longer needed") == Cancelled(e)
 
-    assert await play.vector(e) == terminal("cancelled", "pending_first_attempt")
-    core = await play.core(e)
+    assert await env.vector(e) == terminal("cancelled", "pending_first_attempt")
+    core = await env.core(e)
     assert (core["cancellation_reason"], core["cancelled_by"]) == ("no longer needed", "operator_override")
-    assert core["completed_at"] == play.now
+    assert core["completed_at"] == env.now
     assert not {"blocking_detail", "delay_until", "failure_reason"} & set(core)
-    assert await play.engine.attempt_history(e) == []
-    assert await play.history(e) == []
-    assert await play.outcomes() == ["cancelled"]
-    assert await play.eligible() == []
-    play.clock.advance_ms(5000)
-    async with play.untouched():
-        assert await play.pull(can={"gpu"}) is None
-        assert (await play.engine.sweep_once("delayed_promoter")).processed == 0
+    assert await env.engine.attempt_history(e) == []
+    assert await env.lease_history(e) == []
+    assert await env.outcomes() == ["cancelled"]
+    assert await env.eligible() == []
+    env.clock.advance_ms(5000)
+    async with env.unchanged():
+        assert await env.claim_next(capabilities={"gpu"}) is None
+        assert (await env.engine.sweep_once("delayed_promoter")).processed == 0
 
 
 @pytest.mark.spec("EX-053")
-async def test_no_fence_is_needed_whatever_the_source(play: Play) -> None:
+async def test_cancelling_an_unclaimed_execution_needs_no_fence_from_any_source(env: Env) -> None:
     for source, by in (("worker", "worker"), ("flow_cascade", "flow_cascade"), ("cron 7", "cron 7"), ("", None)):
-        e = await play.create()
-        assert await play.engine.cancel_execution(e, source=source) == Cancelled(e)
-        assert (await play.core(e))["cancelled_by"] == (by or e)
-    async with play.refused(errors.NotFound, entity="execution"):
-        await play.engine.cancel_execution(MISSING)
+        e = await env.create()
+        assert await env.engine.cancel_execution(e, source=source) == Cancelled(e)
+        assert (await env.core(e))["cancelled_by"] == (by or e)
+    async with env.refused(errors.NotFound, entity="execution"):
+        await env.engine.cancel_execution(MISSING)
 
 
 @pytest.mark.spec("EX-054")
-async def test_operator_cancels_an_active_execution(play: Play) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    play.clock.advance_ms(10)
+async def test_an_operator_cancel_revokes_the_lease_of_an_active_execution(env: Env) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    env.clock.advance_ms(10)
 
-    assert await play.engine.cancel_execution(e, reason="stop") == Cancelled(e)
+    assert await env.engine.cancel_execution(e, reason="stop") == Cancelled(e)
 
-    assert await play.vector(e) == terminal("cancelled")
-    attempt = await play.attempt(e, 0)
+    assert await env.vector(e) == terminal("cancelled")
+    attempt = await env.attempt(e, 0)
     assert attempt.attempt_state is AttemptRecordState.ENDED_CANCELLED
-    assert (attempt.failure_reason, attempt.ended_at) == ("cancelled: stop", play.now)
-    assert await play.told(e) == ["acquired", "released cancelled"]
-    assert [(news.variant, news.revoked_by) for news in await play.lease_feed(e)][1:] == [("Revoked", "operator")]
-    assert await play.outcomes() == ["cancelled"]
+    assert (attempt.failure_reason, attempt.ended_at) == ("cancelled: stop", env.now)
+    assert await env.lease_events(e) == ["acquired", "released cancelled"]
+    assert [(event.variant, event.revoked_by) for event in await env.lease_feed(e)][1:] == [("Revoked", "operator")]
+    assert await env.outcomes() == ["cancelled"]
     facts: dict[str, Any] = {"terminal_outcome": "cancelled", "lease_epoch": 1, "lifecycle_phase": "terminal"}
-    for name, call in lease_bound(play.engine, held.handle, play.now).items():
+    for name, call in lease_operations(env.engine, claim.handle, env.now).items():
         if name != "cancel":
-            async with play.refused(errors.ExecutionNotActive, **facts, attempt_id=held.attempt_id):
+            async with env.refused(errors.ExecutionNotActive, **facts, attempt_id=claim.attempt_id):
                 await call()
 
 
 @pytest.mark.spec("EX-054")
-async def test_whoever_is_not_the_system_needs_the_fence(play: Play) -> None:
-    engine = play.engine
-    held = await play.claimed()
-    e, other = held.execution_id, "99999999-9999-4999-8999-999999999999"
+async def test_a_cancel_by_the_lease_holder_requires_its_fence(env: Env) -> None:
+    engine = env.engine
+    claim = await env.create_and_claim()
+    e, other = claim.execution_id, "99999999-9999-4999-8999-999999999999"
 
-    for fence in (Fence(), Fence(lease_id=held.lease_id), Fence(lease_epoch=1, attempt_id=held.attempt_id)):
-        async with play.refused(errors.InvalidInput, "fence_required"):
+    for fence in (Fence(), Fence(lease_id=claim.lease_id), Fence(lease_epoch=1, attempt_id=claim.attempt_id)):
+        async with env.refused(errors.InvalidInput, "fence_required"):
             await engine.cancel_execution(e, source="lease_holder", fence=fence)
-    for fence in (Fence(other, 1), Fence(held.lease_id, 2), Fence(held.lease_id, 1, other)):
-        async with play.refused(errors.StaleLease):
+    for fence in (Fence(other, 1), Fence(claim.lease_id, 2), Fence(claim.lease_id, 1, other)):
+        async with env.refused(errors.StaleLease):
             await engine.cancel_execution(e, source="lease_holder", fence=fence)
-    play.clock.advance_ms(LEASE_MS)
+    env.clock.advance_ms(LEASE_MS)
     await engine.mark_lease_expired_if_due(e)
-    fence = Fence(held.lease_id, 1)
+    fence = Fence(claim.lease_id, 1)
     assert await engine.cancel_execution(e, source="lease_holder", fence=fence) == Cancelled(e)
-    assert (await play.core(e))["cancelled_by"] == "lease_holder"
-    assert [(news.variant, news.revoked_by) for news in await play.lease_feed(e)][-1] == ("Revoked", "backend")
+    assert (await env.core(e))["cancelled_by"] == "lease_holder"
+    assert [(event.variant, event.revoked_by) for event in await env.lease_feed(e)][-1] == ("Revoked", "backend")
 
 
-async def test_a_lease_that_a_timeout_of_the_system_cancels_is_the_reconciler_s_doing(play: Play) -> None:
-    held = await play.claimed()
+async def test_a_lease_cancelled_by_a_system_timeout_is_revoked_by_the_reconciler(env: Env) -> None:
+    claim = await env.create_and_claim()
 
-    await play.engine.cancel_execution(held.execution_id, reason="too late", source="system_timeout")
+    await env.engine.cancel_execution(claim.execution_id, reason="too late", source="system_timeout")
 
-    told = [(news.variant, news.revoked_by) for news in await play.lease_feed(held.execution_id)]
-    assert told[1:] == [("Revoked", "reconciler")]
-    assert (await play.core(held.execution_id))["cancelled_by"] == "system_timeout"
+    revocations = [(event.variant, event.revoked_by) for event in await env.lease_feed(claim.execution_id)]
+    assert revocations[1:] == [("Revoked", "reconciler")]
+    assert (await env.core(claim.execution_id))["cancelled_by"] == "system_timeout"
 
 
 @pytest.mark.spec("EX-055")
-async def test_cancel_after_terminal(play: Play) -> None:
-    engine = play.engine
-    e = await play.create()
+async def test_a_cancel_of_a_terminal_execution_is_idempotent_or_refused(env: Env) -> None:
+    engine = env.engine
+    e = await env.create()
     await engine.cancel_execution(e, reason="a")
-    play.clock.advance_ms(10)
-    async with play.untouched():
+    env.clock.advance_ms(10)
+    async with env.unchanged():
         assert await engine.cancel_execution(e, reason="b") == Cancelled(e)
         assert await engine.cancel_execution(e, reason="b", source="worker") == Cancelled(e)
-    assert (await play.core(e))["cancellation_reason"] == "a"
+    assert (await env.core(e))["cancellation_reason"] == "a"
 
-    held = await play.claimed()
-    await engine.complete(held.handle)
+    claim = await env.create_and_claim()
+    await engine.complete(claim.handle)
     facts: dict[str, Any] = {"terminal_outcome": "success", "lease_epoch": 1, "lifecycle_phase": "terminal"}
-    async with play.refused(errors.ExecutionNotActive, **facts, attempt_id=held.attempt_id):
-        await engine.cancel_execution(held.execution_id)
+    async with env.refused(errors.ExecutionNotActive, **facts, attempt_id=claim.attempt_id):
+        await engine.cancel_execution(claim.execution_id)
 
 
 @pytest.mark.spec("EX-056")
-async def test_cancel_while_waiting_for_retry(play: Play) -> None:
-    held = await play.claimed(policy=retries(1))
-    e = held.execution_id
-    await play.engine.fail(held.handle, reason="flaky")
+async def test_a_cancel_during_retry_backoff_ends_the_execution(env: Env) -> None:
+    claim = await env.create_and_claim(policy=retries(1))
+    e = claim.execution_id
+    await env.engine.fail(claim.handle, reason="flaky")
 
-    await play.engine.cancel_execution(e)
+    await env.engine.cancel_execution(e)
 
-    assert await play.vector(e) == terminal("cancelled")
-    [attempt] = await play.engine.attempt_history(e)
+    assert await env.vector(e) == terminal("cancelled")
+    [attempt] = await env.engine.attempt_history(e)
     assert (attempt.attempt_state, attempt.failure_reason) == (AttemptRecordState.ENDED_FAILURE, "flaky")
-    assert await play.told(e) == ["acquired", "released failed_retry_scheduled"]
-    play.clock.advance_ms(500)
-    async with play.untouched():
-        assert await play.engine.promote_delayed(e) is Promotion.NOT_RUNNABLE
-        assert await play.engine.promote_delayed(MISSING) is Promotion.NOT_FOUND
+    assert await env.lease_events(e) == ["acquired", "released failed_retry_scheduled"]
+    env.clock.advance_ms(500)
+    async with env.unchanged():
+        assert await env.engine.promote_delayed(e) is Promotion.NOT_RUNNABLE
+        assert await env.engine.promote_delayed(MISSING) is Promotion.NOT_FOUND
 
 
 @pytest.mark.spec("EX-056")
 @pytest.mark.parametrize("end", ["cancel", "expire"])
-async def test_an_interrupted_attempt_ends_with_its_execution(play: Play, end: str) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    await play.delayed(held)
-    play.clock.advance_ms(10)
+async def test_an_interrupted_attempt_ends_with_its_execution(env: Env, end: str) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    await env.delay(claim)
+    env.clock.advance_ms(10)
 
     if end == "cancel":
-        await play.engine.cancel_execution(e, reason="stop")
+        await env.engine.cancel_execution(e, reason="stop")
     else:
-        await play.engine.expire_execution(e, "execution_deadline")
+        await env.engine.expire_execution(e, "execution_deadline")
 
-    assert await play.vector(e) == terminal("cancelled" if end == "cancel" else "expired")
-    [attempt] = await play.engine.attempt_history(e)
+    assert await env.vector(e) == terminal("cancelled" if end == "cancel" else "expired")
+    [attempt] = await env.engine.attempt_history(e)
     ended = AttemptRecordState.ENDED_CANCELLED if end == "cancel" else AttemptRecordState.ENDED_FAILURE
     reason = "cancelled: stop" if end == "cancel" else "execution_deadline"
-    assert (attempt.attempt_state, attempt.failure_reason, attempt.ended_at) == (ended, reason, play.now)
-    assert await play.told(e) == ["acquired", "released worker_delay"]
+    assert (attempt.attempt_state, attempt.failure_reason, attempt.ended_at) == (ended, reason, env.now)
+    assert await env.lease_events(e) == ["acquired", "released worker_delay"]
 
 
 @pytest.mark.spec("EX-057")
-async def test_handle_cancel_replay(play: Play) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    assert await play.engine.cancel(held.handle, reason="mine") == Cancelled(e)
-    assert (await play.core(e))["cancelled_by"] == "worker"
-    async with play.untouched():
-        assert await play.engine.cancel(held.handle, reason="again") == Cancelled(e)
+async def test_a_repeated_cancel_by_handle_succeeds_for_the_current_holder_only(env: Env) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    assert await env.engine.cancel(claim.handle, reason="mine") == Cancelled(e)
+    assert (await env.core(e))["cancelled_by"] == "worker"
+    async with env.unchanged():
+        assert await env.engine.cancel(claim.handle, reason="again") == Cancelled(e)
 
-    old = await play.claimed()
-    await play.expired(old)
-    new = await play.reclaimed(old.execution_id)
-    async with play.refused(errors.StaleLease):
-        await play.engine.cancel(old.handle)
-    await play.engine.complete(new.handle)
-    async with play.refused(errors.ExecutionNotActive, terminal_outcome="success", lease_epoch=2):
-        await play.engine.cancel(old.handle)
+    old = await env.create_and_claim()
+    await env.expire_lease(old)
+    new = await env.grant_and_reclaim(old.execution_id)
+    async with env.refused(errors.StaleLease):
+        await env.engine.cancel(old.handle)
+    await env.engine.complete(new.handle)
+    async with env.refused(errors.ExecutionNotActive, terminal_outcome="success", lease_epoch=2):
+        await env.engine.cancel(old.handle)
 
 
 @pytest.mark.spec("EX-057")
-async def test_an_old_handle_cancels_what_is_cancelled_already(play: Play) -> None:
-    old = await play.claimed()
-    await play.expired(old)
-    new = await play.reclaimed(old.execution_id)
-    await play.engine.cancel(new.handle, reason="theirs")
+async def test_a_stale_handle_may_cancel_an_execution_that_is_already_cancelled(env: Env) -> None:
+    old = await env.create_and_claim()
+    await env.expire_lease(old)
+    new = await env.grant_and_reclaim(old.execution_id)
+    await env.engine.cancel(new.handle, reason="theirs")
 
-    async with play.untouched():
-        assert await play.engine.cancel(old.handle, reason="mine") == Cancelled(old.execution_id)
+    async with env.unchanged():
+        assert await env.engine.cancel(old.handle, reason="mine") == Cancelled(old.execution_id)
 
 
 @pytest.mark.spec("EX-058")
 @pytest.mark.parametrize("lease", ["live", "expired", "revoked"])
-async def test_expire_an_active_execution(play: Play, lease: str) -> None:
-    held = await play.claimed(policy=retries(3))
-    e = held.execution_id
+async def test_expiring_an_active_execution_ends_it_and_its_attempt(env: Env, lease: str) -> None:
+    claim = await env.create_and_claim(policy=retries(3))
+    e = claim.execution_id
     if lease == "expired":
-        await play.expired(held)
+        await env.expire_lease(claim)
     elif lease == "revoked":
-        await play.revoked(held)
-    before = await play.told(e)
-    play.clock.advance_ms(10)
+        await env.revoke_lease(claim)
+    before = await env.lease_events(e)
+    env.clock.advance_ms(10)
 
-    assert await play.engine.expire_execution(e) == Expired(e)
+    assert await env.engine.expire_execution(e) == Expired(e)
 
-    assert await play.vector(e) == terminal("expired")
-    core = await play.core(e)
-    assert (core["failure_reason"], core["completed_at"], core["retry_count"]) == ("attempt_timeout", play.now, 0)
+    assert await env.vector(e) == terminal("expired")
+    core = await env.core(e)
+    assert (core["failure_reason"], core["completed_at"], core["retry_count"]) == ("attempt_timeout", env.now, 0)
     assert not {"lease_expired_at", "lease_revoked_at", "lease_revoke_reason", "lease_expires_at"} & set(core)
-    attempt = await play.attempt(e, 0)
+    attempt = await env.attempt(e, 0)
     assert attempt.attempt_state is AttemptRecordState.ENDED_FAILURE
-    assert (attempt.failure_reason, attempt.ended_at) == ("attempt_timeout", play.now)
-    assert await play.told(e) == [*before, "released expired:attempt_timeout"]
-    assert (await play.lease_feed(e))[-1].variant == "Expired"
-    assert await play.outcomes() == ["expired"]
-    async with play.refused(errors.ExecutionNotActive, terminal_outcome="expired", lease_epoch=1):
-        await play.engine.complete(held.handle)
-    async with play.untouched():
-        assert await play.engine.expire_execution(e) == AlreadyTerminal(e)
-        assert await play.engine.expire_execution(MISSING) == AlreadyTerminal(MISSING)
+    assert (attempt.failure_reason, attempt.ended_at) == ("attempt_timeout", env.now)
+    assert await env.lease_events(e) == [*before, "released expired:attempt_timeout"]
+    assert (await env.lease_feed(e))[-1].variant == "Expired"
+    assert await env.outcomes() == ["expired"]
+    async with env.refused(errors.ExecutionNotActive, terminal_outcome="expired", lease_epoch=1):
+        await env.engine.complete(claim.handle)
+    async with env.unchanged():
+        assert await env.engine.expire_execution(e) == AlreadyTerminal(e)
+        assert await env.engine.expire_execution(MISSING) == AlreadyTerminal(MISSING)
 
 
 @pytest.mark.spec("EX-059")
 @pytest.mark.parametrize("state", NEVER_CLAIMED)
 @pytest.mark.parametrize("named", ["argument", "policy"])
-async def test_expire_a_waiting_execution(play: Play, state: Any, named: str) -> None:
-    t = play.now + 10_000
-    create = play.create
+async def test_an_unclaimed_execution_expires_at_its_deadline(env: Env, state: Any, named: str) -> None:
+    t = env.now + 10_000
+    create = env.create
 
-    async def with_deadline(**given: Any) -> Any:
+    async def with_deadline(**options: Any) -> Any:
         if named == "argument":
-            return await create(execution_deadline_at=t, **given)
-        policy = {"timeout_policy": {"execution_deadline_ms": 10_000}} | given.pop("policy", {})
-        return await create(policy=policy, **given)
+            return await create(execution_deadline_at=t, **options)
+        policy = {"timeout_policy": {"execution_deadline_ms": 10_000}} | options.pop("policy", {})
+        return await create(policy=policy, **options)
 
-    play.create = with_deadline  # type: ignore[method-assign]
-    e = await state(play)
-    assert (await play.core(e))["execution_deadline_at"] == t
-    play.clock.now = t - 1
-    assert (await play.engine.sweep_once("execution_deadline")).processed == 0
-    play.clock.now = t
+    env.create = with_deadline  # type: ignore[method-assign]
+    e = await state(env)
+    assert (await env.core(e))["execution_deadline_at"] == t
+    env.clock.now = t - 1
+    assert (await env.engine.sweep_once("execution_deadline")).processed == 0
+    env.clock.now = t
 
-    assert (await play.engine.sweep_once("execution_deadline")).processed == 1
+    assert (await env.engine.sweep_once("execution_deadline")).processed == 1
 
-    assert await play.vector(e) == terminal("expired", "pending_first_attempt")
-    core = await play.core(e)
+    assert await env.vector(e) == terminal("expired", "pending_first_attempt")
+    core = await env.core(e)
     assert (core["failure_reason"], core["completed_at"]) == ("execution_deadline", t)
-    assert await play.history(e) == []
-    assert await play.outcomes() == ["expired"]
+    assert await env.lease_history(e) == []
+    assert await env.outcomes() == ["expired"]
 
 
 @pytest.mark.spec("EX-059")
-async def test_a_deadline_covers_retries_and_delays(play: Play) -> None:
-    t = play.now + 10_000
-    held = await play.claimed(policy=retries(3, type="fixed", delay_ms=60_000), execution_deadline_at=t)
-    await play.engine.fail(held.handle, reason="flaky")
-    parked = await play.claimed(execution_deadline_at=t)
-    await play.delayed(parked, 60_000)
-    named = await play.claimed(claim={"execution_deadline_at": t})
-    play.clock.now = t
+async def test_a_deadline_covers_retries_and_delays(env: Env) -> None:
+    t = env.now + 10_000
+    claim = await env.create_and_claim(policy=retries(3, type="fixed", delay_ms=60_000), execution_deadline_at=t)
+    await env.engine.fail(claim.handle, reason="flaky")
+    parked = await env.create_and_claim(execution_deadline_at=t)
+    await env.delay(parked, 60_000)
+    named = await env.create_and_claim(claim={"execution_deadline_at": t})
+    env.clock.now = t
 
-    assert (await play.engine.sweep_once("execution_deadline")).processed == 3
+    assert (await env.engine.sweep_once("execution_deadline")).processed == 3
 
-    for one in (held, parked, named):
-        assert await play.vector(one.execution_id) == terminal("expired")
-    assert (await play.told(named.execution_id))[-1] == "released expired:execution_deadline"
+    for one in (claim, parked, named):
+        assert await env.vector(one.execution_id) == terminal("expired")
+    assert (await env.lease_events(named.execution_id))[-1] == "released expired:execution_deadline"
 
 
-async def timed(play: Play, where: str = "claim", timeout: int = 1000, **policy: Any) -> Claimed:
-    """A claimed execution with an attempt timeout."""
+async def claim_with_timeout(env: Env, where: str = "claim", timeout: int = 1000, **policy: Any) -> Claimed:
+    """Create and claim an execution with an attempt timeout."""
     if where == "claim":
-        return await play.claimed(policy=policy or None, claim={"attempt_timeout_ms": timeout})
-    return await play.claimed(policy=policy | {"timeout_policy": {"attempt_timeout_ms": timeout}})
+        return await env.create_and_claim(policy=policy or None, claim={"attempt_timeout_ms": timeout})
+    return await env.create_and_claim(policy=policy | {"timeout_policy": {"attempt_timeout_ms": timeout}})
 
 
-async def times_out_at(play: Play, e: str, instant: int) -> None:
-    """The sweep finds nothing a millisecond before the instant, and ends the execution at it."""
-    assert (await play.core(e))["attempt_timeout_at"] == instant
-    play.clock.now = instant - 1
-    assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
-    play.clock.now = instant
-    assert (await play.engine.sweep_once("attempt_timeout")).processed == 1
-    assert await play.vector(e) == terminal("expired")
-    assert (await play.core(e))["failure_reason"] == "attempt_timeout"
+async def assert_times_out_at(env: Env, e: str, instant: int) -> None:
+    """Assert that the sweep expires the execution at the instant and not a millisecond before."""
+    assert (await env.core(e))["attempt_timeout_at"] == instant
+    env.clock.now = instant - 1
+    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    env.clock.now = instant
+    assert (await env.engine.sweep_once("attempt_timeout")).processed == 1
+    assert await env.vector(e) == terminal("expired")
+    assert (await env.core(e))["failure_reason"] == "attempt_timeout"
 
 
 @pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("where", ["claim", "policy"])
-async def test_attempt_timeout_arming(play: Play, where: str) -> None:
-    held = await timed(play, where, **retries(3))
+async def test_an_attempt_timeout_expires_the_execution_at_its_instant(env: Env, where: str) -> None:
+    claim = await claim_with_timeout(env, where, **retries(3))
 
-    await times_out_at(play, held.execution_id, play.now + 1000)
-
-
-@pytest.mark.spec("EX-060")
-async def test_a_retry_disarms_the_timer(play: Play) -> None:
-    t = play.now
-    held = await timed(play, "policy", **retries(3, type="fixed", delay_ms=60_000))
-    play.clock.now = t + 500
-    await play.engine.fail(held.handle, reason="flaky")
-    play.clock.now = t + 1000
-    async with play.untouched():
-        assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
-    await play.promoted(held.execution_id)
-    await play.claimed_again(held.execution_id)
-
-    await times_out_at(play, held.execution_id, play.now + 1000)
+    await assert_times_out_at(env, claim.execution_id, env.now + 1000)
 
 
 @pytest.mark.spec("EX-060")
-@pytest.mark.parametrize("road", ["named", "stored", "pull", "operator", "longer"])
-async def test_a_resumed_attempt_has_the_time_it_had_left(play: Play, road: str) -> None:
-    t = play.now
-    held = await timed(play)
-    e = held.execution_id
-    play.clock.now = t + 400
-    await play.delayed(held, 5000)
-    assert "attempt_timeout_at" not in await play.core(e)
-    play.clock.now = t + 1000
-    assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
-    await play.promoted(e)
-    play.clock.advance_ms(77)
-    u = play.now
+async def test_a_retry_clears_the_attempt_timeout(env: Env) -> None:
+    t = env.now
+    claim = await claim_with_timeout(env, "policy", **retries(3, type="fixed", delay_ms=60_000))
+    env.clock.now = t + 500
+    await env.engine.fail(claim.handle, reason="flaky")
+    env.clock.now = t + 1000
+    async with env.unchanged():
+        assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    await env.promote(claim.execution_id)
+    await env.grant_and_claim(claim.execution_id)
 
-    match road:
+    await assert_times_out_at(env, claim.execution_id, env.now + 1000)
+
+
+@pytest.mark.spec("EX-060")
+@pytest.mark.parametrize("method", ["named", "stored", "claim", "operator", "longer"])
+async def test_a_resumed_attempt_keeps_its_remaining_timeout(env: Env, method: str) -> None:
+    t = env.now
+    claim = await claim_with_timeout(env)
+    e = claim.execution_id
+    env.clock.now = t + 400
+    await env.delay(claim, 5000)
+    assert "attempt_timeout_at" not in await env.core(e)
+    env.clock.now = t + 1000
+    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    await env.promote(e)
+    env.clock.advance_ms(77)
+    u = env.now
+
+    match method:
         case "named":
-            await play.resumed(e, remaining_attempt_timeout_ms=600)
+            await env.grant_and_resume(e, remaining_attempt_timeout_ms=600)
         case "stored":
-            await play.resumed(e)
-        case "pull":
-            assert await play.pull("wb") is not None
+            await env.grant_and_resume(e)
+        case "claim":
+            assert await env.claim_next("wb") is not None
         case "operator":
-            await play.engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=30_000)
+            await env.engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=30_000)
         case _:
-            await play.resumed(e, remaining_attempt_timeout_ms=2000)
+            await env.grant_and_resume(e, remaining_attempt_timeout_ms=2000)
 
-    await times_out_at(play, e, u + (2000 if road == "longer" else 600))
+    await assert_times_out_at(env, e, u + (2000 if method == "longer" else 600))
 
 
 @pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("wait", ["suspend", "park"])
-async def test_an_attempt_that_waited_has_the_time_it_had_left(play: Play, waits: Waits, wait: str) -> None:
-    t = play.now
-    held = await timed(play)
-    e = held.execution_id
-    play.clock.now = t + 400
+async def test_an_attempt_resumed_after_a_wait_keeps_its_remaining_timeout(env: Env, waits: Waits, wait: str) -> None:
+    t = env.now
+    claim = await claim_with_timeout(env)
+    e = claim.execution_id
+    env.clock.now = t + 400
     if wait == "suspend":
-        await waits.suspend(held, timeout_at=t + 5000, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
+        await waits.suspend(claim, timeout_at=t + 5000, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
     else:
-        await Function(play, waits, e, held).timer("nap", 4600)
-        await play.engine.park(held.handle, ("nap",))
+        await DurableFunction(env, waits, e, claim).timer("nap", 4600)
+        await env.engine.park(claim.handle, ("nap",))
     await waits.time_out(t + 5000)
 
-    await play.resumed(e)
+    await env.grant_and_resume(e)
 
-    await times_out_at(play, e, t + 5000 + 600)
+    await assert_times_out_at(env, e, t + 5000 + 600)
 
 
 @pytest.mark.parametrize("reason", ["sibling_quorum_satisfied", "sibling_quorum_impossible"])
 @pytest.mark.parametrize("source", ["flow_cascade", "system_timeout", "somebody"])
-async def test_who_cancelled_is_kept_though_the_reason_is_one_of_the_engine_s_own(
-    play: Play, reason: str, source: str
+async def test_the_cancel_source_is_stored_even_with_a_reason_reserved_for_the_engine(
+    env: Env, reason: str, source: str
 ) -> None:
-    e = await play.create()
+    e = await env.create()
 
-    await play.engine.cancel_execution(e, reason=reason, source=source)
+    await env.engine.cancel_execution(e, reason=reason, source=source)
 
-    core = await play.core(e)
+    core = await env.core(e)
     assert (core["cancelled_by"], core["cancellation_reason"]) == (source, reason)
 
 
 @pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("late_ms", [0, 250])
-async def test_time_that_has_run_out_is_not_forgotten_when_the_work_is_put_away(play: Play, late_ms: int) -> None:
-    held = await timed(play)
-    e = held.execution_id
-    play.clock.advance_ms(1000 + late_ms)
-    await play.delayed(held, 5000)
-    await play.promoted(e)
+async def test_a_delay_after_the_attempt_timeout_does_not_reset_it(env: Env, late_ms: int) -> None:
+    claim = await claim_with_timeout(env)
+    e = claim.execution_id
+    env.clock.advance_ms(1000 + late_ms)
+    await env.delay(claim, 5000)
+    await env.promote(e)
 
-    await play.resumed(e)
+    await env.grant_and_resume(e)
 
-    await times_out_at(play, e, play.now + 1)
+    await assert_times_out_at(env, e, env.now + 1)
 
 
 @pytest.mark.spec("EX-060")
-async def test_a_block_does_not_forget_the_time_that_was_left(play: Play) -> None:
-    t = play.now
-    held = await timed(play)
-    e = held.execution_id
-    play.clock.now = t + 400
-    await play.engine.wait_children(held.handle)
-    await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
-    await play.engine.unblock_execution(e)
+async def test_a_block_preserves_the_remaining_attempt_timeout(env: Env) -> None:
+    t = env.now
+    claim = await claim_with_timeout(env)
+    e = claim.execution_id
+    env.clock.now = t + 400
+    await env.engine.wait_children(claim.handle)
+    await env.engine.block_execution_for_admission(e, reason="waiting_for_quota")
+    await env.engine.unblock_execution(e)
 
-    await play.resumed(e)
+    await env.grant_and_resume(e)
 
-    await times_out_at(play, e, t + 400 + 600)
+    await assert_times_out_at(env, e, t + 400 + 600)
 
 
 @pytest.mark.spec("EX-060")
 @pytest.mark.parametrize("where", ["policy", "claim"])
-async def test_a_takeover_has_the_whole_time_again(play: Play, where: str) -> None:
-    held = await timed(play, where, timeout=40_000)
-    await play.expired(held)
+async def test_a_takeover_restarts_the_attempt_timeout(env: Env, where: str) -> None:
+    claim = await claim_with_timeout(env, where, timeout=40_000)
+    await env.expire_lease(claim)
 
-    again = await play.reclaimed(held.execution_id)
+    again = await env.grant_and_reclaim(claim.execution_id)
 
-    assert again.lease_expires_at == play.now + LEASE_MS
-    await times_out_at(play, held.execution_id, play.now + 40_000)
+    assert again.lease_expires_at == env.now + LEASE_MS
+    await assert_times_out_at(env, claim.execution_id, env.now + 40_000)
 
 
 @pytest.mark.spec("EX-060")
-@pytest.mark.parametrize("meanwhile", ["complete", "retry"])
-async def test_a_timer_that_was_listed_but_is_gone_does_nothing(play: Play, meanwhile: str) -> None:
-    held = await timed(play, "policy", **retries(3))
-    e = held.execution_id
-    play.clock.advance_ms(1000)
+@pytest.mark.parametrize("finished_by", ["complete", "retry"])
+async def test_a_due_timeout_whose_attempt_has_ended_changes_nothing(env: Env, finished_by: str) -> None:
+    claim = await claim_with_timeout(env, "policy", **retries(3))
+    e = claim.execution_id
+    env.clock.advance_ms(1000)
 
     async def finish() -> None:
-        if meanwhile == "complete":
-            await play.engine.complete(held.handle)
+        if finished_by == "complete":
+            await env.engine.complete(claim.handle)
         else:
-            await play.engine.fail(held.handle, reason="flaky")
+            await env.engine.fail(claim.handle, reason="flaky")
 
-    play.store.after_due = finish
-    done = await play.engine.sweep_once("attempt_timeout")
+    env.store.after_due = finish
+    done = await env.engine.sweep_once("attempt_timeout")
 
     assert (done.processed, done.errors) == (0, 0)
-    assert (await play.vector(e)).startswith("terminal/" if meanwhile == "complete" else "runnable/")
-    async with play.untouched():
-        late = await play.engine.expire_if_due(e, "attempt_timeout")
-        assert late == (AlreadyTerminal(e) if meanwhile == "complete" else NotDue(e))
+    assert (await env.vector(e)).startswith("terminal/" if finished_by == "complete" else "runnable/")
+    async with env.unchanged():
+        late = await env.engine.expire_if_due(e, "attempt_timeout")
+        assert late == (AlreadyTerminal(e) if finished_by == "complete" else NotDue(e))
 
 
 @pytest.mark.spec("EX-060")
-async def test_no_time_arms_nothing(play: Play) -> None:
-    for held in (await timed(play, timeout=0), await timed(play, "policy", timeout=0), await play.claimed()):
-        assert "attempt_timeout_at" not in await play.core(held.execution_id)
-    play.clock.advance_ms(10)
-    assert (await play.engine.sweep_once("attempt_timeout")).processed == 0
+async def test_a_timeout_of_zero_sets_no_timer(env: Env) -> None:
+    for claim in (
+        await claim_with_timeout(env, timeout=0),
+        await claim_with_timeout(env, "policy", timeout=0),
+        await env.create_and_claim(),
+    ):
+        assert "attempt_timeout_at" not in await env.core(claim.execution_id)
+    env.clock.advance_ms(10)
+    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
 
 
-async def test_an_attempt_in_time_ends_as_its_holder_says(play: Play) -> None:
-    held = await timed(play)
-    assert await play.vector(held.execution_id) == ACTIVE
-    play.clock.advance_ms(999)
+async def test_an_attempt_completes_before_its_timeout(env: Env) -> None:
+    claim = await claim_with_timeout(env)
+    assert await env.vector(claim.execution_id) == ACTIVE
+    env.clock.advance_ms(999)
 
-    assert await play.engine.complete(execution_id=held.execution_id, fence=fence_of(held)) == Completed(
-        held.execution_id
+    assert await env.engine.complete(execution_id=claim.execution_id, fence=fence_of(claim)) == Completed(
+        claim.execution_id
     )

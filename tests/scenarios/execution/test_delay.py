@@ -1,4 +1,4 @@
-"""EX-050 to EX-052: work put back on the shelf."""
+"""EX-050 to EX-052: delay, and resuming the attempt."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flowfabric import errors
 from flowfabric.handles import HandleKind
 from flowfabric.model.answers.execution import Completed, Delayed, Moved, Promotion
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
-from tests.scenarios.play import ACTIVE, DELAYED, RESUMABLE, Play
+from tests.scenarios.env import ACTIVE, DELAYED, RESUMABLE, Env
 
 
 @pytest.mark.spec("EX-050")
-async def test_worker_delay_and_resume(play: Play) -> None:
-    deadline = play.now + 90_000
-    held = await play.claimed(execution_deadline_at=deadline)
-    e = held.execution_id
-    before = await play.core(e)
-    play.clock.advance_ms(100)
-    t = play.now
+async def test_a_delayed_attempt_resumes_under_a_new_lease(env: Env) -> None:
+    deadline = env.now + 90_000
+    claim = await env.create_and_claim(execution_deadline_at=deadline)
+    e = claim.execution_id
+    before = await env.core(e)
+    env.clock.advance_ms(100)
+    t = env.now
 
-    assert await play.engine.delay(held.handle, delay_until=t + 1000) == Delayed(e, PublicState.DELAYED)
+    assert await env.engine.delay(claim.handle, delay_until=t + 1000) == Delayed(e, PublicState.DELAYED)
 
-    assert await play.vector(e) == DELAYED
+    assert await env.vector(e) == DELAYED
     lease = {
         *("current_lease_id", "current_worker_id", "current_worker_instance_id"),
         *("lease_expires_at", "lease_last_renewed_at", "lease_renewal_deadline"),
@@ -41,99 +41,99 @@ async def test_worker_delay_and_resume(play: Play) -> None:
         "last_transition_at": t,
         "last_mutation_at": t,
     }
-    assert await play.core(e) == {name: value for name, value in before.items() if name not in lease} | changed
-    parked = await play.attempt(e, 0)
+    assert await env.core(e) == {name: value for name, value in before.items() if name not in lease} | changed
+    parked = await env.attempt(e, 0)
     assert parked.attempt_state is AttemptRecordState.SUSPENDED
     assert (parked.suspended_at, parked.suspension_id, parked.ended_at) == (t, "worker_delay", None)
-    assert await play.told(e) == ["acquired", "released worker_delay"]
-    assert await play.outcomes() == []
+    assert await env.lease_events(e) == ["acquired", "released worker_delay"]
+    assert await env.outcomes() == []
 
-    play.clock.now = t + 999
-    assert await play.engine.promote_delayed(e) is Promotion.NOT_YET_DUE
-    play.clock.now = t + 1000
-    assert (await play.engine.sweep_once("delayed_promoter")).processed == 1
-    assert await play.vector(e) == RESUMABLE
-    resumed = await play.resumed(e, "wb")
+    env.clock.now = t + 999
+    assert await env.engine.promote_delayed(e) is Promotion.NOT_YET_DUE
+    env.clock.now = t + 1000
+    assert (await env.engine.sweep_once("delayed_promoter")).processed == 1
+    assert await env.vector(e) == RESUMABLE
+    resumed = await env.grant_and_resume(e, "wb")
 
     assert resumed.handle.kind is HandleKind.RESUMED
-    assert (resumed.attempt_id, resumed.attempt_index, resumed.lease_epoch) == (held.attempt_id, 0, 2)
+    assert (resumed.attempt_id, resumed.attempt_index, resumed.lease_epoch) == (claim.attempt_id, 0, 2)
     assert resumed.attempt_type is AttemptType.INITIAL
-    assert await play.vector(e) == ACTIVE
-    [attempt] = await play.engine.attempt_history(e)
+    assert await env.vector(e) == ACTIVE
+    [attempt] = await env.engine.attempt_history(e)
     assert attempt.attempt_state is AttemptRecordState.STARTED
-    assert (attempt.resumed_at, attempt.suspended_at, attempt.suspension_id) == (play.now, None, None)
+    assert (attempt.resumed_at, attempt.suspended_at, attempt.suspension_id) == (env.now, None, None)
     assert (attempt.lease_id, attempt.lease_epoch, attempt.worker_id) == (resumed.lease_id, 2, "wb")
-    core = await play.core(e)
+    core = await env.core(e)
     assert (core["total_attempt_count"], core["started_at"]) == (1, before["started_at"])
     assert core["execution_deadline_at"] == deadline
     assert "delay_until" not in core
-    assert await play.told(e) == ["acquired", "released worker_delay", "acquired claim_resumed"]
+    assert await env.lease_events(e) == ["acquired", "released worker_delay", "acquired claim_resumed"]
 
 
 @pytest.mark.spec("EX-050")
-async def test_a_pull_resumes_like_a_grant(play: Play) -> None:
-    held = await play.claimed(input_payload=b"in")
-    await play.delayed(held)
-    await play.promoted(held.execution_id)
+async def test_a_worker_claim_resumes_a_delayed_attempt(env: Env) -> None:
+    claim = await env.create_and_claim(input_payload=b"in")
+    await env.delay(claim)
+    await env.promote(claim.execution_id)
 
-    resumed = await play.pull("wb")
+    resumed = await env.claim_next("wb")
 
     assert resumed is not None
-    assert (resumed.attempt_id, resumed.attempt_index, resumed.lease_epoch) == (held.attempt_id, 0, 2)
+    assert (resumed.attempt_id, resumed.attempt_index, resumed.lease_epoch) == (claim.attempt_id, 0, 2)
     assert resumed.handle.kind is HandleKind.RESUMED
     assert resumed.payload is not None
     assert resumed.payload.input_payload == b"in"
-    assert (await play.told(held.execution_id))[-1] == "acquired claim_resumed"
-    assert (await play.attempt(held.execution_id, 0)).resumed_at == play.now
+    assert (await env.lease_events(claim.execution_id))[-1] == "acquired claim_resumed"
+    assert (await env.attempt(claim.execution_id, 0)).resumed_at == env.now
 
 
 @pytest.mark.spec("EX-050")
 @pytest.mark.parametrize("early", [1, 0, 10**9])
-async def test_a_delay_into_the_past_is_over_at_the_next_pass(play: Play, early: int) -> None:
-    held = await play.claimed()
-    e = held.execution_id
+async def test_a_delay_into_the_past_is_promoted_by_the_next_sweep(env: Env, early: int) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
 
-    assert await play.engine.delay(held.handle, delay_until=play.now - early) == Delayed(e)
+    assert await env.engine.delay(claim.handle, delay_until=env.now - early) == Delayed(e)
 
-    assert await play.vector(e) == DELAYED
-    assert (await play.engine.sweep_once("delayed_promoter")).processed == 1
-    assert await play.vector(e) == RESUMABLE
+    assert await env.vector(e) == DELAYED
+    assert (await env.engine.sweep_once("delayed_promoter")).processed == 1
+    assert await env.vector(e) == RESUMABLE
 
 
 @pytest.mark.spec("EX-051")
-async def test_with_no_dependency_the_work_is_claimable_at_once(play: Play) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    play.clock.advance_ms(10)
+async def test_wait_children_without_dependencies_makes_the_execution_claimable_at_once(env: Env) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    env.clock.advance_ms(10)
 
-    assert await play.engine.wait_children(held.handle) == Moved(e, PublicState.WAITING)
+    assert await env.engine.wait_children(claim.handle) == Moved(e, PublicState.WAITING)
 
-    assert await play.vector(e) == RESUMABLE
-    parked = await play.attempt(e, 0)
+    assert await env.vector(e) == RESUMABLE
+    parked = await env.attempt(e, 0)
     assert parked.attempt_state is AttemptRecordState.SUSPENDED
-    assert (parked.suspended_at, parked.suspension_id) == (play.now, "waiting_children")
-    assert await play.told(e) == ["acquired", "released waiting_children"]
-    assert "blocking_detail" not in await play.core(e)
-    assert await play.eligible() == [e]
-    resumed = await play.resumed(e)
-    assert (resumed.attempt_id, resumed.lease_epoch) == (held.attempt_id, 2)
+    assert (parked.suspended_at, parked.suspension_id) == (env.now, "waiting_children")
+    assert await env.lease_events(e) == ["acquired", "released waiting_children"]
+    assert "blocking_detail" not in await env.core(e)
+    assert await env.eligible() == [e]
+    resumed = await env.grant_and_resume(e)
+    assert (resumed.attempt_id, resumed.lease_epoch) == (claim.attempt_id, 2)
 
 
 @pytest.mark.spec("EX-052")
-async def test_old_handle_after_delay(play: Play) -> None:
-    held = await play.claimed("wa")
-    e = held.execution_id
-    await play.delayed(held)
+async def test_a_handle_from_before_a_delay_is_refused(env: Env) -> None:
+    claim = await env.create_and_claim("wa")
+    e = claim.execution_id
+    await env.delay(claim)
     facts: dict[str, Any] = {"lifecycle_phase": "runnable", "terminal_outcome": "none", "lease_epoch": 1}
-    for verb in (play.engine.complete, play.engine.wait_children, play.engine.renew):
-        async with play.refused(errors.ExecutionNotActive, **facts, attempt_id=held.attempt_id):
-            await verb(held.handle)
-    async with play.refused(errors.ExecutionNotActive, **facts, attempt_id=held.attempt_id):
-        await play.engine.fail(held.handle, reason="late")
+    for verb in (env.engine.complete, env.engine.wait_children, env.engine.renew):
+        async with env.refused(errors.ExecutionNotActive, **facts, attempt_id=claim.attempt_id):
+            await verb(claim.handle)
+    async with env.refused(errors.ExecutionNotActive, **facts, attempt_id=claim.attempt_id):
+        await env.engine.fail(claim.handle, reason="late")
 
-    await play.promoted(e)
-    resumed = await play.resumed(e, "wb")
+    await env.promote(e)
+    resumed = await env.grant_and_resume(e, "wb")
 
-    async with play.refused(errors.StaleLease):
-        await play.engine.complete(held.handle)
-    assert await play.engine.complete(resumed.handle) == Completed(e)
+    async with env.refused(errors.StaleLease):
+        await env.engine.complete(claim.handle)
+    assert await env.engine.complete(resumed.handle) == Completed(e)

@@ -1,4 +1,4 @@
-"""Claims of some namespaces: their work and nothing else, in the order in which anybody would get it."""
+"""Claims limited to namespaces return only their executions, in claim order."""
 
 from __future__ import annotations
 
@@ -11,77 +11,77 @@ from flowfabric import errors
 from flowfabric.engine.claiming import claimer, ready_queues
 from flowfabric.engine.claiming.ready_queues import LOOKAHEAD_ROWS
 from flowfabric.model.answers.execution import Claimed
-from tests.scenarios.play import LEASE_MS, Play
+from tests.scenarios.env import LEASE_MS, Env
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
 
 
-async def claims(play: Play, *namespaces: str, limit: int = 10, worker: str = "wa", **given: Any) -> list[Claimed]:
-    """What a worker of these namespaces gets."""
-    return await play.engine.claim_from_lanes(
+async def claim_from(env: Env, *namespaces: str, limit: int = 10, worker: str = "wa", **options: Any) -> list[Claimed]:
+    """Claim executions of these namespaces."""
+    return await env.engine.claim_from_lanes(
         ["default"],
         limit,
         worker_id=worker,
         worker_instance_id=f"{worker}-1",
         lease_ttl_ms=LEASE_MS,
         namespaces=namespaces,
-        **given,
+        **options,
     )
 
 
-def names(claimed: list[Claimed]) -> list[str]:
+def execution_ids(claimed: list[Claimed]) -> list[str]:
     return [one.execution_id for one in claimed]
 
 
-async def test_a_claim_brings_work_of_its_namespaces_in_claim_order(play: Play) -> None:
-    low = await play.create(namespace="mine")
-    await play.create(namespace="theirs", priority=9000)
-    high = await play.create(namespace="mine", priority=5)
-    also = await play.create(namespace="ours", priority=7)
+async def test_a_claim_returns_executions_of_its_namespaces_in_claim_order(env: Env) -> None:
+    low = await env.create(namespace="mine")
+    await env.create(namespace="theirs", priority=9000)
+    high = await env.create(namespace="mine", priority=5)
+    also = await env.create(namespace="ours", priority=7)
 
-    assert names(await claims(play, "mine", "ours", limit=2)) == [also, high]
-    assert names(await claims(play, "mine", "ours")) == [low]
-    assert await claims(play, "mine", "ours") == []
-    assert await claims(play) == [], "of no namespace there is no work"
+    assert execution_ids(await claim_from(env, "mine", "ours", limit=2)) == [also, high]
+    assert execution_ids(await claim_from(env, "mine", "ours")) == [low]
+    assert await claim_from(env, "mine", "ours") == []
+    assert await claim_from(env) == [], "no namespaces, no executions"
 
 
-async def test_however_many_kinds_of_work_there_are_the_best_of_a_namespace_comes_first(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+async def test_the_first_execution_of_a_namespace_is_claimed_first_across_many_queues(
+    env: Env, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 3)
     mine = {
-        n: await play.create(namespace="mine", priority=n, policy={"fairness_key": f"t{n}"}) for n in (4, 1, 3, 0, 2)
+        n: await env.create(namespace="mine", priority=n, policy={"fairness_key": f"t{n}"}) for n in (4, 1, 3, 0, 2)
     }
     for n in range(5):
-        await play.create(namespace="theirs", priority=9 - n, policy={"fairness_key": f"t{n}"})
+        await env.create(namespace="theirs", priority=9 - n, policy={"fairness_key": f"t{n}"})
 
-    got = [names(await claims(play, "mine", limit=1)) for _ in mine]
+    got = [execution_ids(await claim_from(env, "mine", limit=1)) for _ in mine]
 
     assert got == [[mine[n]] for n in reversed(range(5))]
 
 
-async def test_work_is_found_behind_any_amount_of_others(play: Play) -> None:
+async def test_executions_of_a_namespace_are_found_behind_many_others(env: Env) -> None:
     for _ in range(3 * LOOKAHEAD_ROWS):
-        await play.create(namespace="theirs", priority=9)
-    mine = await play.create(namespace="mine")
+        await env.create(namespace="theirs", priority=9)
+    mine = await env.create(namespace="mine")
 
-    assert names(await claims(play, "mine", limit=1)) == [mine]
-    assert len(await play.eligible()) == 3 * LOOKAHEAD_ROWS
+    assert execution_ids(await claim_from(env, "mine", limit=1)) == [mine]
+    assert len(await env.eligible()) == 3 * LOOKAHEAD_ROWS
 
 
-async def test_retries_delays_and_lost_leases_come_this_way_too(play: Play) -> None:
-    failed = await play.claimed(namespace="mine", policy=RETRY)
-    await play.engine.fail(failed.handle, reason="r")
-    delayed = await play.claimed(namespace="mine")
-    await play.delayed(delayed, 1)
-    lost, revoked = await play.claimed(namespace="mine", ttl=1), await play.claimed(namespace="mine")
-    theirs = await play.claimed(namespace="theirs", ttl=1)
-    await play.revoked(revoked)
-    play.clock.advance_ms(10)
+async def test_a_namespaced_claim_returns_retries_resumed_attempts_and_takeovers(env: Env) -> None:
+    failed = await env.create_and_claim(namespace="mine", policy=RETRY)
+    await env.engine.fail(failed.handle, reason="r")
+    delayed = await env.create_and_claim(namespace="mine")
+    await env.delay(delayed, 1)
+    lost, revoked = await env.create_and_claim(namespace="mine", ttl=1), await env.create_and_claim(namespace="mine")
+    theirs = await env.create_and_claim(namespace="theirs", ttl=1)
+    await env.revoke_lease(revoked)
+    env.clock.advance_ms(10)
     for one in (failed, delayed):
-        await play.engine.promote_delayed(one.execution_id)
+        await env.engine.promote_delayed(one.execution_id)
 
-    got = {one.execution_id: (one.attempt_index, one.attempt_type.value) for one in await claims(play, "mine")}
+    got = {one.execution_id: (one.attempt_index, one.attempt_type.value) for one in await claim_from(env, "mine")}
 
     assert got == {
         failed.execution_id: (1, "retry"),
@@ -89,49 +89,49 @@ async def test_retries_delays_and_lost_leases_come_this_way_too(play: Play) -> N
         lost.execution_id: (1, "reclaim"),
         revoked.execution_id: (1, "reclaim"),
     }
-    assert names(await claims(play, "theirs")) == [theirs.execution_id]
+    assert execution_ids(await claim_from(env, "theirs")) == [theirs.execution_id]
 
 
-async def test_capabilities_and_limits_are_asked(play: Play) -> None:
+async def test_a_namespaced_claim_respects_capabilities_and_quotas(env: Env) -> None:
     quota = "550e8400-e29b-41d4-a716-446655440000"
-    await play.engine.create_quota_policy(quota, window_seconds=0, max_requests_per_window=0, max_concurrent=1)
-    await play.create(namespace="mine", policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
+    await env.engine.create_quota_policy(quota, window_seconds=0, max_requests_per_window=0, max_concurrent=1)
+    await env.create(namespace="mine", policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
     for _ in range(2):
-        await play.create(namespace="mine", policy={"quota_policy_ids": [quota]})
+        await env.create(namespace="mine", policy={"quota_policy_ids": [quota]})
 
-    [first] = await claims(play, "mine")
-    assert await claims(play, "mine") == []
-    await play.engine.complete(first.handle)
-    assert len(await claims(play, "mine", limit=1, max_wait_ms=10_000)) == 1, "there is room for it again"
-    assert len(await claims(play, "mine", capabilities=["gpu"])) == 1
+    [first] = await claim_from(env, "mine")
+    assert await claim_from(env, "mine") == []
+    await env.engine.complete(first.handle)
+    assert len(await claim_from(env, "mine", limit=1, max_wait_ms=10_000)) == 1, "the slot is free again"
+    assert len(await claim_from(env, "mine", capabilities=["gpu"])) == 1
 
 
-async def test_workers_of_one_namespace_share_its_work(play: Play) -> None:
-    mine = {await play.create(namespace="mine") for _ in range(20)}
-    await play.create(namespace="theirs")
-    got = await asyncio.gather(*(claims(play, "mine", limit=5, worker=f"w{number}") for number in range(6)))
-    rest = await claims(play, "mine", limit=20)
+async def test_concurrent_workers_of_one_namespace_claim_each_execution_once(env: Env) -> None:
+    mine = {await env.create(namespace="mine") for _ in range(20)}
+    await env.create(namespace="theirs")
+    got = await asyncio.gather(*(claim_from(env, "mine", limit=5, worker=f"w{number}") for number in range(6)))
+    rest = await claim_from(env, "mine", limit=20)
 
-    claimed = [name for part in (*got, rest) for name in names(part)]
+    claimed = [name for part in (*got, rest) for name in execution_ids(part)]
     assert (len(claimed), set(claimed)) == (20, mine)
 
 
-async def test_a_claim_waits_for_work_of_its_namespaces(play: Play) -> None:
-    waiting = asyncio.create_task(claims(play, "mine", max_wait_ms=20_000))
+async def test_a_claim_waits_until_its_namespace_has_work(env: Env) -> None:
+    waiting = asyncio.create_task(claim_from(env, "mine", max_wait_ms=20_000))
     await asyncio.sleep(0)
-    await play.create(namespace="theirs")
-    mine = await play.create(namespace="mine")
+    await env.create(namespace="theirs")
+    mine = await env.create(namespace="mine")
 
     async with asyncio.timeout(10):
-        assert names(await waiting) == [mine]
+        assert execution_ids(await waiting) == [mine]
 
 
-async def test_grants_are_given_within_namespaces(play: Play) -> None:
-    await play.create(namespace="theirs", priority=9)
-    mine = await play.create(namespace="mine")
+async def test_the_scheduler_grants_within_the_given_namespaces(env: Env) -> None:
+    await env.create(namespace="theirs", priority=9)
+    mine = await env.create(namespace="mine")
 
     async def granted() -> Any:
-        return await play.engine.claim_for_worker(
+        return await env.engine.claim_for_worker(
             "default", worker_id="w", worker_instance_id="w-1", namespaces=["mine"]
         )
 
@@ -139,48 +139,46 @@ async def test_grants_are_given_within_namespaces(play: Play) -> None:
     assert await granted() is None
 
 
-async def test_a_look_that_took_long_and_found_nothing_is_not_repeated_at_once(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_empty_scan_is_not_repeated_at_once(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claimer, "CHEAP_SCAN_S", 0.0)
-    looks: list[float] = []
-    clock, heads = asyncio.get_running_loop().time, play.engine.queues.queue_heads
+    scans: list[float] = []
+    clock, heads = asyncio.get_running_loop().time, env.engine.queues.queue_heads
 
-    async def slow(lines: Any, *given: Any, **named: Any) -> Any:
-        if lines:
-            looks.append(clock())
+    async def slow(queues: Any, *args: Any, **kwargs: Any) -> Any:
+        if queues:
+            scans.append(clock())
             await asyncio.sleep(0.02)
-        return await heads(lines, *given, **named)
+        return await heads(queues, *args, **kwargs)
 
-    monkeypatch.setattr(play.engine.queues, "queue_heads", slow)
-    await play.create(namespace="theirs")
+    monkeypatch.setattr(env.engine.queues, "queue_heads", slow)
+    await env.create(namespace="theirs")
     for _ in range(2):
-        assert await claims(play, "mine") == []
+        assert await claim_from(env, "mine") == []
 
-    assert looks[1] - looks[0] > 0.02 * claimer.PAUSE_FACTOR
-    mine = await play.create(namespace="other")
-    assert names(await claims(play, "other")) == [mine], "others need not wait for that"
+    assert scans[1] - scans[0] > 0.02 * claimer.PAUSE_FACTOR
+    mine = await env.create(namespace="other")
+    assert execution_ids(await claim_from(env, "other")) == [mine], "other namespaces are not delayed"
 
 
-async def test_what_is_claimed_is_not_lost_because_the_store_is_away_for_the_next(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+async def test_claimed_executions_are_returned_when_the_store_fails_on_the_next_scan(
+    env: Env, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, heads, looks = await play.create(namespace="mine"), play.engine.queues.queue_heads, list[int]()
+    mine, heads, scans = await env.create(namespace="mine"), env.engine.queues.queue_heads, list[int]()
 
-    async def failing(*given: Any, **named: Any) -> Any:
-        looks.append(len(looks))
-        if len(looks) > 1:
+    async def failing(*args: Any, **kwargs: Any) -> Any:
+        scans.append(len(scans))
+        if len(scans) > 1:
             raise errors.StoreUnavailable("gone", source="transport")
-        return await heads(*given, **named)
+        return await heads(*args, **kwargs)
 
-    monkeypatch.setattr(play.engine.queues, "queue_heads", failing)
-    assert names(await claims(play, "mine")) == [mine]
-    assert len(looks) == 2
+    monkeypatch.setattr(env.engine.queues, "queue_heads", failing)
+    assert execution_ids(await claim_from(env, "mine")) == [mine]
+    assert len(scans) == 2
     with pytest.raises(errors.StoreUnavailable):
-        await claims(play, "mine")
+        await claim_from(env, "mine")
 
 
-@pytest.mark.parametrize("names", ["mine", [7], [None], 3])
-async def test_namespaces_that_are_none_are_refused(play: Play, names: Any) -> None:
-    async with play.refused(errors.InvalidInput):
-        await play.engine.claim_admitted("default", worker_id="w", worker_instance_id="w-1", namespaces=names)
+@pytest.mark.parametrize("namespaces", ["mine", [7], [None], 3])
+async def test_invalid_namespaces_are_refused(env: Env, namespaces: Any) -> None:
+    async with env.refused(errors.InvalidInput):
+        await env.engine.claim_admitted("default", worker_id="w", worker_instance_id="w-1", namespaces=namespaces)

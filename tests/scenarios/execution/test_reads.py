@@ -1,4 +1,4 @@
-"""EX-078 to EX-080, EX-082 to EX-084: reads, retention, the derived state, completion events, whose clock counts."""
+"""EX-078 to EX-080, EX-082 to EX-084: reads, retention, the derived state, completion events, the store clock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flowfabric.model.states import (
     public_state,
 )
 from flowfabric.rules.execution.create import CreateExecution
+from tests.scenarios.env import ACTIVE, LEASE_MS, Env, terminal
 from tests.scenarios.execution.test_finish import retries
-from tests.scenarios.play import ACTIVE, LEASE_MS, Play, terminal
 from tests.scenarios.scheduling.test_grants import MISSING
 from tests.scenarios.waits import Waits
 
@@ -29,16 +29,16 @@ HOUR_MS = 60 * 60 * 1000
 
 
 def numbered(partition: int, number: int) -> str:
-    """An id whose place in the order is its number."""
+    """Return an id that sorts by its number."""
     return f"{{fp:{partition}}}:{number:08d}-1111-4111-8111-111111111111"
 
 
 @pytest.mark.spec("EX-078")
-async def test_listing_executions(play: Play) -> None:
-    engine = play.engine
+async def test_list_executions_pages_through_a_partition(env: Env) -> None:
+    engine = env.engine
     fifth = [numbered(5, number) for number in range(15)]
     for e in [*reversed(fifth), *(numbered(6, number) for number in range(3))]:
-        await play.create(execution_id=e)
+        await env.create(execution_id=e)
     await engine.cancel_execution(fifth[3])
 
     pages, cursor = [], None
@@ -55,69 +55,68 @@ async def test_listing_executions(play: Play) -> None:
     assert (empty.executions, empty.next_cursor) == ([], None)
     between = f"{{fp:5}}:{7:08d}-2222-4222-8222-222222222222"
     assert (await engine.list_executions(5, cursor=between)).executions == fifth[8:]
-    async with play.refused(MissingTag):
+    async with env.refused(MissingTag):
         await engine.list_executions(5, cursor="nonsense")
 
 
 @pytest.mark.spec("EX-078")
-async def test_a_page_never_exceeds_a_thousand(play: Play) -> None:
+async def test_a_page_of_executions_has_at_most_1000_entries(env: Env) -> None:
     created = [numbered(5, number) for number in range(1001)]
-    asks = [
+    requests = [
         CreateExecution(execution_id=e, partition=5, namespace="default", lane_id="default", execution_kind="task")
         for e in created
     ]
-    assert await play.engine.create_executions(asks) == [Created(e, PublicState.WAITING) for e in created]
+    assert await env.engine.create_executions(requests) == [Created(e, PublicState.WAITING) for e in created]
 
-    page = await play.engine.list_executions(5, limit=5000)
+    page = await env.engine.list_executions(5, limit=5000)
 
     assert (page.executions, page.next_cursor) == (created[:1000], created[999])
 
 
 @pytest.mark.spec("EX-079")
-async def test_attempt_pointer_versus_counter(play: Play) -> None:
-    engine = play.engine
-    e = await play.create(policy=retries(1))
+async def test_the_attempt_index_and_the_attempt_count_advance_with_each_new_attempt(env: Env) -> None:
+    engine = env.engine
+    e = await env.create(policy=retries(1))
     seen: list[tuple[int, int]] = []
 
-    async def look() -> None:
+    async def observe() -> None:
         seen.append((await engine.read_current_attempt_index(e), await engine.read_total_attempt_count(e)))
 
-    await look()
-    await play.grant(e)
-    held = await play.claim(e)
-    await look()
-    assert isinstance(await engine.fail(held.handle, reason="flaky"), RetryScheduled)
-    await look()
-    await play.promoted(e)
-    held = await play.claimed_again(e)
-    await look()
-    await play.delayed(held)
-    await play.promoted(e)
-    held = await play.resumed(e)
-    await look()
-    await play.expired(held)
-    await play.reclaimed(e, "wc")
-    await look()
+    await observe()
+    claim = await env.grant_and_claim(e, "wa")
+    await observe()
+    assert isinstance(await engine.fail(claim.handle, reason="flaky"), RetryScheduled)
+    await observe()
+    await env.promote(e)
+    claim = await env.grant_and_claim(e)
+    await observe()
+    await env.delay(claim)
+    await env.promote(e)
+    claim = await env.grant_and_resume(e)
+    await observe()
+    await env.expire_lease(claim)
+    await env.grant_and_reclaim(e, "wc")
+    await observe()
 
     assert seen == [(0, 0), (0, 1), (0, 1), (1, 2), (1, 2), (2, 3)]
     for read in (engine.read_current_attempt_index, engine.read_total_attempt_count, engine.read_execution_context):
-        async with play.refused(errors.InvalidInput):
+        async with env.refused(errors.InvalidInput):
             await read(MISSING)
 
 
 @pytest.mark.spec("EX-080")
-async def test_retention(play: Play) -> None:
-    engine = play.engine
-    held = await play.claimed(tags={"a.b": "c"}, input_payload=b"in")
-    e, waiting = held.execution_id, await play.create()
-    await engine.complete(held.handle, result=b"R")
-    done = play.now
+async def test_an_execution_is_purged_when_its_retention_ends(env: Env) -> None:
+    engine = env.engine
+    claim = await env.create_and_claim(tags={"a.b": "c"}, input_payload=b"in")
+    e, waiting = claim.execution_id, await env.create()
+    await engine.complete(claim.handle, result=b"R")
+    done = env.now
 
     for early in (done + 23 * HOUR_MS, done + 24 * HOUR_MS - 1):
-        play.clock.now = early
-        async with play.untouched():
+        env.clock.now = early
+        async with env.unchanged():
             assert (await engine.sweep_once("retention_trimmer")).processed == 0
-    play.clock.now = done + 24 * HOUR_MS
+    env.clock.now = done + 24 * HOUR_MS
     assert (await engine.sweep_once("retention_trimmer")).processed == 1
 
     assert await engine.describe_execution(e) is None
@@ -126,52 +125,52 @@ async def test_retention(play: Play) -> None:
     assert await engine.get_execution_tag(e, "a.b") is None
     assert await engine.attempt_history(e) == []
     assert await engine.lease_history(e) == []
-    assert await play.core(e) == {}
+    assert await env.core(e) == {}
     assert (await engine.list_executions(86)).executions == [waiting]
-    kept = await play.everything()
+    kept = await env.dump()
     for table in ("ff_exec_core", "ff_payload", "ff_result", "ff_attempt"):
         assert e not in {row.execution_id for row in kept[table]}
     assert await engine.create_execution(execution_id=e) == Created(e, PublicState.WAITING)
-    assert await engine.lease_history(e) == [], "a new life under an old name begins without history"
-    play.clock.advance_ms(1000 * HOUR_MS)
-    assert (await engine.sweep_once("retention_trimmer")).processed == 0, "what has not ended is never purged"
+    assert await engine.lease_history(e) == [], "a new execution with an old id has no history"
+    env.clock.advance_ms(1000 * HOUR_MS)
+    assert (await engine.sweep_once("retention_trimmer")).processed == 0, "an unfinished execution is never purged"
 
 
 @pytest.mark.spec("EX-080")
 @pytest.mark.parametrize("goes_back_ms", [0, 5000])
-async def test_the_history_is_that_of_one_execution_whatever_the_clock_says(play: Play, goes_back_ms: int) -> None:
+async def test_the_lease_history_excludes_an_earlier_execution_with_the_same_id(env: Env, goes_back_ms: int) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 0}}
-    earlier = await play.claimed(policy=policy)
+    earlier = await env.create_and_claim(policy=policy)
     e = earlier.execution_id
-    await play.engine.complete(earlier.handle)
-    await play.engine.replay_execution(e)
-    await play.engine.cancel_execution(e)
-    assert await play.engine.purge_execution(e)
+    await env.engine.complete(earlier.handle)
+    await env.engine.replay_execution(e)
+    await env.engine.cancel_execution(e)
+    assert await env.engine.purge_execution(e)
 
-    await play.create(execution_id=e, policy=policy)
+    await env.create(execution_id=e, policy=policy)
 
-    assert await play.told(e) == []
-    play.clock.now -= goes_back_ms
-    await play.engine.cancel_execution(e)
-    await play.engine.replay_execution(e)
-    assert await play.told(e) == ["replay_initiated"]
-    held = await play.claimed_again(e)
-    await play.engine.complete(held.handle)
-    await play.engine.replay_execution(e)
-    await play.claimed_again(e)
-    told = ["replay_initiated", "acquired", "released completed", "replay_initiated", "acquired"]
-    assert await play.told(e) == told
+    assert await env.lease_events(e) == []
+    env.clock.now -= goes_back_ms
+    await env.engine.cancel_execution(e)
+    await env.engine.replay_execution(e)
+    assert await env.lease_events(e) == ["replay_initiated"]
+    claim = await env.grant_and_claim(e)
+    await env.engine.complete(claim.handle)
+    await env.engine.replay_execution(e)
+    await env.grant_and_claim(e)
+    events = ["replay_initiated", "acquired", "released completed", "replay_initiated", "acquired"]
+    assert await env.lease_events(e) == events
 
 
 @pytest.mark.spec("EX-080")
-async def test_the_policy_s_own_retention(play: Play) -> None:
-    e = await play.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
-    await play.engine.cancel_execution(e)
-    play.clock.advance_ms(999)
-    assert (await play.engine.sweep_once("retention_trimmer")).processed == 0
-    play.clock.advance_ms(1)
-    assert (await play.engine.sweep_once("retention_trimmer")).processed == 1
-    assert await play.engine.describe_execution(e) is None
+async def test_the_policy_sets_the_retention(env: Env) -> None:
+    e = await env.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
+    await env.engine.cancel_execution(e)
+    env.clock.advance_ms(999)
+    assert (await env.engine.sweep_once("retention_trimmer")).processed == 0
+    env.clock.advance_ms(1)
+    assert (await env.engine.sweep_once("retention_trimmer")).processed == 1
+    assert await env.engine.describe_execution(e) is None
 
 
 RUNNABLE = {
@@ -190,7 +189,7 @@ ENDED = {"none": "failed", "success": "completed"}
 
 @pytest.mark.spec("EX-082")
 @pytest.mark.parametrize("phase", LifecyclePhase)
-def test_public_state_derivation(phase: LifecyclePhase) -> None:
+def test_the_public_state_is_derived_from_the_state_vector(phase: LifecyclePhase) -> None:
     for eligibility, outcome, _ in product(EligibilityState, TerminalOutcome, OwnershipState):
         expected = {
             LifecyclePhase.SUBMITTED: "waiting",
@@ -203,97 +202,96 @@ def test_public_state_derivation(phase: LifecyclePhase) -> None:
 
 
 @pytest.mark.spec("EX-083")
-async def test_completion_events_are_once_and_complete(play: Play, waits: Waits) -> None:
-    engine = play.engine
-    given: dict[str, Any] = {"namespace": "n1", "tags": {"cairn.instance_id": "i1"}}
-    success, failed, cancelled, expired, capped = [await play.claimed(**given) for _ in range(5)]
-    quiet = await play.claimed(policy=retries(1), **given)
-    parked, revoked, asleep = [await play.claimed(**given) for _ in range(3)]
+async def test_every_terminal_outcome_emits_one_completion_event(env: Env, waits: Waits) -> None:
+    engine = env.engine
+    options: dict[str, Any] = {"namespace": "n1", "tags": {"cairn.instance_id": "i1"}}
+    success, failed, cancelled, expired, capped = [await env.create_and_claim(**options) for _ in range(5)]
+    quiet = await env.create_and_claim(policy=retries(1), **options)
+    parked, revoked, suspended = [await env.create_and_claim(**options) for _ in range(3)]
     await engine.complete(success.handle)
     await engine.fail(failed.handle, reason="boom")
     await engine.cancel_execution(cancelled.execution_id)
     await engine.expire_execution(expired.execution_id)
     await engine.fail(quiet.handle, reason="flaky")
-    await play.delayed(parked)
-    await play.revoked(revoked)
-    await waits.suspend(asleep)
-    await play.expired(capped)
-    await play.reclaim(capped.execution_id, max_reclaim_count=0)
+    await env.delay(parked)
+    await env.revoke_lease(revoked)
+    await waits.suspend(suspended)
+    await env.expire_lease(capped)
+    await env.reclaim(capped.execution_id, max_reclaim_count=0)
 
-    told = await play.completions()
+    events = await env.completions()
 
-    ended = [held.execution_id for held in (success, failed, cancelled, expired, capped)]
-    assert [one.execution_id for one in told] == ended
-    assert [one.outcome for one in told] == ["success", "failed", "cancelled", "expired", "failed"]
-    assert {(one.namespace, one.instance_tag, one.flow_id) for one in told} == {("n1", "i1", None)}
+    ended = [claim.execution_id for claim in (success, failed, cancelled, expired, capped)]
+    assert [one.execution_id for one in events] == ended
+    assert [one.outcome for one in events] == ["success", "failed", "cancelled", "expired", "failed"]
+    assert {(one.namespace, one.instance_tag, one.flow_id) for one in events} == {("n1", "i1", None)}
     await engine.replay_execution(success.execution_id)
-    again = await play.claimed_again(success.execution_id)
+    again = await env.grant_and_claim(success.execution_id)
     await engine.complete(again.handle)
-    assert await play.outcomes(success.execution_id) == ["success", "success"]
+    assert await env.outcomes(success.execution_id) == ["success", "success"]
 
 
 @pytest.mark.spec("EX-084")
 @pytest.mark.parametrize("ahead", [HOUR_MS, -HOUR_MS], ids=["an hour ahead", "an hour behind"])
-async def test_server_clock_rules(play: Play, ahead: int) -> None:
-    engine, t = play.engine, play.now
-    engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
+async def test_the_clock_of_the_store_decides_not_the_local_estimate(env: Env, ahead: int) -> None:
+    engine, t = env.engine, env.now
+    engine.runtime.estimate = StoreClockEstimate()  # as with a remote store, whose clock is estimated
 
     def mislead() -> None:
-        engine.estimate.update(play.now + ahead)
+        engine.estimate.update(env.now + ahead)
 
     mislead()
-    e = await play.create(policy=retries(1))
-    assert (await play.core(e))["created_at"] == t
-    await play.grant(e)
+    e = await env.create(policy=retries(1))
+    assert (await env.core(e))["created_at"] == t
+    await env.grant(e)
     mislead()
-    held = await play.claim(e)
-    assert held.lease_expires_at == t + LEASE_MS
-    play.clock.advance_ms(LEASE_MS - 1)
+    claim = await env.claim(e)
+    assert claim.lease_expires_at == t + LEASE_MS
+    env.clock.advance_ms(LEASE_MS - 1)
     mislead()
-    assert (await engine.renew(held.handle)).expires_at == play.now + LEASE_MS
+    assert (await engine.renew(claim.handle)).expires_at == env.now + LEASE_MS
     mislead()
-    await engine.progress(held.handle, pct=1)
-    assert await play.vector(e) == ACTIVE
+    await engine.progress(claim.handle, pct=1)
+    assert await env.vector(e) == ACTIVE
     mislead()
-    assert await engine.fail(held.handle, reason="flaky") == RetryScheduled(e, play.now + 500, 1)
+    assert await engine.fail(claim.handle, reason="flaky") == RetryScheduled(e, env.now + 500, 1)
     mislead()
-    late = await play.create(delay_until=play.now + 1000)
+    late = await env.create(delay_until=env.now + 1000)
     assert await engine.read_execution_state(late) == "delayed"
     mislead()
-    pulled = await play.claimed()
-    play.clock.advance_ms(LEASE_MS)
+    pulled = await env.create_and_claim()
+    env.clock.advance_ms(LEASE_MS)
     mislead()
     with pytest.raises(errors.LeaseExpired):
         await engine.complete(pulled.handle)
-    assert await play.outcomes() == []
+    assert await env.outcomes() == []
 
 
-async def test_a_finished_execution_reads_the_same_everywhere(play: Play) -> None:
-    held = await play.claimed(namespace="n1", priority=4, execution_kind="mail")
-    e = held.execution_id
-    await play.engine.complete(held.handle)
+async def test_execution_info_shows_a_completed_execution(env: Env) -> None:
+    claim = await env.create_and_claim(namespace="n1", priority=4, execution_kind="mail")
+    await env.engine.complete(claim.handle)
 
-    info = await play.engine.read_execution_info(e)
+    info = await env.engine.read_execution_info(claim.execution_id)
 
     assert info is not None
     assert "/".join(getattr(info.state_vector, name) for name in info.state_vector.__struct_fields__) == terminal(
         "success"
     )
     assert (info.namespace, info.priority, info.execution_kind, info.lane_id) == ("n1", 4, "mail", "default")
-    assert (info.created_at, info.started_at, info.completed_at) == (play.now, play.now, play.now)
+    assert (info.created_at, info.started_at, info.completed_at) == (env.now, env.now, env.now)
     assert (info.current_attempt_index, info.flow_id, info.blocking_detail) == (0, None, "")
-    assert await play.engine.get_execution_namespace(e) == "n1"
+    assert await env.engine.get_execution_namespace(claim.execution_id) == "n1"
 
 
-async def test_searching_pages_through_every_filter(play: Play) -> None:
-    engine = play.engine
+async def test_search_pages_through_executions_that_match_every_filter(env: Env) -> None:
+    engine = env.engine
     wanted = []
     for number in range(12):
         tags = {"app.kind": "a" if number % 3 else "b"}
-        e = await play.create(execution_id=numbered(5 + number % 2, number), namespace="n1", tags=tags)
+        e = await env.create(execution_id=numbered(5 + number % 2, number), namespace="n1", tags=tags)
         if number % 3:
             wanted.append(e)
-    await play.create(namespace="n2", tags={"app.kind": "a"})
+    await env.create(namespace="n2", tags={"app.kind": "a"})
 
     found: list[str] = []
     cursor = None
@@ -310,15 +308,15 @@ async def test_searching_pages_through_every_filter(play: Play) -> None:
     assert [one.execution_id for one in ended.executions] == [wanted[0]]
 
 
-async def test_a_tag_that_few_have_is_found_in_one_look(play: Play) -> None:
+async def test_a_rare_tag_is_found_with_one_scan(env: Env) -> None:
     for _ in range(20):
-        await play.create(tags={"app.kind": "often"})
-    rare = [await play.create(tags={"app.kind": "seldom"}) for _ in range(2)]
-    looks = play.store.calls["scan"]
+        await env.create(tags={"app.kind": "often"})
+    rare = [await env.create(tags={"app.kind": "seldom"}) for _ in range(2)]
+    scans = env.store.calls["scan"]
 
-    page = await play.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
+    page = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
 
-    assert play.store.calls["scan"] - looks == 1
+    assert env.store.calls["scan"] - scans == 1
     assert ([one.execution_id for one in page.executions], page.next_cursor) == ([min(rare)], min(rare))
-    rest = await play.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
+    rest = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
     assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([max(rare)], None)

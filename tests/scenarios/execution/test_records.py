@@ -1,6 +1,6 @@
-"""The core record and the attempt record field by field: what each operation changes, and that it changes nothing else.
+"""The fields of the core record and the attempt record that each operation changes, and no others.
 
-execution.md 2.4, 2.5 and 2.6. Time passes before every operation, so that each instant tells which one wrote it.
+execution.md 2.4, 2.5 and 2.6. Time passes before every operation, so each instant shows which operation wrote it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowfabric.model.answers.execution import Claimed, Created
 from flowfabric.model.states import PublicState
 from flowfabric.rules.execution.policy import Terms
 from flowfabric.rules.scheduling import queue
-from tests.scenarios.play import DEFAULT_PARTITION, GRANT_MS, LEASE_MS, Play
+from tests.scenarios.env import DEFAULT_PARTITION, GRANT_MS, LEASE_MS, Env
 
 GONE = "gone"
 BUDGET, QUOTA = "44444444-4444-4444-8444-444444444444", "55555555-5555-4555-8555-555555555555"
@@ -30,30 +30,30 @@ ENDED = {**UNOWNED, "lifecycle_phase": "terminal", "attempt_state": "attempt_ter
 
 
 class Record:
-    """The core record of one execution, and what became of it since the last look."""
+    """The core record of one execution and its changes since the last read."""
 
-    def __init__(self, play: Play, e: str) -> None:
-        self.play, self.e = play, e
+    def __init__(self, env: Env, e: str) -> None:
+        self.env, self.e = env, e
         self.seen: dict[str, Any] = {}
 
     async def changes(self) -> dict[str, Any]:
-        """The fields that have another value now; `GONE` for those that have none."""
-        before, self.seen = self.seen, await self.play.core(self.e)
+        """Return the changed fields; `GONE` for removed ones."""
+        before, self.seen = self.seen, await self.env.core(self.e)
         changed = {name: value for name, value in self.seen.items() if before.get(name, GONE) != value}
         return changed | dict.fromkeys(before.keys() - self.seen.keys(), GONE)
 
     def later(self) -> dict[str, int]:
-        """Let time pass; the two instants that a change of the state moves."""
-        now = self.play.clock.advance_ms(10)
+        """Advance the clock; return the two instants that a transition writes."""
+        now = self.env.clock.advance_ms(10)
         return {"last_transition_at": now, "last_mutation_at": now}
 
     def touched(self) -> dict[str, int]:
-        """Let time pass; the instant that any other write moves."""
-        return {"last_mutation_at": self.play.clock.advance_ms(10)}
+        """Advance the clock; return the instant that any other write sets."""
+        return {"last_mutation_at": self.env.clock.advance_ms(10)}
 
 
-def acquired(play: Play, *, lease: str = L, epoch: int = 1, worker: str = "wa") -> dict[str, Any]:
-    """What any claim writes about its lease."""
+def acquired(env: Env, *, lease: str = L, epoch: int = 1, worker: str = "wa") -> dict[str, Any]:
+    """Return the lease fields that a claim writes."""
     return {
         "lifecycle_phase": "active",
         "ownership_state": "leased",
@@ -65,25 +65,24 @@ def acquired(play: Play, *, lease: str = L, epoch: int = 1, worker: str = "wa") 
         "current_lease_epoch": epoch,
         "current_worker_id": worker,
         "current_worker_instance_id": f"{worker}-1",
-        "lease_acquired_at": play.now,
-        "lease_last_renewed_at": play.now,
-        "lease_expires_at": play.now + LEASE_MS,
-        "lease_renewal_deadline": play.now + 20_000,
+        "lease_acquired_at": env.now,
+        "lease_last_renewed_at": env.now,
+        "lease_expires_at": env.now + LEASE_MS,
+        "lease_renewal_deadline": env.now + 20_000,
     }
 
 
-async def running(play: Play, **given: Any) -> tuple[Record, Claimed]:
-    """An execution that was just claimed, and its record."""
-    e = await play.create(**given)
-    await play.grant(e)
-    held = await play.claim(e, lease_id=L, attempt_id=A)
-    record = Record(play, e)
+async def create_running(env: Env, **options: Any) -> tuple[Record, Claimed]:
+    """Create and claim an execution; return its record and claim."""
+    e = await env.create(**options)
+    claim = await env.grant_and_claim(e, "wa", lease_id=L, attempt_id=A)
+    record = Record(env, e)
     await record.changes()
-    return record, held
+    return record, claim
 
 
-async def test_a_new_record_holds_what_was_asked_for_and_nothing_else(play: Play) -> None:
-    e = play.engine.new_execution_id()
+async def test_a_new_core_record_contains_only_the_requested_fields(env: Env) -> None:
+    e = env.engine.new_execution_id()
     policy = {
         "budget_ids": [BUDGET],
         "quota_policy_id": QUOTA,
@@ -91,12 +90,12 @@ async def test_a_new_record_holds_what_was_asked_for_and_nothing_else(play: Play
         "timeout_policy": {"execution_deadline_ms": 5000, "attempt_timeout_ms": 7},
     }
 
-    answer = await play.engine.create_execution(
+    answer = await env.engine.create_execution(
         execution_id=e, namespace="n1", execution_kind="mail", creator_identity="me", priority=3, policy=policy
     )
 
     assert answer == Created(e, PublicState.WAITING)
-    assert await play.core(e) == {
+    assert await env.core(e) == {
         "execution_id": e,
         "namespace": "n1",
         "lane_id": "default",
@@ -117,72 +116,71 @@ async def test_a_new_record_holds_what_was_asked_for_and_nothing_else(play: Play
         "lease_reclaim_count": 0,
         "current_lease_epoch": 0,
         "current_lane": "default",
-        "created_at": play.now,
-        "last_transition_at": play.now,
-        "last_mutation_at": play.now,
-        "execution_deadline_at": play.now + 5000,
+        "created_at": env.now,
+        "last_transition_at": env.now,
+        "last_mutation_at": env.now,
+        "execution_deadline_at": env.now + 5000,
         "required_capabilities": "a,b",
         "budget_ids": BUDGET,
         "quota_policy_id": QUOTA,
     }
 
 
-async def test_a_grant_touches_the_record_and_a_claim_begins_an_attempt(play: Play) -> None:
-    e = await play.create()
-    record = Record(play, e)
+async def test_a_grant_changes_only_the_mutation_time_and_a_claim_starts_an_attempt(env: Env) -> None:
+    e = await env.create()
+    record = Record(env, e)
     await record.changes()
 
     touched = record.touched()
-    await play.grant(e)
+    await env.grant(e)
     assert await record.changes() == touched
-    grant = await play.live_grant(e)
-    assert grant is not None
+    grant = await env.existing_grant(e)
     assert (grant.kind, grant.worker_id, grant.worker_instance_id, grant.lane_id) == ("claim", "wa", "wa-1", "default")
-    assert (grant.created_at, grant.expires_at) == (play.now, play.now + GRANT_MS)
+    assert (grant.created_at, grant.expires_at) == (env.now, env.now + GRANT_MS)
 
     moved = record.later()
-    await play.claim(e, lease_id=L, attempt_id=A)
-    assert await record.changes() == moved | acquired(play) | {
+    await env.claim(e, lease_id=L, attempt_id=A)
+    assert await record.changes() == moved | acquired(env) | {
         "total_attempt_count": 1,
         "current_attempt_index": 0,
         "current_attempt_id": A,
-        "started_at": play.now,
+        "started_at": env.now,
     }
 
 
-async def test_the_lane_that_a_claim_names_is_noted_and_decides_nothing(play: Play) -> None:
-    e = await play.create()
-    await play.grant(e)
+async def test_the_lane_named_by_a_claim_is_recorded_and_has_no_effect(env: Env) -> None:
+    e = await env.create()
+    await env.grant(e)
 
-    held = await play.claim(e, lane_id="elsewhere")
+    claim = await env.claim(e, lane_id="elsewhere")
 
-    core = await play.core(e)
+    core = await env.core(e)
     assert (core["lane_id"], core["current_lane"]) == ("default", "elsewhere")
-    assert held.handle.fields.lane_id == "elsewhere"
+    assert claim.handle.fields.lane_id == "elsewhere"
 
 
-async def test_renewals_progress_and_tags_touch_only_what_they_are_about(play: Play) -> None:
-    record, held = await running(play)
+async def test_renewals_progress_and_tags_change_only_their_own_fields(env: Env) -> None:
+    record, claim = await create_running(env)
 
     touched = record.touched()
-    await play.engine.renew(held.handle, lease_ttl_ms=1000)
+    await env.engine.renew(claim.handle, lease_ttl_ms=1000)
     assert await record.changes() == touched | {
-        "lease_last_renewed_at": play.now,
-        "lease_expires_at": play.now + 1000,
-        "lease_renewal_deadline": play.now + 666,
+        "lease_last_renewed_at": env.now,
+        "lease_expires_at": env.now + 1000,
+        "lease_renewal_deadline": env.now + 666,
     }
     touched = record.touched()
-    await play.engine.progress(held.handle, pct=7, message="m")
-    progress = {"progress_pct": 7, "progress_message": "m", "progress_updated_at": play.now}
+    await env.engine.progress(claim.handle, pct=7, message="m")
+    progress = {"progress_pct": 7, "progress_message": "m", "progress_updated_at": env.now}
     assert await record.changes() == touched | progress
     touched = record.touched()
-    await play.engine.progress(held.handle)
-    assert await record.changes() == touched | {"progress_updated_at": play.now}
+    await env.engine.progress(claim.handle)
+    assert await record.changes() == touched | {"progress_updated_at": env.now}
     touched = record.touched()
-    assert await play.engine.set_execution_tags(record.e, {"a.b": "c", "a.c": "d"}) == 2
+    assert await env.engine.set_execution_tags(record.e, {"a.b": "c", "a.c": "d"}) == 2
     assert await record.changes() == touched
     touched = record.touched()
-    await play.engine.set_execution_tag(record.e, "a.b", "e")
+    await env.engine.set_execution_tag(record.e, "a.b", "e")
     assert await record.changes() == touched
 
 
@@ -194,9 +192,9 @@ async def test_renewals_progress_and_tags_touch_only_what_they_are_about(play: P
     ],
 )
 async def test_a_lost_lease_is_marked_without_a_transition_and_reclaimed_with_one(
-    play: Play, lease: str, state: str, detail: str
+    env: Env, lease: str, state: str, detail: str
 ) -> None:
-    record, held = await running(play)
+    record, claim = await create_running(env)
     e = record.e
 
     lost: dict[str, Any] = {
@@ -206,15 +204,15 @@ async def test_a_lost_lease_is_marked_without_a_transition_and_reclaimed_with_on
         "attempt_state": "attempt_interrupted",
     }
     if lease == "expired":
-        play.clock.advance_ms(LEASE_MS)
+        env.clock.advance_ms(LEASE_MS)
         touched = record.touched()
-        await play.engine.mark_lease_expired_if_due(e)
-        lost |= {"lease_expired_at": play.now}
+        await env.engine.mark_lease_expired_if_due(e)
+        lost |= {"lease_expired_at": env.now}
     else:
         touched = record.touched()
-        await play.engine.revoke_lease(e, reason="bad node")
+        await env.engine.revoke_lease(e, reason="bad node")
         lost |= {
-            "lease_revoked_at": play.now,
+            "lease_revoked_at": env.now,
             "lease_revoke_reason": "bad node",
             "lease_expires_at": GONE,
             "lease_renewal_deadline": GONE,
@@ -222,16 +220,16 @@ async def test_a_lost_lease_is_marked_without_a_transition_and_reclaimed_with_on
     assert await record.changes() == touched | lost
 
     touched = record.touched()
-    await play.reclaim_grant(e, "wb")
+    await env.issue_reclaim_grant(e, "wb")
     assert await record.changes() == touched
 
     moved = record.later()
     other = "99999999-9999-4999-8999-999999999999"
-    claimed = await play.reclaim(e, "wb", lease_id=other, attempt_id=other)
+    claimed = await env.reclaim(e, "wb", lease_id=other, attempt_id=other)
     assert isinstance(claimed, Claimed)
     kept = {"lifecycle_phase", "public_state", "eligibility_state"}
     fresh = {
-        name: value for name, value in acquired(play, lease=other, epoch=2, worker="wb").items() if name not in kept
+        name: value for name, value in acquired(env, lease=other, epoch=2, worker="wb").items() if name not in kept
     }
     markers = dict.fromkeys(("lease_expired_at", "lease_revoked_at", "lease_revoke_reason"), GONE)
     assert await record.changes() == moved | fresh | {
@@ -242,18 +240,18 @@ async def test_a_lost_lease_is_marked_without_a_transition_and_reclaimed_with_on
         "current_attempt_id": other,
         **{name: GONE for name in markers if name in lost},
     }
-    first, second = await play.engine.attempt_history(e)
-    assert (first.lease_id, first.lease_epoch, first.worker_id) == (held.lease_id, 1, "wa")
+    first, second = await env.engine.attempt_history(e)
+    assert (first.lease_id, first.lease_epoch, first.worker_id) == (claim.lease_id, 1, "wa")
     assert (second.lease_id, second.lease_epoch, second.worker_id) == (other, 2, "wb")
-    assert (second.created_at, second.started_at, second.resumed_at) == (play.now, play.now, None)
+    assert (second.created_at, second.started_at, second.resumed_at) == (env.now, env.now, None)
 
 
-async def test_what_complete_fail_and_their_retries_write(play: Play) -> None:
-    record, held = await running(play, policy=RETRY)
+async def test_fail_retry_and_complete_write_these_fields(env: Env) -> None:
+    record, claim = await create_running(env, policy=RETRY)
 
     moved = record.later()
-    await play.engine.fail(held.handle, reason="flaky", category="odd")
-    until = play.now + 500
+    await env.engine.fail(claim.handle, reason="flaky", category="odd")
+    until = env.now + 500
     assert await record.changes() == moved | UNOWNED | {
         "lifecycle_phase": "runnable",
         "eligibility_state": "not_eligible_until_time",
@@ -268,9 +266,9 @@ async def test_what_complete_fail_and_their_retries_write(play: Play) -> None:
         "pending_retry_reason": "flaky",
         "pending_previous_attempt_index": 0,
     }
-    play.clock.advance_ms(500)
+    env.clock.advance_ms(500)
     moved = record.later()
-    await play.engine.promote_delayed(record.e)
+    await env.engine.promote_delayed(record.e)
     assert await record.changes() == moved | {
         "eligibility_state": "eligible_now",
         "blocking_reason": "waiting_for_worker",
@@ -278,27 +276,27 @@ async def test_what_complete_fail_and_their_retries_write(play: Play) -> None:
         "public_state": "waiting",
         "delay_until": GONE,
     }
-    await play.grant(record.e)
-    again = await play.claim(record.e)
+    await env.grant(record.e)
+    again = await env.claim(record.e)
     assert (await record.changes()).keys() >= {"pending_retry_reason", "pending_previous_attempt_index"}
     moved = record.later()
-    await play.engine.complete(again.handle, result=b"r")
+    await env.engine.complete(again.handle, result=b"r")
     assert await record.changes() == moved | ENDED | {
         "terminal_outcome": "success",
         "public_state": "completed",
-        "completed_at": play.now,
+        "completed_at": env.now,
     }
 
 
-@pytest.mark.parametrize("parks", ["delay", "children"])
-async def test_what_is_put_away_keeps_its_attempt_and_gets_it_back(play: Play, parks: str) -> None:
-    record, held = await running(play)
+@pytest.mark.parametrize("wait", ["delay", "children"])
+async def test_a_delayed_or_waiting_execution_resumes_the_same_attempt(env: Env, wait: str) -> None:
+    record, claim = await create_running(env)
     moved = record.later()
-    until = play.now + 40
-    put_away: dict[str, Any]
-    if parks == "delay":
-        await play.engine.delay(held.handle, delay_until=until)
-        put_away = {
+    until = env.now + 40
+    waiting: dict[str, Any]
+    if wait == "delay":
+        await env.engine.delay(claim.handle, delay_until=until)
+        waiting = {
             "eligibility_state": "not_eligible_until_time",
             "blocking_reason": "waiting_for_delay",
             "blocking_detail": f"delayed until {until}",
@@ -306,56 +304,56 @@ async def test_what_is_put_away_keeps_its_attempt_and_gets_it_back(play: Play, p
             "delay_until": until,
         }
     else:
-        await play.engine.wait_children(held.handle)
-        put_away = {
+        await env.engine.wait_children(claim.handle)
+        waiting = {
             "eligibility_state": "eligible_now",
             "blocking_reason": "waiting_for_worker",
             "public_state": "waiting",
         }
-    assert await record.changes() == moved | UNOWNED | put_away | {
+    assert await record.changes() == moved | UNOWNED | waiting | {
         "lifecycle_phase": "runnable",
         "attempt_state": "attempt_interrupted",
     }
-    parked = await play.attempt(record.e, 0)
-    reason = "worker_delay" if parks == "delay" else "waiting_children"
-    assert (parked.attempt_state, parked.suspended_at, parked.suspension_id) == ("suspended", play.now, reason)
-    if parks == "delay":
-        play.clock.advance_ms(40)
-        await play.engine.promote_delayed(record.e)
-    await play.grant(record.e)
+    parked = await env.attempt(record.e, 0)
+    reason = "worker_delay" if wait == "delay" else "waiting_children"
+    assert (parked.attempt_state, parked.suspended_at, parked.suspension_id) == ("suspended", env.now, reason)
+    if wait == "delay":
+        env.clock.advance_ms(40)
+        await env.engine.promote_delayed(record.e)
+    await env.grant(record.e)
     await record.changes()
     moved = record.later()
-    resumed = await play.engine.claim_resumed_execution(
+    resumed = await env.engine.claim_resumed_execution(
         record.e, worker_id="wa", worker_instance_id="wa-1", lease_id=L, lease_ttl_ms=LEASE_MS
     )
-    assert await record.changes() == moved | acquired(play, epoch=2)
+    assert await record.changes() == moved | acquired(env, epoch=2)
     assert (resumed.attempt_id, resumed.attempt_index) == (A, 0)
-    started = await play.attempt(record.e, 0)
+    started = await env.attempt(record.e, 0)
     assert msgspec.structs.asdict(started) == msgspec.structs.asdict(parked) | {
         "attempt_state": "started",
         "lease_epoch": 2,
-        "resumed_at": play.now,
+        "resumed_at": env.now,
         "suspended_at": None,
         "suspension_id": None,
     }
 
 
-async def test_what_cancel_expire_and_replay_write(play: Play) -> None:
-    record, held = await running(play)
-    await play.engine.progress(held.handle, pct=5, message="m")
+async def test_cancel_expire_and_replay_write_these_fields(env: Env) -> None:
+    record, claim = await create_running(env)
+    await env.engine.progress(claim.handle, pct=5, message="m")
     await record.changes()
 
     moved = record.later()
-    await play.engine.cancel_execution(record.e, reason="stop", source="flow_cascade")
+    await env.engine.cancel_execution(record.e, reason="stop", source="flow_cascade")
     assert await record.changes() == moved | ENDED | {
         "terminal_outcome": "cancelled",
         "public_state": "cancelled",
-        "completed_at": play.now,
+        "completed_at": env.now,
         "cancellation_reason": "stop",
         "cancelled_by": "flow_cascade",
     }
     moved = record.later()
-    await play.engine.replay_execution(record.e)
+    await env.engine.replay_execution(record.e)
     left = ("completed_at", "cancellation_reason", "cancelled_by")
     progress = ("progress_pct", "progress_message", "progress_updated_at")
     assert await record.changes() == moved | dict.fromkeys((*left, *progress), GONE) | {
@@ -369,7 +367,7 @@ async def test_what_cancel_expire_and_replay_write(play: Play) -> None:
         "pending_previous_attempt_index": 0,
     }
     moved = record.later()
-    await play.engine.expire_execution(record.e, "execution_deadline")
+    await env.engine.expire_execution(record.e, "execution_deadline")
     assert await record.changes() == moved | {
         "lifecycle_phase": "terminal",
         "eligibility_state": "not_applicable",
@@ -377,30 +375,30 @@ async def test_what_cancel_expire_and_replay_write(play: Play) -> None:
         "terminal_outcome": "expired",
         "attempt_state": "attempt_terminal",
         "public_state": "expired",
-        "completed_at": play.now,
+        "completed_at": env.now,
         "failure_reason": "execution_deadline",
         "pending_previous_attempt_index": GONE,
     }
 
 
-async def test_a_source_that_is_blank_is_the_execution_itself(play: Play) -> None:
-    e = await play.create()
+async def test_a_blank_cancel_source_is_the_execution_itself(env: Env) -> None:
+    e = await env.create()
 
-    await play.engine.cancel_execution(e, source="")
+    await env.engine.cancel_execution(e, source="")
 
-    assert (await play.core(e))["cancelled_by"] == e
+    assert (await env.core(e))["cancelled_by"] == e
 
 
-async def test_what_operators_and_schedulers_write(play: Play) -> None:
-    e = await play.create(priority=5)
-    record = Record(play, e)
+async def test_change_priority_block_and_unblock_write_these_fields(env: Env) -> None:
+    e = await env.create(priority=5)
+    record = Record(env, e)
     await record.changes()
 
     touched = record.touched()
-    await play.engine.change_priority(e, 9)
+    await env.engine.change_priority(e, 9)
     assert await record.changes() == touched | {"priority": 9}
     moved = record.later()
-    await play.engine.block_execution_for_admission(e, reason="waiting_for_budget", detail="d")
+    await env.engine.block_execution_for_admission(e, reason="waiting_for_budget", detail="d")
     assert await record.changes() == moved | {
         "eligibility_state": "blocked_by_budget",
         "blocking_reason": "waiting_for_budget",
@@ -408,7 +406,7 @@ async def test_what_operators_and_schedulers_write(play: Play) -> None:
         "public_state": "rate_limited",
     }
     moved = record.later()
-    await play.engine.unblock_execution(e)
+    await env.engine.unblock_execution(e)
     assert await record.changes() == moved | {
         "eligibility_state": "eligible_now",
         "blocking_reason": "waiting_for_worker",
@@ -417,11 +415,11 @@ async def test_what_operators_and_schedulers_write(play: Play) -> None:
     }
 
 
-async def test_the_score_is_priority_then_age(play: Play) -> None:
+async def test_the_queue_position_is_priority_then_age(env: Env) -> None:
     assert queue.position_offset(1, Terms()) == -(10**12)
-    e = await play.create(priority=9000)
+    e = await env.create(priority=9000)
 
-    assert (await play.sheet(e)).rank == -9000 * 10**12 + play.now
-    play.clock.advance_ms(10)
-    await play.engine.change_priority(e, 2)
-    assert (await play.sheet(e)).rank == -2 * 10**12 + play.now - 10
+    assert (await env.row(e)).rank == -9000 * 10**12 + env.now
+    env.clock.advance_ms(10)
+    await env.engine.change_priority(e, 2)
+    assert (await env.row(e)).rank == -2 * 10**12 + env.now - 10

@@ -9,102 +9,102 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.types import CreateExecution
 from flowfabric.rules.execution.tags import MAX_TAG_BYTES, TRACE_TAG
-from tests.scenarios.flowing import Flowing
-from tests.scenarios.play import Play
+from tests.scenarios.env import Env
+from tests.scenarios.flow_env import FlowEnv
 
 LARGE = "x" * (60 * 1024)
 
 
-async def tags(play: Play, execution_id: str) -> dict[str, str]:
-    snapshot = await play.engine.describe_execution(execution_id)
+async def tags(env: Env, execution_id: str) -> dict[str, str]:
+    snapshot = await env.engine.describe_execution(execution_id)
     assert snapshot is not None
     return dict(snapshot.tags)
 
 
-def creation(play: Play, given: dict[str, str]) -> CreateExecution:
-    execution_id = play.engine.new_execution_id()
+def create_request(env: Env, options: dict[str, str]) -> CreateExecution:
+    execution_id = env.engine.new_execution_id()
     return CreateExecution(
-        execution_id=execution_id, partition=0, namespace="ns", lane_id="default", execution_kind="k", tags=given
+        execution_id=execution_id, partition=0, namespace="ns", lane_id="default", execution_kind="k", tags=options
     )
 
 
 @pytest.mark.parametrize("key", ["ff.show", "ff.ask.11111111"])
-async def test_nobody_sets_a_reserved_tag_without_the_lease(play: Play, key: str) -> None:
-    held = await play.claimed()
-    e = held.execution_id
+async def test_a_reserved_tag_cannot_be_set_without_the_lease(env: Env, key: str) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
     calls: list[Any] = [
-        lambda: play.engine.set_execution_tag(e, key, "v"),
-        lambda: play.engine.set_execution_tags(e, {"a.b": "c", key: "v"}),
-        lambda: play.engine.create(creation(play, {key: "v"})),
+        lambda: env.engine.set_execution_tag(e, key, "v"),
+        lambda: env.engine.set_execution_tags(e, {"a.b": "c", key: "v"}),
+        lambda: env.engine.create(create_request(env, {key: "v"})),
     ]
     for call in calls:
         with pytest.raises(errors.InvalidTagKey, match=key):
             await call()
-    refused, created = await play.engine.create_executions(
-        [creation(play, {key: "v"}), creation(play, {TRACE_TAG: "00-1"})]
+    refused, created = await env.engine.create_executions(
+        [create_request(env, {key: "v"}), create_request(env, {TRACE_TAG: "00-1"})]
     )
 
-    assert await tags(play, e) == {}
+    assert await tags(env, e) == {}
     assert isinstance(refused, errors.InvalidTagKey)
     assert not isinstance(created, errors.FabricError)
-    assert await tags(play, created.execution_id) == {TRACE_TAG: "00-1"}
+    assert await tags(env, created.execution_id) == {TRACE_TAG: "00-1"}
 
 
-async def test_the_holder_sets_reserved_tags_while_it_holds_the_lease(play: Play) -> None:
-    held = await play.claimed()
+async def test_the_holder_sets_reserved_tags_while_it_holds_the_lease(env: Env) -> None:
+    claim = await env.create_and_claim()
 
-    assert await play.engine.set_tags(held.handle, {"ff.show": "1", "a.b": "2"}) == 2
-    assert await tags(play, held.execution_id) == {"a.b": "2", "ff.show": "1"}
-    play.clock.advance_ms(60_000)
+    assert await env.engine.set_tags(claim.handle, {"ff.show": "1", "a.b": "2"}) == 2
+    assert await tags(env, claim.execution_id) == {"a.b": "2", "ff.show": "1"}
+    env.clock.advance_ms(60_000)
     with pytest.raises(errors.LeaseExpired):
-        await play.engine.set_tags(held.handle, {"ff.show": "late"})
-    assert await tags(play, held.execution_id) == {"a.b": "2", "ff.show": "1"}
+        await env.engine.set_tags(claim.handle, {"ff.show": "late"})
+    assert await tags(env, claim.execution_id) == {"a.b": "2", "ff.show": "1"}
 
 
-async def test_a_holder_whose_work_was_taken_over_sets_nothing(play: Play) -> None:
-    held = await play.claimed()
-    play.clock.advance_ms(60_000)
-    heir = await play.engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
-    assert heir is not None
+async def test_a_previous_lease_holder_cannot_set_tags(env: Env) -> None:
+    claim = await env.create_and_claim()
+    env.clock.advance_ms(60_000)
+    successor = await env.engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
+    assert successor is not None
 
     with pytest.raises(errors.StaleLease):
-        await play.engine.set_tags(held.handle, {"ff.show": "old"})
-    await play.engine.set_tags(heir.handle, {"ff.show": "new"})
-    assert await tags(play, held.execution_id) == {"ff.show": "new"}
+        await env.engine.set_tags(claim.handle, {"ff.show": "old"})
+    await env.engine.set_tags(successor.handle, {"ff.show": "new"})
+    assert await tags(env, claim.execution_id) == {"ff.show": "new"}
 
 
-async def test_bad_tags_of_a_holder_change_nothing(play: Play) -> None:
-    held = await play.claimed()
+async def test_invalid_tags_from_the_lease_holder_change_nothing(env: Env) -> None:
+    claim = await env.create_and_claim()
     with pytest.raises(errors.InvalidTagKey):
-        await play.engine.set_tags(held.handle, {"a.b": "c", "Bad": "d"})
+        await env.engine.set_tags(claim.handle, {"a.b": "c", "Bad": "d"})
     with pytest.raises(errors.InvalidInput):
-        await play.engine.set_tags(held.handle, {})
-    assert await tags(play, held.execution_id) == {}
+        await env.engine.set_tags(claim.handle, {})
+    assert await tags(env, claim.execution_id) == {}
 
 
-async def test_the_tags_of_an_execution_do_not_grow_beyond_their_bound(play: Play) -> None:
-    held = await play.claimed()
-    e = held.execution_id
+async def test_the_tags_of_an_execution_are_bounded_in_bytes(env: Env) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
     two = {"a.a": LARGE, "a.b": LARGE}
-    await play.engine.set_execution_tags(e, two)
+    await env.engine.set_execution_tags(e, two)
     too_many: list[Any] = [
-        lambda: play.engine.set_execution_tag(e, "a.c", LARGE),
-        lambda: play.engine.set_execution_tags(e, {"a.c": LARGE}),
-        lambda: play.engine.set_tags(held.handle, {"a.c": LARGE}),
-        lambda: play.engine.create(creation(play, two | {"a.c": LARGE})),
-        lambda: play.engine.set_tags(held.handle, {"ff.a": LARGE, "ff.b": LARGE, "ff.c": LARGE}),
+        lambda: env.engine.set_execution_tag(e, "a.c", LARGE),
+        lambda: env.engine.set_execution_tags(e, {"a.c": LARGE}),
+        lambda: env.engine.set_tags(claim.handle, {"a.c": LARGE}),
+        lambda: env.engine.create(create_request(env, two | {"a.c": LARGE})),
+        lambda: env.engine.set_tags(claim.handle, {"ff.a": LARGE, "ff.b": LARGE, "ff.c": LARGE}),
     ]
     for call in too_many:
         with pytest.raises(errors.InvalidInput, match=f"the limit is {MAX_TAG_BYTES}"):
             await call()
-    [refused] = await play.engine.create_executions([creation(play, two | {"a.c": LARGE})])
+    [refused] = await env.engine.create_executions([create_request(env, two | {"a.c": LARGE})])
 
     assert isinstance(refused, errors.InvalidInput)
-    assert await tags(play, e) == two
-    assert await play.engine.set_tags(held.handle, {"ff.show": LARGE}) == 1, "reserved tags have room of their own"
+    assert await tags(env, e) == two
+    assert await env.engine.set_tags(claim.handle, {"ff.show": LARGE}) == 1, "reserved tags have their own limit"
 
 
-async def test_the_tags_of_a_flow_are_bounded_and_its_reserved_ones_are_not_set(flow: Flowing) -> None:
+async def test_the_tags_of_a_flow_are_bounded_and_reserved_tags_are_refused(flow: FlowEnv) -> None:
     flow_id = (await flow.begin()).id
     with pytest.raises(errors.InvalidTagKey):
         await flow.engine.set_flow_tag(flow_id, "ff.show", "v")

@@ -1,4 +1,4 @@
-"""S-001 to S-015: how a flow is built, and what it refuses to become."""
+"""S-001 to S-015: building a flow, and the refused graphs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ import pytest
 from flowfabric import errors
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import Flow
-from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of, quorum
+from tests.scenarios.flow_env import WAITING, WAITS, FlowEnv, any_of, quorum
 
 
-async def numbers(flow: Flowing) -> tuple[int, int, int]:
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+async def graph_counts(flow: FlowEnv) -> tuple[int, int, int]:
+    described = await flow.describe()
     return described.graph_revision, described.node_count, described.edge_count
 
 
 @pytest.mark.spec("S-001")
-async def test_create_flow_is_idempotent(flow: Flowing) -> None:
+async def test_create_flow_is_idempotent(flow: FlowEnv) -> None:
     first = await flow.engine.create_flow(flow.id, flow_kind="dag", namespace="n1")
     second = await flow.engine.create_flow(flow.id, flow_kind="other", namespace="n1")
 
     assert (first, second) == (flow_answers.FlowCreated(flow.id), flow_answers.FlowExists(flow.id))
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.flow_kind, described.namespace, described.public_flow_state) == ("dag", "n1", "open")
     assert (described.graph_revision, described.node_count, described.edge_count) == (0, 0, 0)
     assert (described.cancelled_at, described.cancel_reason, described.cancellation_policy) == (None, None, None)
 
 
 @pytest.mark.spec("S-002")
-async def test_add_of_unknown_execution_writes_nothing(flow: Flowing) -> None:
+async def test_adding_an_unknown_execution_writes_nothing(flow: FlowEnv) -> None:
     await flow.begin()
     stranger = flow.new_id()
 
@@ -41,16 +39,16 @@ async def test_add_of_unknown_execution_writes_nothing(flow: Flowing) -> None:
         await flow.engine.add_execution_to_flow(flow.id, stranger)
 
     assert caught.value.entity == "execution"
-    assert await numbers(flow) == (0, 0, 0)
+    assert await graph_counts(flow) == (0, 0, 0)
     assert await flow.engine.describe_execution(stranger) is None
 
 
 @pytest.mark.spec("S-003")
-async def test_an_execution_belongs_to_one_flow(flow: Flowing) -> None:
+async def test_an_execution_belongs_to_one_flow(flow: FlowEnv) -> None:
     await flow.begin("a")
-    other = Flowing(flow.engine, flow.clock)
+    other = FlowEnv(flow.engine, flow.clock)
     while other.partition != flow.partition:
-        other = Flowing(flow.engine, flow.clock)
+        other = FlowEnv(flow.engine, flow.clock)
     await other.begin()
 
     with pytest.raises(errors.ExecutionAlreadyInFlow) as caught:
@@ -58,14 +56,14 @@ async def test_an_execution_belongs_to_one_flow(flow: Flowing) -> None:
 
     assert caught.value.detail == f"already_member_of_different_flow:{flow.id}"
     assert await flow.engine.resolve_execution_flow_id(flow.names["a"]) == flow.id
-    assert await numbers(other) == (0, 0, 0)
+    assert await graph_counts(other) == (0, 0, 0)
 
 
 @pytest.mark.spec("S-004")
-async def test_partition_co_location_is_enforced(flow: Flowing) -> None:
-    other = Flowing(flow.engine, flow.clock)
+async def test_a_member_must_be_on_the_partition_of_its_flow(flow: FlowEnv) -> None:
+    other = FlowEnv(flow.engine, flow.clock)
     while other.partition == flow.partition:
-        other = Flowing(flow.engine, flow.clock)
+        other = FlowEnv(flow.engine, flow.clock)
 
     with pytest.raises(errors.InvalidInput) as caught:  # the flow does not even exist
         await flow.engine.add_execution_to_flow(flow.id, other.new_id())
@@ -75,7 +73,7 @@ async def test_partition_co_location_is_enforced(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-005")
-async def test_cancelled_flow_rejects_growth(flow: Flowing) -> None:
+async def test_a_cancelled_flow_rejects_new_members_and_edges(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.create("a")
     await flow.create("b")
@@ -86,11 +84,11 @@ async def test_cancelled_flow_rejects_growth(flow: Flowing) -> None:
     with pytest.raises(errors.FlowAlreadyTerminal):
         await flow.stage("a", "b")
 
-    assert await numbers(flow) == (0, 0, 0)
+    assert await graph_counts(flow) == (0, 0, 0)
 
 
 @pytest.mark.spec("S-006")
-async def test_happy_path_revisions(flow: Flowing) -> None:
+async def test_each_member_and_edge_increments_the_graph_revision(flow: FlowEnv) -> None:
     await flow.begin("abc")
     a, b, c = (flow.names[name] for name in "abc")
     e1, e2 = flow.engine.minter.uuid(), flow.engine.minter.uuid()
@@ -99,12 +97,12 @@ async def test_happy_path_revisions(flow: Flowing) -> None:
     second = await flow.engine.stage_dependency_edge(flow.id, e2, b, c, expected_graph_revision=4)
 
     assert (first, second) == (flow_answers.Staged(e1, 4), flow_answers.Staged(e2, 5))
-    assert await numbers(flow) == (5, 3, 2)
+    assert await graph_counts(flow) == (5, 3, 2)
     assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
 
 
 @pytest.mark.spec("S-007")
-async def test_guard_order_self_edge_first(flow: Flowing) -> None:
+async def test_a_self_edge_is_refused_before_any_other_check(flow: FlowEnv) -> None:
     loop = flow.new_id()
 
     with pytest.raises(errors.SelfReferencingEdge):
@@ -112,10 +110,10 @@ async def test_guard_order_self_edge_first(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-008")
-async def test_duplicate_edge_id(flow: Flowing) -> None:
+async def test_a_duplicate_edge_id_is_refused(flow: FlowEnv) -> None:
     await flow.begin("ab")
     edge = await flow.stage("a", "b", data_passing_ref="x")
-    before = await numbers(flow)
+    before = await graph_counts(flow)
 
     with pytest.raises(errors.DependencyAlreadyExists) as caught:
         await flow.engine.stage_dependency_edge(
@@ -124,11 +122,11 @@ async def test_duplicate_edge_id(flow: Flowing) -> None:
 
     existing: Any = caught.value.existing
     assert (existing.edge_id, existing.data_passing_ref) == (edge, "x")
-    assert await numbers(flow) == before
+    assert await graph_counts(flow) == before
 
 
 @pytest.mark.spec("S-009")
-async def test_parallel_edges_count_separately(flow: Flowing) -> None:
+async def test_parallel_edges_count_separately(flow: FlowEnv) -> None:
     await flow.begin("ab")
     first, second = await flow.stage("a", "b"), await flow.stage("a", "b")
 
@@ -144,24 +142,23 @@ async def test_parallel_edges_count_separately(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-010")
-async def test_apply_to_a_running_child_does_not_interrupt_it(flow: Flowing) -> None:
+async def test_applying_an_edge_does_not_interrupt_a_running_child(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
+    claim = await flow.claim("b")
     await flow.stage("a", "b")
 
     assert await flow.apply("a", "b") == 1
 
     row = await flow.row("b")
-    assert (row.public_state, row.lease_id) == ("active", held.lease_id)
-    await flow.engine.complete(held.handle)
-    await flow.fail("a")
-    await flow.cascade("a")
+    assert (row.public_state, row.lease_id) == ("active", claim.lease_id)
+    await flow.engine.complete(claim.handle)
+    await flow.fail_and_cascade("a")
     assert await flow.state("b") == "completed"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
 
 @pytest.mark.spec("S-011")
-async def test_apply_requires_a_staged_edge(flow: Flowing) -> None:
+async def test_applying_an_edge_that_was_not_staged_is_refused(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     with pytest.raises(errors.InvalidDependency):
@@ -171,7 +168,7 @@ async def test_apply_requires_a_staged_edge(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-012")
-async def test_apply_after_the_upstream_already_finished(flow: Flowing) -> None:
+async def test_an_edge_applied_after_its_upstream_completed_is_resolved_by_the_reconciler(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
 
@@ -184,12 +181,10 @@ async def test_apply_after_the_upstream_already_finished(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-013")
-async def test_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: Flowing) -> None:
-    await flow.begin("abdv")
-    await flow.edge("a", "b")
+async def test_a_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: FlowEnv) -> None:
+    await flow.begin("abdv", edges=("ab",))
     await flow.join("a", "d", any_of("let_run"))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state("b", "d") == "waiting waiting"
 
     await flow.edge("v", "b")
@@ -198,28 +193,27 @@ async def test_late_edge_reopens_an_all_of_group_but_not_an_any_of_group(flow: F
     assert await flow.state("b", "d") == "waiting_children waiting"
     assert (await flow.counts("b"), (await flow.group("b")).satisfied_at) == ("1/0/0 of 2 pending", None)
     assert await flow.counts("d") == "1/0/0 of 2 satisfied"
-    await flow.succeed("v")
-    await flow.cascade("v")
+    await flow.succeed_and_cascade("v")
     assert await flow.vector("b") == WAITING
     assert await flow.counts("b") == "2/0/0 of 2 satisfied"
 
 
 @pytest.mark.spec("S-014")
-async def test_policy_must_precede_edges(flow: Flowing) -> None:
+async def test_a_join_policy_must_precede_the_edges(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.stage("a", "b")
 
     with pytest.raises(errors.InvalidInput) as caught:
-        await flow.policy("b", any_of("let_run"))
+        await flow.set_policy("b", any_of("let_run"))
 
     assert caught.value.detail.startswith("edge_group_policy_already_fixed")
 
 
 @pytest.mark.spec("S-015")
-async def test_policy_restate_and_replace(flow: Flowing) -> None:
+async def test_a_join_policy_can_be_repeated_and_replaced_before_the_edges(flow: FlowEnv) -> None:
     await flow.begin("12345b")
 
-    answers = [await flow.policy("b", quorum(k, "cancel_remaining")) for k in (2, 2, 3)]
+    answers = [await flow.set_policy("b", quorum(k, "cancel_remaining")) for k in (2, 2, 3)]
 
     assert answers == [
         flow_answers.SetJoinPolicyResult.SET,
@@ -227,11 +221,9 @@ async def test_policy_restate_and_replace(flow: Flowing) -> None:
         flow_answers.SetJoinPolicyResult.SET,
     ]
     await flow.join("12345", "b")
-    await flow.succeed("1", "2")
-    await flow.cascade("1", "2")
+    await flow.succeed_and_cascade("1", "2")
     assert await flow.counts("b") == "2/0/0 of 5 pending"
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
     assert await flow.counts("b") == "3/0/0 of 5 satisfied"
 
 
@@ -247,15 +239,15 @@ async def test_policy_restate_and_replace(flow: Flowing) -> None:
         {},
     ],
 )
-async def test_a_policy_that_makes_no_sense_is_refused_before_the_flow_is_looked_for(
-    flow: Flowing, policy: dict[str, Any]
+async def test_an_invalid_join_policy_is_refused_before_the_flow_is_loaded(
+    flow: FlowEnv, policy: dict[str, Any]
 ) -> None:
     with pytest.raises(errors.InvalidInput):
         await flow.engine.set_edge_group_policy(flow.id, flow.new_id(), policy)
 
 
-async def test_a_policy_for_a_flow_that_does_not_exist_is_refused_before_its_downstream_is_looked_at(
-    flow: Flowing,
+async def test_a_join_policy_of_an_unknown_flow_is_refused_before_the_downstream_is_checked(
+    flow: FlowEnv,
 ) -> None:
     elsewhere = f"{{fp:{(flow.partition + 1) % 256}}}:{flow.engine.minter.uuid()}"
     for downstream in (flow.new_id(), elsewhere):
@@ -267,7 +259,7 @@ async def test_a_policy_for_a_flow_that_does_not_exist_is_refused_before_its_dow
         await flow.engine.set_edge_group_policy(flow.id, elsewhere, any_of("let_run"))
 
 
-async def test_a_circle_is_refused_however_long_it_is(flow: Flowing) -> None:
+async def test_a_long_cycle_is_refused(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     for upstream, downstream in ("ab", "bc", "cd"):
         await flow.stage(upstream, downstream)
@@ -275,23 +267,21 @@ async def test_a_circle_is_refused_however_long_it_is(flow: Flowing) -> None:
     with pytest.raises(errors.CycleDetected):
         await flow.stage("d", "a")
 
-    assert await numbers(flow) == (7, 4, 3)
+    assert await graph_counts(flow) == (7, 4, 3)
 
 
-async def test_the_search_for_a_circle_gives_up_after_so_many_nodes(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_cycle_search_stops_at_its_node_limit(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.engine.operations.flows.MAX_SEARCHED_NODES", 4)
     await flow.begin("abcdeu")
     for upstream, downstream in ("ab", "bc", "cd", "de"):
         await flow.stage(upstream, downstream)
 
-    await flow.stage("u", "b")  # b, c, d, e: all were seen, and u was not among them
+    await flow.stage("u", "b")  # the search visits b, c, d and e
     with pytest.raises(errors.CycleDetected):
         await flow.stage("u", "a")
 
 
-async def test_an_edge_is_refused_for_the_first_reason_that_applies(flow: Flowing) -> None:
+async def test_an_edge_is_refused_for_the_first_reason_that_applies(flow: FlowEnv) -> None:
     await flow.begin("abc")
     known = await flow.stage("a", "b")
     a, b, c, stranger, nowhere = (*(flow.names[name] for name in "abc"), flow.new_id(), flow.engine.minter.uuid())
@@ -312,12 +302,11 @@ async def test_an_edge_is_refused_for_the_first_reason_that_applies(flow: Flowin
     assert await refusal(flow.id, b, c, 4) == "dependency_already_exists"
     await flow.engine.cancel_flow(flow.id, policy="flow_only")
     assert await refusal(flow.id, stranger, b, 9) == "flow_already_terminal"
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.graph_revision, described.edge_count) == (4, 1)
 
 
-async def test_an_endpoint_outside_of_the_flow_is_refused(flow: Flowing) -> None:
+async def test_an_edge_to_an_execution_outside_the_flow_is_refused(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.create("x")
 
@@ -327,17 +316,17 @@ async def test_an_endpoint_outside_of_the_flow_is_refused(flow: Flowing) -> None
         assert caught.value.execution_id == flow.names["x"]
 
 
-async def test_an_old_revision_is_refused_and_names_the_current_one(flow: Flowing) -> None:
+async def test_a_stale_graph_revision_is_refused_with_the_current_one(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     with pytest.raises(errors.StaleGraphRevision) as caught:
         await flow.stage("a", "b", expected_graph_revision=1)
 
     assert (caught.value.expected, caught.value.actual) == (1, 2)
-    assert await numbers(flow) == (2, 2, 0)
+    assert await graph_counts(flow) == (2, 2, 0)
 
 
-async def test_a_revision_that_no_graph_will_ever_have_is_a_stale_one(flow: Flowing) -> None:
+async def test_a_graph_revision_in_the_future_is_stale(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     with pytest.raises(errors.StaleGraphRevision):
@@ -350,7 +339,7 @@ async def test_a_revision_that_no_graph_will_ever_have_is_a_stale_one(flow: Flow
     assert applied == flow_answers.DependencyApplied(1)
 
 
-async def test_of_two_edges_on_one_revision_one_is_staged(flow: Flowing) -> None:
+async def test_one_of_two_edges_on_the_same_revision_is_staged(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     both = await asyncio.gather(
@@ -360,10 +349,10 @@ async def test_of_two_edges_on_one_revision_one_is_staged(flow: Flowing) -> None
     )
 
     assert sorted(type(one).__name__ for one in both) == ["StaleGraphRevision", "str"]
-    assert await numbers(flow) == (3, 2, 1)
+    assert await graph_counts(flow) == (3, 2, 1)
 
 
-async def test_concurrent_adds_all_succeed(flow: Flowing) -> None:
+async def test_concurrent_adds_all_succeed(flow: FlowEnv) -> None:
     await flow.begin()
     names = [f"m{number}" for number in range(20)]
     for name in names:
@@ -371,27 +360,27 @@ async def test_concurrent_adds_all_succeed(flow: Flowing) -> None:
 
     await asyncio.gather(*(flow.engine.add_execution_to_flow(flow.id, flow.names[name]) for name in names))
 
-    assert await numbers(flow) == (20, 20, 0)
+    assert await graph_counts(flow) == (20, 20, 0)
 
 
-async def test_adding_again_changes_no_number_but_registers_with_the_projector(flow: Flowing) -> None:
+async def test_adding_a_member_again_only_registers_the_flow_with_the_projector(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.succeed("a")
     await flow.sweep("flow_projector")
-    before = await flow.one(Flow, flow.id)
+    before = await flow.load(Flow, flow.id)
     assert before.project_at is None
     flow.clock.advance_ms(1000)
 
     again = await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
 
     assert again == flow_answers.AlreadyMember(flow.names["a"], 1)
-    assert await numbers(flow) == (1, 1, 0)
-    after = await flow.one(Flow, flow.id)
+    assert await graph_counts(flow) == (1, 1, 0)
+    after = await flow.load(Flow, flow.id)
     assert after.project_at is not None
     assert after.last_mutation_at == before.last_mutation_at
 
 
-async def test_an_edge_is_applied_once(flow: Flowing) -> None:
+async def test_an_edge_is_applied_once(flow: FlowEnv) -> None:
     await flow.begin("ab")
     edge = await flow.edge("a", "b")
 
@@ -401,7 +390,7 @@ async def test_an_edge_is_applied_once(flow: Flowing) -> None:
     assert await flow.counts("b") == "0/0/0 of 1 pending"
 
 
-async def test_an_edge_is_applied_only_between_its_own_ends(flow: Flowing) -> None:
+async def test_an_edge_is_applied_only_between_its_own_endpoints(flow: FlowEnv) -> None:
     await flow.begin("abc")
     edge = await flow.stage("a", "b")
 
@@ -416,7 +405,7 @@ async def test_an_edge_is_applied_only_between_its_own_ends(flow: Flowing) -> No
     assert [await flow.vector(name) for name in "bc"] == [WAITING, WAITING]
 
 
-async def test_an_edge_into_an_execution_of_no_flow_or_of_another_is_refused(flow: Flowing) -> None:
+async def test_an_edge_into_an_execution_of_another_flow_is_refused(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.create("x")
 
@@ -431,11 +420,11 @@ async def test_an_edge_into_an_execution_of_no_flow_or_of_another_is_refused(flo
         await flow.engine.apply_dependency_to_child(flow.id, flow.engine.minter.uuid(), flow.new_id(), flow.names["a"])
 
 
-async def test_an_unknown_kind_of_edge_is_refused(flow: Flowing) -> None:
+async def test_an_unknown_dependency_kind_is_refused(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     with pytest.raises(errors.InvalidInput) as caught:
         await flow.stage("a", "b", dependency_kind="on_tuesdays")
 
     assert "success_only, failure_only, any_outcome" in caught.value.detail
-    assert await numbers(flow) == (2, 2, 0)
+    assert await graph_counts(flow) == (2, 2, 0)

@@ -1,4 +1,4 @@
-"""S-039 to S-051 and EX-085: a flow is cancelled once, and everybody it selects ends cancelled, whatever dies."""
+"""S-039 to S-051 and EX-085: a flow is cancelled once, and the selected members are cancelled despite crashes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingMemberCancel
 from flowfabric.rules.feed import Filter
 from flowfabric.stores.port import Unstorable
-from tests.scenarios.flowing import Flowing
+from tests.scenarios.flow_env import FlowEnv
 
 WAIT = WaitIndefinite()
 ALL, PENDING, FLOW_ONLY = CancellationPolicy
 
 
-async def requests(flow: Flowing, chosen: Filter | None = None) -> list[dict[str, object]]:
-    """What the operator feed tells about cancelled flows."""
+async def cancel_events(flow: FlowEnv, chosen: Filter | None = None) -> list[dict[str, object]]:
+    """Return the details of flow cancels on the operator feed."""
     feed = await flow.engine.subscribe_operator_event(FROM_THE_START, chosen)
     found = []
-    while (news := await feed.next(timeout_s=0)) is not None:
-        found += [news.details] if news.event_type == "flow_cancel_requested" else []
+    while (event := await feed.next(timeout_s=0)) is not None:
+        found += [event.details] if event.event_type == "flow_cancel_requested" else []
     return found
 
 
 @pytest.mark.spec("S-039")
-async def test_wait_mode_cancels_everybody(flow: Flowing) -> None:
+async def test_cancel_flow_with_wait_cancels_every_unfinished_member(flow: FlowEnv) -> None:
     await flow.begin("abc")
-    await flow.run("b")
+    await flow.claim("b")
     await flow.succeed("c")
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
@@ -46,39 +46,38 @@ async def test_wait_mode_cancels_everybody(flow: Flowing) -> None:
         row = await flow.row(name)
         assert (row.cancellation_reason, row.cancelled_by) == ("r", "operator_override")
     assert await flow.backlog() == (None, [])
-    assert await requests(flow) == [
+    assert await cancel_events(flow) == [
         {"flow_id": flow.id, "cancellation_policy": "cancel_all", "reason": "r", "member_count": 3}
     ]
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert (described.public_flow_state, described.cancelled_at) == ("cancelled", flow.clock.now)
     assert (described.cancel_reason, described.cancellation_policy) == ("r", "cancel_all")
 
 
-async def test_the_event_of_a_cancelled_flow_carries_its_uuid_in_the_execution_slot(flow: Flowing) -> None:
+async def test_the_event_of_a_cancelled_flow_has_the_flow_id_as_execution_id(flow: FlowEnv) -> None:
     await flow.begin("a")
     feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
 
     await flow.engine.cancel_flow(flow.id, wait=WAIT)
 
-    news = await feed.next(timeout_s=0)
-    assert news is not None
-    assert (news.event_type, news.execution_id) == ("flow_cancel_requested", flow.id)
-    [told] = await flow.engine.store.history(flow.id, Topic.OPERATOR, 10)
-    assert told.event.operator == "flow_cancel_requested"
+    event = await feed.next(timeout_s=0)
+    assert event is not None
+    assert (event.event_type, event.execution_id) == ("flow_cancel_requested", flow.id)
+    [events] = await flow.engine.store.history(flow.id, Topic.OPERATOR, 10)
+    assert events.event.operator == "flow_cancel_requested"
 
 
-async def test_who_listens_for_a_tag_hears_of_the_cancel_of_a_flow_that_has_it(flow: Flowing) -> None:
+async def test_a_tag_filter_matches_the_cancel_event_of_a_tagged_flow(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.engine.set_flow_tag(flow.id, "app.team", "blue")
     await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r", wait=WAIT)
 
-    for team, namespace, heard in (("blue", "default", 1), ("red", "default", 0), ("blue", "other", 0)):
-        assert len(await requests(flow, Filter(namespace, ("app.team", team)))) == heard
+    for team, namespace, count in (("blue", "default", 1), ("red", "default", 0), ("blue", "other", 0)):
+        assert len(await cancel_events(flow, Filter(namespace, ("app.team", team)))) == count
 
 
 @pytest.mark.spec("S-040")
-async def test_asynchronous_mode(flow: Flowing) -> None:
+async def test_cancel_flow_without_wait_cancels_in_the_background(flow: FlowEnv) -> None:
     names = [f"m{number:02}" for number in range(40)]
     await flow.begin(names)
 
@@ -90,10 +89,10 @@ async def test_asynchronous_mode(flow: Flowing) -> None:
     assert await flow.backlog() == (None, [])
 
 
-class Refusing:
-    """A store that cannot keep any change about one execution."""
+class RefusingStore:
+    """A store that refuses changes of one execution."""
 
-    def __init__(self, flow: Flowing, name: str) -> None:
+    def __init__(self, flow: FlowEnv, name: str) -> None:
         self._store, self._execution = flow.engine.store, flow.names[name]
 
     def __getattr__(self, name: str) -> object:
@@ -106,9 +105,9 @@ class Refusing:
 
 
 @pytest.mark.spec("S-041")
-async def test_partial_failure_is_reported(flow: Flowing) -> None:
+async def test_a_member_that_cannot_be_cancelled_is_reported(flow: FlowEnv) -> None:
     await flow.begin("gh")
-    flow.engine.runtime.commit_queue._store = Refusing(flow, "h")  # type: ignore[assignment]
+    flow.engine.runtime.commit_queue._store = RefusingStore(flow, "h")  # type: ignore[assignment]
 
     answer = await flow.engine.cancel_flow(flow.id, reason="r", wait=WAIT)
 
@@ -116,11 +115,11 @@ async def test_partial_failure_is_reported(flow: Flowing) -> None:
     assert await flow.state(*"gh") == "cancelled waiting"
     backlog, pending = await flow.backlog()
     assert (pending, backlog and backlog.remaining) == (["h"], 1)
-    assert (await flow.one(Flow, flow.id)).public_flow_state == "cancelled"
+    assert (await flow.load(Flow, flow.id)).public_flow_state == "cancelled"
 
 
 @pytest.mark.spec("S-042")
-async def test_already_finished_member_is_not_a_failure(flow: Flowing) -> None:
+async def test_a_finished_or_missing_member_is_not_a_failed_cancel(flow: FlowEnv) -> None:
     await flow.begin("cp")
     await flow.succeed("c")
     await flow.write(Delete(Execution, (flow.names["p"],)))
@@ -130,7 +129,7 @@ async def test_already_finished_member_is_not_a_failure(flow: Flowing) -> None:
     assert answer == flow_answers.FlowCancelled(ALL, flow.ids("cp"))
 
 
-async def test_a_member_that_ends_between_header_and_cancel_is_acknowledged(flow: Flowing) -> None:
+async def test_a_member_that_completes_before_its_cancel_is_acknowledged(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     await flow.succeed("a")
@@ -143,20 +142,20 @@ async def test_a_member_that_ends_between_header_and_cancel_is_acknowledged(flow
 
 
 @pytest.mark.spec("S-043")
-async def test_idempotent_replay_keeps_the_original_policy(flow: Flowing) -> None:
+async def test_a_second_cancel_keeps_the_policy_of_the_first(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.engine.cancel_flow(flow.id, policy="cancel_flow_only", reason="first")
 
     again = await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="second", wait=WAIT)
 
     assert again == flow_answers.FlowCancelled(FLOW_ONLY, flow.ids("a"))
-    assert (await flow.one(Flow, flow.id)).cancel_reason == "first"
+    assert (await flow.load(Flow, flow.id)).cancel_reason == "first"
     assert await flow.state("a") == "waiting"
-    assert len(await requests(flow)) == 1
+    assert len(await cancel_events(flow)) == 1
 
 
 @pytest.mark.spec("S-044")
-async def test_member_cap_on_replay(flow: Flowing) -> None:
+async def test_a_second_cancel_lists_at_most_1000_members(flow: FlowEnv) -> None:
     names = [f"m{number:04}" for number in range(1500)]
     await flow.begin()
     flow.names = {name: flow.new_id() for name in names}
@@ -170,12 +169,12 @@ async def test_member_cap_on_replay(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-045")
-async def test_cancel_pending_spares_running_work(flow: Flowing) -> None:
+async def test_cancel_pending_keeps_running_and_suspended_members(flow: FlowEnv) -> None:
     await flow.begin("qwmrs")
     await flow.add("d", delay_until=flow.clock.now + 60_000)
     await flow.edge("r", "w")
     await flow.engine.block_execution_for_admission(flow.names["m"], reason="waiting_for_budget")
-    running = await flow.run("r")
+    running = await flow.claim("r")
     await flow.suspend("s")
 
     answer = await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
@@ -190,10 +189,10 @@ async def test_cancel_pending_spares_running_work(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-046")
-async def test_ack_semantics(flow: Flowing) -> None:
+async def test_acknowledged_members_leave_the_backlog(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    told = await flow.engine.store.feed_end()
+    events = await flow.engine.store.feed_end()
 
     await flow.engine.ack_cancel_member(flow.id, flow.names["a"])
     backlog, pending = await flow.backlog()
@@ -204,10 +203,10 @@ async def test_ack_semantics(flow: Flowing) -> None:
     await flow.engine.ack_cancel_member(flow.id, flow.new_id())
     await flow.engine.ack_cancel_member(flow.engine.minter.uuid(), flow.names["a"])
 
-    assert await flow.engine.store.feed_end() == told
+    assert await flow.engine.store.feed_end() == events
 
 
-async def test_two_acks_of_the_last_members_leave_no_entry_behind(flow: Flowing) -> None:
+async def test_concurrent_acknowledgements_remove_the_backlog_entry(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     await flow.engine.cancel_flow_header(flow.id)
 
@@ -217,7 +216,7 @@ async def test_two_acks_of_the_last_members_leave_no_entry_behind(flow: Flowing)
 
 
 @pytest.mark.spec("S-047")
-async def test_crash_recovery_through_the_backlog(flow: Flowing) -> None:
+async def test_the_cancel_reconciler_finishes_a_cancel_after_its_grace_period(flow: FlowEnv) -> None:
     await flow.begin("ab")
     header = await flow.engine.cancel_flow_header(flow.id, reason="r")
     assert isinstance(header, flow_answers.HeaderCancelled)
@@ -235,7 +234,7 @@ async def test_crash_recovery_through_the_backlog(flow: Flowing) -> None:
 
 @pytest.mark.spec("S-048")
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_empty_reason(flow: Flowing, crashes: bool) -> None:
+async def test_an_empty_cancel_reason_gets_a_default(flow: FlowEnv, crashes: bool) -> None:
     await flow.begin("a")
     if crashes:
         await flow.engine.cancel_flow_header(flow.id, reason="")
@@ -249,10 +248,9 @@ async def test_empty_reason(flow: Flowing, crashes: bool) -> None:
 
 
 @pytest.mark.spec("S-049")
-async def test_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
+async def test_dependents_of_a_cancelled_flow_are_cancelled_not_skipped(flow: FlowEnv) -> None:
     flow.engine.dispatcher._enabled = True
-    await flow.begin("abc")
-    await flow.chain("abc")
+    await flow.begin("abc", edges=("ab", "bc"))
 
     await flow.engine.cancel_flow(flow.id, policy="cancel_all", reason="r")
     await flow.engine.bulk_canceller.close()
@@ -262,12 +260,10 @@ async def test_dependents_end_cancelled_not_skipped(flow: Flowing) -> None:
     assert {(await flow.row(name)).cancellation_reason for name in "abc"} == {"r"}
 
 
-async def test_an_end_that_comes_before_the_members_cancel_leaves_the_member_to_it(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.chain("abc")
+async def test_a_failure_before_the_cancel_leaves_dependents_to_the_cancel(flow: FlowEnv) -> None:
+    await flow.begin("abc", edges=("ab", "bc"))
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
 
     assert await flow.state(*"bc") == "waiting_children waiting_children"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
@@ -276,9 +272,9 @@ async def test_an_end_that_comes_before_the_members_cancel_leaves_the_member_to_
     assert await flow.state(*"abc") == "failed cancelled cancelled"
 
 
-async def test_a_downstream_that_the_cancel_spares_may_be_skipped(flow: Flowing) -> None:
+async def test_a_running_member_kept_by_cancel_pending_may_be_skipped(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
+    claim = await flow.claim("b")
     await flow.edge("a", "b")
 
     await flow.engine.cancel_flow(flow.id, policy="cancel_pending", wait=WAIT)
@@ -286,15 +282,15 @@ async def test_a_downstream_that_the_cancel_spares_may_be_skipped(flow: Flowing)
 
     assert await flow.state(*"ab") == "cancelled skipped"
     with pytest.raises(errors.ExecutionNotActive):
-        await flow.engine.complete(held.handle)
+        await flow.engine.complete(claim.handle)
 
 
 @pytest.mark.spec("S-050")
-async def test_poisoned_backlog_data(flow: Flowing) -> None:
-    gone, empty = Flowing(flow.engine, flow.clock), Flowing(flow.engine, flow.clock)
-    await gone.begin("a")
-    await gone.engine.cancel_flow_header(gone.id)
-    await gone.write(Delete(Flow, (gone.id,)))
+async def test_invalid_backlog_rows_are_removed(flow: FlowEnv) -> None:
+    missing, empty = FlowEnv(flow.engine, flow.clock), FlowEnv(flow.engine, flow.clock)
+    await missing.begin("a")
+    await missing.engine.cancel_flow_header(missing.id)
+    await missing.write(Delete(Flow, (missing.id,)))
     await empty.begin()
     await empty.write(Insert(CancelBacklog(empty.id, flow.clock.now, 1)))
     await flow.begin("v")
@@ -307,14 +303,14 @@ async def test_poisoned_backlog_data(flow: Flowing) -> None:
     done = await flow.engine.sweep_once("cancel_reconciler")
 
     assert done.errors == 1
-    assert [await each.backlog() for each in (gone, empty, flow)] == [(None, [])] * 3
-    assert await gone.state("a") == "waiting"
+    assert [await each.backlog() for each in (missing, empty, flow)] == [(None, [])] * 3
+    assert await missing.state("a") == "waiting"
     assert await flow.state("v") == "cancelled"
 
 
 @pytest.mark.spec("S-051")
-async def test_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None:
-    await flow.mixed({"a": "n1", "b": "n2"})
+async def test_a_filtered_cancel_reconciler_keeps_members_of_other_namespaces(flow: FlowEnv) -> None:
+    await flow.create_mixed({"a": "n1", "b": "n2"})
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     flow.clock.advance_ms(30_000)
 
@@ -331,12 +327,12 @@ async def test_filtered_reconciler_leaves_foreign_members(flow: Flowing) -> None
     assert flow.engine.metrics.gauges["ff_cancel_backlog_depth", ()] == 0
 
 
-async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_their_turn(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_members_excluded_by_a_filter_do_not_starve_the_others(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.sweeps.flows.MAX_MEMBERS_PER_BACKLOG", 2)
     flow.names |= zip("abcdef", sorted(flow.new_id() for _ in range(6)), strict=True)
-    await flow.mixed({name: "n1" if name in "def" else "n2" for name in "abcdef"})
+    await flow.create_mixed({name: "n1" if name in "def" else "n2" for name in "abcdef"})
     await flow.engine.cancel_flow_header(flow.id, grace_ms=0)
 
     done = [await flow.engine.sweep_once("cancel_reconciler", Filter(namespace="n1")) for _ in range(2)]
@@ -347,13 +343,13 @@ async def test_members_that_a_filter_leaves_alone_do_not_keep_the_others_from_th
 
 
 @pytest.mark.spec("EX-085")
-async def test_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
+async def test_a_claimed_member_of_a_cancelled_flow_is_cancelled(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
 
-    held = await flow.run("a")
+    claim = await flow.claim("a")
     flow.clock.advance_ms(20_000)
-    await flow.engine.renew(held.handle)
+    await flow.engine.renew(claim.handle)
     flow.clock.advance_ms(10_000)
     await flow.sweep("cancel_reconciler")
 
@@ -362,30 +358,30 @@ async def test_flow_member_of_a_cancelled_flow(flow: Flowing) -> None:
     assert attempt.attempt_state == "ended_cancelled"
     history = await flow.engine.lease_history(flow.names["a"])
     assert [entry.fields["reason"] for entry in history if entry.event == "released"] == ["cancelled"]
-    told = await flow.engine.store.history(flow.names["a"], Topic.COMPLETION, 10)
-    assert [one.event.outcome for one in told] == ["cancelled"]
+    events = await flow.engine.store.history(flow.names["a"], Topic.COMPLETION, 10)
+    assert [one.event.outcome for one in events] == ["cancelled"]
     with pytest.raises(errors.ExecutionNotActive) as caught:
-        await flow.engine.complete(held.handle)
+        await flow.engine.complete(claim.handle)
     assert caught.value.terminal_outcome == "cancelled"
 
 
-async def test_cancelling_a_flow_that_does_not_exist_is_refused(flow: Flowing) -> None:
+async def test_cancelling_an_unknown_flow_is_refused(flow: FlowEnv) -> None:
     with pytest.raises(errors.NotFound) as caught:
         await flow.engine.cancel_flow(flow.id)
     assert caught.value.entity == "flow"
 
 
 @pytest.mark.parametrize("grace_ms", [-1, 2**53, 1.5, float("inf"), True, "30000", None])
-async def test_a_grace_that_is_no_whole_number_of_milliseconds_is_refused(flow: Flowing, grace_ms: object) -> None:
+async def test_an_invalid_grace_period_is_refused(flow: FlowEnv, grace_ms: object) -> None:
     await flow.begin("a")
 
     with pytest.raises(errors.InvalidGraceMs):
         await flow.engine.cancel_flow_header(flow.id, grace_ms=grace_ms)
 
-    assert (await flow.one(Flow, flow.id)).public_flow_state == "open"
+    assert (await flow.load(Flow, flow.id)).public_flow_state == "open"
 
 
-async def test_an_unknown_policy_is_refused_and_changes_nothing(flow: Flowing) -> None:
+async def test_an_unknown_policy_is_refused_and_changes_nothing(flow: FlowEnv) -> None:
     await flow.begin("a")
 
     with pytest.raises(errors.InvalidInput):
@@ -393,24 +389,24 @@ async def test_an_unknown_policy_is_refused_and_changes_nothing(flow: Flowing) -
     with pytest.raises(errors.InvalidInput):
         await flow.engine.cancel_flow(flow.id, wait="for ever")  # type: ignore[arg-type]
 
-    assert (await flow.one(Flow, flow.id)).public_flow_state == "open"
+    assert (await flow.load(Flow, flow.id)).public_flow_state == "open"
 
 
-async def test_of_two_cancels_one_flips_and_one_is_told(flow: Flowing) -> None:
+async def test_one_of_two_concurrent_cancels_takes_effect(flow: FlowEnv) -> None:
     await flow.begin("ab")
 
     both = await asyncio.gather(*(flow.engine.cancel_flow_header(flow.id, reason=reason) for reason in "xy"))
 
     assert sorted(type(one).__name__ for one in both) == ["HeaderAlreadyTerminal", "HeaderCancelled"]
-    assert len(await requests(flow)) == 1
+    assert len(await cancel_events(flow)) == 1
     backlog, pending = await flow.backlog()
     assert (pending, backlog and backlog.remaining) == (["a", "b"], 2)
 
 
-class Stuck:
-    """A store that takes no cancel before it is told to."""
+class BlockedStore:
+    """A store that blocks changes of one execution until it is released."""
 
-    def __init__(self, flow: Flowing, name: str) -> None:
+    def __init__(self, flow: FlowEnv, name: str) -> None:
         self._store, self._execution = flow.engine.store, flow.names[name]
         self.freed = asyncio.Event()
 
@@ -423,32 +419,32 @@ class Stuck:
         return await self._store.commit(changes, hint)
 
 
-async def test_a_wait_that_takes_too_long_is_a_timeout_and_the_backlog_finishes(flow: Flowing) -> None:
+async def test_a_cancel_that_times_out_is_finished_from_the_backlog(flow: FlowEnv) -> None:
     await flow.begin("a")
-    stuck = Stuck(flow, "a")
-    flow.engine.runtime.commit_queue._store = stuck  # type: ignore[assignment]
+    blocked = BlockedStore(flow, "a")
+    flow.engine.runtime.commit_queue._store = blocked  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20))
 
     assert (caught.value.op, caught.value.elapsed_ms) == ("cancel_flow", 20)
     assert (await flow.backlog())[1] == ["a"]
-    stuck.freed.set()
+    blocked.freed.set()
     flow.clock.advance_ms(30_000)
     await flow.sweep("cancel_reconciler")
     assert await flow.state("a") == "cancelled"
 
 
-async def test_even_a_wait_without_end_has_one(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_indefinite_wait_is_bounded(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     assert flows.MAX_WAIT_MS == 300_000
     monkeypatch.setattr(flows, "MAX_WAIT_MS", 20)
     await flow.begin("a")
-    stuck = Stuck(flow, "a")
-    flow.engine.runtime.commit_queue._store = stuck  # type: ignore[assignment]
+    blocked = BlockedStore(flow, "a")
+    flow.engine.runtime.commit_queue._store = blocked  # type: ignore[assignment]
 
     with pytest.raises(errors.OperationTimeout) as caught:
         await flow.engine.cancel_flow(flow.id, wait=WAIT)
 
     assert caught.value.elapsed_ms == 20
-    stuck.freed.set()
+    blocked.freed.set()
     assert (await flow.backlog())[1] == ["a"]

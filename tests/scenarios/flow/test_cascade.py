@@ -1,4 +1,4 @@
-"""S-030 to S-035, S-089, S-092 and EX-051: how an end travels through a flow, and who waits for it."""
+"""S-030 to S-035, S-089, S-092 and EX-051: completions cascade through a flow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from flowfabric.model.change import Patch
 from flowfabric.model.event import Topic
 from flowfabric.model.flow import Dependency
 from flowfabric.rules.feed import Filter
-from tests.scenarios.flowing import WAITING, WAITS, Flowing, any_of
+from tests.scenarios.flow_env import WAITING, WAITS, FlowEnv, any_of
 
 SKIPPED = "terminal/unowned/not_applicable/none/skipped/none/skipped"
 
 
-async def outcomes(flow: Flowing, name: str) -> list[str | None]:
-    told = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
-    return [one.event.outcome for one in told]
+async def outcomes(flow: FlowEnv, name: str) -> list[str | None]:
+    events = await flow.engine.store.history(flow.names[name], Topic.COMPLETION, 10)
+    return [one.event.outcome for one in events]
 
 
 @pytest.mark.spec("S-030")
-async def test_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None:
-    await flow.begin("abcd")
-    await flow.chain("abcd")
+async def test_a_failure_skips_all_dependents_synchronously(flow: FlowEnv) -> None:
+    await flow.begin("abcd", edges=("ab", "bc", "cd"))
     await flow.fail("a")
 
     assert await flow.cascade("a") == [CascadeOutcome(resolved=3, cascaded_children=3, synchronous=True)]
@@ -37,22 +36,21 @@ async def test_failure_skips_the_whole_tail_synchronously(flow: Flowing) -> None
 
 
 @pytest.mark.spec("EX-083")
-async def test_the_end_of_a_member_names_its_flow(flow: Flowing) -> None:
+async def test_the_completion_event_of_a_member_names_its_flow(flow: FlowEnv) -> None:
     await flow.begin("abc", namespace="n1", tags={"cairn.instance_id": "i1"})
     await flow.chain("bc")
     await flow.succeed("a")
-    await flow.fail("b")
-    await flow.cascade("b")
+    await flow.fail_and_cascade("b")
 
-    told = await flow.engine.subscribe_completion(FROM_THE_START)
-    found = [await told.next(timeout_s=0) for _ in range(4)]
+    events = await flow.engine.subscribe_completion(FROM_THE_START)
+    found = [await events.next(timeout_s=0) for _ in range(4)]
 
     ends = [(one.execution_id, one.outcome, one.flow_id, one.namespace, one.instance_tag) for one in found if one]
     outcomes = {"a": "success", "b": "failed", "c": "skipped"}
     assert ends == [(flow.names[name], outcome, flow.id, "n1", "i1") for name, outcome in outcomes.items()]
 
 
-async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flowing) -> None:
+async def test_a_cascade_stops_at_its_depth_limit_and_the_reconciler_continues(flow: FlowEnv) -> None:
     names = [f"m{number:02}" for number in range(60)]
     await flow.begin(names)
     for upstream, downstream in pairwise(names):
@@ -67,30 +65,30 @@ async def test_a_cascade_stops_at_its_depth_and_the_reconciler_goes_on(flow: Flo
 
 
 @pytest.mark.spec("S-031")
-async def test_retryable_failure_does_not_cascade(flow: Flowing) -> None:
+async def test_a_retryable_failure_does_not_cascade(flow: FlowEnv) -> None:
     await flow.begin("b")
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 10}}}
     await flow.add("a", policy=policy)
     await flow.edge("a", "b")
 
-    first = await flow.engine.fail((await flow.run("a")).handle, reason="flaky")
+    first = await flow.engine.fail((await flow.claim("a")).handle, reason="flaky")
     assert isinstance(first, RetryScheduled)
     assert await flow.cascade("a") == [CascadeOutcome(0, 0)]
     assert (await outcomes(flow, "a"), await flow.vector("b")) == ([], WAITS)
 
     flow.clock.advance_ms(10)
     assert await flow.engine.promote_delayed(flow.names["a"]) is Promotion.PROMOTED
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     assert await flow.state("a", "b") == "failed skipped"
 
 
 @pytest.mark.spec("S-032")
-@pytest.mark.parametrize("few", [128, 0])
-async def test_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+@pytest.mark.parametrize("max_named", [128, 0])
+async def test_the_reconciler_resolves_an_undelivered_completion(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_named: int
+) -> None:
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", max_named)
+    await flow.begin("ab", edges=("ab",))
     await flow.succeed("a")
 
     assert await flow.sweep("dependency_reconciler") == [1]
@@ -101,12 +99,11 @@ async def test_lost_event_is_healed(flow: Flowing, monkeypatch: pytest.MonkeyPat
     assert await flow.row("b") == before
 
 
-async def test_an_end_that_nobody_noted_is_healed_too(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+async def test_the_reconciler_resolves_a_completion_that_was_not_recorded_on_its_edge(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
     await flow.succeed("a")
-    noted = (flow.names["b"], flow.edges["a", "b"])
-    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))
+    dependency_key = (flow.names["b"], flow.edges["a", "b"])
+    await flow.write(Patch(Dependency, dependency_key, {"outcome": None, "unfolded_at": None}))
 
     await flow.sweep("dependency_reconciler")
 
@@ -114,9 +111,8 @@ async def test_an_end_that_nobody_noted_is_healed_too(flow: Flowing) -> None:
     assert await flow.counts("b") == "1/0/0 of 1 satisfied"
 
 
-async def test_an_end_that_nobody_noted_is_counted_beside_one_that_is_noted(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c", any_of("let_run"))
+async def test_an_unrecorded_completion_is_counted_with_a_recorded_one(flow: FlowEnv) -> None:
+    await flow.begin_join("ab", "c", any_of("let_run"))
     await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
     await flow.succeed("b")
 
@@ -125,22 +121,20 @@ async def test_an_end_that_nobody_noted_is_counted_beside_one_that_is_noted(flow
     assert (await flow.vector("c"), await flow.counts("c")) == (WAITING, "1/1/0 of 2 satisfied")
 
 
-async def test_an_end_that_nobody_noted_is_found_in_a_join_that_has_counted_others(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c")
-    await flow.succeed("a")
-    await flow.cascade("a")
+async def test_an_unrecorded_completion_is_found_in_a_partly_resolved_join(flow: FlowEnv) -> None:
+    await flow.begin_join("ab", "c")
+    await flow.succeed_and_cascade("a")
     await flow.engine.cancel_execution(flow.names["b"], reason="r", source="flow_cascade")
 
     assert await flow.sweep("dependency_reconciler") == [1]
 
     assert (await flow.state("c"), await flow.counts("c")) == ("skipped", "1/1/0 of 2 impossible")
     group = await flow.group("c")
-    assert (group.waiting_since, group.satisfied_at) == (None, None), "it waits no more, and never had what it needs"
+    assert (group.waiting_since, group.satisfied_at) == (None, None), "it no longer waits and was never satisfied"
 
 
 async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.PAGE_SIZE", 2)
     await flow.begin("abcuvwxyz")
@@ -154,8 +148,8 @@ async def test_a_cascade_reads_the_edges_of_each_level_to_the_last_page(
 
 
 @pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
-async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait_for(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str
+async def test_a_sweep_reports_how_many_edges_it_resolved(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, sweep: str
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("abcde")
@@ -169,8 +163,8 @@ async def test_a_sweep_tells_how_many_edges_it_resolved_of_an_end_that_many_wait
     assert await flow.state(*"bcde") == "skipped skipped skipped skipped"
 
 
-async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks_at_together(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_cascade_resolves_all_parallel_edges_in_small_batches(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.flows.join_resolver.MAX_EDGES_PER_BATCH", 2)
     await flow.begin("ab")
@@ -184,7 +178,7 @@ async def test_a_cascade_resolves_every_edge_into_one_child_however_few_it_looks
 
 
 @pytest.mark.spec("S-033")
-async def test_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
+async def test_a_staged_edge_that_was_not_applied_is_ignored(flow: FlowEnv) -> None:
     await flow.begin("abc")
     await flow.stage("a", "b")
     await flow.edge("a", "c")
@@ -197,10 +191,10 @@ async def test_staged_but_unapplied_edge_is_ignored(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-034")
-async def test_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None:
+async def test_skipping_an_active_child_releases_its_lease(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
-    await flow.engine.append_frame(held.handle, b"half of it")
+    claim = await flow.claim("b")
+    await flow.engine.append_frame(claim.handle, b"half of it")
     await flow.edge("a", "b")
     await flow.fail("a")
 
@@ -216,10 +210,10 @@ async def test_skip_of_an_active_child_releases_its_lease(flow: Flowing) -> None
     last = (await flow.engine.lease_history(flow.names["b"]))[-1]
     assert (last.event, last.fields["reason"]) == ("released", "dependency_impossible")
     with pytest.raises(errors.ExecutionNotActive):
-        await flow.engine.complete(held.handle)
+        await flow.engine.complete(claim.handle)
 
 
-async def test_skip_of_a_suspended_child_closes_its_suspension(flow: Flowing) -> None:
+async def test_skipping_a_suspended_child_closes_its_suspension(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.suspend("b")
     await flow.edge("a", "b")
@@ -236,55 +230,52 @@ async def test_skip_of_a_suspended_child_closes_its_suspension(flow: Flowing) ->
 
 
 @pytest.mark.spec("S-035")
-async def test_parking_with_nothing_to_wait_for(flow: Flowing) -> None:
+async def test_wait_children_without_edges_does_not_wait(flow: FlowEnv) -> None:
     await flow.begin("a")
-    held = await flow.run("a")
+    claim = await flow.claim("a")
 
-    moved = await flow.engine.wait_children(held.handle)
+    moved = await flow.engine.wait_children(claim.handle)
 
     assert moved == Moved(flow.names["a"], "waiting")  # type: ignore[arg-type]
     assert await flow.vector("a") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
     assert (await flow.row("a")).lease_expires_at is None
-    again = await flow.run("a")
-    assert (again.attempt_index, again.attempt_id) == (held.attempt_index, held.attempt_id)
+    again = await flow.claim("a")
+    assert (again.attempt_index, again.attempt_id) == (claim.attempt_index, claim.attempt_id)
 
 
-async def test_parking_after_the_join_was_met_does_not_wait_either(flow: Flowing) -> None:
+async def test_wait_children_after_the_join_was_satisfied_does_not_wait(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
+    claim = await flow.claim("b")
     await flow.edge("a", "b")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state("b") == "active"
 
-    await flow.engine.wait_children(held.handle)
+    await flow.engine.wait_children(claim.handle)
 
     assert await flow.state("b") == "waiting"
 
 
-async def test_parking_a_replayed_execution_does_not_wait_for_a_join_that_became_impossible(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+async def test_wait_children_of_a_replayed_execution_ignores_an_impossible_join(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await flow.engine.replay_execution(flow.names["b"])
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
 
-    moved = await flow.engine.wait_children((await flow.run("b")).handle)
+    moved = await flow.engine.wait_children((await flow.claim("b")).handle)
 
     assert moved == Moved(flow.names["b"], "waiting")  # type: ignore[arg-type]
     assert await flow.vector("b") == WAITING.replace("pending_first_attempt", "attempt_interrupted")
 
 
 @pytest.mark.spec("EX-051")
-async def test_waiting_for_children(flow: Flowing) -> None:
+async def test_wait_children_blocks_until_the_join_and_can_be_cancelled(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
+    claim = await flow.claim("b")
     await flow.edge("a", "b")
     b = flow.names["b"]
 
-    moved = await flow.engine.wait_children(held.handle)
+    moved = await flow.engine.wait_children(claim.handle)
 
     assert moved == Moved(b, "waiting_children")  # type: ignore[arg-type]
     assert await flow.vector("b") == WAITS.replace("pending_first_attempt", "attempt_interrupted")
@@ -308,22 +299,20 @@ async def test_waiting_for_children(flow: Flowing) -> None:
     assert attempt.attempt_state == "ended_cancelled"
 
 
-async def test_a_parked_execution_goes_on_with_its_attempt_when_its_join_is_met(flow: Flowing) -> None:
+async def test_an_execution_resumes_its_attempt_when_its_join_is_satisfied(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("b")
+    claim = await flow.claim("b")
     await flow.edge("a", "b")
-    await flow.engine.wait_children(held.handle)
+    await flow.engine.wait_children(claim.handle)
 
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
-    again = await flow.run("b")
-    assert (again.attempt_index, again.attempt_id, again.lease_epoch) == (0, held.attempt_id, held.lease_epoch + 1)
+    again = await flow.claim("b")
+    assert (again.attempt_index, again.attempt_id, again.lease_epoch) == (0, claim.attempt_id, claim.lease_epoch + 1)
 
 
-async def test_promoting_by_hand_is_refused_until_the_join_is_met(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+async def test_a_manual_promotion_is_refused_until_the_join_is_satisfied(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
     promote = flow.engine.promote_blocked_to_eligible
 
     with pytest.raises(errors.DepsNotSatisfied):
@@ -337,27 +326,23 @@ async def test_promoting_by_hand_is_refused_until_the_join_is_met(flow: Flowing)
         await promote(flow.new_id())
 
 
-async def test_eligibility_is_told_by_the_first_reason_that_applies(flow: Flowing) -> None:
-    await flow.begin("abcd")
-    await flow.chain("ab")
-    await flow.edge("c", "d")
+async def test_evaluate_flow_eligibility_reports_the_first_reason_that_applies(flow: FlowEnv) -> None:
+    await flow.begin("abcd", edges=("ab", "cd"))
     evaluate = flow.engine.evaluate_flow_eligibility
 
     assert await evaluate(flow.new_id()) is Eligibility.NOT_FOUND
     assert await evaluate(flow.names["a"]) is Eligibility.ELIGIBLE
     assert await evaluate(flow.names["b"]) is Eligibility.BLOCKED_BY_DEPENDENCIES
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await evaluate(flow.names["a"]) is Eligibility.NOT_RUNNABLE
     assert await evaluate(flow.names["b"]) is Eligibility.ELIGIBLE
     await flow.engine.cancel_flow_header(flow.id)
-    await flow.fail("c")
-    await flow.cascade("c")
-    assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left for the cancel of its flow
+    await flow.fail_and_cascade("c")
+    assert await evaluate(flow.names["d"]) is Eligibility.IMPOSSIBLE  # left to the cancel of its flow
 
 
 @pytest.mark.spec("S-089")
-async def test_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
+async def test_an_expired_member_skips_its_dependents(flow: FlowEnv) -> None:
     deadline = flow.clock.now + 1000
     await flow.begin()
     for name in "qwrs":
@@ -367,7 +352,7 @@ async def test_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
     await flow.edge("u", "w")
     for upstream, downstream in ("qx", "wy", "rz", "st"):
         await flow.edge(upstream, downstream)
-    await flow.run("r")
+    await flow.claim("r")
     await flow.suspend("s")
     flow.clock.advance_ms(1000)
 
@@ -383,26 +368,28 @@ async def test_an_expired_member_skips_its_dependents(flow: Flowing) -> None:
 
 @pytest.mark.spec("S-092")
 @pytest.mark.parametrize("apart_ms", [1, 0], ids=["one after the other", "all at once"])
-async def test_blocked_items_behind_a_full_batch_are_not_starved(flow: Flowing, apart_ms: int) -> None:
+async def test_blocked_members_behind_a_full_batch_are_not_starved(flow: FlowEnv, apart_ms: int) -> None:
     names = [f"m{number:02}" for number in range(60)]
     await flow.begin(["running", "done", *names])
-    names.sort(key=lambda name: flow.names[name])  # of one instant they are taken by their ids
+    names.sort(key=lambda name: flow.names[name])  # equal instants are ordered by id
     for name in names[:-1]:
         await flow.edge("running", name)
         flow.clock.advance_ms(apart_ms)
     await flow.edge("done", names[-1])
-    await flow.run("running")
+    await flow.claim("running")
     await flow.succeed("done")
-    noted = (flow.names[names[-1]], flow.edges["done", names[-1]])
-    await flow.write(Patch(Dependency, noted, {"outcome": None, "unfolded_at": None}))  # nobody was told
+    dependency_key = (flow.names[names[-1]], flow.edges["done", names[-1]])
+    await flow.write(
+        Patch(Dependency, dependency_key, {"outcome": None, "unfolded_at": None})
+    )  # as if it was not recorded
 
     await flow.sweep("dependency_reconciler", 2)
 
     assert await flow.vector(names[-1]) == WAITING
 
 
-async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing) -> None:
-    await flow.mixed({"a": "default", "b": "n1", "c": "n2"}, "ab", "ac")
+async def test_a_filtered_reconciler_resolves_only_matching_members(flow: FlowEnv) -> None:
+    await flow.create_mixed({"a": "default", "b": "n1", "c": "n2"}, "ab", "ac")
     await flow.succeed("a")
 
     await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
@@ -410,12 +397,12 @@ async def test_a_filtered_reconciler_resolves_only_what_it_may_see(flow: Flowing
     assert await flow.state("b", "c") == "waiting waiting_children"
 
 
-async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_same_end(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_filtered_reconciler_keeps_other_dependents_of_the_same_completion(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
     whose = {name: "n1" if name in "bc" else "n2" for name in "bcde"}
-    await flow.mixed({"a": "default"} | whose, *(f"a{name}" for name in "bcde"))
+    await flow.create_mixed({"a": "default"} | whose, *(f"a{name}" for name in "bcde"))
     await flow.succeed("a")
 
     await flow.engine.sweep_once("dependency_reconciler", Filter(namespace="n1"))
@@ -426,9 +413,8 @@ async def test_a_filtered_reconciler_leaves_the_many_others_that_wait_for_the_sa
     assert [await flow.counts(name) for name in "bcde"] == ["1/0/0 of 1 satisfied"] * 4
 
 
-async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+async def test_a_completion_by_a_cascading_cancel_is_left_to_the_reconciler(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
     await flow.engine.cancel_execution(flow.names["a"], reason="r", source="flow_cascade")
 
     assert await outcomes(flow, "a") == ["cancelled"]
@@ -439,11 +425,11 @@ async def test_the_end_by_a_cascading_cancel_is_left_to_the_reconciler(flow: Flo
     assert await flow.state("b") == "skipped"
 
 
-@pytest.mark.parametrize(("looked_at", "passes"), [(500, 1), (10, 3)])
-async def test_an_end_that_nobody_noted_is_found_behind_any_number_of_edges_that_still_wait(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch, looked_at: int, passes: int
+@pytest.mark.parametrize(("max_scanned", "passes"), [(500, 1), (10, 3)])
+async def test_an_unrecorded_completion_is_found_behind_many_unresolved_edges(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_scanned: int, passes: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MAX_SCANNED_EDGES", looked_at)
+    monkeypatch.setattr("flowfabric.engine.sweeps.flows.MAX_SCANNED_EDGES", max_scanned)
     names = [f"u{number:02}" for number in range(25)]
     await flow.begin([*names, "b"])
     await flow.join(names, "b")

@@ -1,4 +1,4 @@
-"""A whole graph in one call: all of it or nothing, exactly checked, harmless to repeat."""
+"""A whole graph in one call: atomic, validated and idempotent."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 from flowfabric import CreateExecution, errors
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.model.answers import flow as flow_answers
-from tests.scenarios.flowing import WAITING, WAITS, Flowing, quorum
+from tests.scenarios.flow_env import WAITING, WAITS, FlowEnv, quorum
 
 
-def node(flow: Flowing, name: str, **given: Any) -> CreateExecution:
+def node(flow: FlowEnv, name: str, **options: Any) -> CreateExecution:
     flow.names.setdefault(name, flow.new_id())
     defaults: dict[str, Any] = {"partition": 0, "namespace": "default", "lane_id": "default", "execution_kind": "task"}
-    return CreateExecution(execution_id=flow.names[name], **(defaults | given))
+    return CreateExecution(execution_id=flow.names[name], **(defaults | options))
 
 
-def edge(flow: Flowing, pair: str, **given: Any) -> GraphEdge:
-    return GraphEdge(flow.names[pair[0]], flow.names[pair[1]], **given)
+def edge(flow: FlowEnv, pair: str, **options: Any) -> GraphEdge:
+    return GraphEdge(flow.names[pair[0]], flow.names[pair[1]], **options)
 
 
-async def test_a_graph_is_created_in_one_call_as_if_it_had_been_built_step_by_step(flow: Flowing) -> None:
-    built = await Flowing(flow.engine, flow.clock).begin("abcd", policy=None)
+async def test_a_graph_created_in_one_call_equals_one_built_step_by_step(flow: FlowEnv) -> None:
+    built = await FlowEnv(flow.engine, flow.clock).begin("abcd", policy=None)
     for upstream, downstream in ("ab", "ac", "bd", "cd"):
         await built.edge(upstream, downstream)
 
@@ -44,15 +44,13 @@ async def test_a_graph_is_created_in_one_call_as_if_it_had_been_built_step_by_st
     for name in "abcd":
         outgoing = await flow.engine.list_outgoing_edges(flow.id, flow.names[name])
         assert len(outgoing) == len(await built.engine.list_outgoing_edges(built.id, built.names[name]))
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.state(*"bcd") == "waiting waiting waiting_children"
-    await flow.succeed("b", "c")
-    await flow.cascade("b", "c")
+    await flow.succeed_and_cascade("b", "c")
     assert await flow.counts("d") == "2/0/0 of 2 satisfied"
 
 
-async def test_a_graph_carries_policies_kinds_and_references(flow: Flowing) -> None:
+async def test_a_graph_stores_policies_kinds_and_data_references(flow: FlowEnv) -> None:
     nodes = [node(flow, name, input_payload=b"orig") for name in "123jf"]
     edges = [edge(flow, f"{name}j", data_passing_ref="r") for name in "123"]
     edges.append(edge(flow, "jf", dependency_kind="failure_only"))
@@ -63,12 +61,11 @@ async def test_a_graph_carries_policies_kinds_and_references(flow: Flowing) -> N
     await flow.cascade("1", "2")
 
     assert (await flow.counts("j"), await flow.payload("j")) == ("2/0/0 of 3 satisfied", b"two")
-    await flow.fail("j")
-    await flow.cascade("j")
+    await flow.fail_and_cascade("j")
     assert await flow.state("f") == "waiting"
 
 
-async def test_creating_a_graph_again_changes_nothing(flow: Flowing) -> None:
+async def test_creating_a_graph_again_changes_nothing(flow: FlowEnv) -> None:
     nodes = [node(flow, name) for name in "ab"]
     await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
     before = await flow.engine.describe_flow(flow.id)
@@ -79,7 +76,7 @@ async def test_creating_a_graph_again_changes_nothing(flow: Flowing) -> None:
     assert await flow.engine.describe_flow(flow.id) == before
 
 
-async def nothing_was_created(flow: Flowing) -> bool:
+async def nothing_was_created(flow: FlowEnv) -> bool:
     return await flow.engine.describe_flow(flow.id) is None and not any(
         [await flow.engine.describe_execution(name) for name in flow.names.values()]
     )
@@ -93,8 +90,8 @@ async def nothing_was_created(flow: Flowing) -> bool:
         (("ax",), errors.ExecutionNotInFlow),
     ],
 )
-async def test_a_graph_that_is_no_graph_is_refused_whole(
-    flow: Flowing, edges: tuple[str, ...], error: type[errors.FabricError]
+async def test_an_invalid_graph_creates_nothing(
+    flow: FlowEnv, edges: tuple[str, ...], error: type[errors.FabricError]
 ) -> None:
     nodes = [node(flow, name) for name in "abc"]
     flow.names["x"] = flow.new_id()
@@ -105,13 +102,13 @@ async def test_a_graph_that_is_no_graph_is_refused_whole(
     assert await nothing_was_created(flow)
 
 
-async def test_a_graph_with_an_unusable_part_is_refused_whole(flow: Flowing) -> None:
+async def test_a_graph_with_an_invalid_node_or_edge_creates_nothing(flow: FlowEnv) -> None:
     a, b = node(flow, "a"), node(flow, "b")
     create = flow.engine.create_flow_graph
     twice = flow.engine.minter.uuid()
-    other = Flowing(flow.engine, flow.clock)
+    other = FlowEnv(flow.engine, flow.clock)
     while other.partition == flow.partition:
-        other = Flowing(flow.engine, flow.clock)
+        other = FlowEnv(flow.engine, flow.clock)
 
     with pytest.raises(errors.InvalidInput, match="twice"):
         await create(flow.id, [a, a])
@@ -138,7 +135,7 @@ async def test_a_graph_with_an_unusable_part_is_refused_whole(flow: Flowing) -> 
     assert await nothing_was_created(flow)
 
 
-async def test_a_node_that_exists_already_is_refused_and_left_alone(flow: Flowing) -> None:
+async def test_a_graph_with_an_existing_node_is_refused(flow: FlowEnv) -> None:
     await flow.create("a")
     before = await flow.row("a")
 
@@ -147,23 +144,23 @@ async def test_a_node_that_exists_already_is_refused_and_left_alone(flow: Flowin
 
     assert await flow.row("a") == before
     assert await flow.engine.describe_execution(flow.names["b"]) is None
-    member = await Flowing(flow.engine, flow.clock).begin()
+    member = await FlowEnv(flow.engine, flow.clock).begin()
     while member.partition != flow.partition:
-        member = await Flowing(flow.engine, flow.clock).begin()
+        member = await FlowEnv(flow.engine, flow.clock).begin()
     await member.add("m")
     flow.names["m"] = member.names["m"]
     with pytest.raises(errors.ExecutionAlreadyInFlow):
         await flow.engine.create_flow_graph(flow.id, [node(flow, "m")])
 
 
-async def test_a_graph_without_any_node_is_a_flow(flow: Flowing) -> None:
+async def test_an_empty_graph_is_a_flow(flow: FlowEnv) -> None:
     answer = await flow.engine.create_flow_graph(flow.id, [])
 
     assert answer == flow_answers.GraphCreated(flow.id, 0, 0, 0)
     await flow.add("a")
 
 
-async def test_a_delayed_root_waits_for_its_time_and_its_successor_for_it(flow: Flowing) -> None:
+async def test_a_delayed_root_blocks_its_successor(flow: FlowEnv) -> None:
     nodes = [node(flow, "a", delay_until=flow.clock.now + 1000), node(flow, "b")]
 
     await flow.engine.create_flow_graph(flow.id, nodes, [edge(flow, "ab")])
@@ -171,7 +168,7 @@ async def test_a_delayed_root_waits_for_its_time_and_its_successor_for_it(flow: 
     assert await flow.state("a", "b") == "delayed waiting_children"
 
 
-async def test_the_lane_of_a_node_is_listed_though_it_waits(flow: Flowing) -> None:
+async def test_the_lane_of_a_waiting_node_is_listed(flow: FlowEnv) -> None:
     roots = [node(flow, "a", lane_id="root"), node(flow, "l", lane_id="late", delay_until=flow.clock.now + 1000)]
     nodes = [*roots, node(flow, "b", lane_id="then"), node(flow, "c", lane_id="then", policy='{"fairness_key":"k"}')]
 

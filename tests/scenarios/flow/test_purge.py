@@ -1,4 +1,4 @@
-"""Decision 37: a flow goes with everything it owns once retention has removed its last member."""
+"""Decision 37: a flow is purged with everything it owns after its last member was purged."""
 
 from __future__ import annotations
 
@@ -20,61 +20,65 @@ from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.queries import Scan
 from flowfabric.testing.faults import FlakyStore, Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.scenarios.flowing import Flowing, any_of
+from tests.scenarios.flow_env import FlowEnv, any_of
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
-OF_FLOWS: tuple[type[msgspec.Struct], ...] = (Flow, *retention.FLOW_OWNED)
+FLOW_TABLES: tuple[type[msgspec.Struct], ...] = (Flow, *retention.FLOW_OWNED)
 
 
-async def left_of_flows(engine: Engine) -> dict[str, int]:
-    """How many rows each table of flows has."""
-    counts = {row.__name__: len(await engine.store.scan(Scan(row, limit=10_000))) for row in OF_FLOWS}
+async def flow_row_counts(engine: Engine) -> dict[str, int]:
+    """Count the rows of each table keyed by flow."""
+    counts = {row.__name__: len(await engine.store.scan(Scan(row, limit=10_000))) for row in FLOW_TABLES}
     return {name: count for name, count in counts.items() if count}
 
 
-async def left(engine: Engine) -> dict[str, int]:
-    """How many rows each table has that an execution or a flow owns."""
+async def row_counts(engine: Engine) -> dict[str, int]:
+    """Count the rows of each table owned by executions or flows."""
     names = ("ff_exec", "ff_payload", "ff_result", "ff_attempt", "ff_flow", "ff_edge", "ff_dep", "ff_disp", "ff_pend")
     tables = [table for table in TABLES if table.name.startswith((*names, "ff_cancel"))]
     counts = {table.name: len(await engine.store.scan(Scan(table.row, limit=10_000))) for table in tables}
     return {name: count for name, count in counts.items() if count}
 
 
-def test_every_table_of_flows_is_removed_with_them() -> None:
+def test_every_table_keyed_by_flow_is_purged_with_the_flow() -> None:
     keyed = {table.row for table in TABLES if table.key[0] == "flow_id"}
 
-    assert keyed == set(OF_FLOWS)
+    assert keyed == set(FLOW_TABLES)
 
 
-async def test_a_flow_goes_with_its_last_member_and_not_before(flow: Flowing) -> None:
+async def test_a_flow_is_purged_with_its_last_member(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     await flow.join("ab", "c", any_of("cancel_remaining"))
     await flow.edge("c", "d")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     await flow.sweep("edge_cancel_dispatcher")
     await flow.cancel("c")
     await flow.sweep("flow_projector")
     flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [3]
-    assert await left_of_flows(flow.engine) == {"Flow": 1, "FlowMember": 4, "Edge": 3, "EdgeGroup": 2, "FlowSummary": 1}
+    assert await flow_row_counts(flow.engine) == {
+        "Flow": 1,
+        "FlowMember": 4,
+        "Edge": 3,
+        "EdgeGroup": 2,
+        "FlowSummary": 1,
+    }
     assert await flow.engine.list_flow_members(flow.id) == flow.ids("abcd")
 
     await flow.cancel("d")
     flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [1]
 
-    assert await left(flow.engine) == {}
+    assert await row_counts(flow.engine) == {}
     assert await flow.engine.describe_flow(flow.id) is None
     assert await flow.engine.get_flow_summary(flow.id) is None
     assert await flow.engine.list_flow_members(flow.id) == []
 
 
 @pytest.mark.parametrize("by", ["purge_execution", "trim_retention"])
-async def test_a_flow_goes_whichever_verb_removes_its_members(flow: Flowing, by: str) -> None:
-    await flow.begin("abc")
-    await flow.chain("abc")
+async def test_a_flow_is_purged_by_every_operation_that_purges_its_members(flow: FlowEnv, by: str) -> None:
+    await flow.begin("abc", edges=("ab", "bc"))
     await flow.cancel("a", "b", "c")
     flow.clock.advance_ms(DAY_MS)
 
@@ -83,44 +87,43 @@ async def test_a_flow_goes_whichever_verb_removes_its_members(flow: Flowing, by:
     else:
         assert await flow.engine.trim_retention(flow.partition, "default") == 3
 
-    assert await left(flow.engine) == {}
+    assert await row_counts(flow.engine) == {}
 
 
-async def test_a_flow_whose_last_member_went_before_a_crash_is_found_later(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_flow_whose_last_member_was_purged_before_a_crash_is_purged_later(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("a", "b")
     flow.clock.advance_ms(DAY_MS)
 
     async def dies(flow_id: str) -> None:
-        """The process dies after it has removed a member."""
+        """Simulate a crash after a member was purged."""
 
     monkeypatch.setattr(flow.engine.purger, "_check_flow", dies)
     assert await flow.sweep("retention_trimmer") == [2]
-    assert (await left_of_flows(flow.engine))["Flow"] == 1
+    assert (await flow_row_counts(flow.engine))["Flow"] == 1
 
     assert await flow.sweep("flow_retention") == [1]
-    assert await left(flow.engine) == {}
+    assert await row_counts(flow.engine) == {}
 
 
-async def test_a_flow_is_checked_again_when_its_members_are_due(flow: Flowing) -> None:
+async def test_a_flow_is_checked_again_when_its_members_are_due(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
     flow.clock.advance_ms(HOUR_MS)
     assert await flow.sweep("flow_retention", 2) == [0, 0]
-    assert (await flow.one(Flow, flow.id)).purge_check_at > flow.clock.now
+    assert (await flow.load(Flow, flow.id)).purge_check_at > flow.clock.now
 
     await flow.succeed("b")
     flow.clock.advance_ms(2 * HOUR_MS)
     assert await flow.sweep("flow_retention") == [0]
     due = max([(await flow.row(name)).purge_at or 0 for name in "ab"])
-    assert due - DAY_MS <= (await flow.one(Flow, flow.id)).purge_check_at - retention.FLOW_RECHECK_DELAY_MS <= due
+    assert due - DAY_MS <= (await flow.load(Flow, flow.id)).purge_check_at - retention.FLOW_RECHECK_DELAY_MS <= due
     await check_flow_invariants(flow.engine)
 
 
-async def test_a_replayed_member_keeps_its_flow(flow: Flowing) -> None:
+async def test_a_replayed_member_prevents_the_purge_of_its_flow(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.fail("a", "b")
     await flow.engine.replay_execution(flow.names["a"])
@@ -130,10 +133,10 @@ async def test_a_replayed_member_keeps_its_flow(flow: Flowing) -> None:
     assert not await flow.engine.purge_flow(flow.id)
     with pytest.raises(errors.NotFound):
         await flow.engine.replay_execution(flow.names["b"])
-    assert (await left_of_flows(flow.engine))["FlowMember"] == 2
+    assert (await flow_row_counts(flow.engine))["FlowMember"] == 2
 
 
-async def test_what_comes_after_the_purge_finds_no_flow(flow: Flowing) -> None:
+async def test_operations_on_a_purged_flow_are_refused(flow: FlowEnv) -> None:
     await flow.begin("ab")
     edge = await flow.edge("a", "b")
     await flow.cancel("a", "b")
@@ -157,10 +160,10 @@ async def test_what_comes_after_the_purge_finds_no_flow(flow: Flowing) -> None:
         await flow.engine.resolve_dependency(flow.id, edge, b, "success")
     assert (await flow.engine.cascade_completion(a)).resolved == 0
     assert not await flow.engine.purge_flow(flow.id)
-    assert await left_of_flows(flow.engine) == {}
+    assert await flow_row_counts(flow.engine) == {}
 
 
-async def test_a_flow_with_the_id_of_one_that_went_is_a_new_one(flow: Flowing) -> None:
+async def test_the_id_of_a_purged_flow_can_be_reused(flow: FlowEnv) -> None:
     a, b = flow.new_id(), flow.new_id()
     nodes = [
         CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
@@ -173,48 +176,46 @@ async def test_a_flow_with_the_id_of_one_that_went_is_a_new_one(flow: Flowing) -
         assert isinstance(made, flow_answers.GraphCreated)
         again = await flow.engine.create_flow_graph(flow.id, nodes, edges)
         assert isinstance(again, flow_answers.FlowExists)
-        await flow.succeed("a")
-        await flow.cascade("a")
+        await flow.succeed_and_cascade("a")
         await flow.succeed("b")
         assert await flow.state("a", "b") == "completed completed"
         flow.clock.advance_ms(DAY_MS)
         assert await flow.sweep("retention_trimmer") == [2]
-        assert await left(flow.engine) == {}
+        assert await row_counts(flow.engine) == {}
 
 
-async def test_a_cancel_in_progress_goes_with_the_flow(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_purge_deletes_a_cancel_in_progress(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     await flow.begin("ab", policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await flow.engine.cancel_flow_header(flow.id)
-    for name in "ab":  # and whoever was to acknowledge it has died
+    for name in "ab":  # the process that should acknowledge it has died
         await flow.cancel(name)
     assert (await flow.backlog())[1] == ["a", "b"]
     flow.clock.advance_ms(1000)
 
     assert await flow.sweep("retention_trimmer") == [2]
 
-    assert await left(flow.engine) == {}
+    assert await row_counts(flow.engine) == {}
     assert await flow.sweep("cancel_reconciler") == [0]
 
 
-async def test_siblings_that_were_to_be_cancelled_go_with_the_flow(flow: Flowing) -> None:
+async def test_a_purge_deletes_pending_sibling_cancels(flow: FlowEnv) -> None:
     await flow.begin("abc", policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await flow.join("ab", "c", any_of("cancel_remaining"))
-    await flow.succeed("a")
-    await flow.cascade("a")
-    assert await flow.entry("c") is not None
+    await flow.succeed_and_cascade("a")
+    assert await flow.pending_sibling_cancel("c") is not None
     await flow.cancel("b", "c")
     flow.clock.advance_ms(1000)
 
     assert await flow.sweep("retention_trimmer") == [3]
 
-    assert await left(flow.engine) == {}
+    assert await row_counts(flow.engine) == {}
     for sweep in ("edge_cancel_dispatcher", "edge_cancel_reconciler", "dependency_reconciler", "completion_dispatch"):
         assert await flow.sweep(sweep) == [0]
 
 
-async def test_an_open_flow_without_members_stays_and_a_cancelled_one_goes(flow: Flowing) -> None:
+async def test_an_empty_flow_is_purged_only_when_it_is_cancelled(flow: FlowEnv) -> None:
     await flow.begin()
-    other = await Flowing(flow.engine, flow.clock).begin()
+    other = await FlowEnv(flow.engine, flow.clock).begin()
     await other.engine.cancel_flow(other.id, wait=NoWait())
     flow.clock.advance_ms(DAY_MS - 1)
     assert await flow.sweep("flow_retention") == [0]
@@ -226,8 +227,8 @@ async def test_an_open_flow_without_members_stays_and_a_cancelled_one_goes(flow:
     assert await flow.engine.describe_flow(flow.id) is not None
 
 
-async def test_a_member_that_joins_while_the_flow_is_checked_keeps_it(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_member_added_during_the_check_prevents_the_purge(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await flow.begin("a")
     await flow.cancel("a")
@@ -248,8 +249,8 @@ async def test_a_member_that_joins_while_the_flow_is_checked_keeps_it(
     assert await flow.engine.resolve_execution_flow_id(late) == flow.id
 
 
-async def test_a_member_made_again_with_its_old_id_while_the_flow_is_checked_keeps_it(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_member_recreated_during_the_check_prevents_the_purge(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await flow.begin("a")
     await flow.cancel("a")
@@ -270,9 +271,8 @@ async def test_a_member_made_again_with_its_old_id_while_the_flow_is_checked_kee
     assert await flow.engine.describe_flow(flow.id) is not None
 
 
-async def test_a_lost_answer_to_the_purge_of_a_flow_changes_nothing(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
+async def test_a_flow_is_purged_despite_lost_messages(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
     await flow.cancel("a", "b")
     flow.clock.advance_ms(DAY_MS)
     for loss in (Loss.REQUEST, Loss.UNSURE, Loss.REPLY):
@@ -281,30 +281,28 @@ async def test_a_lost_answer_to_the_purge_of_a_flow_changes_nothing(flow: Flowin
         store.lose("commit", loss, after=1)
         for name in flow.ids("ab"):
             await engine.purge_execution(name)
-        assert await left(engine) == {}
-        flow = await Flowing(flow.engine, flow.clock).begin("ab")
+        assert await row_counts(engine) == {}
+        flow = await FlowEnv(flow.engine, flow.clock).begin("ab")
         await flow.cancel("a", "b")
         flow.clock.advance_ms(DAY_MS)
 
 
-async def test_a_large_flow_is_checked_by_one_member_while_others_go(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_purge_check_of_a_large_flow_loads_one_member(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"m{number:02}" for number in range(40)]
     await flow.begin(names)
     await flow.cancel(*names)
     scans = 0
     scan = flow.engine.runtime.scan
 
-    async def counted(asked: Scan) -> list[Any]:
+    async def counted(request: Scan) -> list[Any]:
         nonlocal scans
-        scans += asked.row.__name__ == "FlowMember"
-        return await scan(asked)
+        scans += request.row.__name__ == "FlowMember"
+        return await scan(request)
 
     monkeypatch.setattr(flow.engine.runtime, "scan", counted)
     flow.clock.advance_ms(DAY_MS)
     for name in names:
         assert await flow.engine.purge_execution(flow.names[name])
 
-    assert await left(flow.engine) == {}
-    assert scans <= 41, "by the member that was there last time, and only past that by the list"
+    assert await row_counts(flow.engine) == {}
+    assert scans <= 41, "one scan per purge"

@@ -1,4 +1,4 @@
-"""S-036 to S-038: how flows, edges, tags and summaries read."""
+"""S-036 to S-038: reads of flows, edges, tags and summaries."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Flow, FlowSummary
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.queries import Loaded, Read
-from tests.scenarios.flowing import Flowing, any_of, quorum
+from tests.scenarios.flow_env import FlowEnv, any_of, quorum
 
 
 @pytest.mark.spec("S-036")
-async def test_finished_flow_accepts_new_members_and_re_enters_projection(flow: Flowing) -> None:
+async def test_a_finished_flow_accepts_new_members_and_is_projected_again(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.succeed("a", "b")
     assert await flow.sweep("flow_projector", 2) == [1, 0]
-    assert (await flow.one(Flow, flow.id)).project_at is None
+    assert (await flow.load(Flow, flow.id)).project_at is None
 
     await flow.add("c")
     assert await flow.sweep("flow_projector") == [1]
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.total_members, summary.sampled_members, summary.members_completed) == (3, 3, 2)
     assert (summary.members_waiting, summary.public_flow_state) == (1, "open")
-    await flow.run("c")
+    await flow.claim("c")
     await flow.sweep("flow_projector")
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_active, summary.public_flow_state) == (1, "running")
 
 
-async def test_one_pass_of_the_projector_comes_to_every_flow_that_goes_on(flow: Flowing) -> None:
+async def test_one_projector_sweep_covers_every_unfinished_flow(flow: FlowEnv) -> None:
     engine = flow.engine
     flows = [FlowId(engine.minter.uuid()) for _ in range(120)]
     for one in flows:
@@ -51,48 +49,43 @@ async def test_one_pass_of_the_projector_comes_to_every_flow_that_goes_on(flow: 
     assert [len(each) for each in found] == [1] * 120
 
 
-async def test_the_derived_state_follows_the_members(flow: Flowing) -> None:
+async def test_the_derived_flow_state_follows_its_members(flow: FlowEnv) -> None:
     async def derived() -> str:
         assert await flow.engine.project_flow_summary(flow.id)
-        summary = await flow.engine.get_flow_summary(flow.id)
-        assert summary is not None
+        summary = await flow.summary()
         return summary.public_flow_state.value
 
     assert not await flow.engine.project_flow_summary(flow.id)  # there is no such flow
     await flow.begin()
-    assert not await flow.engine.project_flow_summary(flow.id)  # nor any member
+    assert not await flow.engine.project_flow_summary(flow.id)  # it has no members
     for name in "abcd":
         await flow.add(name)
     assert await derived() == "open"
     await flow.chain("ab")
     assert await derived() == "blocked"
-    held = await flow.run("c")
+    claim = await flow.claim("c")
     assert await derived() == "running"
-    await flow.engine.complete(held.handle)
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.engine.complete(claim.handle)
+    await flow.fail_and_cascade("a")
     await flow.succeed("d")
     assert await derived() == "failed"
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert described.public_flow_state == "open"  # the projector never writes the flow's own state
 
 
-async def test_a_flow_all_of_whose_members_were_skipped_is_completed(flow: Flowing) -> None:
+async def test_a_flow_with_completed_and_skipped_members_is_completed(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b", dependency_kind="failure_only")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_completed, summary.members_skipped) == (1, 1)
     assert summary.public_flow_state == "completed"
 
 
-async def test_members_that_retention_removed_are_counted_in_the_total_only(flow: Flowing) -> None:
+async def test_purged_members_are_counted_in_the_total_only(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
     flow.clock.advance_ms(24 * 60 * 60 * 1000)
@@ -100,12 +93,11 @@ async def test_members_that_retention_removed_are_counted_in_the_total_only(flow
 
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.total_members, summary.sampled_members, summary.members_completed) == (2, 1, 0)
 
 
-async def test_a_replayed_member_brings_its_flow_back_to_the_projector(flow: Flowing) -> None:
+async def test_a_replayed_member_registers_its_flow_with_the_projector(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.fail("a")
     await flow.sweep("flow_projector")
@@ -113,13 +105,12 @@ async def test_a_replayed_member_brings_its_flow_back_to_the_projector(flow: Flo
     await flow.engine.replay_execution(flow.names["a"])
     await flow.sweep("flow_projector")
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_waiting, summary.public_flow_state) == (1, "open")
 
 
-async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_flow_with_the_projector(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_a_member_replayed_during_projection_keeps_its_flow_registered(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await flow.begin("a")
     await flow.fail("a")
@@ -135,13 +126,12 @@ async def test_a_member_that_is_replayed_while_its_flow_is_summed_up_keeps_the_f
     monkeypatch.setattr(flow.engine.runtime, "load", load_then_replay)
     await flow.sweep("flow_projector", 2)
 
-    summary = await flow.engine.get_flow_summary(flow.id)
-    assert summary is not None
+    summary = await flow.summary()
     assert (summary.members_waiting, summary.members_failed, summary.public_flow_state) == (1, 0, "open")
 
 
 @pytest.mark.spec("S-037")
-async def test_edge_listing_and_lookup(flow: Flowing) -> None:
+async def test_edges_are_listed_by_direction_and_found_by_id(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     first, second = await flow.stage("a", "b"), await flow.stage("a", "c")
     solo = flow.engine.new_execution_id()
@@ -166,13 +156,12 @@ async def test_edge_listing_and_lookup(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-038")
-async def test_tag_key_rules(flow: Flowing) -> None:
+async def test_flow_tag_keys_are_validated(flow: FlowEnv) -> None:
     await flow.begin()
     for key in ("app.task", "app.sub.field", "a1_b.x"):
         await flow.engine.set_flow_tag(flow.id, key, f"value of {key}")
 
-    described = await flow.engine.describe_flow(flow.id)
-    assert described is not None
+    described = await flow.describe()
     assert described.tags == {key: f"value of {key}" for key in ("a1_b.x", "app.sub.field", "app.task")}
     assert described.graph_revision == 0
     assert await flow.engine.get_flow_tag(flow.id, "app.task") == "value of app.task"
@@ -188,7 +177,7 @@ async def test_tag_key_rules(flow: Flowing) -> None:
     assert await flow.engine.get_flow_tag(stranger, "app.x") is None
 
 
-async def test_unreadable_tags_are_corruption_and_no_partial_answer(flow: Flowing) -> None:
+async def test_unreadable_flow_tags_are_reported_as_corruption(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.write(Patch(Flow, (flow.id,), {"tags": "{no tags"}))
 
@@ -196,13 +185,12 @@ async def test_unreadable_tags_are_corruption_and_no_partial_answer(flow: Flowin
         await flow.engine.describe_flow(flow.id)
 
 
-async def test_a_described_flow_lists_the_joins_that_edges_lead_to(flow: Flowing) -> None:
+async def test_a_described_flow_lists_joins_with_edges(flow: FlowEnv) -> None:
     await flow.begin("abcde")
-    await flow.policy("e", any_of("let_run"))  # no edge leads there
+    await flow.set_policy("e", any_of("let_run"))  # it has no edges
     await flow.join("ab", "c", quorum(2, "cancel_remaining"))
     await flow.stage("a", "d")
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
 
     described = await flow.engine.describe_flow(flow.id)
 
@@ -216,7 +204,7 @@ async def test_a_described_flow_lists_the_joins_that_edges_lead_to(flow: Flowing
     assert (groups[flow.names["d"]].policy, groups[flow.names["d"]].total_deps) == ({"kind": "all_of"}, 0)
 
 
-async def test_flows_of_a_partition_are_listed_in_pages(flow: Flowing) -> None:
+async def test_flows_of_a_partition_are_listed_in_pages(flow: FlowEnv) -> None:
     wanted: list[FlowId] = []
     while len(wanted) < 5:
         other = FlowId(flow.engine.minter.uuid())
@@ -242,7 +230,7 @@ async def test_flows_of_a_partition_are_listed_in_pages(flow: Flowing) -> None:
 
 
 @pytest.mark.parametrize("partition", [256, 65_535, "{fp:256}", "{b:1}", "{q:1}", -1])
-async def test_reads_of_a_partition_that_does_not_exist_are_refused(flow: Flowing, partition: int | str) -> None:
+async def test_reads_of_a_partition_that_does_not_exist_are_refused(flow: FlowEnv, partition: int | str) -> None:
     engine, waitpoint = flow.engine, flow.engine.minter.uuid()
     for read in (
         engine.list_flows(partition),
@@ -258,7 +246,7 @@ async def test_reads_of_a_partition_that_does_not_exist_are_refused(flow: Flowin
             await read
 
 
-async def test_the_flow_of_an_execution_is_told_or_none(flow: Flowing) -> None:
+async def test_the_flow_of_an_execution_is_resolved(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.create("x")
 

@@ -1,4 +1,4 @@
-"""S-052 to S-055 and EX-076: members live again, and a skipped one waits again."""
+"""S-052 to S-055 and EX-076: replaying members; a skipped one waits again."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from flowfabric.model.answers.execution import Replayed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import PublicState
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.scenarios.flowing import WAITING, WAITS, Flowing, quorum
+from tests.scenarios.flow_env import WAITING, WAITS, FlowEnv, quorum
 
 REPLAYED = WAITING.replace("pending_first_attempt", "pending_replay_attempt")
 WAITS_AGAIN = WAITS.replace("pending_first_attempt", "pending_replay_attempt")
 
 
-async def replay(flow: Flowing, *names: str) -> list[str]:
+async def replay(flow: FlowEnv, *names: str) -> list[str]:
     return [(await flow.engine.replay_execution(flow.names[name])).public_state.value for name in names]
 
 
-async def replay_events(flow: Flowing, name: str) -> list[dict[str, Any]]:
-    told = await flow.engine.store.history(flow.names[name], Topic.OPERATOR, 10)
-    return [msgspec.json.decode(one.event.details or "{}") for one in told if one.event.operator == "replayed"]
+async def replay_events(flow: FlowEnv, name: str) -> list[dict[str, Any]]:
+    events = await flow.engine.store.history(flow.names[name], Topic.OPERATOR, 10)
+    return [msgspec.json.decode(one.event.details or "{}") for one in events if one.event.operator == "replayed"]
 
 
 @pytest.mark.spec("S-052")
-async def test_skipped_member_waits_again(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+async def test_a_replayed_skipped_member_waits_for_its_upstream_again(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
+    await flow.fail_and_cascade("a")
     assert await flow.state("b") == "skipped"
 
     assert await replay(flow, "a", "b") == ["waiting", "waiting_children"]
@@ -49,23 +47,20 @@ async def test_skipped_member_waits_again(flow: Flowing) -> None:
     assert (await replay_events(flow, "b"))[0]["branch"] == "skipped_flow_member"
     assert (await replay_events(flow, "b"))[0]["groups_reset"] == 1
     feed = await flow.engine.subscribe_operator_event(FROM_THE_START)
-    told = [await feed.next(timeout_s=0), await feed.next(timeout_s=0)]
-    assert [news and news.details for news in told] == [
+    events = [await feed.next(timeout_s=0), await feed.next(timeout_s=0)]
+    assert [event and event.details for event in events] == [
         {"branch": "normal"},
         {"branch": "skipped_flow_member", "groups_reset": 1},
     ]
-    await flow.succeed("a")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a")
     assert await flow.vector("b") == REPLAYED
-    assert (await flow.run("b")).attempt_type == "replay"
+    assert (await flow.claim("b")).attempt_type == "replay"
 
 
 @pytest.mark.spec("S-053")
-async def test_replaying_only_the_child_skips_it_again(flow: Flowing) -> None:
-    await flow.begin("ab")
-    await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+async def test_replaying_only_the_child_skips_it_again(flow: FlowEnv) -> None:
+    await flow.begin("ab", edges=("ab",))
+    await flow.fail_and_cascade("a")
 
     await replay(flow, "b")
     assert await flow.vector("b") == WAITS_AGAIN
@@ -76,9 +71,8 @@ async def test_replaying_only_the_child_skips_it_again(flow: Flowing) -> None:
 
 
 @pytest.mark.spec("S-054")
-async def test_quorum_group_reset_on_replay(flow: Flowing) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "let_run"))
+async def test_a_replay_resets_a_quorum_group(flow: FlowEnv) -> None:
+    await flow.begin_join("123", "b", quorum(2, "let_run"))
     await flow.succeed("1")
     await flow.fail("2", "3")
     await flow.cascade("1", "2", "3")
@@ -88,21 +82,20 @@ async def test_quorum_group_reset_on_replay(flow: Flowing) -> None:
     assert await flow.counts("b") == "1/0/0 of 3 pending"
     await flow.sweep("dependency_reconciler")  # the third one failed as before
     assert (await flow.state("b"), await flow.counts("b")) == ("waiting_children", "1/1/0 of 3 pending")
-    await flow.succeed("2")
-    await flow.cascade("2")
+    await flow.succeed_and_cascade("2")
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/1/0 of 3 satisfied")
 
 
 @pytest.mark.spec("S-055")
-async def test_replay_limits_and_guards(flow: Flowing) -> None:
+async def test_a_member_replay_is_refused_before_the_end_and_beyond_its_limit(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.add("a", policy={"max_replay_count": 1, "retry_policy": {"max_retries": 0}})
-    held = await flow.run("a")
+    claim = await flow.claim("a")
 
     with pytest.raises(errors.ExecutionNotTerminal):
         await replay(flow, "a")
-    await flow.engine.fail(held.handle, reason="broken")
+    await flow.engine.fail(claim.handle, reason="broken")
     assert await replay(flow, "a") == ["waiting"]
     await flow.fail("a")
     with pytest.raises(errors.MaxReplaysExhausted):
@@ -112,12 +105,11 @@ async def test_replay_limits_and_guards(flow: Flowing) -> None:
     assert [event["branch"] for event in await replay_events(flow, "a")] == ["normal"]
 
 
-async def test_a_skipped_member_is_replayed_no_more_often_than_its_policy_allows(flow: Flowing) -> None:
+async def test_the_replay_limit_applies_to_skipped_members(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.add("b", policy={"max_replay_count": 1})
     await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
     await flow.sweep("dependency_reconciler")
 
@@ -128,9 +120,8 @@ async def test_a_skipped_member_is_replayed_no_more_often_than_its_policy_allows
 
 
 @pytest.mark.spec("EX-076")
-async def test_replay_of_a_skipped_flow_member(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.join("ab", "c")
+async def test_replaying_a_skipped_member_keeps_satisfied_edges(flow: FlowEnv) -> None:
+    await flow.begin_join("ab", "c")
     await flow.succeed("a")
     await flow.fail("b")
     await flow.cascade("a", "b")
@@ -147,19 +138,16 @@ async def test_replay_of_a_skipped_flow_member(flow: Flowing) -> None:
     [entry] = await flow.engine.lease_history(flow.names["c"])
     assert (entry.event, entry.fields["replay_type"]) == ("replay_initiated", "skipped_flow_member")
     with pytest.raises(errors.ExecutionNotEligible):
-        await flow.run("c")
+        await flow.claim("c")
     await replay(flow, "b")
-    await flow.succeed("b")
-    await flow.cascade("b")
+    await flow.succeed_and_cascade("b")
     assert await flow.vector("c") == REPLAYED
 
 
-async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
+async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: FlowEnv) -> None:
+    await flow.begin("abc", edges=("ab",))
     await flow.edge("a", "c", dependency_kind="any_outcome")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
 
     await replay(flow, "a")
     await flow.succeed("a")
@@ -170,15 +158,13 @@ async def test_replaying_an_upstream_does_not_reopen_its_dependents(flow: Flowin
     assert (await flow.counts("b"), await flow.counts("c")) == ("0/1/0 of 1 impossible", "1/0/0 of 1 satisfied")
 
 
-async def test_a_replay_whose_policy_is_already_met_is_claimable_at_once(flow: Flowing) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", quorum(2, "let_run"))
-    await flow.fail("1")
-    await flow.cascade("1")
+async def test_a_replayed_member_whose_join_is_satisfied_becomes_claimable(flow: FlowEnv) -> None:
+    await flow.begin_join("12", "b", quorum(2, "let_run"))
+    await flow.fail_and_cascade("1")
     assert await flow.state("b") == "skipped"
     await replay(flow, "1")
     await flow.succeed("1", "2")
-    await flow.cascade("2")  # counted on the impossible group; the second life of the first one is not
+    await flow.cascade("2")  # counted on the impossible group; the replayed first one is not
 
     await replay(flow, "b")
     await flow.sweep("dependency_reconciler")
@@ -186,11 +172,9 @@ async def test_a_replay_whose_policy_is_already_met_is_claimable_at_once(flow: F
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "2/0/0 of 2 satisfied")
 
 
-async def test_an_end_that_had_come_and_not_been_counted_is_counted_after_the_replay(flow: Flowing) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "let_run"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+async def test_an_uncounted_completion_is_counted_after_the_replay(flow: FlowEnv) -> None:
+    await flow.begin_join("123", "b", quorum(2, "let_run"))
+    await flow.fail_and_cascade("1", "2")
     await flow.succeed("3")
     assert await flow.counts("b") == "0/2/0 of 3 impossible"
 
@@ -202,12 +186,11 @@ async def test_an_end_that_had_come_and_not_been_counted_is_counted_after_the_re
     assert (await flow.state("b"), await flow.counts("b")) == ("skipped", "1/2/0 of 3 impossible")
 
 
-async def test_what_such_an_end_hands_on_is_the_input_of_the_replayed_child(flow: Flowing) -> None:
+async def test_an_uncounted_result_is_the_input_of_the_replayed_child(flow: FlowEnv) -> None:
     await flow.begin("abc", input_payload=b"orig")
     await flow.edge("a", "c", data_passing_ref="r")
     await flow.edge("b", "c")
-    await flow.fail("b")
-    await flow.cascade("b")
+    await flow.fail_and_cascade("b")
     await flow.succeed("a", result=b"A")
 
     await replay(flow, "b", "c")
@@ -217,36 +200,34 @@ async def test_what_such_an_end_hands_on_is_the_input_of_the_replayed_child(flow
     assert (await flow.vector("c"), await flow.payload("c")) == (REPLAYED, b"A")
 
 
-async def ends_unheard(flow: Flowing) -> None:
+async def undelivered_completion(flow: FlowEnv) -> None:
     await flow.edge("a", "b")
     await flow.fail("a")
 
 
-async def was_over_before_the_edge(flow: Flowing) -> None:
+async def completion_before_the_edge(flow: FlowEnv) -> None:
     await flow.fail("a")
     await flow.edge("a", "b")
 
 
-async def is_waited_for_again(flow: Flowing) -> None:
+async def replayed_downstream(flow: FlowEnv) -> None:
     await flow.edge("a", "b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
 
-@pytest.mark.parametrize("few", [128, 0])
+@pytest.mark.parametrize("max_named", [128, 0])
 @pytest.mark.parametrize("sweep", ["dependency_reconciler", "completion_dispatch"])
-@pytest.mark.parametrize("happened", [ends_unheard, was_over_before_the_edge, is_waited_for_again])
-async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_been_told(
-    flow: Flowing,
+@pytest.mark.parametrize("happened", [undelivered_completion, completion_before_the_edge, replayed_downstream])
+async def test_a_replayed_upstream_withdraws_a_completion_that_was_not_delivered(
+    flow: FlowEnv,
     monkeypatch: pytest.MonkeyPatch,
-    happened: Callable[[Flowing], Awaitable[None]],
+    happened: Callable[[FlowEnv], Awaitable[None]],
     sweep: str,
-    few: int,
+    max_named: int,
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
-    await flow.begin("abc")
-    await flow.edge("c", "b")
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", max_named)
+    await flow.begin("abc", edges=("cb",))
     await happened(flow)
 
     await replay(flow, "a")
@@ -258,10 +239,8 @@ async def test_an_upstream_that_lives_again_has_not_ended_for_those_who_had_not_
     assert (await flow.state("b"), await flow.counts("b")) == ("waiting", "2/0/0 of 2 satisfied")
 
 
-async def test_a_replay_takes_back_what_nobody_has_counted_and_leaves_what_was_counted(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
-    await flow.edge("a", "c")
+async def test_a_replay_withdraws_uncounted_outcomes_and_keeps_counted_ones(flow: FlowEnv) -> None:
+    await flow.begin("abc", edges=("ab", "ac"))
     await flow.fail("a")
     assert await flow.resolve("a", "b", "failed") == "impossible"
     counted = await flow.dependency("a", "b")
@@ -273,11 +252,9 @@ async def test_a_replay_takes_back_what_nobody_has_counted_and_leaves_what_was_c
     assert (taken_back.outcome, taken_back.unfolded_at) == (None, None)
 
 
-async def test_a_replay_takes_back_its_own_end_and_nobody_elses(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_withdraws_only_its_own_completion(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 0)
-    await flow.begin("abcd")
-    await flow.edge("a", "b")
-    await flow.edge("c", "d")
+    await flow.begin("abcd", edges=("ab", "cd"))
     await flow.fail("a")
     await flow.succeed("c")
 
@@ -287,28 +264,24 @@ async def test_a_replay_takes_back_its_own_end_and_nobody_elses(flow: Flowing, m
     assert await flow.state("a", "b", "c", "d") == "waiting waiting_children completed waiting"
 
 
-async def test_a_replay_takes_back_what_the_join_had_flagged(flow: Flowing) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+async def test_a_replay_withdraws_flagged_siblings(flow: FlowEnv) -> None:
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     assert (await flow.group("b")).cancel_siblings_pending_members == flow.names["3"]
 
     await replay(flow, "1", "2", "b")
 
     group = await flow.group("b")
     assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
     await flow.sweep("edge_cancel_dispatcher")
     assert await flow.state("3") == "waiting"
 
 
-async def test_an_edge_does_not_stop_a_replayed_member_whose_join_can_never_set_it_free(flow: Flowing) -> None:
-    await flow.begin("abc")
-    await flow.edge("a", "b")
+async def test_an_edge_does_not_block_a_replayed_member_with_an_impossible_join(flow: FlowEnv) -> None:
+    await flow.begin("abc", edges=("ab",))
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
     await flow.edge("c", "b")
@@ -317,13 +290,12 @@ async def test_an_edge_does_not_stop_a_replayed_member_whose_join_can_never_set_
     await flow.succeed("b")
 
 
-async def test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_it_another_input(flow: Flowing) -> None:
+async def test_a_late_completion_neither_skips_a_replayed_member_nor_replaces_its_input(flow: FlowEnv) -> None:
     await flow.begin("acd")
     await flow.add("b", input_payload=b"own")
     await flow.join("acd", "b", data_passing_ref="r")
     await flow.cancel("b")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     await replay(flow, "b")
 
     await flow.succeed("c", result=b"late")
@@ -335,9 +307,7 @@ async def test_an_end_that_comes_late_neither_skips_a_replayed_member_nor_gives_
 
 
 @pytest.mark.parametrize("first", ["succeed", "fail"])
-async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again_at_once(
-    flow: Flowing, first: str
-) -> None:
+async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again(flow: FlowEnv, first: str) -> None:
     await flow.begin("b12cd")
     await flow.join("12", "b", quorum(3, "let_run"))
     await flow.chain("bcd")
@@ -354,41 +324,38 @@ async def test_a_replayed_member_whose_quorum_exceeds_its_edges_is_skipped_again
     assert await flow.counts("b") == before
     assert [event["branch"] for event in await replay_events(flow, "b")] == ["skipped_flow_member"]
     ends = await flow.engine.store.history(row.execution_id, Topic.COMPLETION, 10)
-    assert [told.event.outcome for told in ends] == ["skipped", "skipped"]
+    assert [events.event.outcome for events in ends] == ["skipped", "skipped"]
     await check_flow_invariants(flow.engine)
     await flow.sweep("dependency_reconciler")
     assert await flow.state(*"bcd") == "skipped skipped skipped"
 
 
-async def test_a_member_skipped_again_runs_after_another_edge_and_a_further_replay(flow: Flowing) -> None:
+async def test_a_member_skipped_again_runs_after_another_edge_and_a_further_replay(flow: FlowEnv) -> None:
     await flow.begin("b123")
     await flow.join("12", "b", quorum(3, "let_run"))
-    await flow.succeed("1", "2")
-    await flow.cascade("1", "2")
+    await flow.succeed_and_cascade("1", "2")
     assert await replay(flow, "b") == ["skipped"]
 
     await flow.edge("3", "b")
     assert await replay(flow, "b") == ["waiting_children"]
     assert await flow.counts("b") == "2/0/0 of 3 pending"
-    await flow.succeed("3")
-    await flow.cascade("3")
+    await flow.succeed_and_cascade("3")
 
     assert (await flow.vector("b"), await flow.counts("b")) == (REPLAYED, "3/0/0 of 3 satisfied")
 
 
-async def test_a_repeated_skip_counts_against_the_replay_limit(flow: Flowing) -> None:
+async def test_a_repeated_skip_counts_against_the_replay_limit(flow: FlowEnv) -> None:
     await flow.begin("1")
     await flow.add("b", policy={"max_replay_count": 1})
     await flow.join("1", "b", quorum(2, "let_run"))
-    await flow.succeed("1")
-    await flow.cascade("1")
+    await flow.succeed_and_cascade("1")
     assert await replay(flow, "b") == ["skipped"]
 
     with pytest.raises(errors.MaxReplaysExhausted):
         await replay(flow, "b")
 
 
-async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> None:
+async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: FlowEnv) -> None:
     await flow.begin("a")
     await flow.fail("a")
     await flow.engine.cancel_flow(flow.id)
@@ -399,9 +366,7 @@ async def test_a_member_of_a_cancelled_flow_may_be_replayed(flow: Flowing) -> No
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_cancelled(
-    flow: Flowing, others: int
-) -> None:
+async def test_a_member_replayed_after_the_reconciler_listed_it_is_not_cancelled(flow: FlowEnv, others: int) -> None:
     await flow.begin("ab"[: 1 + others])
     await flow.engine.cancel_flow_header(flow.id, reason="enough")
     await flow.engine.cancel_execution(flow.names["a"], reason="enough")
@@ -421,14 +386,14 @@ async def test_a_member_that_is_replayed_while_a_reconciler_has_its_list_is_not_
     assert await flow.backlog() == (None, [])
 
 
-async def test_a_member_that_is_replayed_while_its_flow_is_being_cancelled_runs(flow: Flowing) -> None:
+async def test_a_member_replayed_during_the_cancel_of_its_flow_runs(flow: FlowEnv) -> None:
     await flow.begin("ab")
-    held = await flow.run("a")
+    claim = await flow.claim("a")
     cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
     async def after_a_replay(names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None) -> Dispositions:
-        await flow.engine.complete(held.handle)
+        await flow.engine.complete(claim.handle)
         assert await replay(flow, "a") == ["waiting"]
         return await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
 
@@ -441,10 +406,10 @@ async def test_a_member_that_is_replayed_while_its_flow_is_being_cancelled_runs(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_replayed_member_is_not_cancelled_by_what_a_dead_dispatcher_left(flow: Flowing, others: int) -> None:
+async def test_a_replayed_member_is_not_cancelled_from_a_stale_backlog(flow: FlowEnv, others: int) -> None:
     await flow.begin("ab"[: 1 + others])
     await flow.engine.cancel_flow_header(flow.id, reason="enough")
-    await flow.engine.cancel_execution(flow.names["a"], reason="enough")  # and nobody acknowledged it
+    await flow.engine.cancel_execution(flow.names["a"], reason="enough")  # it was not acknowledged
 
     assert await replay(flow, "a") == ["waiting"]
     backlog, listed = await flow.backlog()

@@ -1,4 +1,4 @@
-"""What others still need is kept: a node whose result is read later goes when those who read it need it no more."""
+"""A node whose result is read later is purged only when its readers no longer need it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import pytest
 from flowfabric.model.flow import CompletionDispatch
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.flow import successors
-from tests.scenarios.flowing import Flowing
+from tests.scenarios.flow_env import FlowEnv
 
 DAY_MS = 86_400_000
 READ = '{"kept_for_successors": true}'
 
 
-async def test_a_result_that_is_read_later_is_kept_until_its_reader_has_succeeded(flow: Flowing) -> None:
+async def test_a_node_is_not_purged_before_its_reader_succeeded(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.add("a", policy=READ)
     await flow.add("b")
     await flow.edge("a", "b")
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
 
     for _ in range(3):
         flow.clock.advance_ms(DAY_MS)
@@ -31,13 +30,12 @@ async def test_a_result_that_is_read_later_is_kept_until_its_reader_has_succeede
     assert await flow.sweep("retention_trimmer") == [2]
 
 
-async def test_a_result_is_kept_for_the_replay_of_a_reader_that_failed(flow: Flowing) -> None:
+async def test_a_node_is_kept_for_the_replay_of_a_failed_reader(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.add("a", policy=READ)
     await flow.add("b")
     await flow.edge("a", "b")
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     flow.clock.advance_ms(DAY_MS // 2)
     await flow.fail("b")
     flow.clock.advance_ms(DAY_MS - 1)
@@ -49,7 +47,7 @@ async def test_a_result_is_kept_for_the_replay_of_a_reader_that_failed(flow: Flo
     assert await flow.sweep("retention_trimmer") == [1]
 
 
-async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
+async def test_a_node_without_readers_is_purged_after_its_own_retention(flow: FlowEnv) -> None:
     await flow.begin()
     await flow.add("a")
     await flow.add("f", policy=READ)
@@ -61,24 +59,23 @@ async def test_others_go_when_their_own_time_is_over(flow: Flowing) -> None:
     flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [1]
-    assert await flow.engine.describe_execution(flow.names["a"]) is None, "nobody said that it is read"
-    assert await flow.state("f") == "cancelled", "b may run without its result, and has to see that it left none"
+    assert await flow.engine.describe_execution(flow.names["a"]) is None, "it is not marked as read"
+    assert await flow.state("f") == "cancelled", "b still has to see that it has no result"
     await flow.cancel("b")
     flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [2], "nobody goes on without it any more"
+    assert await flow.sweep("retention_trimmer") == [2], "no reader is left"
 
 
-async def test_a_chain_that_was_skipped_goes_at_once(flow: Flowing) -> None:
+async def test_a_skipped_chain_is_purged_in_one_sweep(flow: FlowEnv) -> None:
     await flow.begin("abcdef", policy={"kept_for_successors": True, "retry_policy": {"max_retries": 0}})
     await flow.chain("abcdef")
-    await flow.fail("a")
-    await flow.cascade("a")
+    await flow.fail_and_cascade("a")
     flow.clock.advance_ms(DAY_MS)
 
     assert await flow.sweep("retention_trimmer") == [6]
 
 
-async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_with_many_readers_is_kept_for_the_last(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", 2)
     monkeypatch.setattr("flowfabric.engine.retention.purger.EDGES_PAGE", 2)
     await flow.begin()
@@ -87,44 +84,42 @@ async def test_very_many_readers_are_looked_up(flow: Flowing, monkeypatch: pytes
         await flow.add(name)
         await flow.edge("a", name)
     assert (await flow.row("a")).successors == successors.MANY
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     await flow.succeed(*"vwxy")
     flow.clock.advance_ms(DAY_MS)
 
-    assert await flow.sweep("retention_trimmer", 2) == [4, 0], "all but the one that z still needs"
+    assert await flow.sweep("retention_trimmer", 2) == [4, 0], "all but the one that z reads"
     await flow.succeed("z")
     flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
 
 
-@pytest.mark.parametrize("few", [2, 128])
-async def test_a_child_that_very_many_read_is_kept_for_its_parent_too(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+@pytest.mark.parametrize("max_named", [2, 128])
+async def test_a_child_with_many_readers_is_kept_for_its_parent(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_named: int
 ) -> None:
-    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", few)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", max_named)
     await flow.begin()
     parent = await flow.create("p")
     await flow.add("a", policy=READ, parent_id=parent)
     for name in "xyz":
         await flow.add(name)
         await flow.edge("a", name)
-    await flow.succeed("a", result=b"7")
-    await flow.cascade("a")
+    await flow.succeed_and_cascade("a", result=b"7")
     await flow.succeed(*"xyz")
     flow.clock.advance_ms(DAY_MS)
 
-    assert await flow.sweep("retention_trimmer") == [3], "all but the one that its parent will come to again"
+    assert await flow.sweep("retention_trimmer") == [3], "all but the child of the unfinished parent"
     await flow.succeed("p")
     flow.clock.advance_ms(DAY_MS)
     assert await flow.sweep("retention_trimmer") == [2]
 
 
-@pytest.mark.parametrize("few", [1, 128])
-async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_execution(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+@pytest.mark.parametrize("max_named", [1, 128])
+async def test_a_purge_keeps_a_completion_left_to_the_reconciler(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_named: int
 ) -> None:
-    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", few)
+    monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", max_named)
     await flow.begin("bc")
     await flow.add("a", policy={"stream_policy": {"retention_ttl_ms": 0}})
     await flow.edge("a", "b")
@@ -138,8 +133,8 @@ async def test_an_end_that_was_left_to_the_reconciler_is_not_forgotten_with_the_
     assert await flow.state("b", "c") == "skipped waiting"
 
 
-async def test_a_sibling_that_many_wait_for_does_not_tell_them_again_when_it_goes(
-    flow: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_the_purge_of_a_cancelled_sibling_does_not_dispatch_its_completion_again(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(successors, "MAX_NAMED_SUCCESSORS", 1)
     await flow.begin("bc")
@@ -153,4 +148,4 @@ async def test_a_sibling_that_many_wait_for_does_not_tell_them_again_when_it_goe
 
     assert await flow.sweep("retention_trimmer") == [1]
 
-    assert await flow.one(CompletionDispatch, flow.names["a"]) is None
+    assert await flow.load(CompletionDispatch, flow.names["a"]) is None

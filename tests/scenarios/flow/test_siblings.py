@@ -1,4 +1,4 @@
-"""S-022 to S-026: the upstreams that a fired join no longer needs are cancelled, whatever happens in between."""
+"""S-022 to S-026: the siblings that a fired join no longer needs are cancelled despite crashes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, PendingSiblingCancel
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.stores.queries import Loaded, Read
-from tests.scenarios.flowing import WAITING, Flowing, any_of, quorum
+from tests.scenarios.flow_env import WAITING, FlowEnv, any_of, quorum
 
 RECONCILED = "ff_sibling_cancel_reconcile"
 DISPOSITIONS = ("cancelled", "already_terminal", "not_found")
 
 
-async def fired(flow: Flowing, upstreams: str = "123", policy: object = None) -> None:
-    """A join with siblings to cancel: the first upstream has ended well, the second runs, the others wait."""
+async def begin_fired_join(flow: FlowEnv, upstreams: str = "123", policy: object = None) -> None:
+    """Begin a flow whose join has fired: the first upstream completed, the second runs, the others wait."""
     await flow.begin(f"b{upstreams}")
     await flow.join(upstreams, "b", policy or any_of("cancel_remaining"))
     if len(upstreams) > 1:
-        await flow.run(upstreams[1])
+        await flow.claim(upstreams[1])
     await flow.succeed(upstreams[0])
     await flow.cascade(upstreams[0])
 
 
-def actions(flow: Flowing) -> dict[str, float]:
-    """What the reconciler has said that it did, and how often."""
+def reconcile_actions(flow: FlowEnv) -> dict[str, float]:
+    """Return how often the reconciler reported each action."""
     counted = {one.value: flow.engine.metrics.counter_value(RECONCILED, action=one.value) for one in SiblingReconcile}
     return {name: often for name, often in counted.items() if often}
 
 
 @pytest.mark.spec("S-022")
-async def test_dispatcher_terminates_losers(flow: Flowing) -> None:
-    await fired(flow)
+async def test_the_dispatcher_cancels_the_remaining_siblings(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
 
     assert await flow.sweep("edge_cancel_dispatcher") == [1]
 
@@ -51,14 +51,14 @@ async def test_dispatcher_terminates_losers(flow: Flowing) -> None:
     group = await flow.group("b")
     assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
     assert group.cancel_siblings_reason == "sibling_quorum_satisfied"
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
     assert await flow.vector("b") == WAITING
 
 
-class Unlucky:
-    """A store that cannot be reached for the next commit about one execution."""
+class FailingOnceStore:
+    """A store that fails the next commit about one execution."""
 
-    def __init__(self, flow: Flowing, name: str) -> None:
+    def __init__(self, flow: FlowEnv, name: str) -> None:
         self._store, self._engine = flow.engine.store, flow.engine
         self._execution, self.failures = flow.names[name], 1
 
@@ -73,67 +73,67 @@ class Unlucky:
 
 
 @pytest.mark.spec("S-023")
-async def test_transient_failure_keeps_the_group(flow: Flowing) -> None:
-    await fired(flow)
-    flagged, entry = await flow.group("b"), await flow.entry("b")
-    flow.engine.runtime.commit_queue._store = Unlucky(flow, "3")  # type: ignore[assignment]
+async def test_a_transient_failure_keeps_the_group_flagged(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
+    flagged, entry = await flow.group("b"), await flow.pending_sibling_cancel("b")
+    flow.engine.runtime.commit_queue._store = FailingOnceStore(flow, "3")  # type: ignore[assignment]
 
     first = await flow.engine.sweep_once("edge_cancel_dispatcher")
     assert (first.processed, first.errors) == (0, 1)
-    assert (await flow.group("b"), await flow.entry("b")) == (flagged, entry)
+    assert (await flow.group("b"), await flow.pending_sibling_cancel("b")) == (flagged, entry)
 
     assert await flow.sweep("edge_cancel_dispatcher") == [1]
     assert await flow.state("2", "3") == "cancelled cancelled"
-    assert (await flow.entry("b"), (await flow.group("b")).cancel_siblings_pending_flag) == (None, False)
+    assert (await flow.pending_sibling_cancel("b"), (await flow.group("b")).cancel_siblings_pending_flag) == (
+        None,
+        False,
+    )
 
 
 @pytest.mark.spec("S-024")
-async def test_reconciler_removes_a_stale_entry(flow: Flowing) -> None:
-    await flow.begin("b12")
-    await flow.join("12", "b", any_of("cancel_remaining"))
-    await flow.write(Upsert(PendingSiblingCancel(*flow.child("b"), flow.clock.now)))
+async def test_the_reconciler_removes_a_stale_entry(flow: FlowEnv) -> None:
+    await flow.begin_join("12", "b", any_of("cancel_remaining"))
+    await flow.write(Upsert(PendingSiblingCancel(*flow.downstream("b"), flow.clock.now)))
 
     assert await flow.sweep("edge_cancel_reconciler") == [1]
 
-    assert actions(flow) == {"sremmed_stale": 1}
-    assert await flow.entry("b") is None
+    assert reconcile_actions(flow) == {"sremmed_stale": 1}
+    assert await flow.pending_sibling_cancel("b") is None
     assert await flow.state("1", "2") == "waiting waiting"
 
 
 @pytest.mark.spec("S-025")
-async def test_reconciler_completes_an_interrupted_drain(flow: Flowing) -> None:
-    await fired(flow)
+async def test_the_reconciler_completes_an_interrupted_drain(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
     await flow.cancel("2")
     await flow.write(Delete(Execution, (flow.names["3"],)))
 
     assert await flow.sweep("edge_cancel_reconciler") == [1]
 
-    assert actions(flow) == {"completed_drain": 1}
+    assert reconcile_actions(flow) == {"completed_drain": 1}
     group = await flow.group("b")
     assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (False, None)
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
     action = await flow.engine.reconcile_sibling_cancel_group(flow.id, flow.names["b"])
     assert action is SiblingReconcile.NO_OP
 
 
 @pytest.mark.spec("S-026")
-async def test_reconciler_leaves_running_members_to_the_dispatcher(flow: Flowing) -> None:
-    await fired(flow)
+async def test_the_reconciler_leaves_running_members_to_the_dispatcher(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
     await flow.succeed("3")
-    before = await flow.group("b"), await flow.entry("b")
+    before = await flow.group("b"), await flow.pending_sibling_cancel("b")
 
     assert await flow.sweep("edge_cancel_reconciler", 10) == [0] * 10
 
-    assert actions(flow) == {"no_op": 10}
-    assert (await flow.group("b"), await flow.entry("b")) == before
+    assert reconcile_actions(flow) == {"no_op": 10}
+    assert (await flow.group("b"), await flow.pending_sibling_cancel("b")) == before
     assert await flow.state("2") == "active"
 
 
-async def test_an_impossible_join_cancels_the_remaining_too_and_says_so(flow: Flowing) -> None:
-    await flow.begin("b1234")
-    await flow.join("1234", "b", quorum(3, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+async def test_an_impossible_join_cancels_the_remaining_siblings_with_its_reason(flow: FlowEnv) -> None:
+    await flow.begin_join("1234", "b", quorum(3, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
 
     assert await flow.state("b") == "skipped"
     await flow.sweep("edge_cancel_dispatcher")
@@ -141,32 +141,34 @@ async def test_an_impossible_join_cancels_the_remaining_too_and_says_so(flow: Fl
     assert {(await flow.row(name)).cancellation_reason for name in "34"} == {"sibling_quorum_impossible"}
 
 
-async def test_a_join_without_remaining_upstreams_is_flagged_and_drained_all_the_same(flow: Flowing) -> None:
-    await fired(flow, "1", quorum(1, "cancel_remaining"))
+async def test_a_join_without_remaining_siblings_is_flagged_and_drained(flow: FlowEnv) -> None:
+    await begin_fired_join(flow, "1", quorum(1, "cancel_remaining"))
     group = await flow.group("b")
     assert (group.cancel_siblings_pending_flag, group.cancel_siblings_pending_members) == (True, None)
 
     assert await flow.sweep("edge_cancel_dispatcher") == [1]
 
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
 
 
-async def test_draining_tells_what_it_found(flow: Flowing) -> None:
-    await fired(flow)
+async def test_draining_reports_what_it_did(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
     b = flow.names["b"]
 
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.ALREADY_DRAINED
-    await flow.write(Upsert(PendingSiblingCancel(*flow.child("b"), 0)), Delete(EdgeGroup, flow.child("b")))
+    await flow.write(Upsert(PendingSiblingCancel(*flow.downstream("b"), 0)), Delete(EdgeGroup, flow.downstream("b")))
     assert await flow.engine.drain_sibling_cancel_group(flow.id, b) is SiblingDrain.DRAINED_SANS_GROUP
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
     with pytest.raises(errors.InvalidInput):
         await flow.engine.drain_sibling_cancel_group(flow.id, "")
 
 
-async def test_two_dispatchers_cancel_everybody_once(flow: Flowing) -> None:
-    await fired(flow)
-    await flow.write(Patch(EdgeGroup, flow.child("b"), {"last_flow_graph_revision": 1}))  # someone else was here
+async def test_two_dispatchers_cancel_each_sibling_once(flow: FlowEnv) -> None:
+    await begin_fired_join(flow)
+    await flow.write(
+        Patch(EdgeGroup, flow.downstream("b"), {"last_flow_graph_revision": 1})
+    )  # another dispatcher was here
 
     await flow.sweep("edge_cancel_dispatcher", 2)
 
@@ -175,8 +177,8 @@ async def test_two_dispatchers_cancel_everybody_once(flow: Flowing) -> None:
         assert [one.event.outcome for one in history] == ["cancelled"]
 
 
-async def test_what_becomes_of_siblings_is_counted(flow: Flowing) -> None:
-    await fired(flow, "1234")
+async def test_sibling_cancels_are_counted_by_disposition(flow: FlowEnv) -> None:
+    await begin_fired_join(flow, "1234")
     await flow.write(Delete(Execution, (flow.names["4"],)))
     await flow.succeed("3")
     meters = flow.engine.metrics
@@ -188,13 +190,12 @@ async def test_what_becomes_of_siblings_is_counted(flow: Flowing) -> None:
     assert meters.counter_value("ff_sibling_cancel_dispatched", reason="sibling_quorum_satisfied") == 3
     found = {name: meters.counter_value("ff_sibling_cancel_disposition", disposition=name) for name in DISPOSITIONS}
     assert found == {"cancelled": 1, "already_terminal": 1, "not_found": 1}
-    assert actions(flow) == {"no_op": 1}
+    assert reconcile_actions(flow) == {"no_op": 1}
 
 
-async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_a_sibling_too(flow: Flowing) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", any_of("cancel_remaining"))
-    await flow.run("1")
+async def test_a_running_upstream_of_a_manually_resolved_edge_is_a_sibling(flow: FlowEnv) -> None:
+    await flow.begin_join("123", "b", any_of("cancel_remaining"))
+    await flow.claim("1")
 
     assert await flow.resolve("1", "b", "success") == "satisfied"
 
@@ -202,9 +203,8 @@ async def test_an_upstream_that_still_runs_when_its_edge_is_resolved_by_hand_is_
     assert flow_cancel.siblings_to_cancel(group) == flow.ids("123")
 
 
-async def test_an_upstream_whose_end_was_noted_nowhere_is_no_sibling_of_itself(flow: Flowing) -> None:
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(3, "cancel_remaining"))
+async def test_an_upstream_with_an_unrecorded_completion_is_not_its_own_sibling(flow: FlowEnv) -> None:
+    await flow.begin_join("123", "b", quorum(3, "cancel_remaining"))
     await flow.engine.cancel_execution(flow.names["1"], reason="r", source="flow_cascade")
 
     await flow.sweep("dependency_reconciler")
@@ -213,12 +213,11 @@ async def test_an_upstream_whose_end_was_noted_nowhere_is_no_sibling_of_itself(f
     assert flow_cancel.siblings_to_cancel(await flow.group("b")) == flow.ids("23")
 
 
-async def test_joins_that_fire_together_have_each_their_own_siblings(flow: Flowing) -> None:
+async def test_joins_that_fire_in_one_batch_have_their_own_siblings(flow: FlowEnv) -> None:
     await flow.begin("bc12345")
     await flow.join("123", "b", quorum(2, "cancel_remaining"))
     await flow.join("45", "c", any_of("cancel_remaining"))
-    await flow.fail("1")
-    await flow.cascade("1")
+    await flow.fail_and_cascade("1")
     await flow.engine.replay_execution(flow.names["1"])
     await flow.succeed("2", "3", "4")
 
@@ -228,12 +227,10 @@ async def test_joins_that_fire_together_have_each_their_own_siblings(flow: Flowi
     assert flagged == {"b": flow.ids("1"), "c": flow.ids("5")}
 
 
-async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: Flowing) -> None:
-    """Its siblings are cancelled when the member is replayed and its join fires anew; those are not its own."""
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: FlowEnv) -> None:
+    """The member is replayed and its join fires again after the dispatcher cancelled the first siblings."""
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
@@ -243,45 +240,41 @@ async def test_a_dispatcher_that_comes_late_leaves_what_was_flagged_since(flow: 
         done = await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
-        await flow.run("3")
-        await flow.succeed("1", "2")
-        await flow.cascade("1", "2")
+        await flow.claim("3")
+        await flow.succeed_and_cascade("1", "2")
         return done
 
     cancelling.cancel_many = and_then_others_act  # type: ignore[method-assign]
-    await cancelling.cancel_siblings(flow.child("b"))
+    await cancelling.cancel_siblings(flow.downstream("b"))
     cancelling.cancel_many = cancel_many  # type: ignore[method-assign]
     assert (await flow.state("b", "3"), await flow.counts("b")) == ("waiting active", "2/0/0 of 3 satisfied")
 
     await flow.sweep("edge_cancel_dispatcher")
     assert await flow.state("b", "3") == "waiting cancelled"
     assert (await flow.row("3")).cancellation_reason == "sibling_quorum_satisfied"
-    assert await flow.entry("b") is None
+    assert await flow.pending_sibling_cancel("b") is None
 
 
-async def test_a_dispatcher_that_finds_nothing_to_do_leaves_what_is_flagged_meanwhile(flow: Flowing) -> None:
-    """Others have drained the entry that it was told of, and the join of another life fires while it looks."""
-    await flow.begin("b123")
-    await flow.join("123", "b", quorum(2, "cancel_remaining"))
-    await flow.fail("1", "2")
-    await flow.cascade("1", "2")
+async def test_an_idle_dispatcher_keeps_siblings_flagged_concurrently(flow: FlowEnv) -> None:
+    """Another dispatcher drained the entry, and the join of the replayed member fires during the load."""
+    await flow.begin_join("123", "b", quorum(2, "cancel_remaining"))
+    await flow.fail_and_cascade("1", "2")
     cancelling = flow.engine.bulk_canceller
-    await cancelling.cancel_siblings(flow.child("b"))
+    await cancelling.cancel_siblings(flow.downstream("b"))
     for name in "123b":
         await flow.engine.replay_execution(flow.names[name])
-    await flow.run("3")
+    await flow.claim("3")
     load = flow.engine.runtime.load
 
     async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
         found = await load(wants)
         flow.engine.runtime.load = load  # type: ignore[method-assign]
-        await flow.succeed("1", "2")
-        await flow.cascade("1", "2")
+        await flow.succeed_and_cascade("1", "2")
         return found
 
     flow.engine.runtime.load = and_then_the_join_fires  # type: ignore[method-assign]
-    assert await cancelling.cancel_siblings(flow.child("b")) == {}
+    assert await cancelling.cancel_siblings(flow.downstream("b")) == {}
 
-    assert await flow.entry("b") is not None
+    assert await flow.pending_sibling_cancel("b") is not None
     await flow.sweep("edge_cancel_dispatcher")
     assert await flow.state("b", "3") == "waiting cancelled"

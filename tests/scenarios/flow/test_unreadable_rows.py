@@ -1,4 +1,4 @@
-"""Rows of a flow that make no sense, or cannot be read, are told of and hold up nobody else."""
+"""Inconsistent or unreadable rows of a flow are reported and do not stop other work."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read
-from tests.scenarios.flowing import Flowing, any_of
+from tests.scenarios.flow_env import FlowEnv, any_of
 
 
 @pytest.fixture
-async def still(store: Store, clock: ManualClock) -> Flowing:
-    """A flow that nobody watches: what is wrong with its rows is meant to be."""
-    return Flowing(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+async def flow(store: Store, clock: ManualClock) -> FlowEnv:
+    """A flow without the checked store: its rows are broken on purpose."""
+    return FlowEnv(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
 
 
 @pytest.fixture
-async def lively(store: Store, clock: ManualClock) -> Flowing:
-    """The same, with its ends carried on at once."""
-    return Flowing(Engine(store, minter=SeededMinter(1)), clock)
+async def dispatching(store: Store, clock: ManualClock) -> FlowEnv:
+    """The same, with dispatch."""
+    return FlowEnv(Engine(store, minter=SeededMinter(1)), clock)
 
 
-async def spoil(flow: Flowing, name: str, column: str = "terms") -> None:
-    """Terms, or successors, that nobody could have written."""
+async def corrupt(flow: FlowEnv, name: str, column: str = "terms") -> None:
+    """Write unreadable terms or successors."""
     await flow.write(Patch(Execution, (flow.names[name],), {column: "[5]"}))
 
 
-def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A row with something in it that stands for nothing."""
+def make_unreadable(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make every load of a row fail as corrupt."""
     load = flow.engine.store.load
 
     async def loads(wants: Sequence[Read]) -> Loaded:
@@ -53,8 +53,8 @@ def unreadable(flow: Flowing, monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     monkeypatch.setattr(flow.engine.store, "load", loads)
 
 
-async def join_with_too_many_ends(flow: Flowing) -> None:
-    """Two joins of the ends of a and x, one of which claims to have counted both before a has ended."""
+async def begin_inconsistent_join(flow: FlowEnv) -> None:
+    """Begin a flow with two joins of a and x, one of which has counted both before a completes."""
     await flow.begin("abcdx")
     for name in "bc":
         await flow.join("xa", name)
@@ -65,34 +65,34 @@ async def join_with_too_many_ends(flow: Flowing) -> None:
     await flow.succeed("a")
 
 
-async def test_a_cascade_goes_on_past_a_join_that_cannot_be_counted(still: Flowing) -> None:
-    await join_with_too_many_ends(still)
+async def test_a_cascade_continues_past_an_inconsistent_join(flow: FlowEnv) -> None:
+    await begin_inconsistent_join(flow)
 
-    assert await still.cascade("a") == [CascadeOutcome(2, 0)]
+    assert await flow.cascade("a") == [CascadeOutcome(2, 0)]
 
-    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
-    assert await still.counts("b") == "2/0/0 of 2 pending"
+    assert await flow.state("b", "c", "d") == "waiting_children waiting waiting"
+    assert await flow.counts("b") == "2/0/0 of 2 pending"
     with pytest.raises(errors.BugError, match="invariant_violation"):
-        await still.resolve("a", "b", "success")
+        await flow.resolve("a", "b", "success")
 
 
 @pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
-async def test_a_sweep_goes_on_past_a_join_that_cannot_be_counted(still: Flowing, sweep: str) -> None:
-    await join_with_too_many_ends(still)
+async def test_a_sweep_continues_past_an_inconsistent_join(flow: FlowEnv, sweep: str) -> None:
+    await begin_inconsistent_join(flow)
 
-    done = await still.engine.sweep_once(sweep)
+    done = await flow.engine.sweep_once(sweep)
 
     assert (done.processed, done.errors) == (2, 1)
-    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
+    assert await flow.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
-async def test_a_sweep_of_few_edges_comes_to_those_behind_a_join_that_cannot_be_counted(still: Flowing) -> None:
-    await join_with_too_many_ends(still)
+async def test_a_small_sweep_batch_continues_past_an_inconsistent_join(flow: FlowEnv) -> None:
+    await begin_inconsistent_join(flow)
 
-    passes = [await still.engine.sweep_once("completion_dispatch", batch=1) for _ in range(3)]
+    passes = [await flow.engine.sweep_once("completion_dispatch", batch=1) for _ in range(3)]
 
     assert sorted((one.processed, one.errors) for one in passes) == [(0, 1), (1, 0), (1, 0)]
-    assert await still.state("b", "c", "d") == "waiting_children waiting waiting"
+    assert await flow.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
 @pytest.mark.parametrize(
@@ -103,82 +103,80 @@ async def test_a_sweep_of_few_edges_comes_to_those_behind_a_join_that_cannot_be_
         ("dependency_reconciler", "b", Filter(namespace="default")),
     ],
 )
-async def test_a_sweep_goes_on_past_an_execution_that_cannot_be_read(
-    still: Flowing, monkeypatch: pytest.MonkeyPatch, sweep: str, unread: str, chosen: Filter | None
+async def test_a_sweep_continues_past_an_unreadable_execution(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, sweep: str, unread: str, chosen: Filter | None
 ) -> None:
-    await still.begin("abcdx")
-    for upstream, downstream in ("xb", "ac", "ad"):
-        await still.edge(upstream, downstream)
-    await still.cancel("a", "x")
-    unreadable(still, monkeypatch, unread)
+    await flow.begin("abcdx", edges=("xb", "ac", "ad"))
+    await flow.cancel("a", "x")
+    make_unreadable(flow, monkeypatch, unread)
 
-    assert await still.engine.sweep_once(sweep, chosen) == SweepResult(2, 1)
-    assert await still.state("c", "d") == "skipped skipped"
+    assert await flow.engine.sweep_once(sweep, chosen) == SweepResult(2, 1)
+    assert await flow.state("c", "d") == "skipped skipped"
 
 
-async def test_the_projector_goes_on_past_a_flow_with_a_member_that_cannot_be_read(
-    still: Flowing, monkeypatch: pytest.MonkeyPatch
+async def test_the_projector_continues_past_a_flow_with_an_unreadable_member(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await still.begin("a")
-    others = [await Flowing(still.engine, still.clock).begin("b") for _ in range(3)]
-    unreadable(still, monkeypatch, "a")
+    await flow.begin("a")
+    others = [await FlowEnv(flow.engine, flow.clock).begin("b") for _ in range(3)]
+    make_unreadable(flow, monkeypatch, "a")
 
-    swept = await still.engine.sweep_once("flow_projector")
+    swept = await flow.engine.sweep_once("flow_projector")
 
     assert (swept.processed, swept.errors) == (3, 1)
-    assert [await other.one(FlowSummary, other.id) is not None for other in (still, *others)] == [False] + [True] * 3
+    assert [await other.load(FlowSummary, other.id) is not None for other in (flow, *others)] == [False] + [True] * 3
 
 
-async def test_an_end_reaches_the_others_past_a_join_that_cannot_be_counted(lively: Flowing) -> None:
-    await join_with_too_many_ends(lively)
+async def test_a_completion_reaches_other_members_past_an_inconsistent_join(dispatching: FlowEnv) -> None:
+    await begin_inconsistent_join(dispatching)
 
-    await lively.engine.dispatcher.wait_idle()
+    await dispatching.engine.dispatcher.wait_idle()
 
-    assert await lively.state("b", "c", "d") == "waiting_children waiting waiting"
+    assert await dispatching.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
-@pytest.mark.parametrize("few", [128, 1])
-async def test_an_execution_ends_whatever_became_of_those_who_wait_for_it(
-    lively: Flowing, monkeypatch: pytest.MonkeyPatch, few: int
+@pytest.mark.parametrize("max_named", [128, 1])
+async def test_an_execution_completes_despite_an_unreadable_dependent(
+    dispatching: FlowEnv, monkeypatch: pytest.MonkeyPatch, max_named: int
 ) -> None:
-    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
-    await lively.begin("abc")
-    await lively.join("a", "b", any_of("let_run"))
-    await lively.join("a", "c", any_of("let_run"))
-    await spoil(lively, "b")
+    monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", max_named)
+    await dispatching.begin("abc")
+    await dispatching.join("a", "b", any_of("let_run"))
+    await dispatching.join("a", "c", any_of("let_run"))
+    await corrupt(dispatching, "b")
 
-    await lively.succeed("a")
-    await lively.engine.dispatcher.wait_idle()
+    await dispatching.succeed("a")
+    await dispatching.engine.dispatcher.wait_idle()
 
-    assert await lively.state("a", "b", "c") == "completed waiting_children waiting"
+    assert await dispatching.state("a", "b", "c") == "completed waiting_children waiting"
 
 
 @pytest.mark.parametrize("column", ["terms", "successors"])
-async def test_a_member_that_cannot_be_cancelled_is_told_and_given_up(still: Flowing, column: str) -> None:
-    await still.begin("abc")
-    await spoil(still, "b", column)
+async def test_an_unreadable_member_is_reported_and_dropped_from_the_backlog(flow: FlowEnv, column: str) -> None:
+    await flow.begin("abc")
+    await corrupt(flow, "b", column)
 
-    answer = await still.engine.cancel_flow(still.id, reason="r", wait=WaitIndefinite())
+    answer = await flow.engine.cancel_flow(flow.id, reason="r", wait=WaitIndefinite())
 
-    assert answer == PartiallyCancelled("cancel_all", still.ids("abc"), still.ids("b"))  # type: ignore[arg-type]
-    assert await still.state("a", "b", "c") == "cancelled waiting cancelled"
-    assert (await still.backlog())[1] == ["b"]
-    still.clock.advance_ms(30_000)
-    assert (await still.engine.sweep_once("cancel_reconciler")).errors == 1
-    assert await still.backlog() == (None, [])
+    assert answer == PartiallyCancelled("cancel_all", flow.ids("abc"), flow.ids("b"))  # type: ignore[arg-type]
+    assert await flow.state("a", "b", "c") == "cancelled waiting cancelled"
+    assert (await flow.backlog())[1] == ["b"]
+    flow.clock.advance_ms(30_000)
+    assert (await flow.engine.sweep_once("cancel_reconciler")).errors == 1
+    assert await flow.backlog() == (None, [])
 
 
 @pytest.mark.parametrize(("policy", "failed"), [("cancel_all", "b"), ("cancel_pending", ""), ("flow_only", "")])
-async def test_a_flow_with_a_member_that_cannot_be_read_is_cancelled(
-    still: Flowing, monkeypatch: pytest.MonkeyPatch, policy: str, failed: str
+async def test_a_flow_with_an_unreadable_member_is_cancelled(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch, policy: str, failed: str
 ) -> None:
-    await still.begin("abc")
-    with monkeypatch.context() as meanwhile:
-        unreadable(still, meanwhile, "b")
-        answer = await still.engine.cancel_flow(still.id, policy=policy, wait=WaitIndefinite())
+    await flow.begin("abc")
+    with monkeypatch.context() as patched:
+        make_unreadable(flow, patched, "b")
+        answer = await flow.engine.cancel_flow(flow.id, policy=policy, wait=WaitIndefinite())
 
-    told = (policy, still.ids("abc"))
-    assert answer == (PartiallyCancelled(*told, still.ids(failed)) if failed else FlowCancelled(*told))  # type: ignore[arg-type]
+    members = (policy, flow.ids("abc"))
+    assert answer == (PartiallyCancelled(*members, flow.ids(failed)) if failed else FlowCancelled(*members))  # type: ignore[arg-type]
     ended = "waiting waiting waiting" if policy == "flow_only" else "cancelled waiting cancelled"
-    assert await still.state("a", "b", "c") == ended
-    assert (await still.backlog())[1] == [*failed]
+    assert await flow.state("a", "b", "c") == ended
+    assert (await flow.backlog())[1] == [*failed]

@@ -1,4 +1,4 @@
-"""Sleeping on a budget when words are lost, late or repeated: it sleeps once, and is woken for what it sleeps on."""
+"""Budget suspensions when messages are lost, late or repeated: one suspension, resumed for its own need."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing import FlakyStore
 from flowfabric.testing.faults import Loss
-from tests.scenarios.limits.test_budget_suspension import ASLEEP, asleep, raise_the_limit, reset, sleepy
+from tests.scenarios.env import ACTIVE, RESUMABLE, Env, terminal
+from tests.scenarios.limits.test_budget_suspension import (
+    BUDGET_SUSPENDED,
+    create_suspending_budget,
+    raise_limit,
+    reset,
+    suspend_on_budget,
+)
 from tests.scenarios.limits.test_budgets import B, report
-from tests.scenarios.play import ACTIVE, RESUMABLE, Play, terminal
-from tests.scenarios.scheduling.test_claims import BUDGET_BLOCKED, pull
+from tests.scenarios.scheduling.test_claims import BUDGET_BLOCKED, claim_admitted
 from tests.scenarios.waits import Waits
 
 B2 = "0b000000-0000-4000-8000-000000000002"
 
 
-async def make_room_only(play: Play) -> None:
-    """Raise the limit as a process that dies before it wakes anybody."""
+async def raise_limit_without_unblock(env: Env) -> None:
+    """Raise the limit as a process that dies before it unblocks."""
     limits = (("tokens", 105, 0),)
-    await play.engine.aggregates.budgets.decide_and_commit(
-        NamespacedId("default", B), lambda sheet, now: usage.change_limits(sheet, limits, now)
+    await env.engine.aggregates.budgets.decide_and_commit(
+        NamespacedId("default", B), lambda aggregate, now: usage.change_limits(aggregate, limits, now)
     )
 
 
@@ -48,235 +54,231 @@ async def suspension(engine: Engine, e: str) -> Suspension:
 # -- lost ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nth", [0, 1], ids=["breach", "sleep"])
+@pytest.mark.parametrize("nth", [0, 1], ids=["breach", "suspend"])
 @pytest.mark.parametrize("loss", Loss)
-async def test_a_breach_whose_words_get_lost_puts_to_sleep_once(
+async def test_a_breach_with_a_lost_message_suspends_once(
     store: Store, clock: ManualClock, loss: Loss, nth: int
 ) -> None:
     flaky = FlakyStore(store)
     engine = Engine(flaky, minter=SeededMinter(1))
     await engine.seed_waitpoint_hmac_secret("k1", "00" * 32)
-    play = Play(engine, clock)
-    await sleepy(play)
-    held = await play.claimed()
+    env = Env(engine, clock)
+    await create_suspending_budget(env)
+    claim = await env.create_and_claim()
     flaky.lose("commit", loss, after=nth)
 
-    breach = await engine.report_usage(held.handle, B, {"tokens": 101})
+    breach = await engine.report_usage(claim.handle, B, {"tokens": 101})
 
     assert flaky.losses == [("commit", loss)]
     assert breach == HardBreach("tokens", 0, 100, action="suspend", parked=True)
-    assert await play.vector(held.execution_id) == ASLEEP
-    assert await play.told(held.execution_id) == ["acquired", "released suspend"]
+    assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
+    assert await env.lease_events(claim.execution_id) == ["acquired", "released suspend"]
     assert len(await store.scan(Scan(Waitpoint))) == 1
     assert (await engine.get_budget_status(B)).breach_count == 1
 
 
-@pytest.mark.parametrize("nth", [0, 1], ids=["limit", "wake"])
+@pytest.mark.parametrize("nth", [0, 1], ids=["limit", "resume"])
 @pytest.mark.parametrize("loss", Loss)
-async def test_a_raised_limit_whose_words_get_lost_wakes_once(
+async def test_a_raised_limit_with_a_lost_message_resumes_once(
     store: Store, clock: ManualClock, loss: Loss, nth: int
 ) -> None:
     flaky = FlakyStore(store)
     engine = Engine(flaky, minter=SeededMinter(1))
-    play = Play(engine, clock)
-    held = await asleep(play)
+    env = Env(engine, clock)
+    claim = await suspend_on_budget(env)
     flaky.lose("commit", loss, after=nth)
 
-    await raise_the_limit(play)
+    await raise_limit(env)
 
     assert flaky.losses == [("commit", loss)]
-    assert await play.vector(held.execution_id) == RESUMABLE
+    assert await env.vector(claim.execution_id) == RESUMABLE
     assert (await engine.get_budget_status(B)).hard_limits == {"tokens": 105}
-    again = await play.pull("wb")
-    assert again is not None
-    assert (again.attempt_id, again.lease_epoch) == (held.attempt_id, 2)
+    again = await env.claim_existing("wb")
+    assert (again.attempt_id, again.lease_epoch) == (claim.attempt_id, 2)
 
 
 # -- repeated ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_report_that_is_repeated_while_it_sleeps_is_told_so(play: Play) -> None:
-    held = await asleep(play)
-    first = (await suspension(play.engine, held.execution_id)).suspension_id
+async def test_a_repeated_report_of_a_suspended_execution_reports_the_suspension(env: Env) -> None:
+    claim = await suspend_on_budget(env)
+    first = (await suspension(env.engine, claim.execution_id)).suspension_id
 
-    again = await play.engine.report_usage(held.handle, B, {"tokens": 10})
+    again = await env.engine.report_usage(claim.handle, B, {"tokens": 10})
 
     assert isinstance(again, HardBreach)
     assert again.parked
-    assert await play.vector(held.execution_id) == ASLEEP
-    assert (await suspension(play.engine, held.execution_id)).suspension_id == first
-    assert len(await play.engine.runtime.scan(Scan(Waitpoint))) == 1
+    assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
+    assert (await suspension(env.engine, claim.execution_id)).suspension_id == first
+    assert len(await env.engine.runtime.scan(Scan(Waitpoint))) == 1
 
 
-async def test_room_that_is_made_twice_wakes_once(play: Play) -> None:
-    held = await asleep(play)
+async def test_capacity_freed_twice_resumes_once(env: Env) -> None:
+    claim = await suspend_on_budget(env)
 
-    await asyncio.gather(raise_the_limit(play), raise_the_limit(play), reset(play))
+    await asyncio.gather(raise_limit(env), raise_limit(env), reset(env))
 
-    assert await play.vector(held.execution_id) == RESUMABLE
-    assert (await play.engine.sweep_once("unblock")).processed == 0
+    assert await env.vector(claim.execution_id) == RESUMABLE
+    assert (await env.engine.sweep_once("unblock")).processed == 0
 
 
-async def test_it_sleeps_and_wakes_where_no_key_is_there_to_sign_with(keyless: Engine, clock: ManualClock) -> None:
-    play = Play(keyless, clock)
-    held = await asleep(play)
+async def test_a_budget_suspension_needs_no_signing_key(keyless: Engine, clock: ManualClock) -> None:
+    env = Env(keyless, clock)
+    claim = await suspend_on_budget(env)
     [waitpoint] = await keyless.runtime.scan(Scan(Waitpoint))
     assert (waitpoint.waitpoint_key, waitpoint.token_kid) == (BudgetNeed(B, "tokens", 10).key, "")
 
-    await raise_the_limit(play)
+    await raise_limit(env)
 
-    assert await play.vector(held.execution_id) == RESUMABLE
-
-
-async def test_a_sleeper_can_be_cancelled(play: Play) -> None:
-    held = await asleep(play)
-
-    await play.engine.cancel_execution(held.execution_id)
-
-    assert await play.vector(held.execution_id) == terminal("cancelled")
-    async with play.untouched():
-        assert (await play.engine.sweep_once("unblock")).processed == 0
-    await raise_the_limit(play)
-    assert await play.vector(held.execution_id) == terminal("cancelled")
+    assert await env.vector(claim.execution_id) == RESUMABLE
 
 
-# -- zombies and late words ----------------------------------------------------------------------------------------
+async def test_an_execution_suspended_on_a_budget_can_be_cancelled(env: Env) -> None:
+    claim = await suspend_on_budget(env)
+
+    await env.engine.cancel_execution(claim.execution_id)
+
+    assert await env.vector(claim.execution_id) == terminal("cancelled")
+    async with env.unchanged():
+        assert (await env.engine.sweep_once("unblock")).processed == 0
+    await raise_limit(env)
+    assert await env.vector(claim.execution_id) == terminal("cancelled")
 
 
-async def test_a_zombie_puts_nobody_to_sleep_and_hears_nothing_of_another_s_sleep(play: Play) -> None:
-    held = await asleep(play)
-    await reset(play)
-    await report(play, tokens=95)
-    again = await play.pull("wb")
-    assert again is not None
-
-    zombie = await play.engine.report_usage(held.handle, B, {"tokens": 10})
-    assert zombie == HardBreach("tokens", 95, 100, reserved=5, action="suspend")
-    assert await play.vector(held.execution_id) == ACTIVE
-    assert isinstance(await play.engine.report_usage(again.handle, B, {"tokens": 10}), HardBreach)
-    assert await play.vector(held.execution_id) == ASLEEP
-
-    zombie = await play.engine.report_usage(held.handle, B, {"tokens": 10})
-    assert zombie == HardBreach("tokens", 95, 100, reserved=5, action="suspend")
+# -- stale holders and late messages ---------------------------------------------------------------------------------
 
 
-async def moved_on(play: Play, held: Claimed) -> None:
-    """An operator lets the sleeper go on, and it waits for an approval now."""
-    await play.engine.resume_execution(held.execution_id, trigger_type="operator")
-    again = await play.pull("wb")
-    assert again is not None
-    await Waits(play).suspend(again, reason_code="waiting_for_approval")
+async def test_a_previous_holder_neither_suspends_nor_sees_the_suspension_of_the_current_one(env: Env) -> None:
+    claim = await suspend_on_budget(env)
+    await reset(env)
+    await report(env, tokens=95)
+    again = await env.claim_existing("wb")
+
+    stale = await env.engine.report_usage(claim.handle, B, {"tokens": 10})
+    assert stale == HardBreach("tokens", 95, 100, reserved=5, action="suspend")
+    assert await env.vector(claim.execution_id) == ACTIVE
+    assert isinstance(await env.engine.report_usage(again.handle, B, {"tokens": 10}), HardBreach)
+    assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
+
+    stale = await env.engine.report_usage(claim.handle, B, {"tokens": 10})
+    assert stale == HardBreach("tokens", 95, 100, reserved=5, action="suspend")
 
 
-async def test_a_late_word_does_not_wake_it_from_another_wait(play: Play) -> None:
-    held = await asleep(play)
-    row = await play.sheet(held.execution_id)
-    await make_room_only(play)
-    flaky = FlakyStore(play.store.store)
+async def resume_and_suspend_again(env: Env, claim: Claimed) -> None:
+    """Resume a suspended execution as an operator; it then suspends for an approval."""
+    await env.engine.resume_execution(claim.execution_id, trigger_type="operator")
+    again = await env.claim_existing("wb")
+    await Waits(env).suspend(again, reason_code="waiting_for_approval")
+
+
+async def test_a_late_budget_resume_does_not_end_another_suspension(env: Env) -> None:
+    claim = await suspend_on_budget(env)
+    row = await env.row(claim.execution_id)
+    await raise_limit_without_unblock(env)
+    flaky = FlakyStore(env.store.store)
     slow = Engine(flaky, minter=SeededMinter(9))
     gate = flaky.stop_before("commit")
     waking = asyncio.create_task(slow.budget_suspender.resume_budget_suspended([row]))
     await gate.reached()
 
-    await moved_on(play, held)
+    await resume_and_suspend_again(env, claim)
     gate.release()
 
     assert await waking == 0
-    assert (await play.sheet(held.execution_id)).blocking_reason == "waiting_for_approval"
+    assert (await env.row(claim.execution_id)).blocking_reason == "waiting_for_approval"
 
 
-async def test_a_function_that_waits_for_something_else_by_now_gets_no_message(play: Play) -> None:
-    await sleepy(play)
-    await report(play, tokens=95)
-    held = await play.claimed()
+async def test_a_function_waiting_on_another_gate_gets_no_budget_message(env: Env) -> None:
+    await create_suspending_budget(env)
+    await report(env, tokens=95)
+    claim = await env.create_and_claim()
     need = BudgetNeed(B, "tokens", 10)
-    await play.engine.open_gate(held.handle, GateArgs(name="b", kind=GateKind.MAILBOX, mailbox=need.key))
-    await play.engine.open_gate(held.handle, GateArgs(name="t", kind=GateKind.TIMER, expires_in_ms=1000))
-    await play.engine.park(held.handle, ("t",))
+    await env.engine.open_gate(claim.handle, GateArgs(name="b", kind=GateKind.MAILBOX, mailbox=need.key))
+    await env.engine.open_gate(claim.handle, GateArgs(name="t", kind=GateKind.TIMER, expires_in_ms=1000))
+    await env.engine.park(claim.handle, ("t",))
 
-    await raise_the_limit(play)
+    await raise_limit(env)
 
-    root = await suspension(play.engine, held.execution_id)
+    root = await suspension(env.engine, claim.execution_id)
     assert (root.closed_at, root.mail) == (None, None)
 
 
 # -- many ----------------------------------------------------------------------------------------------------------
 
 
-async def sleepers(play: Play, *amounts: int) -> list[str]:
-    """Executions that need so much, in the order in which they are served."""
+async def suspend_many(env: Env, *amounts: int) -> list[str]:
+    """Suspend executions that need these amounts, in serving order."""
     found: list[str] = []
     for amount in amounts:
-        held = await play.claimed()
-        assert isinstance(await play.engine.report_usage(held.handle, B, {"tokens": amount}), HardBreach)
-        found.append(held.execution_id)
-        play.clock.advance_ms(1)
+        claim = await env.create_and_claim()
+        assert isinstance(await env.engine.report_usage(claim.handle, B, {"tokens": amount}), HardBreach)
+        found.append(claim.execution_id)
+        env.clock.advance_ms(1)
     return found
 
 
-async def awake(play: Play, executions: list[str]) -> list[bool]:
-    return [await play.vector(e) == RESUMABLE for e in executions]
+async def are_resumable(env: Env, executions: list[str]) -> list[bool]:
+    return [await env.vector(e) == RESUMABLE for e in executions]
 
 
-async def test_room_for_some_wakes_as_many_as_fit_the_first_first(play: Play) -> None:
-    await sleepy(play)
-    await report(play, tokens=95)
-    executions = await sleepers(play, 10, 10, 10)
+async def test_freed_capacity_resumes_as_many_as_fit_in_order(env: Env) -> None:
+    await create_suspending_budget(env)
+    await report(env, tokens=95)
+    executions = await suspend_many(env, 10, 10, 10)
 
-    await play.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[115], soft_limits=[0])
+    await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[115], soft_limits=[0])
 
-    assert await awake(play, executions) == [True, True, False]
+    assert await are_resumable(env, executions) == [True, True, False]
     for _ in range(2):
-        again = await play.pull()
-        assert again is not None
-        assert await play.engine.report_usage(again.handle, B, {"tokens": 10}) == Ok()
-    await play.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[125], soft_limits=[0])
-    assert await awake(play, executions[2:]) == [True]
+        again = await env.claim_existing()
+        assert await env.engine.report_usage(again.handle, B, {"tokens": 10}) == Ok()
+    await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[125], soft_limits=[0])
+    assert await are_resumable(env, executions[2:]) == [True]
 
 
-Makes = Callable[[Play], Awaitable[object]]
+FreesCapacity = Callable[[Env], Awaitable[object]]
 
 
-async def by_the_sweep(play: Play) -> None:
-    await make_room_only(play)
+async def raise_limit_and_sweep(env: Env) -> None:
+    await raise_limit_without_unblock(env)
     for _ in range(4):
-        await play.engine.sweep_once("unblock", batch=2)
+        await env.engine.sweep_once("unblock", batch=2)
 
 
-@pytest.mark.parametrize("makes_room", [raise_the_limit, by_the_sweep])
-async def test_many_who_need_too_much_do_not_hide_one_who_does_not(
-    play: Play, monkeypatch: pytest.MonkeyPatch, makes_room: Makes
+@pytest.mark.parametrize("free_capacity", [raise_limit, raise_limit_and_sweep])
+async def test_executions_that_need_too_much_do_not_hide_one_that_fits(
+    env: Env, monkeypatch: pytest.MonkeyPatch, free_capacity: FreesCapacity
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.limits.unblocker.PAGE_SIZE", 2)
     monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE_SIZE", 2)
-    await sleepy(play)
-    await report(play, tokens=100)
-    executions = await sleepers(play, 50, 50, 50, 50, 5)
-    queued = await play.create(policy={"budget_ids": [B]})
-    assert await pull(play) == []
-    assert await play.vector(queued) == BUDGET_BLOCKED
+    await create_suspending_budget(env)
+    await report(env, tokens=100)
+    executions = await suspend_many(env, 50, 50, 50, 50, 5)
+    queued = await env.create(policy={"budget_ids": [B]})
+    assert await claim_admitted(env) == []
+    assert await env.vector(queued) == BUDGET_BLOCKED
 
-    await makes_room(play)
+    await free_capacity(env)
 
-    assert await awake(play, executions) == [False, False, False, False, True]
-    assert (await play.sheet(queued)).eligibility_state == "eligible_now"
+    assert await are_resumable(env, executions) == [False, False, False, False, True]
+    assert (await env.row(queued)).eligibility_state == "eligible_now"
 
 
-async def test_what_waits_for_two_budgets_does_not_hide_what_waits_for_one(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+async def test_executions_blocked_by_two_budgets_do_not_hide_one_blocked_by_one(
+    env: Env, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.sweeps.unblock.PAGE_SIZE", 2)
-    await sleepy(play)
-    await play.engine.create_budget(B2, dimensions=["tokens"], hard_limits=[1], soft_limits=[0])
-    await report(play, tokens=100)
-    both = [await play.create(policy={"budget_ids": [B, B2]}, priority=1) for _ in range(4)]
-    one = await play.create(policy={"budget_ids": [B]})
-    assert await pull(play, 10) == []
-    await report(play, B2, tokens=1)
-    await make_room_only(play)
+    await create_suspending_budget(env)
+    await env.engine.create_budget(B2, dimensions=["tokens"], hard_limits=[1], soft_limits=[0])
+    await report(env, tokens=100)
+    both = [await env.create(policy={"budget_ids": [B, B2]}, priority=1) for _ in range(4)]
+    one = await env.create(policy={"budget_ids": [B]})
+    assert await claim_admitted(env, 10) == []
+    await report(env, B2, tokens=1)
+    await raise_limit_without_unblock(env)
 
     for _ in range(3):
-        await play.engine.sweep_once("unblock", batch=2)
+        await env.engine.sweep_once("unblock", batch=2)
 
-    assert (await play.sheet(one)).eligibility_state == "eligible_now"
-    assert {await play.vector(e) for e in both} == {BUDGET_BLOCKED}
+    assert (await env.row(one)).eligibility_state == "eligible_now"
+    assert {await env.vector(e) for e in both} == {BUDGET_BLOCKED}

@@ -1,4 +1,4 @@
-"""Filtered sweeps: each of those that can be filtered leaves the executions alone that are not chosen."""
+"""Filtered sweeps change only the executions that match the filter."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.queries import Read, Scan, Where
-from tests.scenarios.flowing import Flowing
-from tests.scenarios.play import LEASE_MS, Play
+from tests.scenarios.env import LEASE_MS, Env
+from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.waits import Waits
 
 DAY_MS = 24 * 3_600_000
 TAG = ("app.instance_id", "i1")
-Given = dict[str, Any]
-Prepare = Callable[[Play, Given], Awaitable[str]]
+Options = dict[str, Any]
+Prepare = Callable[[Env, Options], Awaitable[str]]
 
 
-async def lease_expiry(play: Play, given: Given) -> str:
-    return (await play.claimed(ttl=100, **given)).execution_id
+async def lease_expiry(env: Env, options: Options) -> str:
+    return (await env.create_and_claim(ttl=100, **options)).execution_id
 
 
-async def delayed_promoter(play: Play, given: Given) -> str:
-    return await play.create(delay_until=play.now + 100, **given)
+async def delayed_promoter(env: Env, options: Options) -> str:
+    return await env.create(delay_until=env.now + 100, **options)
 
 
-async def attempt_timeout(play: Play, given: Given) -> str:
+async def attempt_timeout(env: Env, options: Options) -> str:
     policy = {"timeout_policy": {"attempt_timeout_ms": 100}}
-    return (await play.claimed(policy=policy, ttl=10 * DAY_MS, **given)).execution_id
+    return (await env.create_and_claim(policy=policy, ttl=10 * DAY_MS, **options)).execution_id
 
 
-async def execution_deadline(play: Play, given: Given) -> str:
-    return await play.create(execution_deadline_at=play.now + 100, **given)
+async def execution_deadline(env: Env, options: Options) -> str:
+    return await env.create(execution_deadline_at=env.now + 100, **options)
 
 
-async def suspension_timeout(play: Play, given: Given) -> str:
-    held = await play.claimed(**given)
-    await Waits(play).suspend(held, timeout_at=play.now + 100)
-    return held.execution_id
+async def suspension_timeout(env: Env, options: Options) -> str:
+    claim = await env.create_and_claim(**options)
+    await Waits(env).suspend(claim, timeout_at=env.now + 100)
+    return claim.execution_id
 
 
-async def pending_wp_expiry(play: Play, given: Given) -> str:
-    held = await play.claimed(ttl=10 * DAY_MS, **given)
-    await play.engine.create_waitpoint(held.handle, "k", 100)
-    return held.execution_id
+async def pending_wp_expiry(env: Env, options: Options) -> str:
+    claim = await env.create_and_claim(ttl=10 * DAY_MS, **options)
+    await env.engine.create_waitpoint(claim.handle, "k", 100)
+    return claim.execution_id
 
 
-async def retention_trimmer(play: Play, given: Given) -> str:
-    e = await play.create(**given)
-    await play.engine.cancel_execution(e)
+async def retention_trimmer(env: Env, options: Options) -> str:
+    e = await env.create(**options)
+    await env.engine.cancel_execution(e)
     return e
 
 
-async def unblock(play: Play, given: Given) -> str:
-    e = await play.create(**given)
-    await play.engine.block_execution_for_admission(e, reason="waiting_for_quota")
+async def unblock(env: Env, options: Options) -> str:
+    e = await env.create(**options)
+    await env.engine.block_execution_for_admission(e, reason="waiting_for_quota")
     return e
 
 
-async def dependency_reconciler(play: Play, given: Given) -> str:
-    flow = await Flowing(play.engine, play.clock).begin("ab", **given)
+async def dependency_reconciler(env: Env, options: Options) -> str:
+    flow = await FlowEnv(env.engine, env.clock).begin("ab", **options)
     await flow.stage("a", "b")
     await flow.apply("a", "b")
     await flow.succeed("a")
     return flow.names["b"]
 
 
-async def cancel_reconciler(play: Play, given: Given) -> str:
-    flow = await Flowing(play.engine, play.clock).begin("a", **given)
+async def cancel_reconciler(env: Env, options: Options) -> str:
+    flow = await FlowEnv(env.engine, env.clock).begin("a", **options)
     await flow.engine.cancel_flow_header(flow.id, reason="r")
     return flow.names["a"]
 
@@ -85,37 +85,39 @@ FILTERED: tuple[Prepare, ...] = (
 )
 
 
-async def trace(play: Play, e: str) -> Any:
-    """An execution and its waitpoints as they are kept."""
-    loaded = await play.engine.runtime.load((Read(Execution, (e,)),))
-    return loaded.rows[0], await play.engine.runtime.scan(Scan(Waitpoint, (Where("execution_id", "=", e),)))
+async def stored_rows(env: Env, e: str) -> Any:
+    """Load an execution and its waitpoints."""
+    loaded = await env.engine.runtime.load((Read(Execution, (e,)),))
+    return loaded.rows[0], await env.engine.runtime.scan(Scan(Waitpoint, (Where("execution_id", "=", e),)))
 
 
-async def asked(play: Play, name: str) -> None:
-    """One pass with a filter of its own."""
-    await play.engine.sweep_once(name, Filter("n1", TAG))
+async def sweep_with_filter(env: Env, name: str) -> None:
+    """Sweep once with a filter argument."""
+    await env.engine.sweep_once(name, Filter("n1", TAG))
 
 
-async def set_once(play: Play, name: str) -> None:
-    """One pass of an engine whose settings have the filter."""
+async def sweep_with_settings(env: Env, name: str) -> None:
+    """Sweep once with the filter in the settings."""
     settings = Settings(sweeps=Sweeps(namespace="n1", instance_tag=TAG), dispatch=False)
-    await Engine(play.engine.store, minter=SeededMinter(9), settings=settings).sweep_once(name)
+    await Engine(env.engine.store, minter=SeededMinter(9), settings=settings).sweep_once(name)
 
 
 @pytest.mark.spec("S-091")
-@pytest.mark.parametrize("road", [asked, set_once])
+@pytest.mark.parametrize("sweep", [sweep_with_filter, sweep_with_settings])
 @pytest.mark.parametrize("prepare", FILTERED, ids=lambda prepare: prepare.__name__)
-async def test_a_filtered_sweep_leaves_the_others_alone(flow: Flowing, prepare: Prepare, road: Any) -> None:
-    play = Play(flow.engine, flow.clock)  # nothing is dispatched but by the sweeps
-    chosen = await prepare(play, {"namespace": "n1", "tags": dict([TAG])})
-    others = [await prepare(play, given) for given in ({"namespace": "n2", "tags": dict([TAG])}, {"namespace": "n1"})]
-    play.clock.advance_ms(DAY_MS if prepare is retention_trimmer else LEASE_MS)
-    before = {e: await trace(play, e) for e in (chosen, *others)}
+async def test_a_filtered_sweep_changes_only_matching_executions(flow: FlowEnv, prepare: Prepare, sweep: Any) -> None:
+    env = Env(flow.engine, flow.clock)  # only sweeps dispatch
+    chosen = await prepare(env, {"namespace": "n1", "tags": dict([TAG])})
+    others = [
+        await prepare(env, options) for options in ({"namespace": "n2", "tags": dict([TAG])}, {"namespace": "n1"})
+    ]
+    env.clock.advance_ms(DAY_MS if prepare is retention_trimmer else LEASE_MS)
+    before = {e: await stored_rows(env, e) for e in (chosen, *others)}
 
-    await road(play, prepare.__name__)
+    await sweep(env, prepare.__name__)
 
-    assert await trace(play, chosen) != before[chosen]
-    assert [await trace(play, e) for e in others] == [before[e] for e in others]
-    await play.engine.sweep_once(prepare.__name__)
+    assert await stored_rows(env, chosen) != before[chosen]
+    assert [await stored_rows(env, e) for e in others] == [before[e] for e in others]
+    await env.engine.sweep_once(prepare.__name__)
     for e in others:
-        assert await trace(play, e) != before[e], "without a filter they have their turn"
+        assert await stored_rows(env, e) != before[e], "a sweep without a filter changes them"

@@ -1,4 +1,4 @@
-"""Explain: for each obstacle, the answer that names it."""
+"""Explain: each obstacle and its sentence."""
 
 from __future__ import annotations
 
@@ -15,242 +15,240 @@ from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import format_instant
-from tests.scenarios.flowing import Flowing
-from tests.scenarios.functions import Function
-from tests.scenarios.limits.test_budget_suspension import RESET_MS, asleep
+from tests.scenarios.durable_function import DurableFunction
+from tests.scenarios.env import GRANT_MS, LEASE_MS, Env
+from tests.scenarios.flow_env import FlowEnv
+from tests.scenarios.limits.test_budget_suspension import RESET_MS, suspend_on_budget
 from tests.scenarios.limits.test_budgets import B, budget, report
 from tests.scenarios.limits.test_quotas import Q, check, policy
 from tests.scenarios.limits.test_reservations import R1, R2, reserve
-from tests.scenarios.play import GRANT_MS, LEASE_MS, Play
-from tests.scenarios.scheduling.test_claims import pull
+from tests.scenarios.scheduling.test_claims import claim_admitted
 from tests.scenarios.scheduling.test_grants import MISSING, requires
 from tests.scenarios.scheduling.test_workers import register
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
 
 
-async def why(play: Play, e: str) -> Obstacle:
-    async with play.untouched():
-        explanation = await play.engine.explain(e)
+async def obstacle_of(env: Env, e: str) -> Obstacle:
+    async with env.unchanged():
+        explanation = await env.engine.explain(e)
     assert explanation.execution_id == e
-    assert explanation.public_state == (await play.sheet(e)).public_state
+    assert explanation.public_state == (await env.row(e)).public_state
     assert explanation.sentence == explanation.obstacle.sentence()
     assert explanation.sentence.endswith(".")
-    said = explanation.sentence.replace(e, "")
-    assert re.search(r"(?<![-\d])\d{13}(?!\d)|\w_\w|\n", said) is None, "milliseconds, a code or a traceback"
+    sentence = explanation.sentence.replace(e, "")
+    assert re.search(r"(?<![-\d])\d{13}(?!\d)|\w_\w|\n", sentence) is None, "no milliseconds, codes or tracebacks"
     return explanation.obstacle
 
 
-async def serving(play: Play, instance: str = "i1", **given: Any) -> None:
-    """A live worker of the lane."""
-    await register(play, instance, liveness_ttl_ms=10**9, **given)
+async def register_live(env: Env, instance: str = "i1", **options: Any) -> None:
+    """Register a live worker."""
+    await register(env, instance, liveness_ttl_ms=10**9, **options)
 
 
-async def test_it_ended(play: Play) -> None:
-    held = await play.claimed()
-    await play.engine.fail(held.handle, reason="no luck", category="permanent")
+async def test_explain_reports_a_failed_execution(env: Env) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.fail(claim.handle, reason="no luck", category="permanent")
 
-    told = await why(play, held.execution_id)
-    assert told == obstacles.EndedObstacle(TerminalOutcome.FAILED, play.now, "no luck")
-    assert told.sentence() == f"It failed at {format_instant(play.now)}: no luck."
+    obstacle = await obstacle_of(env, claim.execution_id)
+    assert obstacle == obstacles.EndedObstacle(TerminalOutcome.FAILED, env.now, "no luck")
+    assert obstacle.sentence() == f"It failed at {format_instant(env.now)}: no luck."
 
 
-async def test_of_a_failure_a_sentence_has_the_first_line(play: Play) -> None:
+async def test_explain_shows_the_first_line_of_a_failure(env: Env) -> None:
     traceback = "ValueError: no luck\n  File app.py, line 3, in send"
-    ended, waits = await play.claimed(), await play.claimed(policy=RETRY)
-    await play.engine.fail(ended.handle, reason=traceback, category="permanent")
-    await play.engine.fail(waits.handle, reason=traceback)
+    ended, waits = await env.create_and_claim(), await env.create_and_claim(policy=RETRY)
+    await env.engine.fail(ended.handle, reason=traceback, category="permanent")
+    await env.engine.fail(waits.handle, reason=traceback)
 
-    told = [await why(play, held.execution_id) for held in (ended, waits)]
-    assert [one.sentence() for one in told] == [
-        f"It failed at {format_instant(play.now)}: ValueError: no luck.",
-        f"It failed and is tried again at {format_instant(play.now + 500)}: ValueError: no luck.",
+    obstacle = [await obstacle_of(env, claim.execution_id) for claim in (ended, waits)]
+    assert [one.sentence() for one in obstacle] == [
+        f"It failed at {format_instant(env.now)}: ValueError: no luck.",
+        f"It failed and is tried again at {format_instant(env.now + 500)}: ValueError: no luck.",
     ]
     assert (
-        obstacles.DelayedObstacle(play.now + 500, "waiting_for_retry_backoff", traceback) in told
-    )  # the facts have all of it
+        obstacles.DelayedObstacle(env.now + 500, "waiting_for_retry_backoff", traceback) in obstacle
+    )  # the obstacle has the whole text
 
 
-async def test_it_is_running(play: Play) -> None:
-    held = await play.claimed()
+async def test_explain_reports_a_running_execution(env: Env) -> None:
+    claim = await env.create_and_claim()
 
-    assert await why(play, held.execution_id) == obstacles.Running("wa", "wa-1", play.now, play.now + LEASE_MS)
-
-
-async def test_its_worker_is_gone(play: Play) -> None:
-    lapsed, revoked = await play.claimed(), await play.claimed()
-    await play.revoked(revoked, "drained")
-    at = play.now
-    play.clock.advance_ms(LEASE_MS + 5)
-
-    assert await why(play, lapsed.execution_id) == obstacles.LeaseLost("wa-1", "expired", at + LEASE_MS)
-    assert await why(play, revoked.execution_id) == obstacles.LeaseLost("wa-1", "revoked", at, "drained")
+    assert await obstacle_of(env, claim.execution_id) == obstacles.Running("wa", "wa-1", env.now, env.now + LEASE_MS)
 
 
-async def test_it_is_delayed(play: Play) -> None:
-    later = await play.create(delay_until=play.now + 70)
-    held = await play.claimed(policy=RETRY)
-    await play.engine.fail(held.handle, reason="flaky")
+async def test_explain_reports_a_lost_lease(env: Env) -> None:
+    expired, revoked = await env.create_and_claim(), await env.create_and_claim()
+    await env.revoke_lease(revoked, "drained")
+    at = env.now
+    env.clock.advance_ms(LEASE_MS + 5)
 
-    assert await why(play, later) == obstacles.DelayedObstacle(play.now + 70, "waiting_for_delay")
-    again = obstacles.DelayedObstacle(play.now + 500, "waiting_for_retry_backoff", "flaky")
-    assert await why(play, held.execution_id) == again
+    assert await obstacle_of(env, expired.execution_id) == obstacles.LeaseLost("wa-1", "expired", at + LEASE_MS)
+    assert await obstacle_of(env, revoked.execution_id) == obstacles.LeaseLost("wa-1", "revoked", at, "drained")
 
 
-async def test_it_was_put_away_with_a_reason(play: Play) -> None:
-    held = await play.claimed()
-    await play.engine.delay_for(held.handle, 70, reason="the oven is hot")
+async def test_explain_reports_a_delay(env: Env) -> None:
+    later = await env.create(delay_until=env.now + 70)
+    claim = await env.create_and_claim(policy=RETRY)
+    await env.engine.fail(claim.handle, reason="flaky")
 
-    told = await why(play, held.execution_id)
-    assert told == obstacles.DelayedObstacle(play.now + 70, "waiting_for_delay", None, "the oven is hot")
-    assert told.sentence() == f"It is delayed until {format_instant(play.now + 70)}: the oven is hot."
-    play.clock.advance_ms(70)
-    await play.engine.promote_delayed(held.execution_id)
-    assert "oven" not in (await why(play, held.execution_id)).sentence()
+    assert await obstacle_of(env, later) == obstacles.DelayedObstacle(env.now + 70, "waiting_for_delay")
+    again = obstacles.DelayedObstacle(env.now + 500, "waiting_for_retry_backoff", "flaky")
+    assert await obstacle_of(env, claim.execution_id) == again
+
+
+async def test_explain_reports_the_reason_of_a_delay(env: Env) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.delay_for(claim.handle, 70, reason="the oven is hot")
+
+    obstacle = await obstacle_of(env, claim.execution_id)
+    assert obstacle == obstacles.DelayedObstacle(env.now + 70, "waiting_for_delay", None, "the oven is hot")
+    assert obstacle.sentence() == f"It is delayed until {format_instant(env.now + 70)}: the oven is hot."
+    env.clock.advance_ms(70)
+    await env.engine.promote_delayed(claim.execution_id)
+    assert "oven" not in (await obstacle_of(env, claim.execution_id)).sentence()
 
 
 @pytest.mark.parametrize("reason", ["paused_by_operator", "paused_by_policy"])
-async def test_it_is_paused(play: Play, reason: str) -> None:
-    e = await play.create()
-    await play.engine.block_execution_for_admission(e, reason=reason, detail="audit")
+async def test_explain_reports_a_pause(env: Env, reason: str) -> None:
+    e = await env.create()
+    await env.engine.block_execution_for_admission(e, reason=reason, detail="audit")
 
-    assert await why(play, e) == obstacles.Paused(reason, "audit", play.now)
-
-
-async def test_it_is_offered_to_somebody(play: Play) -> None:
-    e = await play.create()
-    await play.grant(e, "wa")
-    assert await why(play, e) == obstacles.Offered("wa", play.now + GRANT_MS)
-
-    play.clock.advance_ms(GRANT_MS)
-    assert await why(play, e) == obstacles.NoWorker("default", "default")
+    assert await obstacle_of(env, e) == obstacles.Paused(reason, "audit", env.now)
 
 
-async def test_nobody_serves_its_lane(play: Play) -> None:
-    e = await play.create()
-    await serving(play, lanes=["mail"])
-    await serving(play, "i2", namespace="n2")
+async def test_explain_reports_a_live_grant(env: Env) -> None:
+    e = await env.create()
+    await env.grant(e, "wa")
+    assert await obstacle_of(env, e) == obstacles.Offered("wa", env.now + GRANT_MS)
 
-    assert await why(play, e) == obstacles.NoWorker("default", "default")
+    env.clock.advance_ms(GRANT_MS)
+    assert await obstacle_of(env, e) == obstacles.NoWorker("default", "default")
+
+
+async def test_explain_reports_a_lane_without_workers(env: Env) -> None:
+    e = await env.create()
+    await register_live(env, lanes=["mail"])
+    await register_live(env, "i2", namespace="n2")
+
+    assert await obstacle_of(env, e) == obstacles.NoWorker("default", "default")
 
 
 @pytest.mark.parametrize("blocked", [True, False])
-async def test_nobody_has_what_it_requires(play: Play, blocked: bool) -> None:
-    e = await play.create(policy=requires("gpu", "cuda"))
+async def test_explain_reports_missing_capabilities(env: Env, blocked: bool) -> None:
+    e = await env.create(policy=requires("gpu", "cuda"))
     if blocked:
-        await play.engine.block_route(e)
-    await serving(play, "i1", capabilities=["gpu"])
-    await serving(play, "i2", capabilities=["cpu"])
+        await env.engine.block_route(e)
+    await register_live(env, "i1", capabilities=["gpu"])
+    await register_live(env, "i2", capabilities=["cpu"])
 
     lacking = (obstacles.IncapableWorker("i1", "cuda"), obstacles.IncapableWorker("i2", "cuda,gpu"))
-    assert await why(play, e) == obstacles.NoCapableWorker("cuda,gpu", "default", lacking)
+    assert await obstacle_of(env, e) == obstacles.NoCapableWorker("cuda,gpu", "default", lacking)
 
 
 @pytest.mark.parametrize("blocked", [True, False])
-async def test_its_budget_is_exhausted(play: Play, blocked: bool) -> None:
-    await serving(play)
-    await budget(play, reset=60_000, calls=50, tokens=100)
-    await report(play, tokens=70)
-    e = await play.create(policy={"budget_ids": [B]})
-    await reserve(play, e, tokens=30)
+async def test_explain_reports_an_exhausted_budget(env: Env, blocked: bool) -> None:
+    await register_live(env)
+    await budget(env, reset=60_000, calls=50, tokens=100)
+    await report(env, tokens=70)
+    e = await env.create(policy={"budget_ids": [B]})
+    await reserve(env, e, tokens=30)
     if blocked:
-        assert await pull(play) == []
+        assert await claim_admitted(env) == []
 
-    assert await why(play, e) == obstacles.BudgetExhausted(B, "tokens", 70, 30, 100, play.now + 60_000)
+    assert await obstacle_of(env, e) == obstacles.BudgetExhausted(B, "tokens", 70, 30, 100, env.now + 60_000)
 
 
 @pytest.mark.parametrize("blocked", [True, False])
-async def test_its_quota_is_used_up(play: Play, blocked: bool) -> None:
-    await serving(play)
-    await policy(play, rate=1)
-    await check(play, play.engine.new_execution_id(), rate_limit=1)
-    play.clock.advance_ms(20_000)
-    e = await play.create(policy={"quota_policy_ids": [Q]})
+async def test_explain_reports_an_exhausted_rate_quota(env: Env, blocked: bool) -> None:
+    await register_live(env)
+    await policy(env, rate=1)
+    await check(env, env.engine.new_execution_id(), rate_limit=1)
+    env.clock.advance_ms(20_000)
+    e = await env.create(policy={"quota_policy_ids": [Q]})
     if blocked:
-        assert await pull(play) == []
+        assert await claim_admitted(env) == []
 
-    assert await why(play, e) == obstacles.QuotaFull(Q, "rate", 1, 1, play.now + 40_000)
+    assert await obstacle_of(env, e) == obstacles.QuotaFull(Q, "rate", 1, 1, env.now + 40_000)
 
 
-async def test_all_its_slots_are_taken(play: Play) -> None:
-    await serving(play)
-    await policy(play, cap=1)
+async def test_explain_reports_a_full_concurrency_quota(env: Env) -> None:
+    await register_live(env)
+    await policy(env, cap=1)
     for _ in range(2):
-        await play.create(policy={"quota_policy_ids": [Q]})
-        play.clock.advance_ms(1)
-    e = await play.create(policy={"quota_policy_ids": [Q]})
-    assert len(await pull(play, 3)) == 1
+        await env.create(policy={"quota_policy_ids": [Q]})
+        env.clock.advance_ms(1)
+    e = await env.create(policy={"quota_policy_ids": [Q]})
+    assert len(await claim_admitted(env, 3)) == 1
 
-    assert await why(play, e) == obstacles.QuotaFull(Q, "concurrency", 1, 1)
-
-
-async def test_it_waits_for_a_free_slot_behind_others(play: Play) -> None:
-    await serving(play, "wa-1")
-    await serving(play, "wb-1", capabilities=["gpu"])
-    await play.claimed("wa")
-    await play.create(priority=5, policy=requires("gpu"))
-    await play.create(priority=1)
-    play.clock.advance_ms(1)
-    e = await play.create(priority=1)
-    await play.create(priority=0)
-
-    assert await why(play, e) == obstacles.Queued(ahead=2, workers=("wa-1", "wb-1"), running=1)
+    assert await obstacle_of(env, e) == obstacles.QuotaFull(Q, "concurrency", 1, 1)
 
 
-async def test_it_waits_for_others_to_end(play: Play) -> None:
-    flow = await Flowing(play.engine, play.clock).begin("abc")
+async def test_explain_reports_the_queue_position(env: Env) -> None:
+    await register_live(env, "wa-1")
+    await register_live(env, "wb-1", capabilities=["gpu"])
+    await env.create_and_claim("wa")
+    await env.create(priority=5, policy=requires("gpu"))
+    await env.create(priority=1)
+    env.clock.advance_ms(1)
+    e = await env.create(priority=1)
+    await env.create(priority=0)
+
+    assert await obstacle_of(env, e) == obstacles.Queued(ahead=2, workers=("wa-1", "wb-1"), running=1)
+
+
+async def test_explain_reports_unfinished_dependencies(env: Env) -> None:
+    flow = await FlowEnv(env.engine, env.clock).begin("abc")
     for upstream in "ab":
         await flow.stage(upstream, "c")
         await flow.apply(upstream, "c")
     both = tuple(sorted(flow.names[name] for name in "ab"))
 
-    assert await why(play, flow.names["c"]) == obstacles.Dependencies(both)
+    assert await obstacle_of(env, flow.names["c"]) == obstacles.Dependencies(both)
 
 
-async def test_it_is_suspended(play: Play) -> None:
-    held = await play.claimed()
-    await play.engine.suspend(
-        held.handle,
+async def test_explain_reports_a_suspension(env: Env) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.suspend(
+        claim.handle,
         SuspendArgs(
             suspension_id=R1,
             waitpoints=(FreshWaitpoint(R2, "ok"),),
             resume_condition=Single("ok"),
             reason_code="waiting_for_approval",
-            now=play.now,
-            timeout_at=play.now + 500,
+            now=env.now,
+            timeout_at=env.now + 500,
         ),
     )
 
-    assert await why(play, held.execution_id) == obstacles.SuspendedObstacle(
-        "waiting_for_approval", ("ok",), play.now + 500
+    assert await obstacle_of(env, claim.execution_id) == obstacles.SuspendedObstacle(
+        "waiting_for_approval", ("ok",), env.now + 500
     )
 
 
-async def test_it_is_parked_on_gates(play: Play) -> None:
-    held = await play.claimed()
-    await play.engine.open_gate(held.handle, GateArgs(name="nap", kind=GateKind.TIMER, expires_in_ms=700))
-    await play.engine.open_gate(held.handle, GateArgs(name="word", kind=GateKind.MAILBOX, mailbox="steer"))
-    await play.engine.park(held.handle, ("nap", "word"))
+async def test_explain_reports_gates(env: Env) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.open_gate(claim.handle, GateArgs(name="nap", kind=GateKind.TIMER, expires_in_ms=700))
+    await env.engine.open_gate(claim.handle, GateArgs(name="word", kind=GateKind.MAILBOX, mailbox="steer"))
+    await env.engine.park(claim.handle, ("nap", "word"))
 
     what = ("time to pass", "a message to steer")
-    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap", "word"), play.now + 700, what)
-    assert await why(play, held.execution_id) == waits
-    assert (
-        waits.sentence() == f"It waits until {format_instant(play.now + 700)} for time to pass or a message to steer."
-    )
+    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap", "word"), env.now + 700, what)
+    assert await obstacle_of(env, claim.execution_id) == waits
+    assert waits.sentence() == f"It waits until {format_instant(env.now + 700)} for time to pass or a message to steer."
 
 
-async def test_it_sleeps(function: Function, play: Play) -> None:
+async def test_explain_reports_a_sleep(function: DurableFunction, env: Env) -> None:
     await function.timer("nap", 700)
     await function.park("nap")
 
-    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap",), play.now + 700, (obstacles.TIMER_WAIT,))
-    assert await why(play, function.e) == waits
-    assert waits.sentence() == f"It sleeps until {format_instant(play.now + 700)}."
+    waits = obstacles.SuspendedObstacle("waiting_for_signal", ("nap",), env.now + 700, (obstacles.TIMER_WAIT,))
+    assert await obstacle_of(env, function.e) == waits
+    assert waits.sentence() == f"It sleeps until {format_instant(env.now + 700)}."
 
 
-async def test_it_waits_for_children_or_an_answer(function: Function, play: Play) -> None:
-    children = [await function.child() for _ in range(7)]
+async def test_explain_reports_children_and_approvals(function: DurableFunction, env: Env) -> None:
+    children = [await function.create_child() for _ in range(7)]
     ids = [child.execution_id for child in children]
     await function.children("all", *ids)
     await function.approval("approval:ship#0")
@@ -260,11 +258,11 @@ async def test_it_waits_for_children_or_an_answer(function: Function, play: Play
 
     what = (f"the end of {', '.join(ids[1:6])} and 1 more", "an answer to ship")
     waits = obstacles.SuspendedObstacle("waiting_for_signal", ("all", "approval:ship#0"), None, what)
-    assert await why(play, function.e) == waits
+    assert await obstacle_of(env, function.e) == waits
     assert waits.sentence() == f"It waits for {what[0]} or {what[1]}."
 
 
-def test_every_obstacle_there_is_has_a_test() -> None:
+def test_every_obstacle_has_a_test() -> None:
     lost_queues = Path(__file__).parents[2] / "engine" / "claiming" / "test_missing_queues.py"  # memory cannot lose one
     text = Path(__file__).read_text() + lost_queues.read_text()
 
@@ -272,13 +270,15 @@ def test_every_obstacle_there_is_has_a_test() -> None:
     assert {name for name in kinds if f"obstacles.{name}(" not in text} == set()
 
 
-async def test_it_sleeps_on_a_budget(play: Play) -> None:
-    held = await asleep(play, used=95, wanted=10)
+async def test_explain_reports_a_suspension_on_a_budget(env: Env) -> None:
+    claim = await suspend_on_budget(env, used=95, wanted=10)
 
-    resets_at = play.now + RESET_MS
-    assert await why(play, held.execution_id) == obstacles.BudgetExhausted(B, "tokens", 90, 5, 100, resets_at, 10)
+    resets_at = env.now + RESET_MS
+    assert await obstacle_of(env, claim.execution_id) == obstacles.BudgetExhausted(
+        B, "tokens", 90, 5, 100, resets_at, 10
+    )
 
 
-async def test_there_is_no_such_execution(play: Play) -> None:
-    async with play.refused(errors.NotFound, entity="execution"):
-        await play.engine.explain(MISSING)
+async def test_explain_refuses_an_unknown_execution(env: Env) -> None:
+    async with env.refused(errors.NotFound, entity="execution"):
+        await env.engine.explain(MISSING)

@@ -1,4 +1,4 @@
-"""Tokens and secrets show up nowhere: not in logs, reprs or errors, and sealed ones not in the store either."""
+"""Tokens and secrets never appear in logs, reprs or errors, nor sealed secrets in the store."""
 
 from __future__ import annotations
 
@@ -22,63 +22,62 @@ from flowfabric.rules.security.keystore import KeyRotated
 from flowfabric.sdk.approvals import ApprovalLink
 from flowfabric.settings import Secret, Settings
 from flowfabric.stores.port import Store
-from tests.scenarios.play import Play
-from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, named, partition, plain
-from tests.scenarios.watched import dump
+from tests.scenarios.checked_store import dump
+from tests.scenarios.env import Env
+from tests.scenarios.waits import BUFFERED, SATISFIED, Waits, named, partition, printed_form
 
 A, B = "00112233445566778899aabbccddeeff" * 2, "b0" * 32
 KEY = "correct horse battery staple"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-async def test_no_token_and_no_secret_is_ever_printed(
-    play: Play, waits: Waits, caplog: pytest.LogCaptureFixture
+async def test_no_token_or_secret_is_printed_or_logged(
+    env: Env, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    engine, said = play.engine, list[Any]()
-    held = await play.claimed()
-    e = held.execution_id
-    pending = await engine.create_waitpoint(held.handle, "kp", 60_000)
-    said += [pending, await waits.send(e, "noise", pending)]
-    said.append(await waits.on_pending(held, pending, named("go", key="kp"), idempotency_key="K"))
-    said += [await engine.list_pending_waitpoints(e), await engine.describe_waitpoint(e, pending.waitpoint_id)]
-    said.append(await engine.read_waitpoint_token(partition(e), pending.waitpoint_id))
+    engine, outputs = env.engine, list[Any]()
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    pending = await engine.create_waitpoint(claim.handle, "kp", 60_000)
+    outputs += [pending, await waits.send(e, "noise", pending)]
+    outputs.append(await waits.suspend_on_pending(claim, pending, named("go", key="kp"), idempotency_key="K"))
+    outputs += [await engine.list_pending_waitpoints(e), await engine.describe_waitpoint(e, pending.waitpoint_id)]
+    outputs.append(await engine.read_waitpoint_token(partition(e), pending.waitpoint_id))
     good = pending.token.reveal()
     for token in (good[:-1], good + "0", good.upper()):
-        args = waits.signal(e, "go", pending.waitpoint_id, token)
+        args = waits.signal_args(e, "go", pending.waitpoint_id, token)
         with pytest.raises(errors.InvalidToken) as refusal:
             await engine.deliver_signal(args)
-        said += [refusal.value, args]
-    said += [await engine.rotate_waitpoint_hmac_secret_all("k2", B, 1000), await engine.list_waitpoint_hmac_kids()]
-    said.append(await engine.rotate_waitpoint_hmac_secret_all("k2", A, 1000))
-    said += [await engine.seed_waitpoint_hmac_secret("k2", A), engine.settings, engine.capabilities()]
+        outputs += [refusal.value, args]
+    outputs += [await engine.rotate_waitpoint_hmac_secret_all("k2", B, 1000), await engine.list_waitpoint_hmac_kids()]
+    outputs.append(await engine.rotate_waitpoint_hmac_secret_all("k2", A, 1000))
+    outputs += [await engine.seed_waitpoint_hmac_secret("k2", A), engine.settings, engine.capabilities()]
     with pytest.raises(errors.InvalidSecretHex) as bad_secret:
         await engine.rotate_waitpoint_hmac_secret_all("k3", A + "zz", 1000)
-    said.append(bad_secret.value)
-    said.append(await waits.send(e, "go", pending))
-    said += [await engine.lease_history(e), await waits.signals_told(), await play.core(e)]
+    outputs.append(bad_secret.value)
+    outputs.append(await waits.send(e, "go", pending))
+    outputs += [await engine.lease_history(e), await waits.signal_events(), await env.core(e)]
 
-    told = "\n".join([*(plain(one) for one in said), caplog.text])
+    printed = "\n".join([*(printed_form(one) for one in outputs), caplog.text])
 
     for secret in (A, B, good.partition(":")[2]):
-        assert secret not in told
-    assert DIGEST.search(told) is None
+        assert secret not in printed
+    assert DIGEST.search(printed) is None
 
 
-async def test_no_token_is_kept_in_the_store(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
-    await waits.on_pending(held, pending, Single("kp"), idempotency_key="K")
-    await waits.send(held.execution_id, "other", pending, idempotency_key="i", source="\u00fc")
+async def test_no_token_is_stored(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("kp", 60_000)
+    await waits.suspend_on_pending(claim, pending, Single("kp"), idempotency_key="K")
+    await waits.send(claim.execution_id, "other", pending, idempotency_key="i", source="\u00fc")
 
     digest = pending.token.reveal().partition(":")[2]
-    kept = {name: rows for name, rows in (await play.everything()).items() if digest in repr(rows)}
+    kept = {name: rows for name, rows in (await env.dump()).items() if digest in repr(rows)}
 
     assert kept == {}
 
 
 def structs(base: type[msgspec.Struct] = msgspec.Struct) -> set[type[msgspec.Struct]]:
-    """Every record of ours."""
+    """Return every record type of the project."""
     below = {one for cls in base.__subclasses__() for one in (cls, *structs(cls))}
     return {one for one in below if one.__module__.startswith("flowfabric.")}
 
@@ -103,7 +102,7 @@ def test_no_record_with_a_token_or_a_secret_prints_it() -> None:
     assert [cls for cls in carriers if cls.__repr__ is msgspec.Struct.__repr__] == []
 
 
-def test_a_link_is_mailed_in_full_and_logged_without_its_token() -> None:
+def test_an_approval_link_hides_its_token_in_its_repr() -> None:
     link = ApprovalLink.for_waitpoint("http://ff", "{fp:86}:e", "w", "k1:" + "a" * 64)
 
     assert f"{link} {link!s}".count("a" * 64) == 2
@@ -115,7 +114,7 @@ async def sealed_engine(store: Store, key: str | None) -> Engine:
     return Engine(store, settings=Settings(secret_key=None if key is None else Secret(key)))
 
 
-async def test_a_configured_key_seals_what_is_written(store: Store, clock: ManualClock) -> None:
+async def test_a_configured_key_seals_stored_secrets(store: Store, clock: ManualClock) -> None:
     engine = await sealed_engine(store, KEY)
     await engine.seed_waitpoint_hmac_secret("k1", A)
 
@@ -123,59 +122,59 @@ async def test_a_configured_key_seals_what_is_written(store: Store, clock: Manua
 
     assert row.secret_hex.startswith(SEALED_PREFIX)
     assert A not in repr(await dump(store))
-    play = Play(engine, clock)
-    waits = Waits(play)
-    held, p = await waits.suspended()
-    assert await waits.effect(held.execution_id, "go", p) == SATISFIED
-    assert KEY not in plain(engine.settings)
+    env = Env(engine, clock)
+    waits = Waits(env)
+    claim, p = await waits.create_suspended()
+    assert await waits.effect(claim.execution_id, "go", p) == SATISFIED
+    assert KEY not in printed_form(engine.settings)
 
 
-async def test_sealed_secrets_are_useless_without_their_key(store: Store, clock: ManualClock) -> None:
+async def test_sealed_secrets_cannot_be_used_without_their_key(store: Store, clock: ManualClock) -> None:
     sealed = await sealed_engine(store, KEY)
     await sealed.seed_waitpoint_hmac_secret("k1", A)
-    play = Play(sealed, clock)
-    waits = Waits(play)
-    held, p = await waits.suspended()
+    env = Env(sealed, clock)
+    waits = Waits(env)
+    claim, p = await waits.create_suspended()
     for key in (None, "another"):
         blind = await sealed_engine(store, key)
-        lost = Waits(Play(blind, clock))
+        lost = Waits(Env(blind, clock))
         with pytest.raises(errors.Corruption, match="invalid_secret"):
-            await lost.send(held.execution_id, "go", p)
+            await lost.send(claim.execution_id, "go", p)
         with pytest.raises(errors.Corruption, match="invalid_secret"):
-            await lost.suspended()
+            await lost.create_suspended()
         [conflict] = await blind.rotate_waitpoint_hmac_secret_all("k1", B, 1000)
         assert isinstance(conflict.result, errors.RotationConflict)
 
-    assert await waits.effect(held.execution_id, "go", p) == SATISFIED
+    assert await waits.effect(claim.execution_id, "go", p) == SATISFIED
 
 
-async def test_rotating_without_the_key_keeps_what_is_sealed(store: Store, clock: ManualClock) -> None:
+async def test_a_rotation_without_the_key_keeps_sealed_secrets(store: Store, clock: ManualClock) -> None:
     sealed = await sealed_engine(store, KEY)
     await sealed.seed_waitpoint_hmac_secret("k1", A)
-    play = Play(sealed, clock)
-    held = await play.claimed()
-    pending = await sealed.create_waitpoint(held.handle, "kp", 60_000)
+    env = Env(sealed, clock)
+    claim = await env.create_and_claim()
+    pending = await sealed.create_waitpoint(claim.handle, "kp", 60_000)
     blind = await sealed_engine(store, None)
 
     [entry] = await blind.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
 
     assert entry.result == KeyRotated("k1", "k2", 0)
-    assert await Waits(play).effect(held.execution_id, "go", pending) == BUFFERED
+    assert await Waits(env).effect(claim.execution_id, "go", pending) == BUFFERED
 
 
-async def test_plain_secrets_of_before_are_read_and_sealed_when_written_next(store: Store, clock: ManualClock) -> None:
+async def test_plain_secrets_are_sealed_by_the_next_write(store: Store, clock: ManualClock) -> None:
     plainly = await sealed_engine(store, None)
     await plainly.seed_waitpoint_hmac_secret("k1", A)
-    play = Play(plainly, clock)
-    waits = Waits(play)
-    held, p = await waits.suspended()
+    env = Env(plainly, clock)
+    waits = Waits(env)
+    claim, p = await waits.create_suspended()
 
     engine = await sealed_engine(store, KEY)
     await engine.rotate_waitpoint_hmac_secret_all("k2", B, 60_000)
 
     rows = (await dump(store))["ff_waitpoint_hmac"]
     assert all(row.secret_hex.startswith(SEALED_PREFIX) for row in rows)
-    assert await Waits(Play(engine, clock)).effect(held.execution_id, "go", p) == SATISFIED
+    assert await Waits(Env(engine, clock)).effect(claim.execution_id, "go", p) == SATISFIED
 
 
 def test_a_sealed_secret_belongs_to_its_kid() -> None:
@@ -189,14 +188,14 @@ def test_a_sealed_secret_belongs_to_its_kid() -> None:
     assert SecretBox(None).seal(A, "k1") == A
 
 
-def test_a_secret_shows_itself_to_nobody() -> None:
+def test_a_secret_hides_itself_in_its_repr() -> None:
     secret = Secret(KEY)
 
     assert KEY not in f"{secret!r} {secret} {Settings(secret_key=secret)!r}"
     assert secret.reveal() == KEY
 
 
-async def test_the_environment_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_SECRET_KEY", KEY)
 
     async with await open_engine("memory://") as engine:

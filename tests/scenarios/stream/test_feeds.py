@@ -1,4 +1,4 @@
-"""SS-062 to SS-069: subscriptions neither skip nor repeat, and a cursor goes on exactly where it stood."""
+"""SS-062 to SS-069: subscriptions neither skip nor repeat events, and cursors resume exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss
-from tests.scenarios.play import Play
+from tests.scenarios.env import Env
 from tests.scenarios.waits import Waits, named
 
 ENDINGS: dict[str, str] = {
@@ -29,21 +29,21 @@ ENDINGS: dict[str, str] = {
 }
 
 
-async def ended(play: Play, outcome: str = "success", **given: Any) -> str:
-    held = await play.claimed(**given)
+async def create_finished(env: Env, outcome: str = "success", **options: Any) -> str:
+    claim = await env.create_and_claim(**options)
     match outcome:
         case "success":
-            await play.engine.complete(held.handle)
+            await env.engine.complete(claim.handle)
         case "failed":
-            await play.engine.fail(held.handle, reason="no", category="permanent")
+            await env.engine.fail(claim.handle, reason="no", category="permanent")
         case "cancelled":
-            await play.engine.cancel_execution(held.execution_id)
+            await env.engine.cancel_execution(claim.execution_id)
         case _:
-            await play.engine.expire_execution(held.execution_id)
-    return held.execution_id
+            await env.engine.expire_execution(claim.execution_id)
+    return claim.execution_id
 
 
-async def everything(subscription: Subscription[Any]) -> list[Any]:
+async def drain(subscription: Subscription[Any]) -> list[Any]:
     found = []
     while (event := await subscription.next(timeout_s=0)) is not None:
         found.append(event)
@@ -51,206 +51,205 @@ async def everything(subscription: Subscription[Any]) -> list[Any]:
 
 
 @pytest.mark.spec("SS-062")
-async def test_tail_from_now(play: Play) -> None:
-    await ended(play)
-    feed = await play.engine.subscribe_completion()
+async def test_a_subscription_without_a_cursor_starts_now_and_resumes_from_its_cursor(env: Env) -> None:
+    await create_finished(env)
+    feed = await env.engine.subscribe_completion()
 
-    second = await ended(play)
-    assert [news.execution_id for news in await everything(feed)] == [second]
+    second = await create_finished(env)
+    assert [event.execution_id for event in await drain(feed)] == [second]
     assert feed.cursor
-    third = await ended(play)
-    again = await play.engine.subscribe_completion(feed.cursor)
-    assert [news.execution_id for news in await everything(again)] == [third]
+    third = await create_finished(env)
+    again = await env.engine.subscribe_completion(feed.cursor)
+    assert [event.execution_id for event in await drain(again)] == [third]
 
 
 @pytest.mark.spec("SS-063")
-async def test_completion_outcomes(play: Play, waits: Waits) -> None:
-    expected = {await ended(play, outcome): variant for outcome, variant in ENDINGS.items()}
+async def test_every_terminal_outcome_is_on_the_completion_feed_once(env: Env, waits: Waits) -> None:
+    expected = {await create_finished(env, outcome): variant for outcome, variant in ENDINGS.items()}
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
-    retried = await play.claimed(policy=policy)
-    await play.engine.fail(retried.handle, reason="flaky")
-    held, p = await waits.suspended()
-    await waits.send(held.execution_id, "go", p)
+    retried = await env.create_and_claim(policy=policy)
+    await env.engine.fail(retried.handle, reason="flaky")
+    claim, p = await waits.create_suspended()
+    await waits.send(claim.execution_id, "go", p)
 
-    found = await play.completions()
+    found = await env.completions()
 
-    assert {news.execution_id: news.variant for news in found} == expected
+    assert {event.execution_id: event.variant for event in found} == expected
     assert len(found) == len(expected)
-    assert {news.at for news in found} == {play.now}
-    assert {news.flow_id for news in found} == {None}
+    assert {event.at for event in found} == {env.now}
+    assert {event.flow_id for event in found} == {None}
 
 
 @pytest.mark.spec("SS-064")
-async def test_signal_delivery_effects(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
+async def test_the_signal_feed_reports_the_effect_of_each_signal(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("kp", 60_000)
+    e = claim.execution_id
     await waits.send(e, "noise", pending, source="")
-    await waits.on_pending(held, pending, named("a", "b", key="kp"))
+    await waits.suspend_on_pending(claim, pending, named("a", "b", key="kp"))
     first = await waits.send(e, "a", pending, idempotency_key="i")
     await waits.send(e, "a", pending, idempotency_key="i")
     with pytest.raises(errors.InvalidToken):
-        await play.engine.deliver_signal(waits.signal(e, "b", pending.waitpoint_id, "k1:" + "0" * 64))
+        await env.engine.deliver_signal(waits.signal_args(e, "b", pending.waitpoint_id, "k1:" + "0" * 64))
     await waits.send(e, "b", pending)
 
-    told = await waits.signals_told(e)
+    events = await waits.signal_events(e)
 
-    assert [news.effect for news in told] == ["Buffered", "Other(appended_to_waitpoint)", "Deduped", "Satisfied"]
-    assert {news.waitpoint_id for news in told} == {pending.waitpoint_id}
-    assert [news.source_identity for news in told] == [None, "ana", "ana", "ana"]
-    assert told[1].signal_id == told[2].signal_id == first.signal_id  # type: ignore[union-attr]
+    assert [event.effect for event in events] == ["Buffered", "Other(appended_to_waitpoint)", "Deduped", "Satisfied"]
+    assert {event.waitpoint_id for event in events} == {pending.waitpoint_id}
+    assert [event.source_identity for event in events] == [None, "ana", "ana", "ana"]
+    assert events[1].signal_id == events[2].signal_id == first.signal_id  # type: ignore[union-attr]
 
 
 @pytest.mark.spec("SS-065")
-async def test_instance_tag_filter(play: Play, waits: Waits) -> None:
+async def test_every_feed_filters_by_instance_tag_and_namespace(env: Env, waits: Waits) -> None:
     tagged: list[dict[str, str] | None] = [{"app.instance": "i-1"}, {"app.instance": "i-2"}, None]
     found = []
     for tags in tagged:
-        held = await play.claimed(tags=tags)
-        p = await waits.suspend(held)
-        await waits.send(held.execution_id, "go", p)
-        await play.engine.change_priority(held.execution_id, 7)
-        await play.engine.cancel_execution(held.execution_id)
-        found.append(held.execution_id)
+        claim = await env.create_and_claim(tags=tags)
+        p = await waits.suspend(claim)
+        await waits.send(claim.execution_id, "go", p)
+        await env.engine.change_priority(claim.execution_id, 7)
+        await env.engine.cancel_execution(claim.execution_id)
+        found.append(claim.execution_id)
     families = (
-        play.engine.subscribe_lease_history,
-        play.engine.subscribe_completion,
-        play.engine.subscribe_signal_delivery,
-        play.engine.subscribe_operator_event,
+        env.engine.subscribe_lease_history,
+        env.engine.subscribe_completion,
+        env.engine.subscribe_signal_delivery,
+        env.engine.subscribe_operator_event,
     )
     for subscribe in families:
-        one = await everything(await subscribe(FROM_THE_START, Filter(instance_tag=("app.instance", "i-1"))))
-        assert {news.execution_id for news in one} == {found[0]}
+        one = await drain(await subscribe(FROM_THE_START, Filter(instance_tag=("app.instance", "i-1"))))
+        assert {event.execution_id for event in one} == {found[0]}
         none = await subscribe(FROM_THE_START, Filter(instance_tag=("app.other", "i-1")))
-        assert await everything(none) == []
+        assert await drain(none) == []
         elsewhere = await subscribe(FROM_THE_START, Filter(namespace="elsewhere"))
-        assert await everything(elsewhere) == []
-    await play.engine.set_execution_tag(found[1], "app.instance", "i-1")
-    again = await play.engine.subscribe_completion(FROM_THE_START, Filter(instance_tag=("app.instance", "i-1")))
-    assert {news.execution_id for news in await everything(again)} == {found[0]}
+        assert await drain(elsewhere) == []
+    await env.engine.set_execution_tag(found[1], "app.instance", "i-1")
+    again = await env.engine.subscribe_completion(FROM_THE_START, Filter(instance_tag=("app.instance", "i-1")))
+    assert {event.execution_id for event in await drain(again)} == {found[0]}
 
 
 @pytest.fixture
-async def wire(store: Store) -> FlakyStore:
-    """The store behind a wire that can be cut."""
+async def flaky(store: Store) -> FlakyStore:
+    """The store with injectable faults."""
     return FlakyStore(store)
 
 
-async def tell(store: Store, number: int, outcome: str = "success") -> None:
-    """Commit so many completions in as few changes as they need."""
+async def emit_completions(store: Store, number: int, outcome: str = "success") -> None:
+    """Commit this many completion events in one change."""
     events = tuple(Event(f"e{n}", "default", outcome=outcome) for n in range(number))
     await store.commit([Change(guards=(), events=events, id=1)])
 
 
-async def cut(subscription: Subscription[Any], wire: FlakyStore) -> errors.StreamDisconnected:
-    """The connection is lost for good; what the subscription ends with."""
-    wire.lose("feed", Loss.REQUEST, times=10_000)
+async def disconnect(subscription: Subscription[Any], flaky: FlakyStore) -> errors.StreamDisconnected:
+    """Disconnect a subscription for good and return its error."""
+    flaky.lose("feed", Loss.REQUEST, times=10_000)
     subscription.retry_for_s = 0.0
     with pytest.raises(errors.StreamDisconnected) as ending:
         await subscription.next(timeout_s=0)
     assert await subscription.next(timeout_s=0) is None
     with pytest.raises(StopAsyncIteration):
         await anext(subscription)
-    wire.heal()
+    flaky.heal()
     return ending.value
 
 
 @pytest.mark.spec("SS-066")
-async def test_filtered_events_advance_the_cursor(wire: FlakyStore) -> None:
-    engine = Engine(wire)
+async def test_filtered_events_advance_the_cursor(flaky: FlakyStore) -> None:
+    engine = Engine(flaky)
     feed = await engine.subscribe_completion(FROM_THE_START, Filter(namespace="nobody"))
-    await tell(wire, 1000)
+    await emit_completions(flaky, 1000)
     assert await feed.next(timeout_s=0) is None
 
-    ending = await cut(feed, wire)
+    ending = await disconnect(feed, flaky)
 
-    end = await wire.feed_end()
+    end = await flaky.feed_end()
     assert decode_cursor(ending.cursor) == end
     again = await engine.subscribe_completion(ending.cursor)
-    assert await everything(again) == []
+    assert await drain(again) == []
 
 
 @pytest.mark.spec("SS-067")
-async def test_disconnect_before_first_event(wire: FlakyStore) -> None:
-    engine = Engine(wire)
+async def test_a_disconnect_before_the_first_event_returns_a_usable_cursor(flaky: FlakyStore) -> None:
+    engine = Engine(flaky)
     feed = await engine.subscribe_completion()
 
-    ending = await cut(feed, wire)
-    await tell(wire, 1)
+    ending = await disconnect(feed, flaky)
+    await emit_completions(flaky, 1)
 
     assert ending.cursor
-    assert len(await everything(await engine.subscribe_completion(ending.cursor))) == 1
+    assert len(await drain(await engine.subscribe_completion(ending.cursor))) == 1
 
 
 @pytest.mark.spec("SS-067")
-async def test_a_store_that_comes_back_is_not_noticed(wire: FlakyStore) -> None:
-    feed = await Engine(wire).subscribe_completion()
-    wire.lose("feed", Loss.REQUEST, times=3)
-    await tell(wire, 2)
+async def test_a_subscription_retries_short_outages(flaky: FlakyStore) -> None:
+    feed = await Engine(flaky).subscribe_completion()
+    flaky.lose("feed", Loss.REQUEST, times=3)
+    await emit_completions(flaky, 2)
 
-    assert len(await everything(feed)) == 2
-    assert len(wire.losses) == 3
+    assert len(await drain(feed)) == 2
+    assert len(flaky.losses) == 3
 
 
 @pytest.mark.spec("SS-068")
-async def test_no_committer_is_too_late_for_a_reader(store: Store, clock: Any) -> None:
-    play = Play(Engine(store), clock)
-    feed = await play.engine.subscribe_completion()
+async def test_a_reader_misses_no_concurrent_commit(store: Store, clock: Any) -> None:
+    env = Env(Engine(store), clock)
+    feed = await env.engine.subscribe_completion()
     seen: list[str] = []
 
     async def listen() -> None:
         while len(seen) < 40:
-            news = await feed.next(timeout_s=20)
-            assert news is not None
-            seen.append(news.execution_id)
+            event = await feed.next(timeout_s=20)
+            assert event is not None
+            seen.append(event.execution_id)
 
     listening = asyncio.create_task(listen())
-    expected = await asyncio.gather(*(ended(play) for _ in range(40)))
+    expected = await asyncio.gather(*(create_finished(env) for _ in range(40)))
     await asyncio.wait_for(listening, 30)
 
     assert sorted(seen) == sorted(expected)
-    assert await everything(feed) == []
+    assert await drain(feed) == []
 
 
-async def trimmed(engine: Engine, clock: Any) -> None:
+async def trim(engine: Engine, clock: Any) -> None:
     clock.advance_ms(Settings().feed_retention_ms + 1)
-    await tell(engine.store, 1, outcome="failed")
+    await emit_completions(engine.store, 1, outcome="failed")
     while await engine.trim_feed():
         pass
 
 
 @pytest.mark.spec("SS-069")
-async def test_gap_notice(store: Store, clock: Any) -> None:
+async def test_a_trimmed_feed_reports_a_gap_once(store: Store, clock: Any) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_completion()
-    await tell(store, 3)
-    await trimmed(engine, clock)
+    await emit_completions(store, 3)
+    await trim(engine, clock)
 
     again = await engine.subscribe_completion(feed.cursor)
     with pytest.raises(errors.StreamBackpressure):
         await again.next(timeout_s=0)
 
-    assert [news.outcome for news in await everything(again)] == ["failed"]
+    assert [event.outcome for event in await drain(again)] == ["failed"]
     later = await engine.subscribe_completion(again.cursor)
-    await tell(store, 1)
-    assert len(await everything(later)) == 1
+    await emit_completions(store, 1)
+    assert len(await drain(later)) == 1
 
 
 @pytest.mark.spec("SS-069")
-async def test_what_other_feeds_lost_is_no_gap(store: Store, clock: Any) -> None:
+async def test_trimmed_events_of_other_feeds_are_no_gap(store: Store, clock: Any) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_operator_event()
-    await tell(store, 3)
-    await trimmed(engine, clock)
+    await emit_completions(store, 3)
+    await trim(engine, clock)
 
-    assert await everything(await engine.subscribe_operator_event(feed.cursor)) == []
+    assert await drain(await engine.subscribe_operator_event(feed.cursor)) == []
     page = await store.feed(Topic.OPERATOR, 0, 10)
     assert not page.has_gap
 
 
-async def test_events_are_kept_for_seven_days(store: Store, clock: Any) -> None:
+async def test_events_are_retained_for_seven_days(store: Store, clock: Any) -> None:
     engine = Engine(store)
-    await tell(store, 2)
+    await emit_completions(store, 2)
 
     clock.advance_ms(7 * 24 * 3600 * 1000)
     assert await engine.trim_feed() == 0
@@ -259,24 +258,24 @@ async def test_events_are_kept_for_seven_days(store: Store, clock: Any) -> None:
     assert await engine.trim_feed() == 0
 
 
-async def test_a_slow_reader_holds_one_page_and_loses_nothing(store: Store) -> None:
+async def test_a_slow_reader_buffers_one_page_and_misses_nothing(store: Store) -> None:
     engine = Engine(store)
     feed = await engine.subscribe_completion(FROM_THE_START)
-    await tell(store, 5 * PAGE_SIZE + 7)
+    await emit_completions(store, 5 * PAGE_SIZE + 7)
 
     seen = []
-    while (news := await feed.next(timeout_s=0)) is not None:
-        seen.append(news.position)
+    while (event := await feed.next(timeout_s=0)) is not None:
+        seen.append(event.position)
         assert len(feed._page) < PAGE_SIZE
 
     assert len(seen) == 5 * PAGE_SIZE + 7
     assert seen == sorted(set(seen))
 
 
-async def test_a_cursor_goes_on_after_every_single_event(store: Store) -> None:
+async def test_a_cursor_resumes_after_every_single_event(store: Store) -> None:
     engine = Engine(store)
-    await tell(store, 5)
-    whole = await everything(await engine.subscribe_completion(FROM_THE_START))
+    await emit_completions(store, 5)
+    whole = await drain(await engine.subscribe_completion(FROM_THE_START))
 
     cursor, seen = FROM_THE_START, []
     for _ in whole:
@@ -285,11 +284,11 @@ async def test_a_cursor_goes_on_after_every_single_event(store: Store) -> None:
         cursor = feed.cursor
 
     assert seen == whole
-    for place, news in enumerate(whole, start=1):
-        assert await everything(await engine.subscribe_completion(news.cursor)) == whole[place:]
+    for position, event in enumerate(whole, start=1):
+        assert await drain(await engine.subscribe_completion(event.cursor)) == whole[position:]
 
 
-async def test_an_event_that_cannot_be_read_is_told_and_passed(store: Store) -> None:
+async def test_an_unreadable_event_is_reported_and_skipped(store: Store) -> None:
     bad = Event("e1", "default", signal="no_op", details="{broken")
     good = Event("e2", "default", signal="no_op", details='{"signal_id":"s"}')
     await store.commit([Change(guards=(), events=(bad, good), id=1)])
@@ -298,16 +297,16 @@ async def test_an_event_that_cannot_be_read_is_told_and_passed(store: Store) -> 
     with pytest.raises(errors.Corruption):
         await feed.next(timeout_s=0)
 
-    assert [news.execution_id for news in await everything(feed)] == ["e2"]
+    assert [event.execution_id for event in await drain(feed)] == ["e2"]
 
 
-async def test_the_older_completion_stream_goes_on_through_everything(wire: FlakyStore, clock: Any) -> None:
-    engine = Engine(wire)
-    await tell(wire, 1)
+async def test_subscribe_completions_survives_a_disconnect(flaky: FlakyStore, clock: Any) -> None:
+    engine = Engine(flaky)
+    await emit_completions(flaky, 1)
     stream = await engine.subscribe_completions()
-    await tell(wire, 1, outcome="cancelled")
+    await emit_completions(flaky, 1, outcome="cancelled")
     stream._subscription.retry_for_s = 0.0
-    wire.lose("feed", Loss.REQUEST)
+    flaky.lose("feed", Loss.REQUEST)
 
     done = await asyncio.wait_for(anext(stream), 20)
 
@@ -318,7 +317,7 @@ async def test_the_older_completion_stream_goes_on_through_everything(wire: Flak
 
 
 @pytest.mark.parametrize("cursor", [b"\x01" + bytes(16), b"\x02" + bytes(7), b"\x07" + bytes(8), b"\x02"])
-async def test_a_foreign_cursor_is_refused_by_the_call_itself(engine: Engine, cursor: bytes) -> None:
+async def test_a_foreign_cursor_is_refused_by_the_subscribe_call(engine: Engine, cursor: bytes) -> None:
     subscribes: list[Callable[[bytes], Awaitable[Any]]] = [
         engine.subscribe_signal_delivery,
         engine.subscribe_completion,
@@ -329,12 +328,12 @@ async def test_a_foreign_cursor_is_refused_by_the_call_itself(engine: Engine, cu
 
 
 @pytest.mark.parametrize("position", [0, -1, -(2**63)])
-async def test_a_cursor_at_or_before_the_first_place_replays_everything_that_is_kept(play: Play, position: int) -> None:
-    held = await play.claimed()
-    await play.engine.complete(held.handle)
+async def test_a_cursor_at_or_before_the_first_position_replays_every_retained_event(env: Env, position: int) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.complete(claim.handle)
 
-    feed = await play.engine.subscribe_completion(b"\x02" + position.to_bytes(8, "big", signed=True))
+    feed = await env.engine.subscribe_completion(b"\x02" + position.to_bytes(8, "big", signed=True))
 
     first = await feed.next(timeout_s=0)
     assert first is not None
-    assert (first.execution_id, await feed.next(timeout_s=0)) == (held.execution_id, None)
+    assert (first.execution_id, await feed.next(timeout_s=0)) == (claim.execution_id, None)

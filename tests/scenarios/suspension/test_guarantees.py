@@ -1,4 +1,4 @@
-"""Sentences of the specification of waits that no numbered scenario tells: suspend and its arguments."""
+"""Guarantees of the specification without a numbered scenario: suspend and its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import Accepted
-from tests.scenarios.play import ACTIVE, Play, fence_of
+from tests.scenarios.env import ACTIVE, Env, fence_of
 from tests.scenarios.waits import ANY, APPENDED, BUFFERED, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
 
 UUID = "11111111-1111-4111-8111-111111111111"
@@ -48,30 +48,31 @@ DAY = 86_400_000
         ("something of tomorrow", "waiting_for_signal"),
     ],
 )
-async def test_a_reason_says_what_blocks(play: Play, waits: Waits, reason: str, blocking: str) -> None:
-    held, p = await waits.suspended(
+async def test_a_suspension_reason_maps_to_a_blocking_reason(
+    env: Env, waits: Waits, reason: str, blocking: str
+) -> None:
+    claim, p = await waits.create_suspended(
         reason_code=reason, requested_by=Requester.POLICY, continuation_metadata_pointer="s3"
     )
-    e = held.execution_id
+    e = claim.execution_id
 
-    assert await play.vector(e) == SUSPENDED.format(reason=blocking)
-    detail = (await play.core(e))["blocking_detail"]
+    assert await env.vector(e) == SUSPENDED.format(reason=blocking)
+    detail = (await env.core(e))["blocking_detail"]
     assert detail == f"suspended: waitpoint {p.waitpoint_id} awaiting {reason}"
-    kept = await play.engine.describe_suspension(e)
-    assert kept is not None
+    kept = await env.suspension(e)
     assert (kept.reason_code, kept.requested_by, kept.continuation_metadata_pointer) == (reason, "policy", "s3")
-    [entry] = (await play.engine.list_suspended(86)).entries
+    [entry] = (await env.engine.list_suspended(86)).entries
     assert entry.reason == reason
 
 
-async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Play, waits: Waits) -> None:
+async def test_describe_suspension_shows_the_request_and_the_outcome(env: Env, waits: Waits) -> None:
     condition = AllConditions((Single("a", ByName("go")), Single("b")))
     policy = ResumePolicy(resume_delay_ms=7, consume_matched_signals=False)
-    held = await play.claimed()
-    e, t = held.execution_id, play.now
-    assert await play.engine.describe_suspension(e) is None
-    await play.engine.create_waitpoint(held.handle, "early", DAY)
-    assert await play.engine.describe_suspension(e) is None
+    claim = await env.create_and_claim()
+    e, t = claim.execution_id, env.now
+    assert await env.engine.describe_suspension(e) is None
+    await env.engine.create_waitpoint(claim.handle, "early", DAY)
+    assert await env.engine.describe_suspension(e) is None
     args = waits.args(
         condition,
         FreshWaitpoint(UUID, "a"),
@@ -81,33 +82,41 @@ async def test_a_suspension_is_read_as_it_was_asked_for_and_as_it_ended(play: Pl
         timeout_at=t + DAY,
         timeout_behavior=TimeoutBehavior.CANCEL,
     )
-    outcome = await play.engine.suspend(held.handle, args)
+    outcome = await env.engine.suspend(claim.handle, args)
 
-    asked = await play.engine.describe_suspension(e)
+    requested = await env.engine.describe_suspension(e)
 
-    assert asked is not None
-    assert (asked.suspension_id, asked.execution_id, asked.attempt_index) == (args.suspension_id, e, 0)
-    assert (asked.waitpoint_id, asked.waitpoint_key) == (UUID, "a")
-    assert [(one.waitpoint_id, one.waitpoint_key) for one in asked.additional_waitpoints] == [(OTHER, "b")]
-    assert (asked.resume_condition, asked.resume_policy, asked.gates) == (condition, policy, [])
-    assert (asked.created_at, asked.timeout_at, asked.timeout_behavior) == (t, t + DAY, TimeoutBehavior.CANCEL)
-    assert (asked.requested_by, asked.continuation_metadata_pointer) == (Requester.OPERATOR, None)
-    assert (asked.last_signal_at, asked.satisfied_at, asked.closed_at, asked.close_reason) == (None, None, None, None)
+    assert requested is not None
+    assert (requested.suspension_id, requested.execution_id, requested.attempt_index) == (args.suspension_id, e, 0)
+    assert (requested.waitpoint_id, requested.waitpoint_key) == (UUID, "a")
+    assert [(one.waitpoint_id, one.waitpoint_key) for one in requested.additional_waitpoints] == [(OTHER, "b")]
+    assert (requested.resume_condition, requested.resume_policy, requested.gates) == (condition, policy, [])
+    assert (requested.created_at, requested.timeout_at, requested.timeout_behavior) == (
+        t,
+        t + DAY,
+        TimeoutBehavior.CANCEL,
+    )
+    assert (requested.requested_by, requested.continuation_metadata_pointer) == (Requester.OPERATOR, None)
+    assert (requested.last_signal_at, requested.satisfied_at, requested.closed_at, requested.close_reason) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert (await waits.record(e, UUID)).required_signal_names == ["go"]
     assert (await waits.record(e, OTHER)).required_signal_names == []
 
-    play.clock.advance_ms(5)
+    env.clock.advance_ms(5)
     other = await waits.send(e, "x", outcome.details.additional_waitpoints[0])
     await waits.send(e, "noise", outcome.details)
-    half = await play.engine.describe_suspension(e)
-    assert half is not None
+    half = await env.suspension(e)
     assert (half.last_signal_at, half.closer_signal_id, half.all_satisfier_signals) == (t + 5, None, [])
-    play.clock.advance_ms(5)
+    env.clock.advance_ms(5)
     last = await waits.send(e, "go", outcome.details)
     assert isinstance(other, Accepted)
     assert isinstance(last, Accepted)
 
-    ended = await play.engine.describe_suspension(e)
+    ended = await env.engine.describe_suspension(e)
 
     assert ended is not None
     assert (ended.satisfied_at, ended.closed_at, ended.close_reason) == (t + 10, t + 10, "resumed")
@@ -138,17 +147,17 @@ def nested(levels: int, leaf: Condition = ANY) -> Condition:
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-async def test_the_first_fault_of_a_tree_is_told_with_its_place(
-    play: Play, waits: Waits, condition: Condition, detail: str
+async def test_the_first_fault_of_a_condition_is_reported_with_its_path(
+    env: Env, waits: Waits, condition: Condition, detail: str
 ) -> None:
-    held = await play.claimed()
-    async with play.untouched():
+    claim = await env.create_and_claim()
+    async with env.unchanged():
         with pytest.raises(errors.InvalidInput) as refusal:
-            await play.engine.suspend(held.handle, waits.args(condition))
+            await env.engine.suspend(claim.handle, waits.args(condition))
     assert refusal.value.detail == detail
 
 
-# Each of them is wrong in its own way and, after the first, all right in the way of the one before.
+# Each entry has its own fault and passes the check of the entry before.
 ORDER: list[tuple[str, dict[str, Any]]] = [
     ("waitpoints_empty", {"waitpoints": ()}),
     (
@@ -215,50 +224,50 @@ ORDER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("detail", "given"), ORDER, ids=[detail for detail, _ in ORDER])
-async def test_arguments_are_looked_at_in_their_order_before_the_handle_and_the_key(
-    play: Play, waits: Waits, detail: str, given: dict[str, Any]
+@pytest.mark.parametrize(("detail", "options"), ORDER, ids=[detail for detail, _ in ORDER])
+async def test_suspend_arguments_are_validated_in_order_before_the_handle_and_the_key(
+    env: Env, waits: Waits, detail: str, options: dict[str, Any]
 ) -> None:
-    held = await play.claimed()
-    await play.engine.suspend(held.handle, waits.args(idempotency_key="known"))
-    foreign = Handle(held.handle.backend, held.handle.kind, b"\x02nonsense")
-    args = msgspec.structs.replace(waits.args(idempotency_key="known"), **given)
+    claim = await env.create_and_claim()
+    await env.engine.suspend(claim.handle, waits.args(idempotency_key="known"))
+    foreign = Handle(claim.handle.backend, claim.handle.kind, b"\x02nonsense")
+    args = msgspec.structs.replace(waits.args(idempotency_key="known"), **options)
 
-    async with play.untouched():
-        for handle in (held.handle, foreign):
+    async with env.unchanged():
+        for handle in (claim.handle, foreign):
             with pytest.raises(errors.InvalidInput) as refusal:
-                await play.engine.suspend(handle, args)
+                await env.engine.suspend(handle, args)
             assert refusal.value.detail == detail
         with pytest.raises(errors.InvalidInput) as refusal:
-            await play.engine.suspend_by_triple(play.engine.new_execution_id(), Fence(), args)
+            await env.engine.suspend_by_triple(env.engine.new_execution_id(), Fence(), args)
         assert refusal.value.detail == detail
 
 
-async def test_one_binding_alone_need_not_be_named_by_the_condition(play: Play, waits: Waits) -> None:
+async def test_a_single_binding_need_not_be_referenced_by_the_condition(env: Env, waits: Waits) -> None:
     for condition in (
         count(1, CountKind.DISTINCT_SIGNALS, "elsewhere"),
         AllConditions((Single("elsewhere"),)),
         OperatorOnly(),
     ):
-        held, p = await waits.suspended(condition)
-        effect = await waits.effect(held.execution_id, "go", p)
+        claim, p = await waits.create_suspended(condition)
+        effect = await waits.effect(claim.execution_id, "go", p)
         assert effect == ("no_op" if condition == OperatorOnly() else "signal_ignored_not_in_condition")
 
 
-async def test_a_time_limit_of_a_member_is_the_suspension_s_own_affair(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllConditions((Single("k", ByName("go")), TimeoutOnly())))
+async def test_a_timeout_only_member_needs_no_deadline(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended(AllConditions((Single("k", ByName("go")), TimeoutOnly())))
 
-    [listed] = (await play.engine.list_pending_waitpoints(held.execution_id)).entries
+    [listed] = (await env.engine.list_pending_waitpoints(claim.execution_id)).entries
     assert listed.required_signal_names == ["go", "__timeout_only__"]
-    assert await waits.effect(held.execution_id, "go", p) == APPENDED
+    assert await waits.effect(claim.execution_id, "go", p) == APPENDED
 
 
-async def test_a_fence_is_looked_at_after_the_key_and_the_execution(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e, whole = held.execution_id, fence_of(held)
-    missing = play.engine.new_execution_id()
-    suspend = play.engine.suspend_by_triple
-    async with play.untouched():
+async def test_the_fence_is_checked_after_the_key_and_the_execution(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e, whole = claim.execution_id, fence_of(claim)
+    missing = env.engine.new_execution_id()
+    suspend = env.engine.suspend_by_triple
+    async with env.unchanged():
         for fence, kind, detail in (
             (Fence(), errors.InvalidInput, "fence_required"),
             (Fence("", None, ""), errors.InvalidInput, "fence_required"),
@@ -278,154 +287,150 @@ async def test_a_fence_is_looked_at_after_the_key_and_the_execution(play: Play, 
             with pytest.raises(errors.StaleLease):
                 await suspend(e, fence, waits.args())
     first = await suspend(e, whole, waits.args(idempotency_key="once"))
-    async with play.untouched():
+    async with env.unchanged():
         assert await suspend(e, Fence(), waits.args(idempotency_key="once")) == first
 
 
-async def test_expiry_outranks_staleness_and_revocation_outranks_expiry(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    await play.revoked(held)
-    play.clock.advance_ms(DAY)
-    async with play.refused(errors.LeaseRevoked):
-        await play.engine.suspend(held.handle, waits.args())
-    other = await play.claimed()
-    play.clock.advance_ms(DAY)
+async def test_revocation_is_reported_before_expiry_and_expiry_before_staleness(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    await env.revoke_lease(claim)
+    env.clock.advance_ms(DAY)
+    async with env.refused(errors.LeaseRevoked):
+        await env.engine.suspend(claim.handle, waits.args())
+    other = await env.create_and_claim()
+    env.clock.advance_ms(DAY)
     with pytest.raises(errors.LeaseExpired):
-        await play.engine.suspend_by_triple(other.execution_id, Fence(UUID, 9, UUID), waits.args())
-    async with play.untouched():
+        await env.engine.suspend_by_triple(other.execution_id, Fence(UUID, 9, UUID), waits.args())
+    async with env.unchanged():
         with pytest.raises(errors.LeaseExpired):
-            await play.engine.suspend(other.handle, waits.args())
+            await env.engine.suspend(other.handle, waits.args())
 
 
-async def test_both_outcomes_are_remembered_and_failures_are_not(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "kp", DAY)
-    lost = waits.args(Single("kp"), UsePendingWaitpoint(waits.id()), idempotency_key="once")
-    async with play.refused(errors.WaitpointNotFound):
-        await play.engine.suspend(held.handle, lost)
-    await waits.effect(held.execution_id, "go", pending)
+async def test_a_suspend_key_remembers_both_outcomes_and_no_failure(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("kp", DAY)
+    lost = waits.args(Single("kp"), UsePendingWaitpoint(waits.new_id()), idempotency_key="once")
+    async with env.refused(errors.WaitpointNotFound):
+        await env.engine.suspend(claim.handle, lost)
+    await waits.effect(claim.execution_id, "go", pending)
 
     args = waits.args(Single("kp"), UsePendingWaitpoint(pending.waitpoint_id), idempotency_key="once")
-    first = await play.engine.suspend(held.handle, args)
+    first = await env.engine.suspend(claim.handle, args)
     assert isinstance(first, ConditionAlreadySatisfied)
-    assert await play.vector(held.execution_id) == ACTIVE
-    async with play.untouched():
-        assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
-    await play.engine.complete(held.handle)
-    async with play.untouched():
-        assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
-    play.clock.advance_ms(7 * DAY)
-    async with play.refused(errors.ExecutionNotActive):
-        await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
+    assert await env.vector(claim.execution_id) == ACTIVE
+    async with env.unchanged():
+        assert await env.engine.suspend(claim.handle, waits.args(idempotency_key="once")) == first
+    await env.engine.complete(claim.handle)
+    async with env.unchanged():
+        assert await env.engine.suspend(claim.handle, waits.args(idempotency_key="once")) == first
+    env.clock.advance_ms(7 * DAY)
+    async with env.refused(errors.ExecutionNotActive):
+        await env.engine.suspend(claim.handle, waits.args(idempotency_key="once"))
 
 
 @pytest.mark.parametrize(
     ("ahead", "remembered"),
     [(1000, 61_000), (0, 60_000), (-600_000, 60_000), (30 * DAY, 7 * DAY), (7 * DAY - 60_000, 7 * DAY)],
 )
-async def test_a_key_is_remembered_as_long_as_its_timeout_asks_for(
-    play: Play, waits: Waits, ahead: int, remembered: int
+async def test_a_suspend_key_is_remembered_according_to_its_timeout(
+    env: Env, waits: Waits, ahead: int, remembered: int
 ) -> None:
-    held = await play.claimed()
-    given: dict[str, Any] = {
-        "timeout_at": play.now + ahead,
+    claim = await env.create_and_claim()
+    options: dict[str, Any] = {
+        "timeout_at": env.now + ahead,
         "timeout_behavior": TimeoutBehavior.ESCALATE,
         "idempotency_key": "once",
     }
-    first = await play.engine.suspend(held.handle, waits.args(**given))
+    first = await env.engine.suspend(claim.handle, waits.args(**options))
     assert isinstance(first, Suspended)
 
-    play.clock.advance_ms(remembered - 1)
-    assert await play.engine.suspend(held.handle, waits.args(idempotency_key="once")) == first
-    play.clock.advance_ms(1)
-    async with play.refused(errors.ExecutionNotActive):
-        await play.engine.suspend(held.handle, waits.args(idempotency_key="once"))
+    env.clock.advance_ms(remembered - 1)
+    assert await env.engine.suspend(claim.handle, waits.args(idempotency_key="once")) == first
+    env.clock.advance_ms(1)
+    async with env.refused(errors.ExecutionNotActive):
+        await env.engine.suspend(claim.handle, waits.args(idempotency_key="once"))
 
 
-async def test_an_empty_key_is_none(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    await play.engine.suspend(held.handle, waits.args(idempotency_key=""))
-    async with play.refused(errors.ExecutionNotActive):
-        await play.engine.suspend(held.handle, waits.args(idempotency_key=""))
+async def test_an_empty_suspend_key_counts_as_missing(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    await env.engine.suspend(claim.handle, waits.args(idempotency_key=""))
+    async with env.refused(errors.ExecutionNotActive):
+        await env.engine.suspend(claim.handle, waits.args(idempotency_key=""))
 
 
-async def test_what_is_wrong_with_a_pending_waitpoint_is_told_in_order(play: Play, waits: Waits) -> None:
-    held, other = await play.claimed(), await play.claimed()
-    mine = await play.engine.create_waitpoint(held.handle, "k", 1000)
-    theirs = await play.engine.create_waitpoint(other.handle, "k", 1000)
-    closed = await play.engine.create_waitpoint(held.handle, "k", DAY)
-    closed_theirs = await play.engine.create_waitpoint(other.handle, "k", DAY)
+async def test_faults_of_a_pending_waitpoint_are_reported_in_order(env: Env, waits: Waits) -> None:
+    claim, other = await env.create_and_claim(), await env.create_and_claim()
+    mine = await env.engine.create_waitpoint(claim.handle, "k", 1000)
+    theirs = await env.engine.create_waitpoint(other.handle, "k", 1000)
+    closed = await env.engine.create_waitpoint(claim.handle, "k", DAY)
+    closed_theirs = await env.engine.create_waitpoint(other.handle, "k", DAY)
     for one in (closed, closed_theirs):
-        assert await play.engine.close_waitpoint(one.waitpoint_id, "changed my mind")
+        assert await env.engine.close_waitpoint(one.waitpoint_id, "changed my mind")
 
     async def refused(waitpoint_id: str, kind: type[errors.FabricError], condition: Condition = ANY) -> None:
-        async with play.refused(kind):
-            await play.engine.suspend(held.handle, waits.args(condition, UsePendingWaitpoint(waitpoint_id)))
+        async with env.refused(kind):
+            await env.engine.suspend(claim.handle, waits.args(condition, UsePendingWaitpoint(waitpoint_id)))
 
-    await refused(waits.id(), errors.WaitpointNotFound)
+    await refused(waits.new_id(), errors.WaitpointNotFound)
     await refused(closed.waitpoint_id, errors.WaitpointNotPending)
     await refused(closed_theirs.waitpoint_id, errors.WaitpointNotPending)
     await refused(theirs.waitpoint_id, errors.InvalidWaitpointForExecution, Single("other"))
     await refused(mine.waitpoint_id, errors.InvalidInput, Single("other"))
-    play.clock.advance_ms(1000)
+    env.clock.advance_ms(1000)
     await refused(theirs.waitpoint_id, errors.PendingWaitpointExpired)
     await refused(mine.waitpoint_id, errors.PendingWaitpointExpired, Single("other"))
 
 
-async def test_an_id_whose_waitpoint_was_never_activated_in_time_begins_anew(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
+async def test_the_id_of_an_expired_pending_waitpoint_starts_without_signals(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("k", 1000)
     for name in ("a", "b"):
-        assert await waits.effect(held.execution_id, name, pending, idempotency_key=name) == BUFFERED
-    play.clock.advance_ms(1000)
+        assert await waits.effect(claim.execution_id, name, pending, idempotency_key=name) == BUFFERED
+    env.clock.advance_ms(1000)
 
-    p = await waits.suspend(held, count(2, CountKind.DISTINCT_SIGNALS), FreshWaitpoint(pending.waitpoint_id, "k"))
+    p = await waits.suspend(claim, count(2, CountKind.DISTINCT_SIGNALS), FreshWaitpoint(pending.waitpoint_id, "k"))
 
-    assert (await waits.record(held.execution_id, p.waitpoint_id)).signal_count == 0
-    assert await waits.effect(held.execution_id, "a", p, idempotency_key="a") == APPENDED
-    assert await waits.effect(held.execution_id, "b", p, idempotency_key="b") == SATISFIED
-    signals = await play.engine.observe_signals((await play.resumed(held.execution_id)).handle)
+    assert (await waits.record(claim.execution_id, p.waitpoint_id)).signal_count == 0
+    assert await waits.effect(claim.execution_id, "a", p, idempotency_key="a") == APPENDED
+    assert await waits.effect(claim.execution_id, "b", p, idempotency_key="b") == SATISFIED
+    signals = await env.engine.observe_signals((await env.grant_and_resume(claim.execution_id)).handle)
     assert [one.signal_name for one in signals] == ["a", "b"]
 
 
-async def test_signals_of_the_buffer_are_replayed_as_if_they_came_now(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
+async def test_buffered_signals_are_evaluated_when_the_waitpoint_is_activated(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("k", DAY)
     for name, source in (("noise", "ana"), ("go", "ana"), ("go", "ana")):
-        await waits.effect(held.execution_id, name, pending, source)
+        await waits.effect(claim.execution_id, name, pending, source)
     condition = AllConditions((Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("go")), Single("k", ByName("ok"))))
 
-    p = (await waits.on_pending(held, pending, condition)).details
+    p = (await waits.suspend_on_pending(claim, pending, condition)).details
 
     assert p.waitpoint_token == pending.token
-    assert await waits.effect(held.execution_id, "go", p, "ana") == REPEATED
-    assert await waits.effect(held.execution_id, "ok", p, "cy") == APPENDED
-    assert await waits.effect(held.execution_id, "go", p, "bo") == SATISFIED
-    signals = await play.engine.observe_signals((await play.resumed(held.execution_id)).handle)
+    assert await waits.effect(claim.execution_id, "go", p, "ana") == REPEATED
+    assert await waits.effect(claim.execution_id, "ok", p, "cy") == APPENDED
+    assert await waits.effect(claim.execution_id, "go", p, "bo") == SATISFIED
+    signals = await env.engine.observe_signals((await env.grant_and_resume(claim.execution_id)).handle)
     assert [(one.signal_name, one.source_identity) for one in signals] == [("go", "ana"), ("ok", "cy"), ("go", "bo")]
-    record = await waits.record(held.execution_id, p.waitpoint_id)
+    record = await waits.record(claim.execution_id, p.waitpoint_id)
     assert (record.signal_count, record.matched_signal_count) == (6, 6)
 
 
-async def test_a_policy_is_kept_and_its_delay_is_the_suspension_s_own(play: Play, waits: Waits) -> None:
+async def test_a_resume_policy_applies_to_its_own_suspension(env: Env, waits: Waits) -> None:
     policy = ResumePolicy(consume_matched_signals=False, close_waitpoint_on_resume=False, resume_delay_ms=5000)
-    held, p = await waits.suspended(named("go"), resume_policy=policy)
-    e = held.execution_id
-    kept = await play.engine.describe_suspension(e)
-    assert kept is not None
+    claim, p = await waits.create_suspended(named("go"), resume_policy=policy)
+    e = claim.execution_id
+    kept = await env.suspension(e)
     assert kept.resume_policy == policy
 
     assert await waits.effect(e, "go", p) == SATISFIED
 
-    core = await play.core(e)
-    assert (core["blocking_detail"], core["delay_until"]) == ("resume delay 5000ms after signal go", play.now + 5000)
+    core = await env.core(e)
+    assert (core["blocking_detail"], core["delay_until"]) == ("resume delay 5000ms after signal go", env.now + 5000)
     assert (await waits.record(e, p.waitpoint_id)).state == "closed"
-    await play.promoted(e)
-    again = await waits.suspend(await play.resumed(e), named("go"))
+    await env.promote(e)
+    again = await waits.suspend(await env.grant_and_resume(e), named("go"))
     assert (await waits.record(e, again.waitpoint_id)).signal_count == 0
 
 
-def test_what_a_suspend_asks_for_has_the_defaults_of_the_specification() -> None:
+def test_suspend_args_have_the_defaults_of_the_specification() -> None:
     args = SuspendArgs(suspension_id=UUID, waitpoints=(), resume_condition=ANY, reason_code="x", now=0)
     assert (args.requested_by, args.timeout_behavior, args.timeout_at) == (Requester.WORKER, TimeoutBehavior.FAIL, None)
     assert args.resume_policy == ResumePolicy("runnable", True, False, None, True)

@@ -1,6 +1,6 @@
-"""Hostile input: forged, cut, stale, foreign and re-encoded tokens, oversized and twisted values.
+"""Hostile input: forged, truncated, stale, foreign and re-encoded tokens, oversized and malformed values.
 
-Each is refused by a typed error, and nothing is written but the stamp that a failed check leaves.
+Each is refused with a typed error; only the timestamp of the failed check is written.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from flowfabric.rules.security.waitpoint_token import WaitpointToken
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs
 from flowfabric.rules.suspension.conditions import parse_condition
 from flowfabric.rules.suspension.signals import SignalArgs
-from tests.scenarios.play import Play
+from tests.scenarios.env import Env
 from tests.scenarios.waits import ANY, SATISFIED, Waits
 
 MEGABYTES = 10 * 1024 * 1024
 
 
-def twisted(good: str, chance: random.Random) -> str:
-    """A token that is not quite the one that was given out."""
+def forge(good: str, rng: random.Random) -> str:
+    """Return an altered token."""
     kid, _, digest = good.partition(":")
-    place = chance.randrange(len(digest))
-    ways = [
-        lambda: good[: chance.randrange(len(good))],
-        lambda: good + chance.choice("0 \n\t\x00:"),
-        lambda: chance.choice(" \n\t\ufeff") + good,
+    index = rng.randrange(len(digest))
+    forgeries = [
+        lambda: good[: rng.randrange(len(good))],
+        lambda: good + rng.choice("0 \n\t\x00:"),
+        lambda: rng.choice(" \n\t\ufeff") + good,
         lambda: f"{kid}:{digest.upper()}" if digest.upper() != digest else "",
         lambda: f"{kid.upper()}:{digest}",
         lambda: (
-            f"{kid}:{digest[:place]}{chance.choice('0123456789abcdef'.replace(digest[place], ''))}{digest[place + 1 :]}"
+            f"{kid}:{digest[:index]}{rng.choice('0123456789abcdef'.replace(digest[index], ''))}{digest[index + 1 :]}"
         ),
         lambda: f"{kid}::{digest[1:]}",
         lambda: f"{kid}%3A{digest}",
         lambda: f"{kid}:{digest[::-1]}" if digest[::-1] != digest else "",
         lambda: good.translate({ord("0"): "０", ord("1"): "１", ord("a"): "а"}) if set("01a") & set(digest) else "",
         lambda: f"{kid}:{'f' * 64}",
-        lambda: "".join(chr(chance.randrange(0x20, 0x3000)) for _ in range(chance.randrange(80))),
-        lambda: "\ud800" * chance.randrange(1, 70),
+        lambda: "".join(chr(rng.randrange(0x20, 0x3000)) for _ in range(rng.randrange(80))),
+        lambda: "\ud800" * rng.randrange(1, 70),
         lambda: f"{kid}:" + "\udfff" * 64,
-        lambda: ":" * chance.randrange(1, 70),
+        lambda: ":" * rng.randrange(1, 70),
     ]
-    return chance.choice(ways)()
+    return rng.choice(forgeries)()
 
 
-async def test_a_thousand_forgeries_change_nothing_but_the_stamp(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    other, q = await waits.suspended()
-    e, good, chance = held.execution_id, p.waitpoint_token.reveal(), random.Random(4)
-    tokens = [twisted(good, chance) for _ in range(60)]
+async def test_forged_tokens_change_only_the_failure_timestamp(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    other, q = await waits.create_suspended()
+    e, good, rng = claim.execution_id, p.waitpoint_token.reveal(), random.Random(4)
+    tokens = [forge(good, rng) for _ in range(60)]
     tokens += [q.waitpoint_token.reveal(), "k1:" + "a" * MEGABYTES, "x" * MEGABYTES]
-    before = await play.everything()
+    before = await env.dump()
 
     for token in tokens:
         with pytest.raises(errors.InvalidToken) as refusal:
-            await play.engine.deliver_signal(waits.signal(e, "go", p.waitpoint_id, token))
+            await env.engine.deliver_signal(waits.signal_args(e, "go", p.waitpoint_id, token))
         assert refusal.value.detail in ("missing_token", "invalid_token")
         assert token == "" or token not in str(refusal.value)
 
-    after = await play.everything()
+    after = await env.dump()
     assert {name for name in before if before[name] != after[name]} == {"ff_exec_core"}
     stamped = {row.execution_id: row for row in after["ff_exec_core"]}[e]
-    assert stamped.last_hmac_validation_failed_at == play.now
+    assert stamped.last_hmac_validation_failed_at == env.now
     assert await waits.effect(e, "go", p) == SATISFIED
     assert await waits.effect(other.execution_id, "go", q) == SATISFIED
 
 
-async def test_a_token_serves_its_own_waitpoint_of_its_own_execution_only(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    other, q = await waits.suspended()
+async def test_a_token_is_valid_for_its_own_waitpoint_and_execution_only(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    other, q = await waits.create_suspended()
 
     for e, waitpoint, token in (
-        (held.execution_id, q.waitpoint_id, q.waitpoint_token),
-        (held.execution_id, q.waitpoint_id, p.waitpoint_token),
-        (held.execution_id, p.waitpoint_id, q.waitpoint_token),
+        (claim.execution_id, q.waitpoint_id, q.waitpoint_token),
+        (claim.execution_id, q.waitpoint_id, p.waitpoint_token),
+        (claim.execution_id, p.waitpoint_id, q.waitpoint_token),
         (other.execution_id, p.waitpoint_id, p.waitpoint_token),
     ):
         with pytest.raises(errors.InvalidToken, match="invalid_token"):
-            await play.engine.deliver_signal(waits.signal(e, "go", waitpoint, token))
+            await env.engine.deliver_signal(waits.signal_args(e, "go", waitpoint, token))
 
 
-async def test_a_used_token_cannot_be_replayed_into_a_later_wait(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    await waits.send(held.execution_id, "go", p)
-    await waits.suspend(await play.resumed(held.execution_id))
+async def test_a_used_token_is_refused_by_a_later_suspension(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    await waits.send(claim.execution_id, "go", p)
+    await waits.suspend(await env.grant_and_resume(claim.execution_id))
 
-    async with play.refused(errors.WaitpointClosed):
-        await waits.send(held.execution_id, "go", p)
+    async with env.refused(errors.WaitpointClosed):
+        await waits.send(claim.execution_id, "go", p)
 
 
 BAD_SIGNALS: list[dict[str, Any]] = [
@@ -127,27 +127,27 @@ BAD_SIGNALS: list[dict[str, Any]] = [
 ]
 
 
-async def test_twisted_signals_are_refused_and_leave_no_trace(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    async with play.untouched():
+async def test_malformed_signals_are_refused_and_write_nothing(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    async with env.unchanged():
         for bad in BAD_SIGNALS:
-            args = waits.signal(held.execution_id, "go", p.waitpoint_id, p.waitpoint_token)
+            args = waits.signal_args(claim.execution_id, "go", p.waitpoint_id, p.waitpoint_token)
             with pytest.raises(errors.ValidationError):
-                await play.engine.deliver_signal(msgspec.structs.replace(args, **bad))
+                await env.engine.deliver_signal(msgspec.structs.replace(args, **bad))
         nothings: list[Any] = [None, {}, "signal", b""]
         for nonsense in nothings:
             with pytest.raises(errors.InvalidInput):
-                await play.engine.deliver_signal(nonsense)
+                await env.engine.deliver_signal(nonsense)
 
 
-def deep(levels: int) -> Any:
+def nested_document(levels: int) -> Any:
     plain: Any = {"Single": {"waitpoint_key": "k", "matcher": "Wildcard"}}
     for _ in range(levels):
         plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
     return plain
 
 
-def deep_records(levels: int) -> Any:
+def nested_condition(levels: int) -> Any:
     condition: Any = ANY
     for _ in range(levels):
         condition = AllConditions((condition,))
@@ -155,9 +155,9 @@ def deep_records(levels: int) -> Any:
 
 
 BAD_SUSPENDS: list[dict[str, Any]] = [
-    {"resume_condition": deep(5)},
-    {"resume_condition": deep(5000)},
-    {"resume_condition": deep_records(50_000)},
+    {"resume_condition": nested_document(5)},
+    {"resume_condition": nested_document(5000)},
+    {"resume_condition": nested_condition(50_000)},
     {"resume_condition": {"Composite": {"kind": "AnyOf", "members": []}}},
     {"resume_condition": {"Single": {"waitpoint_key": 5, "matcher": "Wildcard"}}},
     {"resume_condition": Single("k", ByName("x\x00"))},
@@ -191,20 +191,20 @@ BAD_SUSPENDS: list[dict[str, Any]] = [
 ]
 
 
-async def test_twisted_suspends_are_refused_and_leave_no_trace(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    async with play.untouched():
+async def test_malformed_suspends_are_refused_and_write_nothing(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    async with env.unchanged():
         for bad in BAD_SUSPENDS:
             with pytest.raises(errors.ValidationError):
-                await play.engine.suspend(held.handle, msgspec.structs.replace(waits.args(), **bad))
-        for handle in (None, "handle", Handle(held.handle.backend, held.handle.kind, b"\x02\x01")):
+                await env.engine.suspend(claim.handle, msgspec.structs.replace(waits.args(), **bad))
+        for handle in (None, "handle", Handle(claim.handle.backend, claim.handle.kind, b"\x02\x01")):
             with pytest.raises(errors.ValidationError):
-                await play.engine.suspend(handle, waits.args())  # type: ignore[arg-type]
-    await waits.suspend(held)
+                await env.engine.suspend(handle, waits.args())  # type: ignore[arg-type]
+    await waits.suspend(claim)
 
 
-async def test_twisted_frames_and_messages_are_refused_and_leave_no_trace(play: Play) -> None:
-    held = await play.claimed()
+async def test_malformed_frames_and_messages_are_refused_and_write_nothing(env: Env) -> None:
+    claim = await env.create_and_claim()
     frames: list[dict[str, Any]] = [
         {"payload": "text"},
         {"payload": b"x" * MEGABYTES},
@@ -226,20 +226,20 @@ async def test_twisted_frames_and_messages_are_refused_and_leave_no_trace(play: 
         {"sender": None},
         {"dedup_ttl_ms": -1},
     ]
-    good = MessageArgs(execution_id=held.execution_id, mailbox="m", message_id=play.engine.minter.uuid())
-    async with play.untouched():
+    good = MessageArgs(execution_id=claim.execution_id, mailbox="m", message_id=env.engine.minter.uuid())
+    async with env.unchanged():
         for bad in frames:
             with pytest.raises(errors.ValidationError):
-                await play.engine.append_frame(held.handle, **bad)
+                await env.engine.append_frame(claim.handle, **bad)
         for bad in messages:
             with pytest.raises(errors.ValidationError):
-                await play.engine.send_message(msgspec.structs.replace(good, **bad))
+                await env.engine.send_message(msgspec.structs.replace(good, **bad))
 
 
-def test_random_documents_are_conditions_or_refused() -> None:
-    chance = random.Random(5)
+def test_random_documents_parse_as_conditions_or_are_refused() -> None:
+    rng = random.Random(5)
     leaves: list[Any] = ["OperatorOnly", "TimeoutOnly", "Wildcard", None, 5, -1, 1.5, True, "", "k", [], {}, "AllOf"]
-    words = [
+    keys = [
         "Single",
         "Composite",
         "kind",
@@ -253,11 +253,11 @@ def test_random_documents_are_conditions_or_refused() -> None:
     ]
 
     def document(depth: int) -> Any:
-        if depth == 0 or chance.random() < 0.3:
-            return chance.choice(leaves)
-        if chance.random() < 0.3:
-            return [document(depth - 1) for _ in range(chance.randrange(3))]
-        return {chance.choice(words): document(depth - 1) for _ in range(chance.randrange(1, 5))}
+        if depth == 0 or rng.random() < 0.3:
+            return rng.choice(leaves)
+        if rng.random() < 0.3:
+            return [document(depth - 1) for _ in range(rng.randrange(3))]
+        return {rng.choice(keys): document(depth - 1) for _ in range(rng.randrange(1, 5))}
 
     for _ in range(5000):
         try:
@@ -266,7 +266,7 @@ def test_random_documents_are_conditions_or_refused() -> None:
             continue
 
 
-def test_a_plain_token_is_wrapped_before_anyone_can_print_it() -> None:
+def test_signal_args_wrap_a_plain_token() -> None:
     args = SignalArgs(
         execution_id="e", waitpoint_id="w", signal_id="s", signal_name="n", waitpoint_token="k1:" + "a" * 64
     )
@@ -277,6 +277,6 @@ def test_a_plain_token_is_wrapped_before_anyone_can_print_it() -> None:
     assert "a" * 64 not in repr(msgspec.structs.replace(args, waitpoint_token="k1:" + "a" * 64))
 
 
-def test_suspend_args_are_records() -> None:
+def test_suspend_args_require_their_fields() -> None:
     with pytest.raises(TypeError):
         SuspendArgs()  # type: ignore[call-arg]

@@ -1,9 +1,9 @@
-"""Two processes about one wait: whoever commits second looks again, and nothing is lost, doubled or passed over."""
+"""Races of two processes on one suspension: the second to commit decides again, and nothing is lost or doubled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from flowfabric.rules.suspension.resume import SuspensionExpiry
 from flowfabric.rules.suspension.signals import Accepted
 from flowfabric.rules.suspension.waitpoints import PendingWaitpoint
 from flowfabric.stores.port import Store
-from tests.scenarios.functions import Function, closed, opened
-from tests.scenarios.play import RESUMABLE, Play, terminal
+from tests.scenarios.durable_function import DurableFunction, closed, opened
+from tests.scenarios.env import RESUMABLE, Env, terminal
 from tests.scenarios.waits import ANY, BUFFERED, SATISFIED, Waits, count
 
 DAY = 86_400_000
@@ -37,62 +37,38 @@ async def rival(store: Store, engine: Engine) -> AsyncIterator[Engine]:
     await rival.bulk_canceller.close()
 
 
-async def overtaken(play: Play, slow: Awaitable[Any], fast: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:
-    """What comes of a call that has decided, and of another that is decided and written before the first is written."""
-    gate = play.slowed("commit")
-    first = asyncio.ensure_future(slow)
-    async with asyncio.timeout(20):
-        await gate.reached()
-        second = await _outcome(fast())
-        gate.release()
-        return await _outcome(first), second
+def signal_to(waits: Waits, e: str, waitpoint: Any, name: str = "go", **options: Any) -> Any:
+    token = waitpoint.token if isinstance(waitpoint, PendingWaitpoint) else waitpoint.waitpoint_token
+    return waits.signal_args(e, name, waitpoint.waitpoint_id, token, **options)
 
 
-async def _outcome(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
-    except errors.FabricError as refused:
-        return refused
+async def test_a_signal_concurrent_with_activation_counts(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, pending = await waits.create_pending("k", DAY)
+    signal = signal_to(waits, claim.execution_id, pending)
 
-
-def to(waits: Waits, e: str, place: Any, name: str = "go", **given: Any) -> Any:
-    token = place.token if isinstance(place, PendingWaitpoint) else place.waitpoint_token
-    return waits.signal(e, name, place.waitpoint_id, token, **given)
-
-
-async def test_a_signal_that_comes_while_its_waitpoint_is_activated_counts(
-    play: Play, waits: Waits, rival: Engine
-) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
-    signal = to(waits, held.execution_id, pending)
-
-    outcome, sent = await overtaken(play, waits.on_pending(held, pending, ANY), lambda: rival.deliver_signal(signal))
+    outcome, sent = await env.race(waits.suspend_on_pending(claim, pending, ANY), lambda: rival.deliver_signal(signal))
 
     assert sent == Accepted(signal.signal_id, BUFFERED)
     assert isinstance(outcome, ConditionAlreadySatisfied)
 
 
-async def test_a_waitpoint_that_is_closed_while_it_is_activated_is_closed(
-    play: Play, waits: Waits, rival: Engine
-) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
+async def test_a_waitpoint_closed_during_activation_stays_closed(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, pending = await waits.create_pending("k", DAY)
 
-    outcome, was_open = await overtaken(
-        play, waits.on_pending(held, pending, ANY), lambda: rival.close_waitpoint(pending.waitpoint_id)
+    outcome, was_open = await env.race(
+        waits.suspend_on_pending(claim, pending, ANY), lambda: rival.close_waitpoint(pending.waitpoint_id)
     )
 
     assert was_open is True
     assert isinstance(outcome, errors.WaitpointNotPending)
 
 
-async def test_closing_a_waitpoint_forgets_no_signal(play: Play, waits: Waits, rival: Engine) -> None:
-    held, p = await waits.suspended(count(2))
-    e = held.execution_id
+async def test_closing_a_waitpoint_keeps_a_concurrent_signal(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, p = await waits.create_suspended(count(2))
+    e = claim.execution_id
 
-    was_open, sent = await overtaken(
-        play, play.engine.close_waitpoint(p.waitpoint_id), lambda: rival.deliver_signal(to(waits, e, p))
+    was_open, sent = await env.race(
+        env.engine.close_waitpoint(p.waitpoint_id), lambda: rival.deliver_signal(signal_to(waits, e, p))
     )
 
     assert (was_open, isinstance(sent, Accepted)) == (True, True)
@@ -100,12 +76,12 @@ async def test_closing_a_waitpoint_forgets_no_signal(play: Play, waits: Waits, r
     assert (record.state, record.signal_count, record.matched_signal_count) == ("closed", 1, 1)
 
 
-async def test_a_signal_is_too_late_for_what_was_closed_meanwhile(play: Play, waits: Waits, rival: Engine) -> None:
-    held, p = await waits.suspended()
-    e = held.execution_id
+async def test_a_signal_to_a_waitpoint_closed_concurrently_is_refused(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, p = await waits.create_suspended()
+    e = claim.execution_id
 
-    sent, was_open = await overtaken(
-        play, play.engine.deliver_signal(to(waits, e, p)), lambda: rival.close_waitpoint(p.waitpoint_id)
+    sent, was_open = await env.race(
+        env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.close_waitpoint(p.waitpoint_id)
     )
 
     assert was_open is True
@@ -113,103 +89,94 @@ async def test_a_signal_is_too_late_for_what_was_closed_meanwhile(play: Play, wa
     assert (await waits.record(e, p.waitpoint_id)).signal_count == 0
 
 
-async def test_of_a_timeout_and_a_signal_the_first_wins(play: Play, waits: Waits, rival: Engine) -> None:
-    held, p = await waits.suspended(timeout_at=play.now)
-    e = held.execution_id
-    expiry, sent = await overtaken(
-        play, play.engine.expire_suspension(e), lambda: rival.deliver_signal(to(waits, e, p))
-    )
+async def test_the_first_of_a_timeout_and_a_signal_wins(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, p = await waits.create_suspended(timeout_at=env.now)
+    e = claim.execution_id
+    expiry, sent = await env.race(env.engine.expire_suspension(e), lambda: rival.deliver_signal(signal_to(waits, e, p)))
     assert (expiry, sent.effect) == (SuspensionExpiry.NOT_SUSPENDED, SATISFIED)
-    assert await play.vector(e) == RESUMABLE
+    assert await env.vector(e) == RESUMABLE
 
-    held, p = await waits.suspended(timeout_at=play.now)
-    e = held.execution_id
-    sent, expiry = await overtaken(
-        play, play.engine.deliver_signal(to(waits, e, p)), lambda: rival.expire_suspension(e)
-    )
+    claim, p = await waits.create_suspended(timeout_at=env.now)
+    e = claim.execution_id
+    sent, expiry = await env.race(env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e))
     assert isinstance(sent, errors.TargetNotSignalable)
-    assert (expiry, await play.vector(e)) == (SuspensionExpiry.FAILED, terminal("failed"))
-    assert len(await play.completions(e)) == 1
+    assert (expiry, await env.vector(e)) == (SuspensionExpiry.FAILED, terminal("failed"))
+    assert len(await env.completions(e)) == 1
 
 
-async def test_a_signal_is_not_lost_to_an_escalation(play: Play, waits: Waits, rival: Engine) -> None:
-    held, p = await waits.suspended(timeout_at=play.now, timeout_behavior=TimeoutBehavior.ESCALATE)
-    e = held.execution_id
+async def test_a_signal_concurrent_with_an_escalation_resumes(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, p = await waits.create_suspended(timeout_at=env.now, timeout_behavior=TimeoutBehavior.ESCALATE)
+    e = claim.execution_id
 
-    sent, expiry = await overtaken(
-        play, play.engine.deliver_signal(to(waits, e, p)), lambda: rival.expire_suspension(e)
-    )
+    sent, expiry = await env.race(env.engine.deliver_signal(signal_to(waits, e, p)), lambda: rival.expire_suspension(e))
 
     assert (sent.effect, expiry) == (SATISFIED, SuspensionExpiry.ESCALATED)
-    assert await play.vector(e) == RESUMABLE
+    assert await env.vector(e) == RESUMABLE
 
 
-async def test_two_last_signals_resume_once(play: Play, waits: Waits, rival: Engine) -> None:
-    held, p = await waits.suspended()
-    e = held.execution_id
+async def test_two_concurrent_resuming_signals_resume_once(env: Env, waits: Waits, rival: Engine) -> None:
+    claim, p = await waits.create_suspended()
+    e = claim.execution_id
 
-    first, second = await overtaken(
-        play,
-        play.engine.deliver_signal(to(waits, e, p, idempotency_key="i")),
-        lambda: rival.deliver_signal(to(waits, e, p, idempotency_key="j")),
+    first, second = await env.race(
+        env.engine.deliver_signal(signal_to(waits, e, p, idempotency_key="i")),
+        lambda: rival.deliver_signal(signal_to(waits, e, p, idempotency_key="j")),
     )
 
     assert second.effect == SATISFIED
     assert isinstance(first, errors.TargetNotSignalable)
-    assert [news.effect for news in await waits.signals_told(e)] == ["Satisfied"]
+    assert [event.effect for event in await waits.signal_events(e)] == ["Satisfied"]
 
 
-async def test_two_suspends_with_one_key_are_one(play: Play, waits: Waits, rival: Engine) -> None:
-    held = await play.claimed()
+async def test_two_concurrent_suspends_with_one_key_are_one(env: Env, waits: Waits, rival: Engine) -> None:
+    claim = await env.create_and_claim()
     ours, theirs = (waits.args(idempotency_key="once") for _ in range(2))
 
-    first, second = await overtaken(
-        play, play.engine.suspend(held.handle, ours), lambda: rival.suspend(held.handle, theirs)
-    )
+    first, second = await env.race(env.engine.suspend(claim.handle, ours), lambda: rival.suspend(claim.handle, theirs))
 
     assert isinstance(second, Suspended)
     assert first == second
     assert second.details.suspension_id == theirs.suspension_id
 
 
-async def test_a_vote_that_comes_while_its_function_parks_is_seen(
-    function: Function, play: Play, waits: Waits, rival: Engine
+async def test_a_vote_concurrent_with_park_is_seen(
+    function: DurableFunction, env: Env, waits: Waits, rival: Engine
 ) -> None:
     gate = opened(await function.approval("approve", "ana"))
-    signal = to(waits, function.e, PendingWaitpoint(gate.links[0].waitpoint_id, gate.links[0].token), "vote")
+    signal = signal_to(waits, function.e, PendingWaitpoint(gate.links[0].waitpoint_id, gate.links[0].token), "vote")
 
-    parked, sent = await overtaken(play, function.park("approve"), lambda: rival.deliver_signal(signal))
+    parked, sent = await env.race(function.park("approve"), lambda: rival.deliver_signal(signal))
 
     assert (parked, sent.effect) == (GatesReady(("approve",)), SATISFIED)
 
 
-async def test_a_message_that_comes_while_its_function_asks_for_it_is_received(
-    function: Function, play: Play, waits: Waits, rival: Engine
+async def test_a_message_concurrent_with_receive_is_received(
+    function: DurableFunction, env: Env, waits: Waits, rival: Engine
 ) -> None:
-    message = MessageArgs(execution_id=function.e, mailbox="steer", message_id=waits.id(), payload=b"left")
+    message = MessageArgs(execution_id=function.e, mailbox="steer", message_id=waits.new_id(), payload=b"left")
 
-    memo, _ = await overtaken(play, function.receive("r"), lambda: rival.send_message(message))
+    memo, _ = await env.race(function.receive("r"), lambda: rival.send_message(message))
 
     assert closed(memo).payload == b"left"
 
 
-async def test_a_key_that_lapsed_long_ago_disturbs_no_other(play: Play, waits: Waits) -> None:
-    await play.engine.rotate_waitpoint_hmac_secret_all("k2", "bb" * 32, 0)
-    play.clock.advance_ms(DAY)
-    held, p = await waits.suspended()
+async def test_an_expired_signing_key_does_not_affect_new_tokens(env: Env, waits: Waits) -> None:
+    await env.engine.rotate_waitpoint_hmac_secret_all("k2", "bb" * 32, 0)
+    env.clock.advance_ms(DAY)
+    claim, p = await waits.create_suspended()
 
     async with asyncio.timeout(20):
-        assert await waits.effect(held.execution_id, "go", p) == SATISFIED
+        assert await waits.effect(claim.execution_id, "go", p) == SATISFIED
 
 
-async def test_the_names_that_a_gate_waits_for_are_listed(function: Function, waits: Waits) -> None:
+async def test_the_required_signal_names_of_a_gate_are_listed(function: DurableFunction, waits: Waits) -> None:
     args = GateArgs(
         name="g",
         kind=GateKind.SIGNALS,
         condition=Count(1, CountKind.DISTINCT_SIGNALS, ("k",), ByName("yes")),
-        waitpoints=((waits.id(), "k"),),
+        waitpoints=((waits.new_id(), "k"),),
     )
-    opened(await function.engine.open_gate(function.held.handle, args))
+    opened(await function.engine.open_gate(function.claim.handle, args))
 
     [listed] = (await function.engine.list_pending_waitpoints(function.e)).entries
     assert (listed.state, listed.required_signal_names) == ("active", ["yes"])

@@ -1,4 +1,4 @@
-"""Sentences of the specification of waits that no numbered scenario tells: signals, tokens and ways out."""
+"""Guarantees of the specification without a numbered scenario: signals, tokens and resumes."""
 
 from __future__ import annotations
 
@@ -17,91 +17,93 @@ from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from flowfabric.rules.suspension.resume import SuspensionExpiry
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
 from flowfabric.stores.queries import Read
-from tests.scenarios.play import RESUMABLE, Play
+from tests.scenarios.env import RESUMABLE, Env
 from tests.scenarios.waits import APPENDED, BUFFERED, NO_OP, REPEATED, SATISFIED, SUSPENDED, Waits, count, named
 
 DAY = 86_400_000
 WAITS = SUSPENDED.format(reason="waiting_for_signal")
 
 
-async def test_a_delivery_is_looked_at_in_its_order(play: Play, waits: Waits) -> None:
-    """Each call is wrong in every later way as well."""
-    held, p = await waits.suspended(named("go"))
-    e, token = held.execution_id, p.waitpoint_token
+async def test_a_signal_is_validated_in_the_specified_order(env: Env, waits: Waits) -> None:
+    """Each call also has every later fault."""
+    claim, p = await waits.create_suspended(named("go"))
+    e, token = claim.execution_id, p.waitpoint_token
     await waits.effect(e, "other", p, idempotency_key="first")
 
-    async def refused(kind: type[errors.FabricError], *, stamped: bool = False, **given: Any) -> None:
+    async def refused(kind: type[errors.FabricError], *, stamped: bool = False, **options: Any) -> None:
         args: dict[str, Any] = {
             "execution_id": e,
             "payload": b"x",
             "idempotency_key": "new",
             "max_signals_per_execution": 1,
-        } | given
-        signal = waits.signal(e, "go", p.waitpoint_id, args.pop("waitpoint_token", token))
-        before = await play.everything()
+        } | options
+        signal = waits.signal_args(e, "go", p.waitpoint_id, args.pop("waitpoint_token", token))
+        before = await env.dump()
         with pytest.raises(kind):
-            await play.engine.deliver_signal(
+            await env.engine.deliver_signal(
                 SignalArgs(**({n: getattr(signal, n) for n in signal.__struct_fields__} | args))
             )
-        after = await play.everything()
+        after = await env.dump()
         changed = {name for name in before if before[name] != after[name]}
         assert changed == ({"ff_exec_core"} if stamped else set())
 
-    missing = play.engine.new_execution_id()
+    missing = env.engine.new_execution_id()
     await refused(errors.PayloadTooLarge, payload=b"x" * 65_537, execution_id=missing, waitpoint_token="")
     await refused(errors.NotFound, execution_id=missing, waitpoint_token="")
     await refused(errors.InvalidToken, waitpoint_token="", idempotency_key="first", stamped=True)
-    play.clock.advance_ms(1)
+    env.clock.advance_ms(1)
     await refused(errors.SignalLimitExceeded)
     again = await waits.send(e, "go", p, idempotency_key="first", max_signals_per_execution=1)
     assert isinstance(again, DuplicateDelivery)
-    await play.engine.cancel_execution(e, reason="over")
+    await env.engine.cancel_execution(e, reason="over")
     await refused(errors.TargetNotSignalable)
     assert isinstance(await waits.send(e, "go", p, idempotency_key="first"), DuplicateDelivery)
     await refused(errors.InvalidToken, waitpoint_token="k1:" + "0" * 64, stamped=True)
 
 
-async def test_a_closed_waitpoint_says_so_only_while_its_execution_waits_on_another(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    pending = await play.engine.create_waitpoint(held.handle, "k", DAY)
-    assert await play.engine.close_waitpoint(pending.waitpoint_id) is True
-    async with play.untouched():
-        assert await play.engine.close_waitpoint(pending.waitpoint_id, "again") is False
+async def test_a_closed_waitpoint_is_reported_as_closed_while_its_execution_is_suspended(
+    env: Env, waits: Waits
+) -> None:
+    claim, pending = await waits.create_pending("k", DAY)
+    e = claim.execution_id
+    assert await env.engine.close_waitpoint(pending.waitpoint_id) is True
+    async with env.unchanged():
+        assert await env.engine.close_waitpoint(pending.waitpoint_id, "again") is False
     record = await waits.record(e, pending.waitpoint_id)
     assert (record.state, record.close_reason, record.satisfied_at) == ("closed", "proactive_close", None)
 
-    async with play.refused(errors.TargetNotSignalable):
+    async with env.refused(errors.TargetNotSignalable):
         await waits.send(e, "go", pending)
-    p = await waits.suspend(held)
-    async with play.refused(errors.WaitpointClosed):
+    p = await waits.suspend(claim)
+    async with env.refused(errors.WaitpointClosed):
         await waits.send(e, "go", pending)
     assert await waits.effect(e, "go", p) == SATISFIED
-    async with play.refused(errors.TargetNotSignalable):
+    async with env.refused(errors.TargetNotSignalable):
         await waits.send(e, "go", p)
-    async with play.refused(errors.WaitpointNotFound):
-        await play.engine.close_waitpoint(waits.id())
+    async with env.refused(errors.WaitpointNotFound):
+        await env.engine.close_waitpoint(waits.new_id())
 
 
-async def test_a_waitpoint_that_was_closed_by_hand_stays_so_when_its_time_is_over(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "k", 1000)
-    await play.engine.close_waitpoint(pending.waitpoint_id, "changed my mind")
-    play.clock.advance_ms(1000)
+async def test_a_closed_waitpoint_keeps_its_reason_after_its_expiry(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("k", 1000)
+    await env.engine.close_waitpoint(pending.waitpoint_id, "changed my mind")
+    env.clock.advance_ms(1000)
 
-    async with play.untouched():
-        assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 0
+    async with env.unchanged():
+        assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 0
 
-    assert (await waits.record(held.execution_id, pending.waitpoint_id)).close_reason == "changed my mind"
+    assert (await waits.record(claim.execution_id, pending.waitpoint_id)).close_reason == "changed my mind"
 
 
-async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
+async def test_signal_counts_depend_on_the_effect(env: Env, waits: Waits) -> None:
     condition = AllConditions(
         (Single("a", ByName("go")), Count(2, CountKind.DISTINCT_WAITPOINTS, ("a", "b"), ByName("ok")))
     )
-    held, a = await waits.suspended(condition, FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b"))
-    e, [b] = held.execution_id, a.additional_waitpoints
-    played = (
+    claim, a = await waits.create_suspended(
+        condition, FreshWaitpoint(waits.new_id(), "a"), FreshWaitpoint(waits.new_id(), "b")
+    )
+    e, [b] = claim.execution_id, a.additional_waitpoints
+    sent = (
         (a, "noise", "signal_ignored_matcher_failed", (1, 0)),
         (a, "go", APPENDED, (2, 1)),
         (a, "go", REPEATED, (3, 2)),
@@ -109,60 +111,59 @@ async def test_what_is_counted_of_each_effect(play: Play, waits: Waits) -> None:
         (b, "go", "signal_ignored_matcher_failed", (1, 0)),
         (b, "ok", SATISFIED, (2, 1)),
     )
-    for place, name, effect, counted in played:
-        play.clock.advance_ms(1)
-        assert await waits.effect(e, name, place) == effect
-        record = await waits.record(e, place.waitpoint_id)
-        assert (record.signal_count, record.matched_signal_count, record.last_signal_at) == (*counted, play.now)
-        root = await play.engine.describe_suspension(e)
-        assert root is not None
-        assert root.last_signal_at == play.now
-    told = [news.effect for news in await waits.signals_told(e)]
-    assert told == [f"Other({effect})" for _, _, effect, _ in played[:-1]] + ["Satisfied"]
+    for waitpoint, name, effect, counted in sent:
+        env.clock.advance_ms(1)
+        assert await waits.effect(e, name, waitpoint) == effect
+        record = await waits.record(e, waitpoint.waitpoint_id)
+        assert (record.signal_count, record.matched_signal_count, record.last_signal_at) == (*counted, env.now)
+        root = await env.suspension(e)
+        assert root.last_signal_at == env.now
+    effects = [event.effect for event in await waits.signal_events(e)]
+    assert effects == [f"Other({effect})" for _, _, effect, _ in sent[:-1]] + ["Satisfied"]
 
 
-async def test_a_condition_that_names_other_places_ignores_the_signal(play: Play, waits: Waits) -> None:
+async def test_a_signal_to_a_waitpoint_outside_the_condition_is_ignored(env: Env, waits: Waits) -> None:
     for condition in (
         count(1, CountKind.DISTINCT_SIGNALS, "x"),
         AllConditions((OperatorOnly(), Single("x"), TimeoutOnly())),
     ):
-        held, p = await waits.suspended(condition, timeout_at=play.now + DAY)
-        assert await waits.effect(held.execution_id, "go", p) == "signal_ignored_not_in_condition"
-        assert (await waits.record(held.execution_id, p.waitpoint_id)).matched_signal_count == 0
+        claim, p = await waits.create_suspended(condition, timeout_at=env.now + DAY)
+        assert await waits.effect(claim.execution_id, "go", p) == "signal_ignored_not_in_condition"
+        assert (await waits.record(claim.execution_id, p.waitpoint_id)).matched_signal_count == 0
 
 
-async def test_a_true_count_goes_on_counting(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(AllConditions((count(1), Single("k", ByName("go")))))
-    e = held.execution_id
+async def test_a_satisfied_count_keeps_counting(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended(AllConditions((count(1), Single("k", ByName("go")))))
+    e = claim.execution_id
 
     assert [await waits.effect(e, "x", p, source) for source in ("ana", "bo", "bo")] == [APPENDED, APPENDED, REPEATED]
     assert await waits.effect(e, "go", p, "bo") == SATISFIED
-    seen = await play.engine.observe_signals((await play.resumed(e)).handle)
+    seen = await env.engine.observe_signals((await env.grant_and_resume(e)).handle)
     assert [one.source_identity for one in seen] == ["ana", "bo", "bo"]
 
 
-async def test_names_are_compared_letter_by_letter(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(named("Zo\u00eb go"))
+async def test_signal_names_are_compared_exactly(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended(named("Zo\u00eb go"))
     for name in ("zo\u00eb go", "Zoe\u0308 go", "Zo\u00eb go ", "", "Zo\u00eb"):
-        assert await waits.effect(held.execution_id, name, p) == NO_OP
-    assert await waits.effect(held.execution_id, "Zo\u00eb go", p) == SATISFIED
+        assert await waits.effect(claim.execution_id, name, p) == NO_OP
+    assert await waits.effect(claim.execution_id, "Zo\u00eb go", p) == SATISFIED
 
 
-async def test_distinct_signals_are_told_apart_by_their_ids(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(count(2, CountKind.DISTINCT_SIGNALS))
-    e, one = held.execution_id, waits.id()
+async def test_distinct_signals_are_distinguished_by_id(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended(count(2, CountKind.DISTINCT_SIGNALS))
+    e, one = claim.execution_id, waits.new_id()
 
     assert await waits.effect(e, "go", p, signal_id=one) == APPENDED
     assert await waits.effect(e, "go", p, "bo", signal_id=one) == REPEATED
     assert await waits.effect(e, "go", p) == SATISFIED
 
 
-async def test_repeated_approvals_are_one_source(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended(count(2))
+async def test_repeated_approvals_count_as_one_source(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended(count(2))
 
     async def approve(suffix: str, ttl: int = DAY) -> Accepted | DuplicateDelivery:
-        return await play.engine.deliver_approval_signal(
-            held.execution_id,
+        return await env.engine.deliver_approval_signal(
+            claim.execution_id,
             lane_id="default",
             waitpoint_id=p.waitpoint_id,
             signal_name="approved",
@@ -178,15 +179,15 @@ async def test_repeated_approvals_are_one_source(play: Play, waits: Waits) -> No
         again = await approve(suffix, ttl)
         assert isinstance(again, Accepted)
         assert again.effect == REPEATED
-    kept = (await play.everything())["ff_signal"][0]
+    kept = (await env.dump())["ff_signal"][0]
     assert (kept.signal_category, kept.source_type, kept.source_identity) == ("approval", "operator", "")
     assert (kept.target_scope, kept.payload, kept.idempotency_key) == ("execution", None, "approval:approved:a")
-    assert await waits.effect(held.execution_id, "approved", p, "ana") == SATISFIED
+    assert await waits.effect(claim.execution_id, "approved", p, "ana") == SATISFIED
 
 
-async def test_a_signal_is_kept_as_it_was_sent(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    given: dict[str, Any] = {
+async def test_a_signal_is_stored_as_it_was_sent(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    options: dict[str, Any] = {
         "payload": b"\x00\xff",
         "payload_encoding": "cbor",
         "correlation_id": "c",
@@ -196,15 +197,15 @@ async def test_a_signal_is_kept_as_it_was_sent(play: Play, waits: Waits) -> None
         "signal_name": "Ein Wort \n mehr",
         "source_type": "",
     }
-    await waits.send(held.execution_id, "go", p, **given)
+    await waits.send(claim.execution_id, "go", p, **options)
 
-    [kept] = (await play.everything())["ff_signal"]
-    assert {name: getattr(kept, name) for name in given} == given
-    assert (kept.accepted_at, kept.observed_effect) == (play.now, SATISFIED)
+    [kept] = (await env.dump())["ff_signal"]
+    assert {name: getattr(kept, name) for name in options} == options
+    assert (kept.accepted_at, kept.observed_effect) == (env.now, SATISFIED)
 
 
-async def spoil(engine: Engine, keys: list[SigningKey]) -> None:
-    """The keystore's rows, written past every rule."""
+async def overwrite_keystore(engine: Engine, keys: list[SigningKey]) -> None:
+    """Overwrite the rows of the keystore."""
     [[root]] = (await engine.store.load([Read(Keystore, (0,))])).rows
     change = Change(
         guards=(Guard(Keystore, (0,), root.revision),),
@@ -233,96 +234,95 @@ async def spoil(engine: Engine, keys: list[SigningKey]) -> None:
     ],
     ids=("no current key", "spoilt", "torn", "retired without an end", "retired long ago, and spoilt"),
 )
-async def test_a_keystore_that_cannot_be_used_refuses_and_stamps(
-    play: Play, waits: Waits, keys: list[SigningKey], kind: type[errors.FabricError], detail: str
+async def test_an_unusable_keystore_refuses_signals_and_records_the_failure(
+    env: Env, waits: Waits, keys: list[SigningKey], kind: type[errors.FabricError], detail: str
 ) -> None:
-    held, p = await waits.suspended()
-    await spoil(play.engine, keys)
-    play.clock.advance_ms(1)
+    claim, p = await waits.create_suspended()
+    await overwrite_keystore(env.engine, keys)
+    env.clock.advance_ms(1)
 
     for token in (p.waitpoint_token.reveal(), "k1:" + "0" * 64):
         with pytest.raises(kind) as refusal:
-            await play.engine.deliver_signal(waits.signal(held.execution_id, "go", p.waitpoint_id, token))
+            await env.engine.deliver_signal(waits.signal_args(claim.execution_id, "go", p.waitpoint_id, token))
         assert refusal.value.detail == detail
-    assert await waits.failed_check(held.execution_id) == play.now
+    assert await waits.token_refused_at(claim.execution_id) == env.now
     with pytest.raises(errors.InvalidToken, match="missing_token"):
-        await play.engine.deliver_signal(waits.signal(held.execution_id, "go", p.waitpoint_id, ""))
+        await env.engine.deliver_signal(waits.signal_args(claim.execution_id, "go", p.waitpoint_id, ""))
     with pytest.raises(errors.InvalidToken, match="invalid_token"):
-        await play.engine.deliver_signal(waits.signal(held.execution_id, "go", p.waitpoint_id, "k1:short"))
-    assert await play.vector(held.execution_id) == WAITS
+        await env.engine.deliver_signal(waits.signal_args(claim.execution_id, "go", p.waitpoint_id, "k1:short"))
+    assert await env.vector(claim.execution_id) == WAITS
 
 
-async def test_nothing_happens_to_a_suspension_before_its_time_and_at_it_everything(play: Play, waits: Waits) -> None:
-    a, b = FreshWaitpoint(waits.id(), "a"), FreshWaitpoint(waits.id(), "b")
-    held, p = await waits.suspended(AllConditions((Single("a"), Single("b"))), a, b, timeout_at=play.now + 100)
-    e = held.execution_id
-    play.clock.advance_ms(99)
-    async with play.untouched():
-        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
-        assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
+async def test_a_suspension_times_out_at_its_instant_and_not_before(env: Env, waits: Waits) -> None:
+    a, b = FreshWaitpoint(waits.new_id(), "a"), FreshWaitpoint(waits.new_id(), "b")
+    claim, p = await waits.create_suspended(AllConditions((Single("a"), Single("b"))), a, b, timeout_at=env.now + 100)
+    e = claim.execution_id
+    env.clock.advance_ms(99)
+    async with env.unchanged():
+        assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
+        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
     assert await waits.effect(e, "go", p) == APPENDED
-    play.clock.advance_ms(1)
+    env.clock.advance_ms(1)
 
-    assert await play.engine.expire_suspension(e) is SuspensionExpiry.FAILED
+    assert await env.engine.expire_suspension(e) is SuspensionExpiry.FAILED
 
     for one in (a, b):
         record = await waits.record(e, one.waitpoint_id)
         assert (record.state, record.close_reason, record.satisfied_at) == ("closed", "timed_out_fail", None)
-    core = await play.core(e)
-    assert (core["failure_reason"], core["completed_at"]) == ("suspension_timeout:fail", play.now)
-    row = await play.sheet(e)
+    core = await env.core(e)
+    assert (core["failure_reason"], core["completed_at"]) == ("suspension_timeout:fail", env.now)
+    row = await env.row(e)
     assert (row.current_suspension_id, row.current_waitpoint_id) == (None, None)
-    async with play.untouched():
-        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_SUSPENDED
-        assert await play.engine.expire_suspension(play.engine.new_execution_id()) is SuspensionExpiry.NOT_SUSPENDED
-    assert await waits.engine.observe_signals(held.handle) == []
+    async with env.unchanged():
+        assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_SUSPENDED
+        assert await env.engine.expire_suspension(env.engine.new_execution_id()) is SuspensionExpiry.NOT_SUSPENDED
+    assert await waits.engine.observe_signals(claim.handle) == []
 
 
-async def test_an_escalated_suspension_times_out_no_more_and_is_resumed_as_ever(play: Play, waits: Waits) -> None:
-    held, _ = await waits.suspended(timeout_at=play.now, timeout_behavior=TimeoutBehavior.ESCALATE)
-    e = held.execution_id
-    assert await play.engine.expire_suspension(e) is SuspensionExpiry.ESCALATED
-    async with play.untouched():
-        assert await play.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
-    root = await play.engine.describe_suspension(e)
-    assert root is not None
+async def test_an_escalated_suspension_does_not_time_out_again(env: Env, waits: Waits) -> None:
+    claim, _ = await waits.create_suspended(timeout_at=env.now, timeout_behavior=TimeoutBehavior.ESCALATE)
+    e = claim.execution_id
+    assert await env.engine.expire_suspension(e) is SuspensionExpiry.ESCALATED
+    async with env.unchanged():
+        assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
+    root = await env.suspension(e)
     assert (root.timeout_at, root.timeout_behavior, root.closed_at) == (None, None, None)
-    await play.engine.resume_execution(e)
-    assert await play.vector(e) == RESUMABLE
+    await env.engine.resume_execution(e)
+    assert await env.vector(e) == RESUMABLE
 
 
-async def test_only_the_pair_of_execution_and_partition_finds_a_token(play: Play, waits: Waits) -> None:
-    held, p = await waits.suspended()
-    here = partition_of(ExecutionId(held.execution_id))
-    read = play.engine.read_waitpoint_token
+async def test_a_token_is_found_by_partition_and_waitpoint_only(env: Env, waits: Waits) -> None:
+    claim, p = await waits.create_suspended()
+    here = partition_of(ExecutionId(claim.execution_id))
+    read = env.engine.read_waitpoint_token
 
     assert await read(here, p.waitpoint_id) == p.waitpoint_token
     assert await read(f"{{fp:{here}}}", p.waitpoint_id) == p.waitpoint_token
     assert await read(here + 1, p.waitpoint_id) is None
-    assert await read(here, waits.id()) is None
-    pending = await play.engine.create_waitpoint((await play.claimed()).handle, "k", 10)
+    assert await read(here, waits.new_id()) is None
+    pending = await env.engine.create_waitpoint((await env.create_and_claim()).handle, "k", 10)
     assert await read(here, pending.waitpoint_id) == pending.token
-    play.clock.advance_ms(10)
+    env.clock.advance_ms(10)
     assert await read(here, pending.waitpoint_id) is None
     for bad in ("{b:1}", "nonsense", -1, 70_000, None):
         with pytest.raises(errors.InvalidInput):
             await read(bad, p.waitpoint_id)  # type: ignore[arg-type]
 
 
-async def test_waitpoints_are_made_pending_and_unlike_each_other(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    one, two = [await play.engine.create_waitpoint(held.handle, "same", 1000) for _ in range(2)]
+async def test_created_waitpoints_are_pending_and_distinct(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    one, two = [await env.engine.create_waitpoint(claim.handle, "same", 1000) for _ in range(2)]
 
     assert one.waitpoint_id != two.waitpoint_id
-    listed = (await play.engine.list_pending_waitpoints(held.execution_id)).entries
+    listed = (await env.engine.list_pending_waitpoints(claim.execution_id)).entries
     assert [entry.waitpoint_id for entry in listed] == sorted((one.waitpoint_id, two.waitpoint_id))
     for entry in listed:
         assert (entry.state, entry.required_signal_names, entry.activated_at) == (WaitpointState.PENDING, [], None)
-        assert (entry.waitpoint_key, entry.created_at, entry.expires_at) == ("same", play.now, play.now + 1000)
-    assert await waits.effect(held.execution_id, "go", one, idempotency_key="i") == BUFFERED
-    assert await waits.effect(held.execution_id, "go", two, idempotency_key="i") == BUFFERED
-    play.clock.advance_ms(1000)
-    assert (await play.engine.list_pending_waitpoints(held.execution_id)).entries == []
-    assert (await play.engine.sweep_once("pending_wp_expiry")).processed == 2
-    record = await waits.record(held.execution_id, one.waitpoint_id)
+        assert (entry.waitpoint_key, entry.created_at, entry.expires_at) == ("same", env.now, env.now + 1000)
+    assert await waits.effect(claim.execution_id, "go", one, idempotency_key="i") == BUFFERED
+    assert await waits.effect(claim.execution_id, "go", two, idempotency_key="i") == BUFFERED
+    env.clock.advance_ms(1000)
+    assert (await env.engine.list_pending_waitpoints(claim.execution_id)).entries == []
+    assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 2
+    record = await waits.record(claim.execution_id, one.waitpoint_id)
     assert (record.state, record.close_reason, record.signal_count) == ("closed", "never_committed", 1)

@@ -1,4 +1,4 @@
-"""SS-001 to SS-011: how a holder puts its work away, once, and what is refused on the way."""
+"""SS-001 to SS-011: suspend, its validation and deduplication."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint, WaitpointBinding
-from tests.scenarios.functions import Function, closed, opened
-from tests.scenarios.play import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Play, fence_of
+from tests.scenarios.durable_function import DurableFunction, closed, opened
+from tests.scenarios.env import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Env, fence_of
 from tests.scenarios.waits import ANY, APPENDED, SATISFIED, SUSPENDED, Waits, named
 
 EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 
 
 @pytest.mark.spec("SS-001")
-async def test_fresh_suspend_happy_path(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e, p = held.execution_id, waits.id()
+async def test_suspend_releases_the_lease_and_opens_a_waitpoint(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e, p = claim.execution_id, waits.new_id()
     args = waits.args(
         named("approve", key=f"wpk:{p}"), FreshWaitpoint(p, f"wpk:{p}"), reason_code="waiting_for_approval"
     )
 
-    outcome = await play.engine.suspend(held.handle, args)
+    outcome = await env.engine.suspend(claim.handle, args)
 
     assert isinstance(outcome, Suspended)
     details = outcome.details
     assert (details.suspension_id, details.waitpoint_id) == (args.suspension_id, p)
     assert (details.waitpoint_key, details.additional_waitpoints) == (f"wpk:{p}", [])
     assert re.fullmatch(r"k1:[0-9a-f]{64}", details.waitpoint_token.reveal())
-    assert (outcome.handle.kind, outcome.handle.fields) == (HandleKind.SUSPENDED, held.handle.fields)
-    assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_approval")
-    core = await play.core(e)
+    assert (outcome.handle.kind, outcome.handle.fields) == (HandleKind.SUSPENDED, claim.handle.fields)
+    assert await env.vector(e) == SUSPENDED.format(reason="waiting_for_approval")
+    core = await env.core(e)
     assert core["blocking_detail"] == f"suspended: waitpoint {p} awaiting waiting_for_approval"
     assert "current_lease_id" not in core
     assert core["current_lease_epoch"] == 1
-    attempt = await play.attempt(e, 0)
+    attempt = await env.attempt(e, 0)
     assert attempt.attempt_state is AttemptRecordState.SUSPENDED
-    assert (attempt.suspended_at, attempt.suspension_id) == (play.now, args.suspension_id)
-    revoked = [news for news in await play.lease_feed(e) if news.variant == "Revoked"]
-    assert [(news.lease_id, news.revoked_by) for news in revoked] == [(held.lease_id, "backend")]
-    assert await play.completions(e) == []
+    assert (attempt.suspended_at, attempt.suspension_id) == (env.now, args.suspension_id)
+    revoked = [event for event in await env.lease_feed(e) if event.variant == "Revoked"]
+    assert [(event.lease_id, event.revoked_by) for event in revoked] == [(claim.lease_id, "backend")]
+    assert await env.completions(e) == []
 
 
 @pytest.mark.spec("SS-001")
-async def test_a_fresh_waitpoint_is_called_after_its_id_unless_it_has_a_key(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    fresh = play.engine.fresh_waitpoint()
+async def test_a_fresh_waitpoint_key_defaults_to_its_id(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    fresh = env.engine.fresh_waitpoint()
     assert fresh.waitpoint_key == f"wpk:{fresh.waitpoint_id}"
-    assert play.engine.fresh_waitpoint("review").waitpoint_key == "review"
+    assert env.engine.fresh_waitpoint("review").waitpoint_key == "review"
 
-    details = await waits.suspend(held, Single(fresh.waitpoint_key), fresh)
+    details = await waits.suspend(claim, Single(fresh.waitpoint_key), fresh)
 
     assert (details.waitpoint_id, details.waitpoint_key) == (fresh.waitpoint_id, fresh.waitpoint_key)
 
 
 @pytest.mark.spec("SS-002")
-async def test_suspended_kind_handle_is_refused_first(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
+async def test_a_suspended_handle_is_refused_before_anything_else(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
     args = waits.args(idempotency_key="K")
-    outcome = await play.engine.suspend(held.handle, args)
+    outcome = await env.engine.suspend(claim.handle, args)
     assert isinstance(outcome, Suspended)
     dead = Handle(outcome.handle.backend, HandleKind.SUSPENDED, b"not even a handle")
 
-    async with play.refused(errors.AlreadySuspended):
-        await play.engine.suspend(outcome.handle, waits.args(idempotency_key="K"))
+    async with env.refused(errors.AlreadySuspended):
+        await env.engine.suspend(outcome.handle, waits.args(idempotency_key="K"))
     for handle in (outcome.handle, dead):
-        async with play.refused(errors.AlreadySuspended):
-            await play.engine.suspend(handle, waits.args(waitpoints=(), idempotency_key="K"))
+        async with env.refused(errors.AlreadySuspended):
+            await env.engine.suspend(handle, waits.args(waitpoints=(), idempotency_key="K"))
 
 
 @pytest.mark.spec("SS-003")
@@ -89,26 +89,26 @@ async def test_suspended_kind_handle_is_refused_first(play: Play, waits: Waits) 
         (AllConditions((Single("k", ByName("")),)), ("k",), EMPTY_NAME),
     ],
 )
-async def test_argument_validation(
-    play: Play, waits: Waits, condition: Condition, bindings: tuple[str, ...], detail: str
+async def test_invalid_suspend_arguments_are_refused(
+    env: Env, waits: Waits, condition: Condition, bindings: tuple[str, ...], detail: str
 ) -> None:
-    held = await play.claimed()
-    fresh = tuple(FreshWaitpoint(waits.id(), key) for key in bindings)
+    claim = await env.create_and_claim()
+    fresh = tuple(FreshWaitpoint(waits.new_id(), key) for key in bindings)
 
-    async with play.refused(errors.InvalidInput, detail):
-        await play.engine.suspend(held.handle, waits.args(condition, waitpoints=fresh))
+    async with env.refused(errors.InvalidInput, detail):
+        await env.engine.suspend(claim.handle, waits.args(condition, waitpoints=fresh))
 
-    assert await play.vector(held.execution_id) == ACTIVE
-    await waits.suspend(held, TimeoutOnly(), timeout_at=play.now + 60_000)
+    assert await env.vector(claim.execution_id) == ACTIVE
+    await waits.suspend(claim, TimeoutOnly(), timeout_at=env.now + 60_000)
 
 
 @pytest.mark.spec("SS-004")
-async def test_past_deadline_tolerance(play: Play, waits: Waits) -> None:
-    held, other = await play.claimed(), await play.claimed()
+async def test_a_timeout_in_the_past_is_tolerated_for_ten_minutes(env: Env, waits: Waits) -> None:
+    claim, other = await env.create_and_claim(), await env.create_and_claim()
 
-    await waits.suspend(held, timeout_at=play.now - 600_000)
-    async with play.refused(errors.InvalidInput, "timeout_at_in_past"):
-        await play.engine.suspend(other.handle, waits.args(timeout_at=play.now - 600_001))
+    await waits.suspend(claim, timeout_at=env.now - 600_000)
+    async with env.refused(errors.InvalidInput, "timeout_at_in_past"):
+        await env.engine.suspend(other.handle, waits.args(timeout_at=env.now - 600_001))
 
 
 @pytest.mark.spec("SS-005")
@@ -123,45 +123,45 @@ async def test_past_deadline_tolerance(play: Play, waits: Waits) -> None:
         (("a", "a"), AllConditions((Single("a"),)), "duplicate_waitpoint_binding: a"),
     ],
 )
-async def test_multi_binding_cross_checks(
-    play: Play, waits: Waits, keys: tuple[str | None, ...], condition: Condition, detail: str
+async def test_inconsistent_bindings_are_refused(
+    env: Env, waits: Waits, keys: tuple[str | None, ...], condition: Condition, detail: str
 ) -> None:
-    held = await play.claimed()
+    claim = await env.create_and_claim()
     bindings: list[WaitpointBinding] = [
-        UsePendingWaitpoint(waits.id()) if key is None else FreshWaitpoint(waits.id(), key) for key in keys
+        UsePendingWaitpoint(waits.new_id()) if key is None else FreshWaitpoint(waits.new_id(), key) for key in keys
     ]
 
-    async with play.refused(errors.InvalidInput, detail):
-        await play.engine.suspend(held.handle, waits.args(condition, *bindings))
+    async with env.refused(errors.InvalidInput, detail):
+        await env.engine.suspend(claim.handle, waits.args(condition, *bindings))
 
 
 @pytest.mark.spec("SS-005")
-async def test_two_bindings_never_share_an_id(play: Play, waits: Waits) -> None:
-    held, p = await play.claimed(), waits.id()
+async def test_two_bindings_never_share_an_id(env: Env, waits: Waits) -> None:
+    claim, p = await env.create_and_claim(), waits.new_id()
 
-    async with play.refused(errors.InvalidInput, "duplicate_waitpoint_binding: b"):
+    async with env.refused(errors.InvalidInput, "duplicate_waitpoint_binding: b"):
         both = AllConditions((Single("a"), Single("b")))
-        await play.engine.suspend(held.handle, waits.args(both, FreshWaitpoint(p, "a"), FreshWaitpoint(p, "b")))
+        await env.engine.suspend(claim.handle, waits.args(both, FreshWaitpoint(p, "a"), FreshWaitpoint(p, "b")))
 
 
 @pytest.mark.spec("SS-006")
-async def test_second_suspend_without_key(play: Play, waits: Waits) -> None:
-    held, _ = await waits.suspended()
+async def test_a_second_suspend_without_a_key_is_refused(env: Env, waits: Waits) -> None:
+    claim, _ = await waits.create_suspended()
 
-    async with play.refused(
-        errors.ExecutionNotActive, lifecycle_phase="suspended", lease_epoch=1, attempt_id=held.attempt_id
+    async with env.refused(
+        errors.ExecutionNotActive, lifecycle_phase="suspended", lease_epoch=1, attempt_id=claim.attempt_id
     ):
-        await play.engine.suspend(held.handle, waits.args())
+        await env.engine.suspend(claim.handle, waits.args())
 
 
 @pytest.mark.spec("SS-007")
-async def test_dedup_replay(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
+async def test_a_second_suspend_with_the_same_key_returns_the_first_result(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K"))
 
-    async with play.untouched():
-        other = waits.args(named("else", key="z"), FreshWaitpoint(waits.id(), "z"), idempotency_key="K")
-        again = await play.engine.suspend(held.handle, other)
+    async with env.unchanged():
+        other = waits.args(named("else", key="z"), FreshWaitpoint(waits.new_id(), "z"), idempotency_key="K")
+        again = await env.engine.suspend(claim.handle, other)
 
     assert again == first
     assert isinstance(again, Suspended)
@@ -170,184 +170,179 @@ async def test_dedup_replay(play: Play, waits: Waits) -> None:
 
 
 @pytest.mark.spec("SS-007")
-async def test_a_key_belongs_to_one_execution(play: Play, waits: Waits) -> None:
-    held, other = await play.claimed(), await play.claimed()
-    first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
+async def test_a_suspend_key_belongs_to_one_execution(env: Env, waits: Waits) -> None:
+    claim, other = await env.create_and_claim(), await env.create_and_claim()
+    first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K"))
 
-    second = await play.engine.suspend(other.handle, waits.args(idempotency_key="K"))
+    second = await env.engine.suspend(other.handle, waits.args(idempotency_key="K"))
 
     assert first.details.suspension_id != second.details.suspension_id
 
 
 @pytest.mark.spec("SS-008")
-async def test_dedup_survives_resume(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K"))
+async def test_a_suspend_key_survives_a_resume(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K"))
     assert await waits.effect(e, "go", first.details) == SATISFIED
-    again = await play.resumed(e)
+    again = await env.grant_and_resume(e)
 
-    async with play.untouched():
-        assert await play.engine.suspend(again.handle, waits.args(idempotency_key="K")) == first
-    assert await play.vector(e) == ACTIVE
+    async with env.unchanged():
+        assert await env.engine.suspend(again.handle, waits.args(idempotency_key="K")) == first
+    assert await env.vector(e) == ACTIVE
 
-    second = await play.engine.suspend(again.handle, waits.args(idempotency_key="K2"))
+    second = await env.engine.suspend(again.handle, waits.args(idempotency_key="K2"))
     assert second.details.suspension_id != first.details.suspension_id
-    assert await play.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
+    assert await env.vector(e) == SUSPENDED.format(reason="waiting_for_signal")
 
 
 @pytest.mark.spec("SS-009")
-async def test_dedup_ttl(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e, t = held.execution_id, play.now
-    given: dict[str, Any] = {"timeout_behavior": TimeoutBehavior.AUTO_RESUME, "timeout_at": t + 1000}
-    first = await play.engine.suspend(held.handle, waits.args(idempotency_key="K", **given))
+async def test_a_suspend_key_expires_a_minute_after_its_timeout(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e, t = claim.execution_id, env.now
+    options: dict[str, Any] = {"timeout_behavior": TimeoutBehavior.AUTO_RESUME, "timeout_at": t + 1000}
+    first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K", **options))
     await waits.time_out(t + 1000)
-    again = await play.resumed(e, ttl=100_000)
+    again = await env.grant_and_resume(e, ttl=100_000)
 
-    play.clock.now = t + 60_999
-    assert await play.engine.suspend(again.handle, waits.args(idempotency_key="K")) == first
-    play.clock.now = t + 61_001
-    second = await play.engine.suspend(again.handle, waits.args(idempotency_key="K"))
+    env.clock.now = t + 60_999
+    assert await env.engine.suspend(again.handle, waits.args(idempotency_key="K")) == first
+    env.clock.now = t + 61_001
+    second = await env.engine.suspend(again.handle, waits.args(idempotency_key="K"))
     assert second.details.suspension_id != first.details.suspension_id
 
-    lasting = await play.claimed()
-    kept = await play.engine.suspend(lasting.handle, waits.args(idempotency_key="K"))
-    play.clock.advance_ms(6 * 24 * 3600 * 1000)
-    assert await play.engine.suspend(lasting.handle, waits.args(idempotency_key="K")) == kept
+    lasting = await env.create_and_claim()
+    kept = await env.engine.suspend(lasting.handle, waits.args(idempotency_key="K"))
+    env.clock.advance_ms(6 * 24 * 3600 * 1000)
+    assert await env.engine.suspend(lasting.handle, waits.args(idempotency_key="K")) == kept
 
 
 @pytest.mark.spec("SS-010")
-async def test_expired_lease_is_marked(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e = held.execution_id
-    await play.engine.append_frame(held.handle, b"one")
-    play.clock.advance_ms(LEASE_MS + 1)
+async def test_a_suspend_after_lease_expiry_is_refused_and_marks_the_lease(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e = claim.execution_id
+    await env.engine.append_frame(claim.handle, b"one")
+    env.clock.advance_ms(LEASE_MS + 1)
 
     with pytest.raises(errors.LeaseExpired):
-        await play.engine.suspend(held.handle, waits.args())
+        await env.engine.suspend(claim.handle, waits.args())
 
-    assert await play.vector(e) == EXPIRED_LEASE
-    assert (await play.core(e))["blocking_detail"] == "lease expired, awaiting reclaim"
-    assert [news.variant for news in await play.lease_feed(e)] == ["Acquired", "Expired"]
-    page = await play.engine.read_stream(e, 0)
-    assert (page.closed_at, page.closed_reason) == (play.now, "lease_expired")
-    assert await play.engine.describe_suspension(e) is None
+    assert await env.vector(e) == EXPIRED_LEASE
+    assert (await env.core(e))["blocking_detail"] == "lease expired, awaiting reclaim"
+    assert [event.variant for event in await env.lease_feed(e)] == ["Acquired", "Expired"]
+    page = await env.engine.read_stream(e, 0)
+    assert (page.closed_at, page.closed_reason) == (env.now, "lease_expired")
+    assert await env.engine.describe_suspension(e) is None
 
 
 @pytest.mark.spec("SS-011")
-async def test_re_suspend_after_resume(play: Play, waits: Waits) -> None:
-    held, first = await waits.suspended()
-    e = held.execution_id
+async def test_a_resumed_execution_suspends_again(env: Env, waits: Waits) -> None:
+    claim, first = await waits.create_suspended()
+    e = claim.execution_id
     assert await waits.effect(e, "go", first) == SATISFIED
-    second = await waits.suspend(await play.resumed(e))
+    second = await waits.suspend(await env.grant_and_resume(e))
 
-    current = await play.engine.describe_suspension(e)
-    assert current is not None
+    current = await env.suspension(e)
     assert current.suspension_id == second.suspension_id
-    async with play.refused(errors.WaitpointClosed):
+    async with env.refused(errors.WaitpointClosed):
         await waits.send(e, "go", first)
     assert (await waits.record(e, first.waitpoint_id)).close_reason == "resumed"
 
 
-async def test_a_suspension_takes_the_place_of_the_one_before_and_leaves_what_is_the_execution_s(
-    function: Function, play: Play, waits: Waits
+async def test_a_suspension_replaces_the_previous_one_and_keeps_gates_and_messages(
+    function: DurableFunction, env: Env, waits: Waits
 ) -> None:
-    e, t = function.e, play.now
+    e, t = function.e, env.now
     await function.send(b"hello")
     gate = opened(await function.approval())
-    first = await waits.suspend(function.held, reason_code="waiting_for_approval", timeout_at=t + 60_000)
+    first = await waits.suspend(function.claim, reason_code="waiting_for_approval", timeout_at=t + 60_000)
     assert await waits.effect(e, "go", first) == SATISFIED
-    play.clock.advance_ms(7)
-    await function.go_on()
+    env.clock.advance_ms(7)
+    await function.resume()
 
-    second = await waits.suspend(function.held, Single("j"), FreshWaitpoint(waits.id(), "j"))
+    second = await waits.suspend(function.claim, Single("j"), FreshWaitpoint(waits.new_id(), "j"))
 
-    record = await play.engine.describe_suspension(e)
-    assert record is not None
+    record = await env.suspension(e)
     assert (record.waitpoint_id, record.created_at, record.timeout_at) == (second.waitpoint_id, t + 7, None)
     assert (record.reason_code, record.last_signal_at, record.closer_signal_id) == ("waiting_for_signal", None, None)
     assert (record.satisfied_at, record.closed_at, record.all_satisfier_signals) == (None, None, [])
     assert await function.vote(gate, "ana") == APPENDED
-    async with play.refused(errors.SignalLimitExceeded):
+    async with env.refused(errors.SignalLimitExceeded):
         await waits.send(e, "go", second, max_signals_per_execution=2)
     assert await waits.effect(e, "go", second, max_signals_per_execution=3) == SATISFIED
-    await function.go_on()
+    await function.resume()
     assert closed(await function.receive("r0")).payload == b"hello"
 
 
-async def test_a_wait_on_a_waitpoint_that_was_signalled_before_knows_when(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
-    await waits.effect(held.execution_id, "early", pending)
-    signalled = play.now
-    play.clock.advance_ms(5)
+async def test_a_suspension_on_a_signalled_waitpoint_shows_the_last_signal_time(env: Env, waits: Waits) -> None:
+    claim, pending = await waits.create_pending("kp", 60_000)
+    await waits.effect(claim.execution_id, "early", pending)
+    signalled = env.now
+    env.clock.advance_ms(5)
 
-    await waits.on_pending(held, pending, named("go", key="kp"))
+    await waits.suspend_on_pending(claim, pending, named("go", key="kp"))
 
-    record = await play.engine.describe_suspension(held.execution_id)
-    assert record is not None
+    record = await env.suspension(claim.execution_id)
     assert (record.created_at, record.last_signal_at) == (signalled + 5, signalled)
 
 
-async def test_suspend_by_triple_is_fenced_like_a_handle(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e, fence = held.execution_id, fence_of(held)
-    missing = play.engine.new_execution_id()
+async def test_suspend_by_triple_is_fenced_like_a_handle(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e, fence = claim.execution_id, fence_of(claim)
+    missing = env.engine.new_execution_id()
 
-    async with play.refused(errors.NotFound, entity="execution"):
-        await play.engine.suspend_by_triple(missing, fence, waits.args())
-    async with play.refused(errors.InvalidInput, "fence_required"):
-        await play.engine.suspend_by_triple(e, Fence(), waits.args())
-    async with play.refused(errors.InvalidInput, "partial_fence_triple"):
-        await play.engine.suspend_by_triple(e, Fence(lease_id=held.lease_id), waits.args())
-    async with play.refused(errors.StaleLease):
-        await play.engine.suspend_by_triple(e, Fence(waits.id(), 1, held.attempt_id), waits.args())
-    outcome = await play.engine.suspend_by_triple(e, fence, waits.args())
+    async with env.refused(errors.NotFound, entity="execution"):
+        await env.engine.suspend_by_triple(missing, fence, waits.args())
+    async with env.refused(errors.InvalidInput, "fence_required"):
+        await env.engine.suspend_by_triple(e, Fence(), waits.args())
+    async with env.refused(errors.InvalidInput, "partial_fence_triple"):
+        await env.engine.suspend_by_triple(e, Fence(lease_id=claim.lease_id), waits.args())
+    async with env.refused(errors.StaleLease):
+        await env.engine.suspend_by_triple(e, Fence(waits.new_id(), 1, claim.attempt_id), waits.args())
+    outcome = await env.engine.suspend_by_triple(e, fence, waits.args())
     assert isinstance(outcome, Suspended)
-    assert outcome.handle.fields == held.handle.fields
+    assert outcome.handle.fields == claim.handle.fields
 
 
-async def test_a_waitpoint_id_that_is_open_cannot_be_used_again(play: Play, waits: Waits) -> None:
-    held, details = await waits.suspended()
-    other = await play.claimed()
-    taken = FreshWaitpoint(details.waitpoint_id, "k")
+async def test_an_open_waitpoint_id_cannot_be_reused(env: Env, waits: Waits) -> None:
+    claim, details = await waits.create_suspended()
+    other = await env.create_and_claim()
+    reused = FreshWaitpoint(details.waitpoint_id, "k")
 
-    async with play.refused(errors.WaitpointAlreadyExists):
-        await play.engine.suspend(other.handle, waits.args(ANY, taken))
+    async with env.refused(errors.WaitpointAlreadyExists):
+        await env.engine.suspend(other.handle, waits.args(ANY, reused))
 
-    assert await waits.effect(held.execution_id, "go", details) == SATISFIED
-    again = await play.resumed(held.execution_id)
-    anew = await waits.suspend(again, ANY, taken)
-    assert (await waits.record(held.execution_id, anew.waitpoint_id)).signal_count == 0
-    assert await waits.effect(held.execution_id, "go", anew) == SATISFIED
+    assert await waits.effect(claim.execution_id, "go", details) == SATISFIED
+    again = await env.grant_and_resume(claim.execution_id)
+    second = await waits.suspend(again, ANY, reused)
+    assert (await waits.record(claim.execution_id, second.waitpoint_id)).signal_count == 0
+    assert await waits.effect(claim.execution_id, "go", second) == SATISFIED
 
 
 async def test_suspending_without_a_signing_key_is_refused(keyless: Any, clock: Any) -> None:
-    play = Play(keyless, clock)
-    held = await play.claimed()
+    env = Env(keyless, clock)
+    claim = await env.create_and_claim()
 
-    async with play.refused(errors.InvalidInput, "hmac_secret_not_initialized"):
-        await keyless.suspend(held.handle, Waits(play).args())
+    async with env.refused(errors.InvalidInput, "hmac_secret_not_initialized"):
+        await keyless.suspend(claim.handle, Waits(env).args())
 
 
-async def test_a_suspend_that_was_satisfied_before_it_began_leaves_no_wait_behind(play: Play, waits: Waits) -> None:
-    held = await play.claimed()
-    e, t = held.execution_id, play.now
-    pending = await play.engine.create_waitpoint(held.handle, "kp", 60_000)
+async def test_an_already_satisfied_suspend_leaves_no_open_suspension(env: Env, waits: Waits) -> None:
+    claim = await env.create_and_claim()
+    e, t = claim.execution_id, env.now
+    pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     await waits.effect(e, "go", pending)
     timed: dict[str, Any] = {"timeout_at": t + 1000, "timeout_behavior": TimeoutBehavior.FAIL}
 
-    answer = await play.engine.suspend(
-        held.handle, waits.args(Single("kp"), UsePendingWaitpoint(pending.waitpoint_id), **timed)
+    answer = await env.engine.suspend(
+        claim.handle, waits.args(Single("kp"), UsePendingWaitpoint(pending.waitpoint_id), **timed)
     )
 
     assert isinstance(answer, ConditionAlreadySatisfied)
-    record = await play.engine.describe_suspension(e)
-    assert record is not None
+    record = await env.suspension(e)
     assert (record.satisfied_at, record.closed_at, record.close_reason) == (t, t, "resumed")
-    assert (await play.engine.list_suspended(DEFAULT_PARTITION)).entries == []
-    play.clock.now = t + 1000
-    async with play.untouched():
-        assert (await play.engine.sweep_once("suspension_timeout")).processed == 0
-    assert isinstance(await play.engine.suspend(held.handle, waits.args()), Suspended)
+    assert (await env.engine.list_suspended(DEFAULT_PARTITION)).entries == []
+    env.clock.now = t + 1000
+    async with env.unchanged():
+        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+    assert isinstance(await env.engine.suspend(claim.handle, waits.args()), Suspended)

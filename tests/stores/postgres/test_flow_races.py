@@ -12,7 +12,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival
-from tests.scenarios.flowing import Flowing
+from tests.scenarios.flow_env import FlowEnv
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.timeout(60)
 async def test_an_end_that_waits_for_the_replay_of_its_dependent_is_told_to_it(
     pg: PostgresStore, database: str, clock: ManualClock, rival: Rival
 ) -> None:
-    flow = Flowing(Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+    flow = FlowEnv(Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
     await flow.begin("abc")
     await flow.join("ac", "b")
     await flow.fail("a")
     await flow.cascade("a")
     await flow.engine.replay_execution(flow.names["a"])
-    held = await flow.run("a")
+    held = await flow.claim("a")
     other = PostgresStore(database, clock)
     await other.open(migrate=False)
     replayer = Engine(other, minter=SeededMinter(2), settings=Settings(dispatch=False))

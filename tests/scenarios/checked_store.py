@@ -1,4 +1,4 @@
-"""A store under watch: after every write the invariants of the specification (execution.md 2.3) hold for every row."""
+"""A store that checks the invariants of the specification (execution.md 2.3) on every row after each write."""
 
 from __future__ import annotations
 
@@ -33,52 +33,52 @@ EVERYTHING = 1_000_000
 BLOCKED_ON = {operator.ELIGIBILITY_OF_REASON[reason]: start for reason, start in queue.BLOCKED_ON_PREFIX.items()}
 
 
-class Watched:
-    """Hands everything on to a store, counts what is asked of it, and looks at the rows after each write."""
+class CheckedStore:
+    """Delegates to a store, counts the calls, and checks all rows after each write."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.calls: Counter[str] = Counter()
         self.after_due: Callable[[], Awaitable[Any]] | None = None
         self._epochs: dict[str, int] = {}
-        self._looking = asyncio.Lock()  # one look after the other, or an older one would be compared with a newer
+        self._checking = asyncio.Lock()  # one check at a time, or older rows would be compared with newer ones
 
     def __getattr__(self, name: str) -> Any:
         self.calls[name] += 1
         return getattr(self.store, name)
 
     def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
-        return None  # every look is a load
+        return None  # every read is a load
 
     async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
         self.calls["commit"] += 1
-        assert all(change.id for change in changes), "what a change writes bears its mark"
+        assert all(change.id for change in changes), "every change has an id"
         verdicts = await self.store.commit(changes, hint)
-        await self._look()
+        await self._check()
         return verdicts
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], hint: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
         self.calls["commit"] += 1
-        handed = await self.store.commit_and_claim(changes, hint, take)
-        await self._look()
-        return handed
+        result = await self.store.commit_and_claim(changes, hint, request)
+        await self._check()
+        return result
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
-        self.calls["take"] += 1
-        taken = await self.store.claim_rows(take)
-        await self._look()
-        return taken
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        self.calls["claim_rows"] += 1
+        claimed = await self.store.claim_rows(request)
+        await self._check()
+        return claimed
 
     async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
         self.calls["renew"] += 1
-        ends = await self.store.renew(leases)
-        await self._look()
-        return ends
+        renewed = await self.store.renew(leases)
+        await self._check()
+        return renewed
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        """What is due; `after_due` lets a test act between this look and whatever is done about it."""
+        """Return the due rows; `after_due` lets a test act between this scan and the writes that follow."""
         self.calls["due"] += 1
         due = await self.store.due(row, column, limit=limit, where=where)
         if self.after_due is not None:
@@ -86,12 +86,12 @@ class Watched:
             await act()
         return due
 
-    async def _look(self) -> None:
-        async with self._looking:
+    async def _check(self) -> None:
+        async with self._checking:
             await self._compare()
 
     async def _compare(self) -> None:
-        rows, attempts = await self._still()
+        rows, attempts = await self._snapshot()
         ended: dict[str, list[Attempt]] = {}
         for attempt in attempts:
             ended.setdefault(attempt.execution_id, []).append(attempt)
@@ -99,10 +99,10 @@ class Watched:
             before = self._epochs.get(row.execution_id, row.lease_epoch)
             assert row.lease_epoch - before in (0, 1), "I7: an epoch grows by one per lease"
             assert_invariants(row, ended.get(row.execution_id, []))
-        self._epochs = {row.execution_id: row.lease_epoch for row in rows}  # one that was purged may come again
+        self._epochs = {row.execution_id: row.lease_epoch for row in rows}  # a purged id may be created again
 
-    async def _still(self) -> tuple[list[Execution], list[Attempt]]:
-        """Sheets and attempts of one moment: others may write between two looks."""
+    async def _snapshot(self) -> tuple[list[Execution], list[Attempt]]:
+        """Return executions and attempts of one moment, although others may write between two scans."""
         rows: list[Execution] = await self.store.scan(Scan(Execution, limit=EVERYTHING))
         while True:
             attempts: list[Attempt] = await self.store.scan(Scan(Attempt, limit=EVERYTHING))
@@ -113,20 +113,20 @@ class Watched:
 
 
 async def dump(store: Store) -> dict[str, list[Any]]:
-    """Every row and every event that a store keeps."""
-    kept: dict[str, list[Any]] = {}
+    """Return every row and every event of a store."""
+    rows_by_table: dict[str, list[Any]] = {}
     for table in TABLES:
-        kept[table.name] = await store.scan(Scan(table.row, limit=EVERYTHING))
-    events: dict[int, FeedEvent] = {}  # by position: one event may belong to several feeds
+        rows_by_table[table.name] = await store.scan(Scan(table.row, limit=EVERYTHING))
+    events: dict[int, FeedEvent] = {}  # by position: an event may belong to several feeds
     for topic in Topic:
-        events |= {told.position: told for told in (await store.feed(topic, 0, EVERYTHING)).events}
-    kept["events"] = [events[position] for position in sorted(events)]
-    kept["lines"] = list(await store.queues())
-    return kept
+        events |= {event.position: event for event in (await store.feed(topic, 0, EVERYTHING)).events}
+    rows_by_table["events"] = [events[position] for position in sorted(events)]
+    rows_by_table["queues"] = list(await store.queues())
+    return rows_by_table
 
 
 def assert_invariants(row: Execution, ended: list[Attempt]) -> None:
-    """I1 to I11, as far as one execution tells."""
+    """Assert I1 to I11 for one execution."""
     derived = public_state(row.lifecycle_phase, row.eligibility_state, row.terminal_outcome)
     assert row.public_state is derived, "I10: public_state is derived"
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
@@ -168,19 +168,19 @@ def _assert_active(row: Execution) -> None:
         assert row.lease_expired_at is row.lease_revoked_at is None
     else:
         assert row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED, "I6"
-        assert row.line == queue.takeover_queue(row), "I11: it waits to be taken over"
+        assert row.line == queue.takeover_queue(row), "I11: it is in the takeover queue"
         revoked = row.ownership_state is OwnershipState.LEASE_REVOKED
         assert revoked == (row.lease_expires_at is None) == (row.lease_revoked_at is not None)
         assert revoked == (row.lease_expired_at is None)
 
 
 def _assert_runnable(row: Execution) -> None:
-    in_line = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
-    assert row.line == (queue.queue_of(row) if in_line else None), "I11: only what may be claimed stands in line"
-    waits_for = BLOCKED_ON.get(row.eligibility_state)
-    assert waits_for is None or (row.blocked_on or "").startswith(waits_for)
+    is_queued = row.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_ROUTE)
+    assert row.line == (queue.queue_of(row) if is_queued else None), "I11: only claimable executions are queued"
+    blocked_on = BLOCKED_ON.get(row.eligibility_state)
+    assert blocked_on is None or (row.blocked_on or "").startswith(blocked_on)
     assert (row.blocked_at is not None) == (row.eligibility_state in operator.ELIGIBILITY_OF_REASON.values())
-    assert (row.blocked_on is not None) == (waits_for is not None)
+    assert (row.blocked_on is not None) == (blocked_on is not None)
     delayed = row.eligibility_state is EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
     assert delayed == (row.delay_until is not None), "I11"
     assert row.lease_expires_at is row.attempt_timeout_at is None, "I11"
