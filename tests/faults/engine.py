@@ -17,7 +17,7 @@ ENGINE = (
         "engine/runtime/root_queue.py",
         "doubts.append((change, answers))",
         "pass",
-        "tests/engine/limits/test_lost_replies.py::test_what_got_lost_once_happens_once",
+        "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
     ),
     Fault(
         "sleepers that need too much hide the others",
@@ -159,6 +159,6 @@ ENGINE = (
         "                left.append(name)  # it moved meanwhile: look again\n",
         "                pass\n",
         "tests/engine/flows/test_process_deaths.py"
-        "::test_members_that_are_claimed_when_they_are_about_to_be_cancelled_are_cancelled_all_the_same",
+        "::test_members_that_are_claimed_just_before_their_cancel_are_cancelled_too",
     ),
 )

@@ -40,7 +40,7 @@ RULES = (
         "rules/execution/create.py",
         "payload_bytes = [data or None for data in inputs]",
         "payload_bytes = [inputs[0] or None for _ in inputs]",
-        "tests/engine/operations/test_bulk_create.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
+        "tests/engine/operations/test_bulk_create.py::test_each_execution_of_a_bulk_change_keeps_its_own_input",
     ),
     Fault(
         "an execution of another namespace is taken for a duplicate",

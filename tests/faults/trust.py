@@ -40,21 +40,21 @@ TRUST = (
         "engine/runtime/runtime.py",
         "for line in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):",
         "for line in list[str]():",
-        f"{QUEUES}::test_the_reconciler_puts_an_execution_back_into_its_queue",
+        f"{QUEUES}::test_the_reconciler_enqueues_an_execution_again",
     ),
     Fault(
         "the doctor does not name executions whose queue is missing",
         "cli/maintenance.py",
         "    if not unlisted:\n",
         "    if True:\n",
-        f"{QUEUES}::test_the_doctor_names_executions_without_a_queue",
+        f"{QUEUES}::test_the_doctor_reports_executions_without_a_queue",
     ),
     Fault(
         "positions go on after the last one that survived a failover",
         "stores/postgres/event_log.sql",
         "else greatest(f.numbered, floor(extract(epoch from clock_timestamp()) * 1000)::bigint * 32)",
         "else f.numbered",
-        f"{FAILOVER}::test_a_follower_of_what_was_lost_is_told_of_a_gap_and_misses_nothing_that_follows",
+        f"{FAILOVER}::test_a_subscriber_to_lost_events_is_notified_of_a_gap_and_misses_nothing_that_follows",
     ),
     Fault(
         "positions of a restored file go on after the last one in it",
@@ -77,7 +77,7 @@ TRUST = (
         "stores/postgres/pool.py",
         "asyncio.timeout((self.deadlines.command_s if command_s is None else command_s) or None)",
         "asyncio.timeout(command_s)",
-        "tests/chaos/test_black_holes.py::test_a_write_whose_deadline_has_passed_is_in_doubt_and_a_read_is_sent_again",
+        "tests/chaos/test_black_holes.py::test_a_write_whose_deadline_has_passed_has_an_unknown_outcome_and_a_read_is_retried",
     ),
     Fault(
         "idle connections that went silent are tried one after the other",
@@ -91,7 +91,7 @@ TRUST = (
         "sdk/worker/worker.py",
         "                engine.limit_commands(self._ttl_ms * COMMAND_LEASE_SHARE / 1000)\n",
         "",
-        "tests/engine/operations/test_deadlines.py::test_a_worker_keeps_commands_below_its_lease",
+        "tests/engine/operations/test_deadlines.py::test_a_worker_limits_commands_to_less_than_its_lease",
     ),
     Fault(
         "a refusal of something before the server is taken for the server's",
@@ -184,7 +184,7 @@ TRUST = (
         "stores/sqlite/connection_thread.py",
         "                self._check(db)\n                began",
         "                began",
-        "tests/engine/operations/test_schema_versions.py::test_a_running_release_refuses_everything_once_the_schema_is_another",
+        "tests/engine/operations/test_schema_versions.py::test_a_running_release_refuses_every_call_once_the_schema_is_incompatible",
     ),
     # Clocks.
     Fault(
@@ -279,35 +279,35 @@ TRUST = (
         "engine/sweeps/flows.py",
         "    unread = tuple(row for row in found if isinstance(row, UnreadableRow))\n",
         "    unread = tuple(row for row in found if isinstance(row, UnreadableRow))\n    for row in unread:\n        raise row.fault\n",
-        "tests/engine/sweeps/test_unreadable_rows.py::test_the_reconciler_goes_on_past_a_join_that_cannot_be_read",
+        "tests/engine/sweeps/test_unreadable_rows.py::test_the_reconciler_continues_past_an_unreadable_join",
     ),
     Fault(
         "of two handles of one execution the last one is completed first",
         "engine/operations/leases.py",
         "        await asyncio.gather(*map(in_order, waiting.values()))\n",
         "        await asyncio.gather(*(in_order(places[::-1]) for places in waiting.values()))\n",
-        "tests/engine/operations/test_complete_many.py::test_handles_of_one_execution_are_answered_one_after_the_other",
+        "tests/engine/operations/test_complete_many.py::test_handles_of_one_execution_are_answered_in_order",
     ),
     Fault(
         "an end with many edges is counted after its replay",
         "rules/flow/successors.py",
         "    writes += tuple(clear_outcome(edge.downstream_execution_id, edge.edge_id) for edge in edges)\n",
         "",
-        "tests/engine/operations/test_replay_of_many.py::test_no_end_of_a_former_life_is_counted_once_the_upstream_lives_again",
+        "tests/engine/operations/test_replay_many_edges.py::test_no_outcome_of_a_former_life_is_counted_once_the_upstream_is_replayed",
     ),
     Fault(
         "what a late claim takes is left to its lease",
         "engine/claiming/claimer.py",
         "                self.late_claims.watch(doubtful, got)\n",
         "                pass\n",
-        "tests/engine/claiming/test_late_claims.py::test_what_a_late_request_takes_is_claimable_again_soon",
+        "tests/engine/claiming/test_late_claims.py::test_an_execution_claimed_by_a_late_request_is_claimable_again_soon",
     ),
     Fault(
         "a dead holder of a sweep is noticed after three intervals",
         "engine/sweeps/sweeper.py",
         "if held_ms := await self._hold(sweep, interval_ms):",
         "if held_ms := await self._hold(sweep, 3 * interval_ms):",
-        "tests/engine/sweeps/test_sweeper.py::test_a_dead_holder_is_noticed_within_one_interval",
+        "tests/engine/sweeps/test_sweeper.py::test_a_dead_holder_is_replaced_within_one_interval",
     ),
     # Decisions and words.
     Fault(

@@ -1,4 +1,4 @@
-"""The operations of an engine: each is told of, and each looks at whatever it is handed."""
+"""The operations of an engine: each is declared, and each validates its arguments."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ THE_SPECIFICATION_S = {
 }
 
 
-def given(name: str) -> Any:
-    """Something that an argument of this name may be."""
+def sample_value(name: str) -> Any:
+    """Return a value for an argument of this name."""
     if name in ("flow_id", "budget_id", "quota_policy_id", "waitpoint_id", "edge_id"):
         return UUID
     if name.endswith("execution_id"):
@@ -51,25 +51,25 @@ def given(name: str) -> Any:
     return "default"
 
 
-def arguments(name: str) -> list[inspect.Parameter]:
-    """What an operation may be handed."""
+def sample_arguments(name: str) -> list[inspect.Parameter]:
+    """Return arguments for an operation."""
     named = inspect.signature(getattr(Engine, name)).parameters.values()
     return [one for one in named if one.name != "self" and not one.name.startswith("_")]
 
 
-TAKING = [name for name in operations(Engine) if arguments(name)]
+TAKING = [name for name in operations(Engine) if sample_arguments(name)]
 
 
-def test_every_operation_of_the_specification_is_there() -> None:
+def test_every_operation_of_the_specification_exists() -> None:
     assert THE_SPECIFICATION_S - set(operations(Engine)) == set()
 
 
-def test_what_is_internal_exists_and_is_no_operation() -> None:
+def test_internal_methods_exist_and_are_no_operations() -> None:
     assert {name for name in INTERNAL if not hasattr(Engine, name)} == set()
     assert INTERNAL.isdisjoint(operations(Engine))
 
 
-async def test_an_engine_tells_its_operations(store: Store) -> None:
+async def test_an_engine_lists_its_operations(store: Store) -> None:
     engine = Engine(store, minter=SeededMinter(1))
 
     told = engine.capabilities()
@@ -79,15 +79,15 @@ async def test_an_engine_tells_its_operations(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", TAKING)
-async def test_whatever_an_operation_is_handed_its_answer_is_typed(
+async def test_an_operation_answers_any_arguments_with_a_typed_answer(
     store: Store, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     engine = Engine(store, minter=SeededMinter(1))
     await engine.seed_waitpoint_hmac_secret("k1", "00" * 32)
-    needed = {one.name: given(one.name) for one in arguments(name) if one.default is one.empty}
+    needed = {one.name: sample_value(one.name) for one in sample_arguments(name) if one.default is one.empty}
     kinds: dict[str, str] = {}
-    for wrong in arguments(name):
+    for wrong in sample_arguments(name):
         for value in GARBAGE:
             try:
                 answer = getattr(engine, name)(**(needed | {wrong.name: value}))

@@ -1,4 +1,4 @@
-"""The fair turns that a process remembers."""
+"""The fairness state that a process keeps in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric.stores.memory.store import MemoryStore
 from tests.stores.samples import waiting
 
 
-async def test_a_process_that_unblocks_and_never_claims_remembers_a_bounded_number(
+async def test_a_process_that_unblocks_and_never_claims_keeps_a_bounded_number_of_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fair_turns, "MAX_UNBLOCKED", 10)
