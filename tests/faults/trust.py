@@ -19,7 +19,7 @@ TRUST = (
         "stores/postgres/queue_ids.py",
         "        return self._pool.has_own_sessions and self._ensured",
         "        return True or self._ensured",
-        f"{QUEUE_NUMBERS}::test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection",
+        f"{QUEUE_NUMBERS}::test_a_commit_restores_the_row_of_a_queue_that_was_lost_without_a_broken_connection",
     ),
     Fault(
         "queues that were checked once are not checked again after a connection broke",
@@ -62,14 +62,14 @@ TRUST = (
         "                if self.must_advance_positions:\n",
         "                if False:\n",
         "tests/stores/sqlite/test_errors.py"
-        "::test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing",
+        "::test_a_cursor_beyond_the_end_of_a_restored_file_is_reported_and_misses_nothing",
     ),
     Fault(
         "a cursor that the feed cannot continue is not told of the gap",
         "stores/postgres/event_log.py",
         'diverged = diverged or not row["known"]',
         "diverged = False",
-        "tests/stores/contract/test_feed.py::test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end",
+        "tests/stores/contract/test_feed.py::test_a_position_beyond_the_feed_is_reported_and_reading_continues_at_the_end",
     ),
     # Answers of others, and connections.
     Fault(
@@ -199,14 +199,14 @@ TRUST = (
         "stores/sqlite/file_clock.py",
         "max(wall, _newest(db))",
         "wall",
-        f"{CLOCK}::test_after_a_boot_time_is_never_before_what_the_file_has_seen",
+        f"{CLOCK}::test_after_a_boot_time_is_never_before_the_latest_time_of_the_file",
     ),
     Fault(
         "a backup leaves out what is not yet in the file itself",
         "stores/sqlite/backup.py",
         '        with copy.backup("main", original, "main") as backup:\n            backup.step(-1)\n',
         '        __import__("shutil").copyfile(source, partial)\n',
-        "tests/stores/sqlite/test_backup.py::test_copies_that_are_made_under_load_are_whole_and_of_one_moment",
+        "tests/stores/sqlite/test_backup.py::test_copies_made_under_load_are_complete_and_consistent",
     ),
     # Flows, limits, claims, sweeps.
     Fault(

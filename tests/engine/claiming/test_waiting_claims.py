@@ -20,7 +20,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
 from tests.engine.lossy_store import Loss, LossyStore
-from tests.stores.samples import change, execution
+from tests.stores.sample_rows import change, execution
 
 LANE = "mail"
 

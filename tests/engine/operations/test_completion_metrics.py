@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from flowfabric.engine.metrics.completions import CompletionMetrics
 from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.model.execution import Execution
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 
 def ended(lane: str, created_at: int) -> Execution:

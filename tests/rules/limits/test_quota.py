@@ -15,7 +15,7 @@ from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.quota import AdmissionRequest, QuotaState
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 NOW = 1_700_000_000_000
 Q = "0c000000-0000-4000-8000-000000000001"

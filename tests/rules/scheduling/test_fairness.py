@@ -12,7 +12,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling import queue
 from flowfabric.rules.scheduling.fairness import effective_priority, fair_order
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 NOW = 1_700_000_000_000
 
