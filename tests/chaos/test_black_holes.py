@@ -21,7 +21,7 @@ from flowfabric.stores.postgres import PostgresStore
 from tests.blackhole import BlackHole, black_hole
 from tests.client.serving import serving
 from tests.conftest import emptied
-from tests.sdk.conftest import until_so, working
+from tests.sdk.conftest import running_worker, wait_until_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -75,7 +75,7 @@ async def test_a_worker_whose_connections_go_silent_works_again_within_its_lease
     async def quick(n: int) -> int:
         return n
 
-    async with Fabric(proxied.direct) as watching, working(app, lease_ttl=TTL_S, slots=4):
+    async with Fabric(proxied.direct) as watching, running_worker(app, lease_ttl=TTL_S, slots=4):
         watching.tasks.update(app.tasks)
         held = await long.submit()
         # so that many connections are open
@@ -119,7 +119,7 @@ async def test_a_completion_whose_connection_goes_silent_is_written_once(proxied
     async with Fabric(proxied.direct) as watching:
         watching.tasks.update(app.tasks)
         handed = [await _submit_direct(watching, n) for n in range(runs)]
-        async with working(app, lease_ttl=TTL_S, slots=3):
+        async with running_worker(app, lease_ttl=TTL_S, slots=3):
             assert await asyncio.gather(*(run.result(60) for run in handed)) == list(range(runs))
         assert [await run.state() for run in handed] == [PublicState.COMPLETED] * runs
     await app.close()
@@ -132,12 +132,12 @@ async def test_a_worker_survives_a_network_outage(proxied: ProxiedStore) -> None
     async def quick(n: int) -> int:
         return n
 
-    async with Fabric(proxied.direct) as watching, working(app, lease_ttl=TTL_S):
+    async with Fabric(proxied.direct) as watching, running_worker(app, lease_ttl=TTL_S):
         watching.tasks.update(app.tasks)
         assert await (await quick.submit(1)).result(20) == 1
         proxied.hole.swallow(new=True)
         run, accepted = await _submit_direct(watching, 2), proxied.hole.accepted
-        await until_so(lambda: proxied.hole.accepted > accepted, 30)  # It tries to connect without success.
+        await wait_until_true(lambda: proxied.hole.accepted > accepted, 30)  # It tries to connect without success.
         proxied.hole.heal()
         healed_at = monotonic()
         assert await run.result(60) == 2

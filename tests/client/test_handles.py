@@ -21,7 +21,7 @@ from flowfabric.settings import Secret
 from tests.client.serving import Serving, serving
 from tests.client.test_serving import ROOT, token, working
 from tests.sdk import service
-from tests.sdk.conftest import until
+from tests.sdk.conftest import wait_until
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_worker_asks_its_question_with_a_token_to_work(guarded: Serving)
         async def asked() -> bool:
             return await run.state() is PublicState.SUSPENDED
 
-        await until(asked)
+        await wait_until(asked)
         async with await connect(guarded.store_url) as engine:
             snapshot = await engine.describe_execution(run.id)
     assert snapshot is not None

@@ -19,7 +19,7 @@ from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.compatibility import is_compatible
 from flowfabric.stores.postgres import migrator as of_postgres
 from flowfabric.stores.sqlite import migrator as of_sqlite
-from tests.sdk.conftest import until_so
+from tests.sdk.conftest import wait_until_true
 from tests.servers import postgres
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
@@ -220,7 +220,7 @@ async def test_an_idle_worker_notices_a_newer_schema(
 
     worker = Worker(app, lease_ttl="1s")
     task = asyncio.create_task(worker.work())
-    await until_so(lambda: worker._engine is not None)
+    await wait_until_true(lambda: worker._engine is not None)
     await database.migrate(SILENT)
     with pytest.raises(errors.SchemaTooNew):
         await asyncio.wait_for(task, 20)

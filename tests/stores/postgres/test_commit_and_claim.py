@@ -14,7 +14,7 @@ from flowfabric.model.states import EligibilityState
 from flowfabric.stores.claims import CommitAndClaimResult
 from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival
-from tests.stores.contract.test_commit_and_claim import NO_TOPICS, OTHER, insert_unqueued, enqueue, names
+from tests.stores.contract.test_commit_and_claim import NO_TOPICS, OTHER, enqueue, insert_unqueued, names
 from tests.stores.sample_rows import MAIL, change, claim_request, execution, insert_queued, one, queued
 
 
