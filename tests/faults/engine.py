@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-LIVES = "tests/stateful/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
-FLAKY = "tests/stateful/test_oracle.py::test_lost_requests_and_answers_change_nothing_that_anybody_sees"
+LIVES = "tests/stateful/test_oracle.py::test_a_long_sequence_agrees_with_the_oracle"
+FLAKY = "tests/stateful/test_oracle.py::test_lost_requests_and_replies_change_nothing_observable"
 LAPSED = (
     "tests/scenarios/scheduling/test_claim_order.py"
     "::test_however_many_leases_have_lapsed_before_it_the_best_of_the_lane_is_taken_over"

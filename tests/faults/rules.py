@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-LIVES = "tests/stateful/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
+LIVES = "tests/stateful/test_oracle.py::test_a_long_sequence_agrees_with_the_oracle"
 WAITS = "tests/scenarios/suspension/test_races.py"
 ANEW = "tests/scenarios/durable/test_reopened_gates.py"
 UNSEEN = "tests/engine/flows/test_dispatch.py"
