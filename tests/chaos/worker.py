@@ -1,13 +1,13 @@
-"""A process of a worker, for tests to start and to kill.
+"""A worker process that tests start and kill.
 
-    python -m tests.chaos.worker drain URL --submit 1250     submits, and works until everybody's work is done
-    python -m tests.chaos.worker toil URL                    works for ever
-    python -m tests.chaos.worker hold URL                    stops in the middle of its first batch, and never goes on
+    python -m tests.chaos.worker drain URL --submit 1250     submits, and works until no execution is left
+    python -m tests.chaos.worker toil URL                    works without end
+    python -m tests.chaos.worker hold URL                    stops in the middle of its first batch
     python -m tests.chaos.worker sweep URL                   runs the background sweeps
-    python -m tests.chaos.worker spend URL                   works on what quotas admit, and spends from budgets
+    python -m tests.chaos.worker spend URL                   works under quotas and spends from budgets
 
-It prints what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`,
-`sweeping HOLDER`, and `refused KIND` when a lease turned out to be somebody else's by then.
+It prints one line per action: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`,
+`sweeping HOLDER`, and `refused KIND` if its lease was lost.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ A = TypeVar("A")
 class Loss(Enum):
     """The fault that is injected into the next write."""
 
-    REQUEST = "the request is lost, and everybody knows"
-    DOUBT = "the request is lost, and nobody knows"
-    ANSWER = "it is written, and the answer is lost"
-    LATE = "it is written only after somebody has looked"
+    REQUEST = "the request is lost, and the caller knows"
+    DOUBT = "the request is lost, and the outcome is unknown"
+    ANSWER = "it is written, and the reply is lost"
+    LATE = "it is written only after the next read"
 
 
 class LossyStore:

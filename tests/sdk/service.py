@@ -1,8 +1,8 @@
-"""An application whose worker is a process of its own, for tests to start, to signal and to kill.
+"""An application whose worker process tests start, signal and kill.
 
     python -m tests.sdk.service URL SLOTS GRACE
 
-It says what it does, a line each: `began TASK ATTEMPT PID`, `cancelled TASK`.
+It prints one line per action: `began TASK ATTEMPT PID`, `cancelled TASK`.
 """
 
 from __future__ import annotations

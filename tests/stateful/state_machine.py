@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from flowfabric.clock import ManualClock
 from flowfabric.ids import SeededMinter
@@ -62,6 +63,21 @@ def strategy_of(table: Hashable) -> st.SearchStrategy[Move]:
     """Return a strategy for any move of a class."""
     return st.one_of(
         [drawn(name, choices) for name, (weight, choices) in moves_of(table).items() for _ in range(weight)]
+    )
+
+
+def run_drawn_sequences(kind: type[Table], *, examples: int, steps: int) -> None:
+    """Run sequences that hypothesis draws, and shrink a failing one."""
+    run_state_machine_as_test(
+        kind,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+            phases=(Phase.reuse, Phase.generate, Phase.shrink),  # The explain phase would trace every line.
+        ),
     )
 
 

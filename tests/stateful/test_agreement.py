@@ -9,8 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
@@ -21,7 +19,7 @@ from tests.conftest import emptied
 from tests.stateful import choices as some
 from tests.stateful.operations import Lives
 from tests.stateful.players import Call, Outcome, Player
-from tests.stateful.state_machine import live, move
+from tests.stateful.state_machine import live, move, run_drawn_sequences
 
 EVERY = 5  # steps between two full comparisons
 
@@ -165,18 +163,7 @@ def table(own_database: str) -> type[Agreement]:
 
 @pytest.mark.timeout(600)
 def test_every_store_answers_and_stores_the_same(table: type[Agreement]) -> None:
-    run_state_machine_as_test(
-        table,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            # The explain phase would trace every line of every store.
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),
-        ),
-    )
+    run_drawn_sequences(table, examples=10, steps=40)
 
 
 @pytest.mark.parametrize("seed", range(4))

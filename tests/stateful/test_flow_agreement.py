@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
@@ -26,7 +24,7 @@ from tests.conftest import emptied
 from tests.stateful import choices as some
 from tests.stateful.players import Player
 from tests.stateful.predicates import is_active, is_over
-from tests.stateful.state_machine import live, move
+from tests.stateful.state_machine import live, move, run_drawn_sequences
 from tests.stateful.test_agreement import Agreement
 
 SWEEPS = (
@@ -268,17 +266,7 @@ def table(own_database: str) -> type[FlowAgreement]:
 
 @pytest.mark.timeout(600)
 def test_flows_are_the_same_on_every_store(table: type[FlowAgreement]) -> None:
-    run_state_machine_as_test(
-        table,
-        settings=settings(
-            max_examples=6,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),
-        ),
-    )
+    run_drawn_sequences(table, examples=6, steps=40)
 
 
 @pytest.mark.parametrize("seed", range(3))

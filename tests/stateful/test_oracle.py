@@ -8,8 +8,6 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.model.event import Topic
@@ -22,7 +20,7 @@ from tests.stateful.execution_model import Life
 from tests.stateful.operations import Lives
 from tests.stateful.oracle import Oracle
 from tests.stateful.players import Call, Outcome, Player
-from tests.stateful.state_machine import live
+from tests.stateful.state_machine import live, run_drawn_sequences
 
 # What the specification leaves open while it does not matter, and what belongs to other areas.
 IGNORED = {"execution_id", "execution_kind", "creator_identity", "lease_acquired_at"}
@@ -193,17 +191,7 @@ def agrees(expected: Any, said: Any) -> bool:
 
 
 def predict(*, examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        BesideTheOracle,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),  # The explain phase would trace every line.
-        ),
-    )
+    run_drawn_sequences(BesideTheOracle, examples=examples, steps=steps)
 
 
 @pytest.mark.timeout(600)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
-from tests.stateful.state_machine import live
+from tests.stateful.state_machine import live, run_drawn_sequences
 from tests.stateful.suspensions import Waiting
 from tests.stateful.test_agreement import Agreement
 
@@ -23,17 +21,7 @@ def table(own_database: str) -> type[WaitingAgreement]:
 
 @pytest.mark.timeout(600)
 def test_every_store_suspends_alike(table: type[WaitingAgreement]) -> None:
-    run_state_machine_as_test(
-        table,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),
-        ),
-    )
+    run_drawn_sequences(table, examples=10, steps=40)
 
 
 @pytest.mark.parametrize("seed", range(4))

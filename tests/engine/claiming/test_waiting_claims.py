@@ -17,27 +17,12 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Insert
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
+from tests.engine.claiming.test_claim_after_completion import CountingStore
 from tests.engine.lossy_store import Loss, LossyStore
 from tests.stores.sample_rows import change, execution
 
 LANE = "mail"
-
-
-class CountingStore:
-    """Delegates to a store and counts the claims."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.claims = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
-        self.claims += 1
-        return await self.store.claim_rows(request)
 
 
 @pytest.fixture
