@@ -235,7 +235,7 @@ async def test_an_expired_lease_in_the_lane_is_reclaimed_while_a_chain_continues
 
 
 @pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER])
-@pytest.mark.parametrize("room", [1, 4], ids=["full slots", "free slots"])
+@pytest.mark.parametrize("limit", [1, 4], ids=["full slots", "free slots"])
 async def test_each_step_is_claimed_once_whatever_reply_is_lost(store: Store, loss: Loss, limit: int) -> None:
     lossy = LossyStore(store)
     engine = engine_without_polling(lossy, seed=7)

@@ -201,7 +201,7 @@ GUARD_CASES = {
 }
 
 
-@pytest.mark.parametrize("stand", GUARD_CASES.values(), ids=GUARD_CASES.keys())
+@pytest.mark.parametrize("case", GUARD_CASES.values(), ids=GUARD_CASES.keys())
 def test_a_change_guards_the_row_it_was_decided_on_and_the_required_lease_and_time(
     case: GuardCase,
 ) -> None:
