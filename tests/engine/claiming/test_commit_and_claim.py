@@ -182,7 +182,7 @@ async def test_tenants_alternate_while_the_chain_of_one_continues(store: Store) 
 
     assert sorted(order) == sorted("aaaaabbb")
     assert "aa" not in order.rstrip("a"), order  # In the other order, its next step might not exist yet.
-    assert counting.wishes == 0
+    assert counting.commit_and_claims == 0
     pull.close()
 
 
@@ -208,7 +208,7 @@ async def test_limits_are_checked_while_a_chain_continues(store: Store, limited:
 
     assert order == (names[:2] if limited == "the chain" else [*sorted(others)[:2], *names])
     if limited == "the chain":
-        assert counting.wishes == 0
+        assert counting.commit_and_claims == 0
     pull.close()
 
 
