@@ -1,1 +1,1 @@
-"""Many processes, killed ones, and a server that goes away."""
+"""Tests with many processes, killed processes, and a server that goes down."""

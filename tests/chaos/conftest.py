@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store, one kind after the other."""
+    """The URL of an empty store, one kind after the other."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'ff.db'}"
     database: str = request.getfixturevalue("database")

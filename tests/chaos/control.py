@@ -1,7 +1,7 @@
-"""A control beside the workers: how much slower this machine is right now than when it is idle.
+"""A control process beside the workers that measures how much slower this machine is than an idle one.
 
-The process does the same small piece of work again and again, with pauses. It touches no store. What it loses is lost
-to other processes, so a bound in wall time may be stretched by it without hiding a wait of the engine's own.
+The process repeats the same small computation, with pauses, and uses no store. The time it loses is lost to other
+processes, so a bound in wall time may be stretched by it without hiding a wait inside the engine.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 PAUSE_S = 0.2
-WORK_S = 0.02  # of processor time: longer than the scheduler lets somebody run who has just slept
+WORK_S = 0.02  # Processor time: longer than the scheduler lets a process run that has just slept.
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of work: when it began and ended, and how many times longer it took than it ran."""
+    """One computation: start, end, and the ratio of wall time to processor time."""
 
     began_ms: int
     ended_ms: int
@@ -37,14 +37,14 @@ def run(path: Path) -> None:
 
 
 def samples(path: Path) -> list[Sample]:
-    """Everything that the control has measured so far."""
+    """Return everything that the control process has measured so far."""
     decode = msgspec.json.Decoder(Sample).decode
     return [decode(line) for line in path.read_bytes().splitlines()]
 
 
-def stretch_between(taken: list[Sample], since_ms: int, until_ms: int) -> float:
-    """How many times longer work took between two instants, at worst; 1 on an idle machine."""
-    return max((one.stretch for one in taken if one.ended_ms > since_ms and one.began_ms < until_ms), default=1.0)
+def stretch_between(measured: list[Sample], since_ms: int, until_ms: int) -> float:
+    """Return the highest slowdown between two instants; 1 on an idle machine."""
+    return max((one.stretch for one in measured if one.ended_ms > since_ms and one.began_ms < until_ms), default=1.0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A killed process that held a sweep: what falls due afterwards is late by one interval of the sweep at most.
+"""A killed process held a sweep: what falls due afterwards is late by at most one interval of the sweep.
 
-All instants are of the store's clock. The same work without a kill, in the same run, shows how late this machine is.
+All instants are of the store's clock. The same work without a kill, in the same run, shows the delay of this machine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from flowfabric.model.suspension import Suspension
 from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.stores.queries import Scan
-from tests.chaos.crew import Hand, crew
-from tests.chaos.test_sweepers import ME, until
+from tests.chaos.test_sweepers import ME, wait_until
 from tests.chaos.worker import QUICK
+from tests.chaos.worker_processes import WorkerProcess, worker_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 INTERVAL_MS = QUICK.sweeps.suspension_timeout_ms
-AHEAD_MS = INTERVAL_MS * 7 // 4  # long enough that the holder of the sweep sees the instant coming
+AHEAD_MS = INTERVAL_MS * 7 // 4  # long enough that the holder of the sweep schedules the instant
 
 Done = Callable[[], Awaitable[int | None]]
 
 
 async def suspend(engine: Engine) -> tuple[int, Done]:
-    """A suspension that times out; when, and a look at when it did."""
+    """Create a suspension with a timeout; return the timeout and a function that returns when it closed."""
     await engine.create_execution(execution_id=engine.new_execution_id())
     [held] = await engine.claim_many("default", 1, **ME, lease_ttl_ms=60_000)
     now = await engine.ping()
@@ -59,7 +59,7 @@ async def suspend(engine: Engine) -> tuple[int, Done]:
 
 
 async def allot(engine: Engine) -> tuple[int, Done]:
-    """A budget that resets; when, and a look at when it did."""
+    """Create a budget that resets; return the reset time and a function that returns when it was reset."""
     name = str(uuid.uuid4())
     await engine.create_budget(name, dimensions=["calls"], hard_limits=[1], soft_limits=[0], reset_interval_ms=AHEAD_MS)
 
@@ -82,51 +82,51 @@ async def every(engine: Engine, row: type[Any]) -> list[Any]:
 
 
 async def lateness_ms(due_at: int, done_at: Done) -> int:
-    """How long after its instant something was done."""
+    """Return how long after its due time something was done."""
 
     async def is_done() -> bool:
         return await done_at() is not None
 
-    await until(is_done)
+    await wait_until(is_done)
     at = await done_at()
     assert at is not None
     return at - due_at
 
 
-async def holder(engine: Engine, sweep: str, hands: dict[str, Hand], *, not_before: int) -> Hand:
-    """The process that holds the sweep, and goes on to hold it for a while."""
-    found: list[Hand] = []
+async def holder(engine: Engine, sweep: str, workers: dict[str, WorkerProcess], *, not_before: int) -> WorkerProcess:
+    """Return the process that holds the sweep and keeps holding it."""
+    found: list[WorkerProcess] = []
 
     async def is_held() -> bool:
         [lease] = [row for row in await every(engine, SweepLease) if row.sweep == sweep]
         now = await engine.ping()
         if now >= not_before and lease.lease_until - now >= INTERVAL_MS // 4:
-            found.append(hands[lease.holder])
+            found.append(workers[lease.holder])
         return bool(found)
 
-    await until(is_held)
+    await wait_until(is_held)
     return found[0]
 
 
 @pytest.mark.parametrize(("sweep", "plan"), [("suspension_timeout", suspend), ("budget_reset", allot)])
-async def test_what_a_killed_holder_had_to_do_is_late_by_one_interval_at_most(
+async def test_work_due_after_the_death_of_the_holder_is_late_by_one_interval_at_most(
     url: str, sweep: str, plan: Callable[[Engine], Awaitable[tuple[int, Done]]]
 ) -> None:
     async with await open_engine(url) as engine:
         await seed_signing_key(engine, ServerSettings())
-        with crew() as hire:
-            hands: dict[str, Hand] = {}
+        with worker_processes() as start_worker:
+            workers: dict[str, WorkerProcess] = {}
             for _ in range(2):
-                sweeper = hire("sweep", url)
-                await asyncio.to_thread(sweeper.until, lambda: bool(sweeper.heard("sweeping")))  # noqa: B023
-                hands[sweeper.heard("sweeping")[0][0]] = sweeper
+                sweeper = start_worker("sweep", url)
+                await asyncio.to_thread(sweeper.wait_until, lambda: bool(sweeper.lines("sweeping")))  # noqa: B023
+                workers[sweeper.lines("sweeping")[0][0]] = sweeper
             usual_ms = await lateness_ms(*await plan(engine))
 
             due_at, done_at = await plan(engine)
-            victim = await holder(engine, sweep, hands, not_before=due_at - INTERVAL_MS * 3 // 4)
+            victim = await holder(engine, sweep, workers, not_before=due_at - INTERVAL_MS * 3 // 4)
             await asyncio.to_thread(victim.kill)
             assert await engine.ping() < due_at, "it was killed before the instant came"
             late_ms = await lateness_ms(due_at, done_at)
 
         assert late_ms <= INTERVAL_MS + usual_ms
-        assert [hand.complaints for hand in hands.values()] == [[], []]
+        assert [worker.errors for worker in workers.values()] == [[], []]

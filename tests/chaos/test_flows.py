@@ -1,4 +1,4 @@
-"""A join whose parents are finished by several processes, one of which is killed: it fires once, and strands nobody."""
+"""Several processes complete the parents of a join and one is killed: the join fires once and strands no execution."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from flowfabric.settings import Settings
 from flowfabric.stores.queries import Read
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
-from tests.engine.flows.test_processes import PROCESSES, fan_in, started
+from tests.engine.flows.test_processes import PROCESSES, create_fan_in, start_completer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TTL_MS = 1500  # of leases whose holder is killed
 
 
-async def test_a_process_that_is_killed_while_it_finishes_strands_nobody(url: str) -> None:
+async def test_a_process_that_is_killed_while_it_completes_strands_no_execution(url: str) -> None:
     flow, count = FlowId(str(uuid4())), 200
     async with await open_engine(url, settings=Settings(poll_ms=100)) as engine:
-        join = await fan_in(engine, flow, count)
-        others = await asyncio.gather(*(started(url, "parents", count // PROCESSES) for _ in range(PROCESSES - 1)))
-        victim = await started(url, "parents", count // PROCESSES, TTL_MS)
+        join = await create_fan_in(engine, flow, count)
+        others = await asyncio.gather(
+            *(start_completer(url, "parents", count // PROCESSES) for _ in range(PROCESSES - 1))
+        )
+        victim = await start_completer(url, "parents", count // PROCESSES, TTL_MS)
         for process in (victim, *others):
             assert process.stdin is not None
             process.stdin.write(b"go\n")

@@ -1,8 +1,8 @@
-"""Races between two processes on PostgreSQL, with the interleaving chosen and not hoped for.
+"""Races between two processes on PostgreSQL with a forced interleaving.
 
-A referee holds the lock of an execution's row. Whoever wants to write that row stands in the server's queue, and the
-server says so; when everybody stands where the test wants them, the referee lets go. Locks are granted in the order in
-which they were asked for, so it is known who comes first.
+A referee locks the row of an execution. Calls that want to write that row wait in the server's lock queue, which the
+server shows; when all calls are in position, the referee commits. Locks are granted in the order in which they were
+requested, so the first is known.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from flowfabric.testing.invariants import check_invariants
 A: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1"}
 B: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
 
-# Those who wait for a row. Who sends a hint may wait, too: behind the hints of other databases.
+# Backends that wait for a row. A backend that notifies may wait as well, for the notifications of other databases.
 _WAITING = """
 select count(*) from pg_stat_activity
  where datname = current_database() and wait_event_type = 'Lock' and wait_event in ('tuple', 'transactionid')
 """
 
 
-class Referee:
-    """Two connections beside the engines: one holds, the other looks, since a transaction looks only once."""
+class RowLock:
+    """Two connections beside the engines: one locks, the other inspects, since a transaction has one snapshot."""
 
-    def __init__(self, hands: Any, eyes: Any) -> None:
-        self._hands = hands
-        self._eyes = eyes
+    def __init__(self, holder: Any, inspector: Any) -> None:
+        self._hands = holder
+        self._eyes = inspector
 
     @asynccontextmanager
     async def holding(self, execution_id: str) -> AsyncIterator[None]:
-        """Hold the row of an execution; whoever waits for it goes on afterwards."""
+        """Lock the row of an execution; waiting calls continue afterwards."""
         async with self._hands.transaction():
             query = "select 1 from ff_exec_core where execution_id = $1 for update"
             assert await self._hands.fetchval(query, execution_id) == 1
             yield
 
-    async def line_up(self, *calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
-        """Start the calls one after the other, each when the one before stands in the queue."""
+    async def start_in_order(self, *calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+        """Start the calls one after the other, each when the previous one waits in the lock queue."""
         tasks = []
         for number, call in enumerate(calls, 1):
             tasks.append(asyncio.create_task(call))
             await self._until(lambda: self._eyes.fetchval(_WAITING), number, tasks)
         return tasks
 
-    async def past(self, instant: int) -> None:
+    async def wait_past(self, instant: int) -> None:
         """Wait until the server's clock has passed an instant."""
         clock = "select (extract(epoch from clock_timestamp()) * 1000)::bigint"
         await self._until(lambda: self._eyes.fetchval(clock), instant, [])
@@ -71,16 +71,16 @@ class Referee:
 
 
 @pytest.fixture
-async def referee(database: str) -> AsyncIterator[Referee]:
-    hands, eyes = await asyncpg.connect(database), await asyncpg.connect(database)
-    yield Referee(hands, eyes)
-    await hands.close()
-    await eyes.close()
+async def row_lock(database: str) -> AsyncIterator[RowLock]:
+    holder, inspector = await asyncpg.connect(database), await asyncpg.connect(database)
+    yield RowLock(holder, inspector)
+    await holder.close()
+    await inspector.close()
 
 
 @pytest.fixture
 async def engines(database: str) -> AsyncIterator[tuple[Engine, Engine]]:
-    """Two processes, as far as the server can tell."""
+    """Two engines with connections of their own."""
     found = []
     for _ in range(2):
         store = PostgresStore(database)
@@ -102,27 +102,27 @@ async def claimed(engine: Engine, ttl: int = 30_000) -> Claimed:
 
 
 async def outcome(task: Awaitable[Any]) -> Any:
-    """What a call answered, or the kind of its refusal."""
+    """Return the answer of a call, or the kind of its refusal."""
     try:
         return type(await task).__name__
     except errors.FabricError as refused:
         return refused.kind
 
 
-async def told(engine: Engine, execution_id: str) -> list[str | None]:
+async def events_of(engine: Engine, execution_id: str) -> list[str | None]:
     return [one.event.outcome for one in await engine.store.history(execution_id, Topic.COMPLETION, 10)]
 
 
 Pair = tuple[Engine, Engine]
 
 
-async def test_of_two_claims_with_one_grant_the_first_wins(engines: Pair, referee: Referee) -> None:
+async def test_the_first_of_two_claims_with_one_grant_wins(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     execution_id = one.new_execution_id()
     await one.create_execution(execution_id=execution_id)
     await one.issue_claim_grant(execution_id, lane_id="default", **A)
-    async with referee.holding(execution_id):
-        tasks = await referee.line_up(
+    async with row_lock.holding(execution_id):
+        tasks = await row_lock.start_in_order(
             one.claim_execution(execution_id, **A),
             other.claim_execution(execution_id, worker_id="wa", worker_instance_id="wa-2"),
         )
@@ -133,72 +133,74 @@ async def test_of_two_claims_with_one_grant_the_first_wins(engines: Pair, refere
     assert (snapshot.current_lease.worker_instance_id, snapshot.current_lease.lease_epoch) == ("wa-1", 1)
 
 
-async def test_pulling_claims_pass_over_what_another_is_claiming(engines: Pair, referee: Referee) -> None:
+async def test_claims_skip_an_execution_that_another_process_is_claiming(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     first, second = one.new_execution_id(), one.new_execution_id()
     await one.create_execution(execution_id=first, priority=5)
     await one.create_execution(execution_id=second)
-    async with referee.holding(first):
+    async with row_lock.holding(first):
         got = await asyncio.gather(one.claim("default", **A), other.claim("default", **B))
         assert sorted(held.execution_id if held else "" for held in got) == ["", second]
     got = await asyncio.gather(one.claim("default", **A), other.claim("default", **B))
     assert sorted(held.execution_id if held else "" for held in got) == ["", first]
 
 
-async def test_a_granted_claim_that_waits_wins_over_a_pull_that_does_not(engines: Pair, referee: Referee) -> None:
+async def test_a_claim_by_grant_that_waits_wins_over_a_claim_that_skips(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     execution_id = one.new_execution_id()
     await one.create_execution(execution_id=execution_id)
     await one.issue_claim_grant(execution_id, lane_id="default", **A)
-    async with referee.holding(execution_id):
-        [task] = await referee.line_up(one.claim_execution(execution_id, **A))
+    async with row_lock.holding(execution_id):
+        [task] = await row_lock.start_in_order(one.claim_execution(execution_id, **A))
         assert await other.claim("default", **B) is None
     assert await outcome(task) == "Claimed"
     assert await other.claim("default", **B) is None
 
 
 @pytest.mark.parametrize("completes_first", [True, False])
-async def test_complete_against_cancel(engines: Pair, referee: Referee, completes_first: bool) -> None:
+async def test_complete_against_cancel(engines: Pair, row_lock: RowLock, completes_first: bool) -> None:
     one, other = engines
     held = await claimed(one)
     calls = [one.complete(held.handle, result=b"r"), other.cancel_execution(held.execution_id, reason="stop")]
-    async with referee.holding(held.execution_id):
-        tasks = await referee.line_up(*(calls if completes_first else calls[::-1]))
+    async with row_lock.holding(held.execution_id):
+        tasks = await row_lock.start_in_order(*(calls if completes_first else calls[::-1]))
     winner, loser = [await outcome(task) for task in tasks]
     assert (winner, loser) == ("Completed" if completes_first else "Cancelled", "execution_not_active")
-    assert await told(one, held.execution_id) == ["success" if completes_first else "cancelled"]
+    assert await events_of(one, held.execution_id) == ["success" if completes_first else "cancelled"]
     assert await one.get_execution_result(held.execution_id) == (b"r" if completes_first else None)
 
 
-async def test_the_same_completion_from_two_processes_is_one_completion(engines: Pair, referee: Referee) -> None:
+async def test_the_same_completion_from_two_processes_is_one_completion(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     held = await claimed(one)
-    async with referee.holding(held.execution_id):
-        tasks = await referee.line_up(
+    async with row_lock.holding(held.execution_id):
+        tasks = await row_lock.start_in_order(
             one.complete(held.handle, result=b"first"), other.complete(held.handle, result=b"second")
         )
     assert [await outcome(task) for task in tasks] == ["Completed", "Completed"]
     assert await one.get_execution_result(held.execution_id) == b"first"
-    assert await told(one, held.execution_id) == ["success"]
+    assert await events_of(one, held.execution_id) == ["success"]
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
-async def test_fail_against_revoke(engines: Pair, referee: Referee, fails_first: bool) -> None:
+async def test_fail_against_revoke(engines: Pair, row_lock: RowLock, fails_first: bool) -> None:
     one, other = engines
     held = await claimed(one)
     calls = [one.fail(held.handle, reason="boom"), other.revoke_lease(held.execution_id)]
-    async with referee.holding(held.execution_id):
-        tasks = await referee.line_up(*(calls if fails_first else calls[::-1]))
-    expected = ["TerminalFailed", "NothingToDo"] if fails_first else ["Revoked", "lease_revoked"]
+    async with row_lock.holding(held.execution_id):
+        tasks = await row_lock.start_in_order(*(calls if fails_first else calls[::-1]))
+    expected = ["TerminalFailed", "AlreadySatisfied"] if fails_first else ["Revoked", "lease_revoked"]
     assert [await outcome(task) for task in tasks] == expected
 
 
-async def test_a_completion_that_waits_beyond_its_lease_is_too_late(engines: Pair, referee: Referee) -> None:
+async def test_a_completion_that_waits_beyond_its_lease_is_refused(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     held = await claimed(one, ttl=1500)
-    async with referee.holding(held.execution_id):
-        [task] = await referee.line_up(one.complete(held.handle, result=b"late"))  # decided while the lease was good
-        await referee.past(held.lease_expires_at)
+    async with row_lock.holding(held.execution_id):
+        [task] = await row_lock.start_in_order(
+            one.complete(held.handle, result=b"late")
+        )  # decided while the lease was valid
+        await row_lock.wait_past(held.lease_expires_at)
     assert await outcome(task) == "lease_expired"
     taken = await other.claim("default", **B)
     assert taken is not None
@@ -210,79 +212,84 @@ async def test_a_completion_that_waits_beyond_its_lease_is_too_late(engines: Pai
 
 @pytest.mark.parametrize("reclaims_first", [True, False])
 async def test_reclaim_against_cancel_and_a_late_completion(
-    engines: Pair, referee: Referee, reclaims_first: bool
+    engines: Pair, row_lock: RowLock, reclaims_first: bool
 ) -> None:
     one, other = engines
     held = await claimed(one, ttl=50)
-    await referee.past(held.lease_expires_at)
+    await row_lock.wait_past(held.lease_expires_at)
     assert await outcome(other.issue_reclaim_grant(held.execution_id, lane_id="default", **B)) == "ReclaimGrant"
     calls = [other.reclaim_execution(held.execution_id, **B), one.cancel_execution(held.execution_id)]
-    async with referee.holding(held.execution_id):
-        tasks = await referee.line_up(*(calls if reclaims_first else calls[::-1]))
+    async with row_lock.holding(held.execution_id):
+        tasks = await row_lock.start_in_order(*(calls if reclaims_first else calls[::-1]))
     winner, loser = [await outcome(task) for task in tasks]
     assert (winner, loser) == (("Claimed", "Cancelled") if reclaims_first else ("Cancelled", "NotReclaimable"))
     assert await outcome(one.complete(held.handle, result=b"late")) == "execution_not_active"
     assert await one.get_execution_result(held.execution_id) is None
-    assert await told(one, held.execution_id) == ["cancelled"]
+    assert await events_of(one, held.execution_id) == ["cancelled"]
 
 
-async def test_the_stale_owners_late_completion_never_reaches_the_new_attempt(
-    engines: Pair, referee: Referee, monkeypatch: pytest.MonkeyPatch
+async def test_a_late_completion_of_the_former_owner_never_reaches_the_new_attempt(
+    engines: Pair, row_lock: RowLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = engines
     held = await claimed(one, ttl=50)
-    await referee.past(held.lease_expires_at)
-    monkeypatch.setattr(one.estimate, "now", lambda: held.lease_expires_at - 1)  # it believes that there is time left
+    await row_lock.wait_past(held.lease_expires_at)
+    # Its clock estimate says that there is time left.
+    monkeypatch.setattr(one.estimate, "now", lambda: held.lease_expires_at - 1)
     assert await outcome(other.mark_lease_expired_if_due(held.execution_id)) == "MarkedExpired"
-    async with referee.holding(held.execution_id):
-        takeover, late = await referee.line_up(other.claim("default", **B), one.complete(held.handle, result=b"late"))
+    async with row_lock.holding(held.execution_id):
+        takeover, late = await row_lock.start_in_order(
+            other.claim("default", **B), one.complete(held.handle, result=b"late")
+        )
     taken = await takeover
     assert taken is not None
-    assert await outcome(late) == "stale_lease"  # it was decided on the lease that it remembers, and then looked again
+    assert await outcome(late) == "stale_lease"  # It was decided on the cached lease and then loaded again.
     assert await one.get_execution_result(held.execution_id) is None
     assert await outcome(other.complete(taken.handle, result=b"new")) == "Completed"
     assert await one.get_execution_result(held.execution_id) == b"new"
 
 
-async def test_two_sweepers_mark_one_lapse_once(engines: Pair, referee: Referee) -> None:
+async def test_two_sweepers_mark_one_expired_lease_once(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     held = await claimed(one, ttl=50)
-    await referee.past(held.lease_expires_at)
-    async with referee.holding(held.execution_id):
-        tasks = await referee.line_up(one.sweep_once("lease_expiry"), other.sweep_once("lease_expiry"))
+    await row_lock.wait_past(held.lease_expires_at)
+    async with row_lock.holding(held.execution_id):
+        tasks = await row_lock.start_in_order(one.sweep_once("lease_expiry"), other.sweep_once("lease_expiry"))
     assert [(await task).processed for task in tasks] == [1, 0]
     history = [entry.event for entry in await one.lease_history(held.execution_id)]
     assert history == ["acquired", "expired"]
 
 
-async def test_two_sweepers_end_one_deadline_once(engines: Pair, referee: Referee) -> None:
+async def test_two_sweepers_enforce_one_deadline_once(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     execution_id = one.new_execution_id()
     deadline = await one.ping() + 100
     await one.create_execution(execution_id=execution_id, execution_deadline_at=deadline)
-    await referee.past(deadline)
-    async with referee.holding(execution_id):
-        tasks = await referee.line_up(one.sweep_once("execution_deadline"), other.sweep_once("execution_deadline"))
+    await row_lock.wait_past(deadline)
+    async with row_lock.holding(execution_id):
+        tasks = await row_lock.start_in_order(
+            one.sweep_once("execution_deadline"), other.sweep_once("execution_deadline")
+        )
     assert [(await task).processed for task in tasks] == [1, 0]
-    assert await told(one, execution_id) == ["expired"]
+    assert await events_of(one, execution_id) == ["expired"]
 
 
-async def test_a_renewal_that_waits_beyond_the_lease_does_not_revive_it(engines: Pair, referee: Referee) -> None:
+async def test_a_renewal_that_waits_beyond_the_lease_does_not_revive_it(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     held = await claimed(one, ttl=1500)
-    async with referee.holding(held.execution_id):
-        [task] = await referee.line_up(one.renew(held.handle))
-        await referee.past(held.lease_expires_at)
+    async with row_lock.holding(held.execution_id):
+        [task] = await row_lock.start_in_order(one.renew(held.handle))
+        await row_lock.wait_past(held.lease_expires_at)
     assert await outcome(task) == "lease_expired"
     assert [entry.execution_id for entry in (await other.list_expired_leases(as_of=await other.ping())).entries]
 
 
-async def test_a_renewal_that_comes_first_keeps_the_sweeper_away(engines: Pair, referee: Referee) -> None:
+async def test_a_renewal_that_comes_first_prevents_the_expiry(engines: Pair, row_lock: RowLock) -> None:
     one, other = engines
     held = await claimed(one, ttl=1000)
-    async with referee.holding(held.execution_id):
-        [renewal] = await referee.line_up(one.renew(held.handle, lease_ttl_ms=60_000))
+    async with row_lock.holding(held.execution_id):
+        [renewal] = await row_lock.start_in_order(one.renew(held.handle, lease_ttl_ms=60_000))
     assert await outcome(renewal) == "Renewed"
-    await referee.past(held.lease_expires_at)
+    await row_lock.wait_past(held.lease_expires_at)
     assert (await other.sweep_once("lease_expiry")).processed == 0
     assert await outcome(one.complete(held.handle)) == "Completed"

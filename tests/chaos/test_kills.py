@@ -1,4 +1,4 @@
-"""Workers die with SIGKILL every second, and every run ends once, with no step done twice after it was done."""
+"""Workers are killed with SIGKILL every second: every run finishes once, and no recorded step runs again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.killing import TTL_MS, Takeover, Tale, survive
+from tests.chaos.killed_workers import TTL_MS, Report, Takeover, run_with_kills
 from tests.conftest import emptied
 
 
-def address(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
+def store_url(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
     if kind == "sqlite":
         return f"sqlite:///{folder}/ff.db"
     return asyncio.run(emptied(request.getfixturevalue("own_database")))
 
 
-def assert_all_was_taken_over(tale: Tale) -> None:
-    assert tale.takeovers, "no kill hit any work"
-    late = [one for one in tale.takeovers if one.is_late]
+def assert_every_takeover_was_in_time(report: Report) -> None:
+    assert report.takeovers, "no kill hit any work"
+    late = [one for one in report.takeovers if one.is_late]
     assert not late, late[:5]
 
 
@@ -27,12 +27,12 @@ def assert_all_was_taken_over(tale: Tale) -> None:
 @pytest.mark.serial
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_runs_survive_kills(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    url = address(kind, request, tmp_path)
+    url = store_url(kind, request, tmp_path)
 
-    tale = asyncio.run(survive(url, tmp_path, orders=250, kills=3, at_work=4, seed=7))
+    report = asyncio.run(run_with_kills(url, tmp_path, orders=250, kills=3, at_work=4, seed=7))
 
-    assert tale.kills == 3
-    assert_all_was_taken_over(tale)
+    assert report.kills == 3
+    assert_every_takeover_was_in_time(report)
 
 
 @pytest.mark.soak
@@ -40,14 +40,14 @@ def test_runs_survive_kills(kind: str, request: pytest.FixtureRequest, tmp_path:
 def test_two_thousand_runs_survive_half_a_minute_of_kills(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    url = address(kind, request, tmp_path)
+    url = store_url(kind, request, tmp_path)
 
-    tale = asyncio.run(survive(url, tmp_path, orders=2000, kills=30, at_work=3, seed=11))
+    report = asyncio.run(run_with_kills(url, tmp_path, orders=2000, kills=30, at_work=3, seed=11))
 
-    print(f"{tale.kills} kills, {tale.reruns} steps ran twice before they were kept,", end=" ")
-    print(f"{len(tale.takeovers)} takeovers, the slowest after {max(one.waited_ms for one in tale.takeovers)} ms")
-    assert tale.kills == 30
-    assert_all_was_taken_over(tale)
+    print(f"{report.kills} kills, {report.reruns} steps ran twice before their result was recorded,", end=" ")
+    print(f"{len(report.takeovers)} takeovers, the slowest after {max(one.waited_ms for one in report.takeovers)} ms")
+    assert report.kills == 30
+    assert_every_takeover_was_in_time(report)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The server goes away in mid-run: callers meet `StoreUnavailable` at worst, and nothing is half-written."""
+"""The server goes down during a run: callers receive at most `StoreUnavailable`, and no change is half-written."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COUNT = 300
 TTL_MS = 3000
 
 
-class Shift:
-    """What was done so far, and what went wrong meanwhile."""
+class Workload:
+    """What was done so far, and the errors meanwhile."""
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
@@ -61,10 +61,10 @@ class Shift:
             except StoreUnavailable:
                 self.outages += 1
             except (LeaseExpired, StaleLease, ExecutionNotActive):
-                return  # the outage was longer than the lease: somebody else has it by now
+                return  # The outage was longer than the lease: another worker has reclaimed it.
 
-    async def when(self, count: int) -> None:
-        """Wait until so many are done."""
+    async def wait_for(self, count: int) -> None:
+        """Wait until this many executions are done."""
         pause = 0.005
         while len(self.completed) < count:
             await asyncio.sleep(pause)
@@ -73,27 +73,27 @@ class Shift:
 
 @pytest.fixture
 def server() -> Iterator[PostgresServer]:
-    """A server of our own, to be stopped and killed."""
+    """A server of its own that can be stopped and killed."""
     yield postgres(SERVER)
     leave(SERVER)
 
 
-async def test_a_restart_and_a_crash_in_mid_run_lose_nothing(server: PostgresServer) -> None:
+async def test_a_restart_and_a_crash_during_a_run_lose_nothing(server: PostgresServer) -> None:
     url = server.create_database("work")
-    shift = Shift()
+    workload = Workload()
     async with await open_engine(url) as engine, await open_engine(url) as other:
         async with asyncio.timeout(120), asyncio.TaskGroup() as group:
-            group.create_task(shift.submit(other))
+            group.create_task(workload.submit(other))
             for number in range(3):
-                group.create_task(shift.work(engine if number else other, f"wa-{number}"))
-            await shift.when(COUNT // 4)
+                group.create_task(workload.work(engine if number else other, f"wa-{number}"))
+            await workload.wait_for(COUNT // 4)
             await asyncio.to_thread(server.restart)
-            await shift.when(COUNT // 2)
-            await asyncio.to_thread(server.kill)  # as a power cut does
+            await workload.wait_for(COUNT // 2)
+            await asyncio.to_thread(server.kill)  # as after a power failure
             await asyncio.to_thread(server.start)
 
         rows: list[Execution] = await scan_all(engine.store, Execution)
-        assert {row.execution_id for row in rows} == set(shift.submitted)
+        assert {row.execution_id for row in rows} == set(workload.submitted)
         assert all(row.public_state is PublicState.COMPLETED for row in rows)
-        assert set(shift.completed.values()) == {1}
+        assert set(workload.completed.values()) == {1}
         await check_invariants(engine)

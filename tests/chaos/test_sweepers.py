@@ -1,4 +1,4 @@
-"""Sweeps in two processes: what falls due is done once, and goes on being done when one of them is killed."""
+"""Sweeps in two processes: what falls due is done once, also after one of them is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import OwnershipState, PublicState
 from flowfabric.testing.invariants import check_invariants, scan_all
-from tests.chaos.crew import crew
+from tests.chaos.worker_processes import worker_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -21,8 +21,8 @@ COUNT = 20
 ME: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1"}
 
 
-async def fall_due(engine: Engine, when: str) -> None:
-    """Executions of each kind for which something falls due in a moment, in lanes of their own."""
+async def create_due_work(engine: Engine, when: str) -> None:
+    """Create executions of each kind for which something falls due in a moment, in separate lanes."""
     soon = await engine.ping() + 300
     kinds: dict[str, dict[str, Any]] = {
         "delayed": {"delay_until": soon},
@@ -53,7 +53,7 @@ def is_done(row: Execution) -> bool:
             return row.public_state is PublicState.EXPIRED
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
     pause = 0.02
     async with asyncio.timeout(40):
         while not await condition():
@@ -61,18 +61,18 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             pause = min(0.2, pause * 1.5)
 
 
-async def test_two_sweepers_do_everything_once_and_one_goes_on_alone(url: str) -> None:
+async def test_two_sweepers_do_everything_once_and_one_continues_alone(url: str) -> None:
     async with await open_engine(url) as engine:
-        with crew() as hire:
-            sweepers = [hire("sweep", url) for _ in range(2)]
+        with worker_processes() as start_worker:
+            sweepers = [start_worker("sweep", url) for _ in range(2)]
             for sweeper in sweepers:
-                await asyncio.to_thread(sweeper.until, lambda: bool(sweeper.heard("sweeping")))  # noqa: B023
-            await fall_due(engine, "first")
-            await until(lambda: is_all_done(engine))
-            await check_invariants(engine)  # one completion an end, one mark a lapse
+                await asyncio.to_thread(sweeper.wait_until, lambda: bool(sweeper.lines("sweeping")))  # noqa: B023
+            await create_due_work(engine, "first")
+            await wait_until(lambda: is_all_done(engine))
+            await check_invariants(engine)  # one completion per outcome, one mark per expiry
 
             await asyncio.to_thread(sweepers[0].kill)
-            await fall_due(engine, "then")
-            await until(lambda: is_all_done(engine))
+            await create_due_work(engine, "then")
+            await wait_until(lambda: is_all_done(engine))
             await check_invariants(engine)
-        assert [sweeper.complaints for sweeper in sweepers] == [[], []]
+        assert [sweeper.errors for sweeper in sweepers] == [[], []]

@@ -1,13 +1,13 @@
-"""A process of a worker, for tests to start and to kill.
+"""A worker process that tests start and kill.
 
-    python -m tests.chaos.worker drain URL --submit 1250     submits, and works until everybody's work is done
-    python -m tests.chaos.worker toil URL                    works for ever
-    python -m tests.chaos.worker hold URL                    stops in the middle of its first batch, and never goes on
+    python -m tests.chaos.worker drain URL --submit 1250     submits, and works until no execution is left
+    python -m tests.chaos.worker toil URL                    works without end
+    python -m tests.chaos.worker hold URL                    stops in the middle of its first batch
     python -m tests.chaos.worker sweep URL                   runs the background sweeps
-    python -m tests.chaos.worker spend URL                   works on what quotas admit, and spends from budgets
+    python -m tests.chaos.worker spend URL                   works under quotas and spends from budgets
 
-It prints what it does, a line each: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`,
-`sweeping HOLDER`, and `refused KIND` when a lease turned out to be somebody else's by then.
+It prints one line per action: `submitted ID`, `claimed ID EPOCH`, `completed ID EPOCH`, `holding`,
+`sweeping HOLDER`, and `refused KIND` if its lease was lost.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ QUICK = Settings(
     poll_ms=200,
 )
 UNFINISHED = ("waiting", "active", "delayed")
-LEDGER = "0b000000-0000-4000-8000-00000000000a"  # the budget that spenders reserve in and settle
-SCARCE = "0b000000-0000-4000-8000-00000000000b"  # the one that is soon exhausted
+LEDGER = "0b000000-0000-4000-8000-00000000000a"  # the budget in which workers reserve and settle
+SCARCE = "0b000000-0000-4000-8000-00000000000b"  # the budget that is soon exhausted
 PROMISED, SPENT, SCARCE_EACH = 5, 2, 3
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     print(*words, flush=True)
 
 
-def me() -> dict[str, str]:
+def identity() -> dict[str, str]:
     return {"worker_id": "chaos", "worker_instance_id": f"chaos-{os.getpid()}"}
 
 
-async def submit(engine: Engine, count: int, *, told: bool = True) -> None:
+async def submit(engine: Engine, count: int, *, reported: bool = True) -> None:
     asks = [
         CreateExecution(
             execution_id=engine.new_execution_id(LANE),
@@ -66,14 +66,14 @@ async def submit(engine: Engine, count: int, *, told: bool = True) -> None:
         for answer in await engine.create_executions(asks[start : start + 100]):
             if isinstance(answer, Exception):
                 raise answer
-            if told:
-                say("submitted", answer.execution_id)
+            if reported:
+                report("submitted", answer.execution_id)
 
 
 async def claim(engine: Engine, ttl: int, limit: int = 20) -> list[Claimed]:
-    claimed = await engine.claim_many(LANE, limit, **me(), lease_ttl_ms=ttl, max_wait_ms=200)
+    claimed = await engine.claim_many(LANE, limit, **identity(), lease_ttl_ms=ttl, max_wait_ms=200)
     for one in claimed:
-        say("claimed", one.execution_id, one.lease_epoch)
+        report("claimed", one.execution_id, one.lease_epoch)
     return claimed
 
 
@@ -81,9 +81,9 @@ async def finish(engine: Engine, claimed: Claimed) -> None:
     try:
         await engine.complete(claimed.handle, result=claimed.execution_id.encode())
     except (LeaseExpired, StaleLease, ExecutionNotActive) as late:
-        say("refused", late.kind)
+        report("refused", late.kind)
     else:
-        say("completed", claimed.execution_id, claimed.lease_epoch)
+        report("completed", claimed.execution_id, claimed.lease_epoch)
 
 
 async def is_anything_left(engine: Engine) -> bool:
@@ -93,11 +93,11 @@ async def is_anything_left(engine: Engine) -> bool:
     return False
 
 
-async def work(engine: Engine, ttl: int, *, ends: bool) -> None:
+async def work(engine: Engine, ttl: int, *, until_empty: bool) -> None:
     while True:
         claimed = await claim(engine, ttl)
         await asyncio.gather(*(finish(engine, one) for one in claimed))
-        if ends and not claimed and not await is_anything_left(engine):
+        if until_empty and not claimed and not await is_anything_left(engine):
             return
 
 
@@ -107,28 +107,28 @@ async def hold(engine: Engine, ttl: int) -> None:
         claimed = await claim(engine, ttl)
     for one in claimed[: len(claimed) // 2]:
         await finish(engine, one)
-    say("holding")
+    report("holding")
     await asyncio.Event().wait()
 
 
 async def spend(engine: Engine, ttl: int) -> None:
-    """Each execution reserves, spends, settles and reports once, however often it is begun."""
+    """Claim executions; each reserves, spends, settles and reports once, however often it is started."""
     while True:
-        claimed = await engine.claim_admitted(LANE, 2, **me(), lease_ttl_ms=ttl, max_wait_ms=200)
+        claimed = await engine.claim_admitted(LANE, 2, **identity(), lease_ttl_ms=ttl, max_wait_ms=200)
         for one in claimed:
-            say("claimed", one.execution_id, one.lease_epoch)
-            e, promise = one.execution_id, one.execution_id.partition(":")[2].partition(":")[2]
-            await engine.reserve_budget(LEDGER, e, {"tokens": PROMISED}, ttl_ms=ttl, reservation_id=promise)
+            report("claimed", one.execution_id, one.lease_epoch)
+            e, reservation_id = one.execution_id, one.execution_id.partition(":")[2].partition(":")[2]
+            await engine.reserve_budget(LEDGER, e, {"tokens": PROMISED}, ttl_ms=ttl, reservation_id=reservation_id)
             await engine.record_spend(LEDGER, e, {"calls": 1}, idempotency_key=e)
             await engine.report_usage(one.handle, SCARCE, {"tokens": SCARCE_EACH}, dedup_key=e)
-            await engine.settle_budget(LEDGER, e, promise, {"tokens": SPENT})
+            await engine.settle_budget(LEDGER, e, reservation_id, {"tokens": SPENT})
             await finish(engine, one)
 
 
 async def sweep(engine: Engine) -> None:
     engine.start_sweeps()
     assert engine._sweeper is not None
-    say("sweeping", engine._sweeper._holder)
+    report("sweeping", engine._sweeper._holder)
     await asyncio.Event().wait()
 
 
@@ -138,19 +138,19 @@ async def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--submit", type=int, default=0)
     parser.add_argument("--ttl", type=int, default=15_000)
-    asked = parser.parse_args()
-    async with await open_engine(asked.url, settings=QUICK) as engine:
-        match asked.role:
+    arguments = parser.parse_args()
+    async with await open_engine(arguments.url, settings=QUICK) as engine:
+        match arguments.role:
             case "drain" | "toil":
-                await submit(engine, asked.submit)
-                await work(engine, asked.ttl, ends=asked.role == "drain")
+                await submit(engine, arguments.submit)
+                await work(engine, arguments.ttl, until_empty=arguments.role == "drain")
             case "hold":
-                await hold(engine, asked.ttl)
+                await hold(engine, arguments.ttl)
             case "spend":
-                await spend(engine, asked.ttl)
+                await spend(engine, arguments.ttl)
             case _:
                 await sweep(engine)
-    say("done")
+    report("done")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
 from tests.client.server_thread import ServerThread, run_server
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 ROOT = "a-long-secret-that-nobody-guesses"
 
@@ -158,13 +158,13 @@ def test_approval_links_point_to_the_server_in_use(
         await gate
 
     async def suspended() -> list[str]:
-        async with app, working(app):
+        async with app, running_worker(app):
             run = await deploy.submit()
 
             async def waits() -> bool:
                 return await run.state() == "suspended"
 
-            await until(waits)
+            await wait_until(waits)
             links: list[str] = (await run.progress())["links"]
             return links
 

@@ -16,7 +16,7 @@ import pytest
 
 from flowfabric import Context, Engine, Fabric, Fatal, Run
 from tests.cli.terminal import Terminal
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Shop:
         """Run a worker until the condition holds."""
 
         async def run_worker() -> None:
-            async with self.app, asyncio.timeout(30), working(self.app, lease_ttl="5s"):
+            async with self.app, asyncio.timeout(30), running_worker(self.app, lease_ttl="5s"):
                 while not await condition():  # noqa: ASYNC110 - polls the store
                     await asyncio.sleep(0.01)
 

@@ -20,7 +20,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.settings import Secret
 from tests.client.test_lost import claimed, create_request
-from tests.sdk.conftest import until, until_so, working
+from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
 FOREIGN = (302, 400, 401, 403, 404, 407, 413, 415, 422, 431, 451)
 
@@ -171,7 +171,7 @@ async def test_a_run_succeeds_although_a_proxy_refuses_its_completion_for_long(
         proxy.status, proxy.blocked = status, {"/complete": 12}
         return n * 2
 
-    async with working(app):
+    async with running_worker(app):
         run = await double.submit(4)
         assert await run.result(20) == 8
     assert ran == [4]
@@ -189,7 +189,7 @@ async def test_a_run_fails_with_its_reason_although_a_proxy_refuses_the_report_f
         proxy.blocked = {"/fail": 12}
         raise ValueError("its own reason")
 
-    async with working(app):
+    async with running_worker(app):
         with pytest.raises(Exception, match="its own reason"):
             await (await wrong.submit()).result(20)
     assert proxy.blocked["/fail"] == 0
@@ -209,11 +209,11 @@ async def test_a_run_is_claimed_again_if_its_completion_is_refused_until_the_lea
             proxy.blocked = {"/complete": 1e9, "/renew": 1e9}
         else:
             proxy.blocked.pop("/renew")
-            await until_so(lambda: any("before its lease expired" in one for one in caplog.messages))
+            await wait_until_true(lambda: any("before its lease expired" in one for one in caplog.messages))
             proxy.blocked = {}
         return n * 2
 
-    async with working(app, lease_ttl="1s"):
+    async with running_worker(app, lease_ttl="1s"):
         run = await double.submit(4)
         assert await run.result(20) == 8
     assert attempts == [0, 1]
@@ -232,9 +232,9 @@ async def test_a_run_survives_a_token_that_is_refused_for_a_while(engine: Engine
             proxy.token = "not any more"
             return n * 2
 
-        async with working(app, lease_ttl="20s"):
+        async with running_worker(app, lease_ttl="20s"):
             run = await double.submit(4)
-            await until_so(lambda: proxy.paths.count("/v1/leases/complete") >= 3)
+            await wait_until_true(lambda: proxy.paths.count("/v1/leases/complete") >= 3)
             proxy.token = "right"
             assert await run.result(20) == 8
     assert ran == [4]
@@ -247,12 +247,12 @@ async def test_a_handler_that_is_not_authorized_is_delayed(remote: RemoteEngine,
     async def asks() -> None:
         raise errors.Unauthorized("token lacks scope: operate")
 
-    async with working(app):
+    async with running_worker(app):
         run = await asks.submit()
 
         async def is_delayed() -> bool:
             return await engine.read_execution_state(run.id) is PublicState.DELAYED
 
-        await until(is_delayed)
+        await wait_until(is_delayed)
     explained = str(await engine.explain(run.id))
     assert "token lacks scope" in explained

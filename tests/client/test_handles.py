@@ -21,7 +21,7 @@ from flowfabric.settings import Secret
 from tests.client.server_thread import ServerThread, run_server
 from tests.client.test_serving import ROOT, create_token
 from tests.sdk import service
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def define_ask(app: Fabric) -> Fabric:
 async def test_a_worker_opens_an_approval_with_the_work_scope(guarded: ServerThread) -> None:
     caller = define_ask(Fabric(guarded.url, token=ROOT))
     worker = define_ask(Fabric(guarded.url, token=await create_token(guarded, ApiScope.READ, ApiScope.WORK)))
-    async with caller, worker, working(worker):
+    async with caller, worker, running_worker(worker):
         run = await caller.tasks["ask"].submit()
 
         async def asked() -> bool:
             return await run.state() is PublicState.SUSPENDED
 
-        await until(asked)
+        await wait_until(asked)
         async with await connect(guarded.store_url) as engine:
             snapshot = await engine.describe_execution(run.id)
     assert snapshot is not None
@@ -105,7 +105,7 @@ async def test_a_handler_in_a_separate_process_uses_the_handle(
 ) -> None:
     monkeypatch.setenv("FLOWFABRIC_TOKEN", ROOT)
     monkeypatch.setattr(service.app, "url", guarded.url)
-    async with service.app as app, working(app, slots=1):
+    async with service.app as app, running_worker(app, slots=1):
         total, _ = await (await service.squares.submit(10)).result(30)
 
     assert total == 2 * sum(n * n for n in range(10))

@@ -17,7 +17,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
 from tests.client.server_thread import free_port
 from tests.postgres_install import ROOT
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 RUNS = 40
 KILLS = 3
@@ -78,7 +78,7 @@ async def test_a_server_that_is_killed_repeatedly_neither_loses_nor_repeats_a_ru
             done.add(n)
             return first + second
 
-        async with app, working(app, slots=8, lease_ttl="10s"):
+        async with app, running_worker(app, slots=8, lease_ttl="10s"):
             runs = [await add.options(key=f"run-{n}").submit(n) for n in range(RUNS)]
             waiting = [asyncio.create_task(run.result(60)) for run in runs]
             for kill in range(KILLS):

@@ -19,7 +19,7 @@ from flowfabric.sdk.worker.worker import Worker
 from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.client.server_thread import ServerThread, run_server
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 ROOT = "a-long-secret-that-nobody-guesses"
 APP = (ApiScope.READ, ApiScope.SUBMIT, ApiScope.WORK)
@@ -72,7 +72,7 @@ async def test_a_token_is_read_from_the_environment(
     guarded: ServerThread, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, ROOT)
-    async with define_double(Fabric(guarded.url)) as app, working(app):
+    async with define_double(Fabric(guarded.url)) as app, running_worker(app):
         assert await (await app.tasks["double"].submit(4)).result(20) == 8
 
 
@@ -81,7 +81,7 @@ async def test_an_app_works_with_the_scopes_read_submit_and_work(
 ) -> None:
     token = await create_token(guarded, *APP)
     with caplog.at_level(logging.DEBUG):
-        async with define_double(Fabric(guarded.url, token=token)) as app, working(app):
+        async with define_double(Fabric(guarded.url, token=token)) as app, running_worker(app):
             run = await app.tasks["double"].submit(4)
             assert await run.result(20) == 8
             assert [piece.text async for piece in run.stream("out") if isinstance(piece, OutputFrame)] == ["4"]
@@ -121,10 +121,10 @@ async def test_workers_of_two_namespaces_share_a_lane_and_claim_only_their_own_w
         define_double(Fabric(guarded.url, token=theirs, namespace="theirs")) as other,
     ):
         foreign = await other.tasks["double"].submit(2)
-        async with working(app):
+        async with running_worker(app):
             assert await (await app.tasks["double"].submit(1)).result(20) == 2
             assert await foreign.state() is PublicState.WAITING
-        async with working(other):
+        async with running_worker(other):
             assert await foreign.result(20) == 4
 
 
@@ -148,7 +148,7 @@ async def test_a_run_can_cancel_its_children_without_the_operate_scope(guarded: 
             await ctx.app.find(stranger).cancel()
         return first
 
-    async with app, working(app):
+    async with app, running_worker(app):
         stranger = await wait.submit(3600)
         run = await parent.submit(stranger.id)
         assert await run.result(20) == 0.01
@@ -176,7 +176,7 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_used_by_others
             await app.tasks["spend"].submit()
     async with declaring(ROOT) as app:
         await app.declare(await app.engine())
-    async with declaring(lesser) as app, working(app):
+    async with declaring(lesser) as app, running_worker(app):
         await (await app.tasks["spend"].submit()).result(20)
         status = await (await app.engine()).get_budget_status(Budget("calls", {"calls": 5}).id(app.namespace))
         assert (status.usage, status.reserved) == ({"calls": 2}, {})
@@ -207,7 +207,7 @@ async def test_a_run_continues_over_a_restart_of_the_server(server: ServerThread
         await ctx.stream("out").write("after")
         return [*steps, await ctx.step(lambda: "after", name="after"), str(ctx.attempt)]
 
-    async with app, working(app, lease_ttl="20s"):
+    async with app, running_worker(app, lease_ttl="20s"):
         run = await long.submit()
         waiting = asyncio.create_task(run.result(60))
         await asyncio.wait_for(begun.wait(), 20)
@@ -224,7 +224,7 @@ async def test_an_idle_worker_stops_at_once(server: ServerThread) -> None:
     async with define_double(Fabric(server.url)) as app:
         for pause_s in (0.0, 0.02, 0.3):  # before, while and after its claim reaches the server
             began = time.monotonic()
-            async with working(app):
+            async with running_worker(app):
                 await asyncio.sleep(pause_s)
             assert time.monotonic() - began < 5, "a claim waits for 10 s"
         assert server.app is not None
@@ -232,7 +232,7 @@ async def test_an_idle_worker_stops_at_once(server: ServerThread) -> None:
 
 
 async def test_a_server_with_waiting_clients_stops_at_once(server: ServerThread) -> None:
-    async with define_double(Fabric(server.url)) as app, working(app):
+    async with define_double(Fabric(server.url)) as app, running_worker(app):
         run = await app.tasks["double"].options(delay="1h").submit(1)
         waiting = asyncio.create_task(run.result(20))
         while server.app is None or not server.app.waiting_claims:  # noqa: ASYNC110 - the server is in another thread
@@ -258,7 +258,7 @@ async def test_two_hundred_results_are_awaited_with_few_connections(server: Serv
             await runs[0].result(0.05)
         with pytest.raises(errors.NotFound):
             await app.find(runs[0].id[:-4] + "ffff").result(20)
-        async with working(app, slots=50):
+        async with running_worker(app, slots=50):
             assert await asyncio.gather(*waiting) == list(range(200))
 
 
@@ -269,7 +269,7 @@ async def test_an_input_above_the_json_limit_is_sent_as_octets(server: ServerThr
     async def length(text: str) -> int:
         return len(text)
 
-    async with app, working(app):
+    async with app, running_worker(app):
         assert await (await length.submit("x" * 2_000_000)).result(20) == 2_000_000
         with pytest.raises(errors.PayloadTooLarge):
             await length.submit("x" * 20_000_000)

@@ -1,4 +1,4 @@
-"""What several pages of these tests have in common."""
+"""Fixtures shared by the engine tests."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.stores.port import Store
-from tests.engine.crew import Crew
+from tests.engine.flow_harness import FlowHarness
 
 
 @pytest.fixture
-async def crew(store: Store, clock: ManualClock) -> AsyncIterator[Crew]:
-    crew = Crew(store)
-    yield crew
-    await crew.engine.dispatcher.close()
+async def harness(store: Store, clock: ManualClock) -> AsyncIterator[FlowHarness]:
+    harness = FlowHarness(store)
+    yield harness
+    await harness.engine.dispatcher.close()
 
 
 @pytest.fixture
-def asked(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The trips of the store from now on: which, and with how much."""
-    trips: list[tuple[str, int]] = []
+def store_calls(harness: FlowHarness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The calls to the store from now on: operation and number of items."""
+    calls: list[tuple[str, int]] = []
 
-    def counted(verb: str) -> Any:
-        ask = getattr(crew.store, verb)
+    def record(operation: str) -> Any:
+        call = getattr(harness.store, operation)
 
-        async def told(given: Any, *more: Any) -> Any:
-            trips.append((verb, len(given)))
-            return await ask(given, *more)
+        async def recorded(items: Any, *more: Any) -> Any:
+            calls.append((operation, len(items)))
+            return await call(items, *more)
 
-        return told
+        return recorded
 
-    monkeypatch.setattr(crew.store, "try_load_now", lambda _: None)
-    for verb in ("load", "commit"):
-        monkeypatch.setattr(crew.store, verb, counted(verb))
-    return trips
+    monkeypatch.setattr(harness.store, "try_load_now", lambda _: None)
+    for operation in ("load", "commit"):
+        monkeypatch.setattr(harness.store, operation, record(operation))
+    return calls

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-LIVES = "tests/stateful/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
-FLAKY = "tests/stateful/test_oracle.py::test_lost_requests_and_answers_change_nothing_that_anybody_sees"
+LIVES = "tests/stateful/test_oracle.py::test_a_long_sequence_agrees_with_the_oracle"
+FLAKY = "tests/stateful/test_oracle.py::test_lost_requests_and_replies_change_nothing_observable"
 LAPSED = (
     "tests/scenarios/scheduling/test_claim_order.py"
     "::test_the_first_takeover_of_a_lane_is_found_behind_many_expired_leases"
@@ -17,7 +17,7 @@ ENGINE = (
         "engine/runtime/root_queue.py",
         "doubts.append((change, answers))",
         "pass",
-        "tests/engine/limits/test_lost_replies.py::test_what_got_lost_once_happens_once",
+        "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
     ),
     Fault(
         "executions that need too much of a budget keep others blocked",
@@ -158,6 +158,6 @@ ENGINE = (
         "                left.append(name)  # it moved meanwhile: look again\n",
         "                pass\n",
         "tests/engine/flows/test_process_deaths.py"
-        "::test_members_that_are_claimed_when_they_are_about_to_be_cancelled_are_cancelled_all_the_same",
+        "::test_members_that_are_claimed_just_before_their_cancel_are_cancelled_too",
     ),
 )

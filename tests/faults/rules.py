@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-LIVES = "tests/stateful/test_oracle.py::test_a_long_life_goes_as_the_second_telling_says"
+LIVES = "tests/stateful/test_oracle.py::test_a_long_sequence_agrees_with_the_oracle"
 WAITS = "tests/scenarios/suspension/test_races.py"
 REOPENED = "tests/scenarios/durable/test_reopened_gates.py"
 UNSEEN = "tests/engine/flows/test_dispatch.py"
@@ -40,7 +40,7 @@ RULES = (
         "rules/execution/create.py",
         "payload_bytes = [data or None for data in inputs]",
         "payload_bytes = [inputs[0] or None for _ in inputs]",
-        "tests/engine/operations/test_bulk_create.py::test_each_of_many_that_are_written_as_one_change_keeps_its_own_input",
+        "tests/engine/operations/test_bulk_create.py::test_each_execution_of_a_bulk_change_keeps_its_own_input",
     ),
     Fault(
         "an execution of another namespace counts as a duplicate",

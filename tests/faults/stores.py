@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-AGREEMENT = "tests/stateful/test_agreement.py::test_a_long_life_is_the_same_on_every_store"
-TAKE = "tests/stateful/test_take.py"
+AGREEMENT = "tests/stateful/test_agreement.py::test_a_long_sequence_is_the_same_on_every_store"
+TAKE = "tests/stateful/test_store_claims.py"
 GUARDS = "tests/stores/contract/test_guards.py"
 COMMIT_AND_CLAIM = "tests/stores/contract/test_commit_and_claim.py"
 LEASES = "tests/stores/contract/test_leases.py"

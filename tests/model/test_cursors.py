@@ -1,4 +1,4 @@
-"""Cursors: ours read back, nothing and only nothing means "from now on", others are refused."""
+"""Cursors: our own are read back, empty means "from now on", and others are refused."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flowfabric.cursors import FROM_NOW, FROM_THE_START, decode_cursor, encode_c
 from flowfabric.errors import InvalidInput
 
 
-def test_the_published_cursor_reads_as_published() -> None:
+def test_the_published_cursor_decodes_to_the_published_position() -> None:
     assert encode_cursor(12345) == bytes.fromhex("020000000000003039")
     assert decode_cursor(bytes.fromhex("020000000000003039")) == 12345
 
 
-def test_no_bytes_mean_from_now_on_and_position_zero_means_everything() -> None:
+def test_an_empty_cursor_means_from_now_on_and_position_zero_means_everything() -> None:
     assert decode_cursor(FROM_NOW) is None
     assert decode_cursor(FROM_THE_START) == 0
     assert encode_cursor(0) == FROM_THE_START
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
-def test_every_position_reads_back(position: int) -> None:
+def test_every_position_is_read_back(position: int) -> None:
     assert decode_cursor(encode_cursor(position)) == position
 
 
@@ -36,7 +36,7 @@ def test_later_positions_have_greater_cursors(one: int, other: int) -> None:
 @pytest.mark.parametrize(
     "cursor",
     [
-        bytes.fromhex("010000018bcfe56800000000000000002a"),  # a key-value log's
+        bytes.fromhex("010000018bcfe56800000000000000002a"),  # the cursor of a key-value log
         b"\x02",
         b"\x02" + bytes(7),
         b"\x02" + bytes(9),
@@ -45,13 +45,13 @@ def test_later_positions_have_greater_cursors(one: int, other: int) -> None:
         b"12345",
     ],
 )
-def test_a_cursor_that_is_not_ours_is_refused(cursor: bytes) -> None:
+def test_a_foreign_cursor_is_refused(cursor: bytes) -> None:
     with pytest.raises(InvalidInput, match="cursor"):
         decode_cursor(cursor)
 
 
 @pytest.mark.parametrize("cursor", [None, "", "020000000000003039", 12345, [2]])
-def test_what_is_no_bytes_is_no_cursor(cursor: Any) -> None:
+def test_a_value_that_is_not_bytes_is_no_cursor(cursor: Any) -> None:
     with pytest.raises(InvalidInput, match="cursor: not bytes"):
         decode_cursor(cursor)
 

@@ -1,4 +1,4 @@
-"""The error page: every code of the specification, its family, its class, and what errors can be asked."""
+"""Errors: every code of the specification with its family and class, and the properties of errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def expected_class(kind: str, family: str) -> Classification:
 
 
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
-def test_every_kind_has_one_class_in_its_family_and_its_row_of_the_table(kind: str, family: str) -> None:
+def test_every_kind_has_one_class_in_its_family_as_the_table_says(kind: str, family: str) -> None:
     cls = errors.by_kind[kind]
 
     assert cls.family == family
@@ -108,14 +108,14 @@ def test_every_kind_has_one_class_in_its_family_and_its_row_of_the_table(kind: s
 
 
 @pytest.mark.parametrize("kind", VALIDATION + CONTENTION + CONFLICT + STATE)
-def test_a_class_is_called_like_its_kind(kind: str) -> None:
+def test_a_class_is_named_after_its_kind(kind: str) -> None:
     cls = errors.by_kind[kind]
 
     assert cls.kind == kind
     assert cls.__name__ == "".join(word.title() for word in kind.split("_"))
 
 
-def test_no_kind_exists_that_the_specification_does_not_know() -> None:
+def test_no_kind_exists_outside_the_specification() -> None:
     ours = {
         "schema_too_new",
         "partition_mismatch",
@@ -131,14 +131,14 @@ def test_no_kind_exists_that_the_specification_does_not_know() -> None:
     assert set(errors.by_kind) == {kind for kind, _ in FAMILIES} | ours | fallbacks
 
 
-def test_every_error_has_a_sentence_for_people() -> None:
+def test_every_error_has_a_readable_message() -> None:
     for cls in errors.by_kind.values():
         sentence = (cls.__doc__ or "").splitlines()[0]
         assert sentence.endswith("."), cls
         assert sentence[0].isupper(), cls
 
 
-def test_a_missing_waitpoint_shares_the_words_but_not_the_family_of_the_contention_kind() -> None:
+def test_a_missing_waitpoint_shares_the_message_but_not_the_family_of_the_contention_kind() -> None:
     assert errors.NotFound("waitpoint").kind == errors.WaitpointNotFound.kind
     assert errors.NotFound("waitpoint").family == "not_found"
     assert not errors.NotFound("waitpoint").retryable
@@ -146,7 +146,7 @@ def test_a_missing_waitpoint_shares_the_words_but_not_the_family_of_the_contenti
 
 
 @pytest.mark.parametrize("fault", StoreFault)
-def test_only_a_store_fault_that_passes_is_worth_another_try(fault: StoreFault) -> None:
+def test_only_a_temporary_store_fault_is_retryable(fault: StoreFault) -> None:
     passing = fault.value in {"transport", "timeout", "cluster", "busy_loading"}
 
     assert errors.StoreUnavailable(backend="valkey", source=fault.value).retryable is passing
@@ -230,7 +230,7 @@ def test_execution_not_active_is_retryable_by_class_and_carries_four_facts() -> 
         ),
     ],
 )
-def test_a_message_says_what_is_wrong_with_what_and_what_to_do(error: FabricError, message: str) -> None:
+def test_a_message_states_the_problem_its_subject_and_the_remedy(error: FabricError, message: str) -> None:
     assert str(error) == message
 
 
@@ -243,7 +243,7 @@ def test_no_message_carries_an_internal_field(error: FabricError) -> None:
 
 
 def test_every_coded_detail_of_invalid_input_is_explained() -> None:
-    """A detail that is one word is a code of the specification; a person needs a sentence beside it."""
+    """A detail of one word is a code of the specification; a reader needs a sentence as well."""
     codes = {
         code
         for page in (ROOT / "src").rglob("*.py")
@@ -293,10 +293,10 @@ def test_context_is_a_note_and_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("error", [errors.by_kind[kind] for kind in sorted(errors.by_kind)])
-def test_an_error_is_called_as_it_is_imported(error: type[FabricError]) -> None:
+def test_the_module_of_an_error_is_the_one_it_is_imported_from(error: type[FabricError]) -> None:
     assert (error.__module__, getattr(errors, error.__name__)) == ("flowfabric.errors", error)
 
 
-def test_a_repr_shows_how_the_error_was_made() -> None:
+def test_a_repr_shows_how_the_error_was_constructed() -> None:
     assert repr(errors.InvalidToken("missing_token")) == "InvalidToken('missing_token')"
     assert repr(errors.RotationConflict(kid="k1")) == "RotationConflict(kid='k1')"

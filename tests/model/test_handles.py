@@ -1,4 +1,4 @@
-"""Handles: the published bytes, every way in which bytes can be wrong, and handles of other stores."""
+"""Handles: the published bytes, every kind of malformed bytes, and handles of other stores."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<I", len(raw)) + raw
 
 
-def spelled(
+def encoded_fields(
     execution_id: str | bytes = FIELDS.execution_id,
     attempt_id: str | bytes = FIELDS.attempt_id,
     lease_id: str | bytes = FIELDS.lease_id,
     lane_id: str | bytes = FIELDS.lane_id,
     instance: str | bytes = FIELDS.worker_instance_id,
 ) -> bytes:
-    """A handle's fields as bytes, written a second time and without the codec."""
+    """Encode the fields of a handle without the codec."""
     return (
         text(execution_id)
         + struct.pack("<I", 0)
@@ -108,11 +108,11 @@ def test_another_store_changes_only_the_third_byte(tag: BackendTag) -> None:
         (with_byte(2, 0x09), handles.BadBackendTag),
         (with_byte(2, 0x00), handles.BadBackendTag),
         (with_byte(0, 0x07), handles.BadV1Version),
-        (b"\x02\x01\x02" + spelled(execution_id="abc"), handles.ParseField),
-        (b"\x02\x01\x02" + spelled(attempt_id="abc"), handles.ParseField),
-        (b"\x02\x01\x02" + spelled(lease_id=""), handles.ParseField),
-        (b"\x02\x01\x02" + spelled(lane_id=b"\xff"), handles.InvalidUtf8),
-        (b"\x02\x01\x02" + spelled(execution_id=b"\xc3"), handles.InvalidUtf8),
+        (b"\x02\x01\x02" + encoded_fields(execution_id="abc"), handles.ParseField),
+        (b"\x02\x01\x02" + encoded_fields(attempt_id="abc"), handles.ParseField),
+        (b"\x02\x01\x02" + encoded_fields(lease_id=""), handles.ParseField),
+        (b"\x02\x01\x02" + encoded_fields(lane_id=b"\xff"), handles.InvalidUtf8),
+        (b"\x02\x01\x02" + encoded_fields(execution_id=b"\xc3"), handles.InvalidUtf8),
     ],
 )
 def test_handle_decoding_failures(data: bytes, failure: type[Corruption]) -> None:
@@ -124,24 +124,24 @@ def test_handle_decoding_failures(data: bytes, failure: type[Corruption]) -> Non
 
 
 @pytest.mark.spec("EX-005")
-def test_the_legacy_form_is_read_as_valkey() -> None:
-    assert decode_handle(b"\x01" + spelled()) == (BackendTag.VALKEY, FIELDS)
+def test_the_legacy_form_decodes_as_valkey() -> None:
+    assert decode_handle(b"\x01" + encoded_fields()) == (BackendTag.VALKEY, FIELDS)
 
 
-def test_failures_carry_what_was_found() -> None:
+def test_decoding_errors_carry_the_offending_value() -> None:
     with pytest.raises(handles.Truncated) as cut:
         decode_handle(GOLDEN[:-1])
     with pytest.raises(handles.TrailingBytes) as long:
         decode_handle(GOLDEN + b"ab")
     with pytest.raises(handles.ParseField) as bad:
-        decode_handle(b"\x01" + spelled(lease_id="x"))
+        decode_handle(b"\x01" + encoded_fields(lease_id="x"))
 
     assert (cut.value.needed, cut.value.at, cut.value.have) == (3, 165, 2)
     assert (long.value.pos, long.value.len) == (168, 170)
     assert bad.value.field == "lease_id"
 
 
-def test_each_number_that_is_cut_off_is_named_by_its_own_place() -> None:
+def test_each_truncated_number_is_named_by_its_own_field() -> None:
     epoch = GOLDEN.index(bytes([1, 0, 0, 0, 0, 0, 0, 0]), 100)
     for length, place in ((epoch, epoch), (epoch + 7, epoch), (epoch + 8, epoch + 8), (epoch + 15, epoch + 8)):
         with pytest.raises(handles.Truncated) as cut:
@@ -149,24 +149,24 @@ def test_each_number_that_is_cut_off_is_named_by_its_own_place() -> None:
         assert (cut.value.needed, cut.value.at, cut.value.have) == (8, place, length - place)
 
 
-def test_a_length_that_promises_too_much_reads_as_truncated() -> None:
+def test_a_length_beyond_the_end_is_reported_as_truncated() -> None:
     with pytest.raises(handles.Truncated):
         decode_handle(b"\x02\x01\x02" + b"\xff\xff\xff\xff")
 
 
-def test_identifiers_are_read_in_their_one_form_and_names_as_they_are() -> None:
-    _, fields = decode_handle(b"\x01" + spelled(lease_id=FIELDS.lease_id.upper(), lane_id="", instance="é x"))
+def test_identifiers_must_be_canonical_and_names_are_kept_as_they_are() -> None:
+    _, fields = decode_handle(b"\x01" + encoded_fields(lease_id=FIELDS.lease_id.upper(), lane_id="", instance="é x"))
 
     assert fields == msgspec.structs.replace(FIELDS, lane_id=LaneId(""), worker_instance_id=WorkerInstanceId("é x"))
 
 
 @given(any_fields(), st.sampled_from(BackendTag))
-def test_every_handle_reads_back(fields: HandleFields, tag: BackendTag) -> None:
+def test_every_handle_is_read_back(fields: HandleFields, tag: BackendTag) -> None:
     assert decode_handle(encode_handle(fields, tag)) == (tag, fields)
 
 
 @given(st.integers(0, len(GOLDEN) - 1))
-def test_no_beginning_of_a_handle_is_a_handle(length: int) -> None:
+def test_no_prefix_of_a_handle_is_a_handle(length: int) -> None:
     with pytest.raises(handles.Truncated):
         decode_handle(GOLDEN[:length])
 
@@ -177,7 +177,7 @@ def test_no_beginning_of_a_handle_is_a_handle(length: int) -> None:
     | st.builds(with_byte, st.integers(0, 167), st.integers(0, 255)),
     st.sampled_from(BackendTag),
 )
-def test_any_bytes_open_or_are_refused_as_corrupt_or_foreign(data: bytes, expected: BackendTag) -> None:
+def test_any_bytes_decode_or_are_refused_as_corrupt_or_foreign(data: bytes, expected: BackendTag) -> None:
     try:
         fields = open_handle(Handle(expected, HandleKind.FRESH, data), expected)
     except (Corruption, HandleFromOtherBackend):
@@ -186,7 +186,7 @@ def test_any_bytes_open_or_are_refused_as_corrupt_or_foreign(data: bytes, expect
 
 
 @pytest.mark.parametrize("change", [{"attempt_index": 2**32}, {"lease_epoch": -1}, {"lease_ttl_ms": 2**64}])
-def test_a_number_that_does_not_fit_is_refused_when_a_handle_is_written(change: dict[str, int]) -> None:
+def test_a_number_that_does_not_fit_is_refused_by_the_encoder(change: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match="handle"):
         encode_handle(msgspec.structs.replace(FIELDS, **change), BackendTag.SQLITE)
 
@@ -194,7 +194,7 @@ def test_a_number_that_does_not_fit_is_refused_when_a_handle_is_written(change: 
 # Handles
 
 
-def test_a_handle_opens_on_the_store_that_gave_it_out() -> None:
+def test_a_handle_opens_on_the_store_that_issued_it() -> None:
     handle = Handle(BackendTag.POSTGRES, HandleKind.FRESH, GOLDEN)
 
     assert open_handle(handle, BackendTag.POSTGRES) == handle.fields == FIELDS
@@ -209,7 +209,7 @@ def test_the_outer_tag_of_a_foreign_handle_is_compared_first() -> None:
 
 
 @pytest.mark.spec("EX-006")
-def test_a_forged_outer_tag_does_not_help() -> None:
+def test_a_forged_outer_tag_is_refused() -> None:
     forged = Handle(BackendTag.SQLITE, HandleKind.FRESH, GOLDEN)
 
     with pytest.raises(HandleFromOtherBackend) as caught:
@@ -218,13 +218,13 @@ def test_a_forged_outer_tag_does_not_help() -> None:
     assert caught.value.detail == "expected=SQLite actual=Postgres"
 
 
-def test_a_handle_of_neither_bytes_nor_a_tag_is_refused_when_it_is_opened() -> None:
+def test_a_handle_without_bytes_or_a_tag_is_refused_when_it_is_opened() -> None:
     for backend, opaque in ((BackendTag.POSTGRES, "text"), (BackendTag.POSTGRES, None), (9, GOLDEN), ("x", GOLDEN)):
         with pytest.raises(InvalidInput):
             open_handle(Handle(backend, HandleKind.FRESH, opaque), BackendTag.POSTGRES)  # type: ignore[arg-type]
 
 
-def test_a_handle_made_here_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_minted_in_this_process_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle.mint(BackendTag.MEMORY, HandleKind.RESUMED, FIELDS)
     monkeypatch.setattr(handles, "decode_handle", None)
 
@@ -232,7 +232,7 @@ def test_a_handle_made_here_is_never_decoded(monkeypatch: pytest.MonkeyPatch) ->
     assert handle.opaque == with_byte(2, 0x04)
 
 
-def test_a_handle_from_elsewhere_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_received_handle_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(BackendTag.POSTGRES, HandleKind.FRESH, GOLDEN)
     first = open_handle(handle, BackendTag.POSTGRES)
     monkeypatch.setattr(handles, "decode_handle", None)
@@ -258,7 +258,7 @@ def test_a_handle_survives_pickling_and_copying() -> None:
         assert open_handle(again, BackendTag.SQLITE) == FIELDS
 
 
-def test_a_handle_prints_what_it_holds_and_not_its_lease() -> None:
+def test_the_repr_of_a_handle_shows_its_fields_without_the_lease() -> None:
     minted = Handle.mint(BackendTag.SQLITE, HandleKind.FRESH, FIELDS)
 
     assert repr(minted) == f"<Handle Fresh SQLite {FIELDS.execution_id} attempt 0 epoch 1>"

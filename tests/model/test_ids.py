@@ -1,4 +1,4 @@
-"""Identifiers: what parses, what does not and why, and where things live."""
+"""Identifiers: which texts parse, why others do not, and which partition they belong to."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_execution_id_parsing_rejects(text: str, failure: type[InvalidInput]) ->
 @pytest.mark.parametrize(
     "text", [f"{{fp:0}}:{NIL}", f"{{fp:65535}}:{UUID}", f"{{fp:7}}:{UUID.upper()}", f"{{fp:10}}:{'a' * 32}"]
 )
-def test_an_execution_id_is_kept_letter_for_letter(text: str) -> None:
+def test_an_execution_id_keeps_its_exact_text(text: str) -> None:
     assert parse_execution_id(text) == text
 
 
 @given(st.integers(0, 65535), st.uuids())
-def test_an_execution_id_tells_its_partition_and_its_uuid(partition: int, uuid: stdlib_uuid.UUID) -> None:
+def test_an_execution_id_exposes_its_partition_and_its_uuid(partition: int, uuid: stdlib_uuid.UUID) -> None:
     execution_id = parse_execution_id(f"{{fp:{partition}}}:{uuid}")
 
     assert partition_of(execution_id) == partition
@@ -105,12 +105,12 @@ def test_any_text_parses_as_an_execution_id_or_is_invalid_input(text: str) -> No
 
 
 @pytest.mark.parametrize("text", [UUID, UUID.upper(), UUID.replace("-", ""), NIL, f"urn:uuid:{UUID}", f"{{{UUID}}}"])
-def test_a_uuid_of_any_version_and_case_is_written_in_one_way(text: str) -> None:
+def test_a_uuid_of_any_version_and_case_is_normalised(text: str) -> None:
     assert parse_uuid(text) == str(stdlib_uuid.UUID(text))
 
 
 @pytest.mark.parametrize("text", ["", "x", UUID[:-1], UUID + "0", f" {UUID}", f"{UUID}\n", UUID.replace("-", "_")])
-def test_what_is_no_uuid_is_refused_with_the_field_named(text: str) -> None:
+def test_a_text_that_is_no_uuid_is_refused_with_the_field_named(text: str) -> None:
     with pytest.raises(ids.InvalidUuid, match="flow_id"):
         parse_uuid(text, "flow_id")
 
@@ -120,7 +120,7 @@ def test_what_is_no_uuid_is_refused_with_the_field_named(text: str) -> None:
 
 @pytest.mark.spec("EX-003")
 @pytest.mark.parametrize("name", ["x", "a" * 64, "with an ordinary space", "~!{}", " "])
-def test_printable_ascii_up_to_64_bytes_names_a_lane(name: str) -> None:
+def test_printable_ascii_up_to_64_bytes_is_a_lane_name(name: str) -> None:
     assert parse_lane_id(name) == name
 
 
@@ -139,7 +139,7 @@ def test_lane_id_boundaries() -> None:
 
 
 @pytest.mark.parametrize(("name", "index"), [("ab\x7f", 2), ("a\n", 1), ("\x00", 0), ("ok\ud800", 2), ("naïve", 2)])
-def test_the_first_unprintable_byte_of_a_lane_is_named(name: str, index: int) -> None:
+def test_the_first_unprintable_byte_of_a_lane_is_reported(name: str, index: int) -> None:
     with pytest.raises(ids.LaneIdNonPrintable) as caught:
         parse_lane_id(name)
 
@@ -154,7 +154,7 @@ def test_a_lane_is_measured_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["w", "w" * 256, "東京-1", "a|b:c,d", "é" * 128])
-def test_free_text_without_blanks_names_a_worker(name: str) -> None:
+def test_text_without_whitespace_is_a_worker_name(name: str) -> None:
     assert parse_worker_id(name) == name
     assert parse_worker_instance_id(name) == name
 
@@ -162,7 +162,7 @@ def test_free_text_without_blanks_names_a_worker(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "w" * 257, "é" * 129, "a b", "a\tb", "a\x00", "a\x7f", "a\x85", "a\u00a0b", "a\u2003b", "\ud800"]
 )
-def test_blank_control_or_endless_names_are_refused_for_workers(name: str) -> None:
+def test_blank_control_or_overlong_worker_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="worker_id"):
         parse_worker_id(name)
     with pytest.raises(InvalidInput, match="worker_instance_id"):
@@ -223,7 +223,7 @@ def slow_crc16(data: bytes) -> int:
 
 
 @given(st.binary())
-def test_the_quick_crc_equals_the_one_by_the_book(data: bytes) -> None:
+def test_the_table_driven_crc_equals_the_bitwise_one(data: bytes) -> None:
     assert ids.crc16(data) == slow_crc16(data)
 
 
@@ -261,17 +261,17 @@ def test_a_deployment_has_at_least_one_partition_of_each_family(counts: dict[str
         ("{q:1:2}", ids.InvalidIndex),
     ],
 )
-def test_a_partition_key_says_why_it_does_not_parse(text: str, failure: type[InvalidInput]) -> None:
+def test_a_partition_key_reports_why_it_does_not_parse(text: str, failure: type[InvalidInput]) -> None:
     with pytest.raises(failure):
         parse_partition_key(text)
 
 
 @given(st.sampled_from(PartitionFamily), st.integers(0, 65535))
-def test_a_partition_key_reads_back_as_the_partition_it_was_made_from(family: PartitionFamily, index: int) -> None:
+def test_a_partition_key_is_read_back_as_its_partition(family: PartitionFamily, index: int) -> None:
     assert parse_partition_key(Partition(family, index).key) == Partition(family, index)
 
 
-def test_executions_live_on_the_partitions_of_flows() -> None:
+def test_executions_use_the_flow_partitions() -> None:
     assert parse_partition_key("{fp:7}") == Partition(PartitionFamily.FLOW, 7)
     assert Partition(PartitionFamily.BUDGET, 3).key == "{b:3}"
 
@@ -280,15 +280,15 @@ def test_executions_live_on_the_partitions_of_flows() -> None:
 
 
 @pytest.mark.parametrize("minter", [RandomMinter(), SeededMinter(1)])
-def test_minted_uuids_are_distinct_version_4_ones(minter: ids.Minter) -> None:
+def test_minted_uuids_are_distinct_and_of_version_4(minter: ids.Minter) -> None:
     minted = [minter.uuid() for _ in range(2000)]
 
     assert len(set(minted)) == 2000
     assert all(stdlib_uuid.UUID(text).version == 4 and parse_uuid(text) == text for text in minted)
 
 
-def test_uuids_that_are_written_together_are_those_written_one_by_one() -> None:
-    data = bytes(range(256)) * 5  # every digit at every place
+def test_uuids_minted_in_bulk_equal_those_minted_one_by_one() -> None:
+    data = bytes(range(256)) * 5  # every digit at every position
 
     one_by_one = [ids._version_4(data[start : start + 16].hex()) for start in range(0, len(data), 16)]
     assert ids._versions_4(data) == one_by_one
@@ -302,7 +302,7 @@ def test_change_ids_are_positive_and_fit_a_signed_column(minter: ids.Minter) -> 
     assert all(0 < number < 2**63 for number in minted)
 
 
-def test_a_seed_decides_every_identifier() -> None:
+def test_a_seed_determines_every_identifier() -> None:
     one, same, other = SeededMinter(7), SeededMinter(7), SeededMinter(8)
 
     assert [(one.uuid(), one.change_id()) for _ in range(5)] == [(same.uuid(), same.change_id()) for _ in range(5)]
@@ -324,11 +324,11 @@ def test_threads_never_mint_the_same_identifier() -> None:
     assert len(set(minted)) == 4000
 
 
-def test_solo_ids_live_with_their_lane() -> None:
+def test_ids_of_executions_without_a_flow_share_the_partition_of_their_lane() -> None:
     assert partition_of(ids.mint_solo(LaneId("main"), COUNTS, RandomMinter())) == 213
 
 
-def test_identifiers_travel_as_bare_strings() -> None:
+def test_identifiers_are_serialized_as_plain_strings() -> None:
     execution_id = parse_execution_id(f"{{fp:7}}:{UUID}")
 
     assert msgspec.json.decode(msgspec.json.encode(execution_id), type=ExecutionId) == execution_id

@@ -1,4 +1,4 @@
-"""JSON from outside: a number has a limited number of digits, wherever it stands."""
+"""JSON input: the number of digits of a number is limited at any position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FITS = b"9" * MAX_DIGITS
         b"1e" + LONG,
     ],
 )
-def test_a_number_with_too_many_digits_is_refused_before_it_is_read(text: bytes) -> None:
+def test_a_number_with_too_many_digits_is_refused_before_it_is_parsed(text: bytes) -> None:
     with pytest.raises(NumberTooLong):
         json_limits.check_numbers(text)
     with pytest.raises(msgspec.DecodeError):
@@ -45,11 +45,11 @@ def test_a_number_with_too_many_digits_is_refused_before_it_is_read(text: bytes)
         b"{}",
     ],
 )
-def test_digits_in_strings_and_numbers_of_a_fair_length_are_read(text: bytes) -> None:
+def test_digits_in_strings_and_numbers_of_allowed_length_are_parsed(text: bytes) -> None:
     assert json_limits.decode(text) == msgspec.json.decode(text)
 
 
-def test_text_that_is_no_json_is_one_kind_of_error() -> None:
+def test_text_that_is_not_json_raises_one_kind_of_error() -> None:
     for text in (b"\xff", b'"\xff"', "\ud800", b"{", b'"' + LONG, b""):
         with pytest.raises(msgspec.DecodeError):
             json_limits.decode(text)

@@ -1,4 +1,4 @@
-"""Merge patches, beside RFC 7396 told as its own pseudo-code."""
+"""Merge patches, compared with the pseudo-code of RFC 7396."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 @given(objects, objects)
-def test_a_patch_does_what_the_rfc_says(document: dict[str, Any], patch: dict[str, Any]) -> None:
+def test_a_patch_has_the_effect_defined_by_the_rfc(document: dict[str, Any], patch: dict[str, Any]) -> None:
     start = merge({}, document)
 
     assert merge(start, patch) == merge_patch(start, patch)
@@ -41,7 +41,7 @@ def test_a_patch_does_what_the_rfc_says(document: dict[str, Any], patch: dict[st
 
 
 @given(objects)
-def test_documents_are_read_as_they_were_written(document: dict[str, Any]) -> None:
+def test_documents_are_read_back_as_they_were_written(document: dict[str, Any]) -> None:
     assert decode_document(encode_document(document)) == document
 
 
@@ -50,7 +50,7 @@ def test_any_bytes_are_a_patch_or_refused(payload: bytes) -> None:
     assert isinstance(decode_patch(payload), dict | FabricError)
 
 
-def test_numbers_stay_as_they_were_written() -> None:
+def test_numbers_keep_their_notation() -> None:
     text = '{"a":1.10,"b":123456789012345678901234567890,"c":-0.0,"d":1E+400,"e":[0.1]}'
     found = decode_patch(text.encode())
 
@@ -58,7 +58,7 @@ def test_numbers_stay_as_they_were_written() -> None:
     assert encode_document(merge({}, found)) == text
 
 
-def test_unreadable_documents_are_told_apart_from_empty_ones() -> None:
+def test_unreadable_documents_are_distinguished_from_empty_ones() -> None:
     for text in ("", "{", "[]", "null", '"x"', "[" * 100_000):
         assert isinstance(decode_document(text), FabricError)
     assert decode_document("{}") == {}

@@ -1,4 +1,4 @@
-"""An app on every store, by its address, with a worker that runs while the test does."""
+"""An app on every store, by its URL, with a worker that runs during the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACES = (*STORES, "http")
 
 @pytest.fixture(params=PLACES)
 async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    """The address of an empty store, or of a server on one."""
+    """The URL of an empty store, or of a server on one."""
     async with _address(request, tmp_path) as url:
         yield url
 
@@ -35,7 +35,7 @@ async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 @pytest.fixture(autouse=True)
 def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands between the app of a world and its engine: nothing, or a server. Tasks made in a test go with it."""
+    """How the app of a world reaches its engine: directly, or through a server."""
     if isinstance(app := getattr(request.module, "app", None), Fabric):
         monkeypatch.setattr(app, "tasks", dict(app.tasks))
     if getattr(request, "param", "engine") == "server":
@@ -43,7 +43,7 @@ def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Enter every world twice: directly, and through a server."""
+    """Run every test with a world twice: directly, and through a server."""
     if "World" in metafunc.function.__code__.co_names:
         metafunc.parametrize("through", ("engine", "server"), indirect=True)
 
@@ -78,8 +78,8 @@ async def app(url: str) -> AsyncIterator[Fabric]:
 
 
 @asynccontextmanager
-async def working(app: Fabric, **ways: Any) -> AsyncIterator[Worker]:
-    """A worker in the background, drained at the end."""
+async def running_worker(app: Fabric, **ways: Any) -> AsyncIterator[Worker]:
+    """Run a worker in the background and drain it at the end."""
     worker = Worker(app, **ways)
     task = asyncio.create_task(worker.work())
     try:
@@ -89,17 +89,17 @@ async def working(app: Fabric, **ways: Any) -> AsyncIterator[Worker]:
         await task
 
 
-async def until_so(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """The same for a condition that needs no waiting itself."""
+async def wait_until_true(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait for a condition that is a plain function."""
 
     async def holds() -> bool:
         return condition()
 
-    await until(holds, seconds)
+    await wait_until(holds, seconds)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
-    """Wait for a condition, not for a while."""
+async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
+    """Wait for a condition."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - the condition lies in a store
             await asyncio.sleep(0.005)

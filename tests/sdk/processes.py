@@ -1,4 +1,4 @@
-"""Worker processes of the service, started and ended by tests."""
+"""Worker processes of the service, started and stopped by tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.postgres_install import ROOT
 
 
 class Process:
-    """One worker process, and everything that it said."""
+    """One worker process and its output."""
 
     def __init__(self, *arguments: object, module: str = "tests.sdk.service") -> None:
         self.process = subprocess.Popen(
@@ -34,8 +34,8 @@ class Process:
         assert self.process.stdout is not None
         self.said += self.process.stdout
 
-    def heard(self, words: str) -> bool:
-        """Whether it said a line that begins like this."""
+    def printed(self, words: str) -> bool:
+        """Return True if a line of the output begins with these words."""
         return any(line.startswith(words) for line in tuple(self.said))
 
     def terminate(self) -> None:
@@ -48,7 +48,7 @@ class Process:
         self.join()
 
     def join(self, seconds: float = 30) -> int:
-        """Wait until it has ended and was heard to the end."""
+        """Wait until the process has exited and its output was read."""
         code = self.process.wait(seconds)
         self._ear.join(10)
         return code
@@ -56,7 +56,7 @@ class Process:
 
 @contextmanager
 def process(*arguments: object, module: str = "tests.sdk.service") -> Iterator[Process]:
-    """A process that is gone at the end, whatever happened."""
+    """Start a process and kill it at the end."""
     started = Process(*arguments, module=module)
     try:
         yield started

@@ -1,8 +1,8 @@
-"""An application whose worker is a process of its own, for tests to start, to signal and to kill.
+"""An application whose worker process tests start, signal and kill.
 
     python -m tests.sdk.service URL SLOTS GRACE
 
-It says what it does, a line each: `began TASK ATTEMPT PID`, `cancelled TASK`.
+It prints one line per action: `began TASK ATTEMPT PID`, `cancelled TASK`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def deaf(ctx: Context) -> None:
 
 @app.task(isolation="process")
 def squares(ctx: Context, most: int) -> tuple[int, int]:
-    """A sum that keeps a processor busy, and the process that did it; its first half is a step."""
+    """Compute a sum that keeps a processor busy; return it with the process id. Its first half is a step."""
     half = ctx.sync.step(total, most)
     return half * 2, os.getpid()
 
@@ -59,7 +59,7 @@ def total(most: int) -> int:
 
 @app.task
 async def deaf_to_cancels() -> None:
-    """Goes on whatever it is told."""
+    """Ignore cancellation."""
     print("began deaf_to_cancels", flush=True)
     while True:
         try:
@@ -70,7 +70,7 @@ async def deaf_to_cancels() -> None:
 
 @app.task(isolation="process")
 def sleeper(ctx: Context, marks: str) -> str:
-    """A durable function in a process: it parks, and comes back in perhaps another one."""
+    """Park, and resume in perhaps another process."""
     ctx.sync.step(note, marks)
     ctx.sync.sleep("1200ms")
     return f"slept after {ctx.sync.receive('go', str)}"

@@ -1,4 +1,4 @@
-"""One engine per process: loops that come and go share its connections, and a loop that stays may claim it."""
+"""One engine per process: short-lived loops share its connections, and a long-lived loop may own it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import StoreUnavailable
 from flowfabric.sdk import fabric as fabric_page
 from flowfabric.sdk.task import AsyncTask
-from tests.sdk.conftest import until_so, working
+from tests.sdk.conftest import running_worker, wait_until_true
 
 CALLS = 25
 
 
 @pytest.fixture
-async def loose(url: str) -> AsyncIterator[Fabric]:
-    """An app that no loop has claimed."""
+async def unowned_app(url: str) -> AsyncIterator[Fabric]:
+    """An app whose engine no loop owns."""
     app = Fabric(url)
     yield app
     await asyncio.to_thread(app.stop_own_loop)
@@ -53,17 +53,17 @@ def doubling(app: Fabric) -> AsyncTask[[int], int]:
     return double
 
 
-def in_a_loop_of_its_own(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """What a coroutine returns on a loop that ends with it, as in a script or under WSGI."""
+def run_in_new_loop(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine on a loop that ends with it, as in a script or under WSGI."""
     return asyncio.run(call())
 
 
 async def apart(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    return await asyncio.to_thread(in_a_loop_of_its_own, call)
+    return await asyncio.to_thread(run_in_new_loop, call)
 
 
-async def test_loops_that_come_and_go_share_one_engine(loose: Fabric, opened: list[EngineAPI]) -> None:
-    double = doubling(loose)
+async def test_short_lived_loops_share_one_engine(unowned_app: Fabric, opened: list[Engine]) -> None:
+    double = doubling(unowned_app)
 
     runs = [await apart(lambda n=n: double.submit(n)) for n in range(CALLS)]  # type: ignore[misc]
     states = await asyncio.gather(*(apart(run.state) for run in runs))
@@ -72,9 +72,9 @@ async def test_loops_that_come_and_go_share_one_engine(loose: Fabric, opened: li
     assert len(opened) == 1
 
 
-async def test_a_process_that_calls_from_many_loops_holds_few_connections(own_database: str) -> None:
-    loose = Fabric(own_database)
-    double = doubling(loose)
+async def test_a_process_that_calls_from_many_loops_opens_few_connections(own_database: str) -> None:
+    unowned_app = Fabric(own_database)
+    double = doubling(unowned_app)
     watching = await asyncpg.connect(own_database)
     try:
         before = await _connections(watching)
@@ -82,7 +82,7 @@ async def test_a_process_that_calls_from_many_loops_holds_few_connections(own_da
         held = await _connections(watching) - before
         assert held <= 9, "a pool of 8, and one that listens"
     finally:
-        await asyncio.to_thread(loose.stop_own_loop)
+        await asyncio.to_thread(unowned_app.stop_own_loop)
         await watching.close()
 
 
@@ -95,48 +95,48 @@ async def _connections(watching: Any) -> int:
     )
 
 
-async def test_threads_and_loops_without_a_claim_share_one_engine(loose: Fabric, opened: list[EngineAPI]) -> None:
-    double = doubling(loose)
+async def test_threads_and_loops_that_do_not_own_the_engine_share_it(unowned_app: Fabric, opened: list[Engine]) -> None:
+    double = doubling(unowned_app)
 
     run = await asyncio.to_thread(lambda: double.sync.submit(1))
-    assert await apart(loose.find(run.id).state) == "waiting"
-    assert await loose.find(run.id).state() == "waiting"
+    assert await apart(unowned_app.find(run.id).state) == "waiting"
+    assert await unowned_app.find(run.id).state() == "waiting"
     assert len(opened) == 1
 
 
-async def test_a_loop_that_claims_the_engine_has_it_without_a_hop_and_others_come_to_it(
-    loose: Fabric, opened: list[EngineAPI]
+async def test_the_loop_that_owns_the_engine_calls_it_directly_and_others_are_forwarded(
+    unowned_app: Fabric, opened: list[Engine]
 ) -> None:
-    double = doubling(loose)
-    async with loose:
-        assert await loose.engine() is opened[0]
+    double = doubling(unowned_app)
+    async with unowned_app:
+        assert await unowned_app.engine() is opened[0]
         run = await apart(lambda: double.submit(1))
         assert await run.state() == "waiting"
     assert len(opened) == 1
 
 
-async def test_a_worker_claims_its_loop(loose: Fabric, opened: list[EngineAPI]) -> None:
-    double = doubling(loose)
-    async with working(loose) as worker:
-        await until_so(lambda: worker._engine is not None)
+async def test_a_worker_owns_the_engine_on_its_loop(unowned_app: Fabric, opened: list[Engine]) -> None:
+    double = doubling(unowned_app)
+    async with running_worker(unowned_app) as worker:
+        await wait_until_true(lambda: worker._engine is not None)
         run = await double.submit(4)
         assert await run.result(20) == 8
-        assert await loose.engine() in opened
+        assert await unowned_app.engine() in opened
         assert await apart(lambda: run.result(20)) == 8
-    await loose.close()
+    await unowned_app.close()
 
 
-async def test_work_that_was_submitted_before_the_worker_claimed_its_loop_is_done(loose: Fabric) -> None:
-    double = doubling(loose)
+async def test_work_that_was_submitted_before_the_worker_owned_the_engine_is_done(unowned_app: Fabric) -> None:
+    double = doubling(unowned_app)
     run = await double.submit(4)
-    async with working(loose):
+    async with running_worker(unowned_app):
         assert await run.result(20) == 8
         assert await (await double.submit(5)).result(20) == 10
-    await loose.close()
+    await unowned_app.close()
 
 
-async def test_results_streams_and_refusals_come_back_to_the_loop_that_asked(loose: Fabric) -> None:
-    @loose.task
+async def test_results_streams_and_errors_return_to_the_calling_loop(unowned_app: Fabric) -> None:
+    @unowned_app.task
     async def talk(ctx: Context) -> str:
         await ctx.stream("out").write("hello")
         return "done"
@@ -148,30 +148,30 @@ async def test_results_streams_and_refusals_come_back_to_the_loop_that_asked(loo
 
     async def asks_for_nothing() -> None:
         with pytest.raises(Exception, match="not_found"):
-            await loose.find("{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d").state()
+            await unowned_app.find("{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d").state()
         with pytest.raises(TimeoutError):
             await (await talk.options(delay="1h").submit()).result(0.01)
 
-    async with working(loose):
+    async with running_worker(unowned_app):
         assert await apart(talked) == ("done", ["hello"])
         await apart(asks_for_nothing)
-    await loose.close()
+    await unowned_app.close()
 
 
-async def test_an_app_that_was_closed_opens_another_engine_when_it_is_used_again(
-    loose: Fabric, opened: list[EngineAPI]
+async def test_a_closed_app_opens_another_engine_when_it_is_used_again(
+    unowned_app: Fabric, opened: list[Engine]
 ) -> None:
     others = set(threading.enumerate())
-    double = doubling(loose)
+    double = doubling(unowned_app)
     await double.submit(1)
-    await loose.close()
+    await unowned_app.close()
     assert not any(one.name == "flowfabric-engine" for one in set(threading.enumerate()) - others)
     await double.submit(2)
     assert len(opened) == 2
 
 
-async def test_a_caller_that_is_cancelled_cancels_its_call_on_the_other_loop(
-    loose: Fabric, monkeypatch: pytest.MonkeyPatch
+async def test_a_cancelled_caller_cancels_its_call_on_the_other_loop(
+    unowned_app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
@@ -183,8 +183,8 @@ async def test_a_caller_that_is_cancelled_cancels_its_call_on_the_other_loop(
             cancelled.set()
             raise
 
-    monkeypatch.setattr(type((await loose.engine()).engine), "explain", endless)  # type: ignore[attr-defined]
-    call = asyncio.create_task((await loose.engine()).explain("e"))
+    monkeypatch.setattr(type((await unowned_app.engine()).engine), "explain", endless)  # type: ignore[attr-defined]
+    call = asyncio.create_task((await unowned_app.engine()).explain("e"))
     await asyncio.to_thread(begun.wait, 10)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -192,8 +192,8 @@ async def test_a_caller_that_is_cancelled_cancels_its_call_on_the_other_loop(
     assert await asyncio.to_thread(cancelled.wait, 10)
 
 
-async def test_a_call_whose_loop_ends_learns_that_its_outcome_is_unknown(
-    loose: Fabric, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_whose_loop_ends_has_an_unknown_outcome(
+    unowned_app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Event()
 
@@ -201,19 +201,19 @@ async def test_a_call_whose_loop_ends_learns_that_its_outcome_is_unknown(
         begun.set()
         await asyncio.sleep(3600)
 
-    engine = await loose.engine()
+    engine = await unowned_app.engine()
     monkeypatch.setattr(type(engine.engine), "explain", endless)  # type: ignore[attr-defined]
     call = asyncio.create_task(engine.explain("e"))
     await asyncio.to_thread(begun.wait, 10)
-    await asyncio.to_thread(loose.stop_own_loop)
+    await asyncio.to_thread(unowned_app.stop_own_loop)
     with pytest.raises(StoreUnavailable) as ended:
         await call
     assert ended.value.in_doubt
 
 
-async def test_a_transaction_of_another_loop_carries_a_submit(own_database: str, opened: list[EngineAPI]) -> None:
-    loose = Fabric(own_database)
-    double = doubling(loose)
+async def test_a_transaction_of_another_loop_can_carry_a_submit(own_database: str, opened: list[Engine]) -> None:
+    unowned_app = Fabric(own_database)
+    double = doubling(unowned_app)
 
     async def submit(commits: bool) -> Any:
         connection = await asyncpg.connect(own_database)
@@ -233,10 +233,10 @@ async def test_a_transaction_of_another_loop_carries_a_submit(own_database: str,
             await lost.state()
         assert len(opened) == 1
     finally:
-        await asyncio.to_thread(loose.stop_own_loop)
+        await asyncio.to_thread(unowned_app.stop_own_loop)
 
 
-def test_a_forked_child_opens_an_engine_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_opens_its_own_engine(tmp_path: Path) -> None:
     app = Fabric(f"sqlite:///{tmp_path / 'app.db'}")
     double = doubling(app)
     asyncio.run(double.submit(1))

@@ -1,4 +1,4 @@
-"""Mistakes that people make, and what they are told: typed, where they made it, with what to write instead."""
+"""User mistakes: each raises a typed error where it was made, with what to write instead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from flowfabric import (
 from flowfabric.engine.engine import Engine
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.testing import World
-from tests.sdk.conftest import until, until_so, working
+from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
 ONCE = Retry(max=0)
 
@@ -114,14 +114,14 @@ def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa:
         (lambda app: Worker(app, lanes=["mail"], slots=0), "slots: at least 1"),
     ],
 )
-def test_a_wrong_declaration_is_refused_where_it_stands(declare: Callable[[Fabric], Any], told: str) -> None:
+def test_an_invalid_declaration_is_refused_at_the_declaration(declare: Callable[[Fabric], Any], told: str) -> None:
     app = Fabric("memory://")
     with pytest.raises(errors.InvalidInput, match=told):
         declare(app)
     assert list(app.tasks) in ([], [f"{__name__}.plain"])
 
 
-async def test_a_node_that_cannot_be_added_is_refused_with_what_to_write() -> None:
+async def test_an_invalid_node_is_refused_with_what_to_write() -> None:
     app = Fabric("memory://")
     task = app.task(plain)
     flow = app.flow("nightly")
@@ -139,7 +139,7 @@ async def test_a_node_that_cannot_be_added_is_refused_with_what_to_write() -> No
     assert list(flow.nodes) == ["plain"]
 
 
-async def test_many_inputs_are_a_list_of_one_task_with_a_key_for_each(app: Fabric) -> None:
+async def test_submit_many_takes_a_list_of_calls_of_one_task_with_a_key_for_each(app: Fabric) -> None:
     task = app.task(plain)
     other = app.task(name="other")(plain)
     for inputs, told in (
@@ -173,7 +173,7 @@ async def test_the_same_depth_of_input_is_accepted_on_every_python(app: Fabric) 
             await keep.submit(nested(levels))
 
 
-async def test_what_json_has_no_words_for_is_refused_at_submit(app: Fabric) -> None:
+async def test_values_without_a_json_form_are_refused_at_submit(app: Fabric) -> None:
     @app.task
     async def keep(value: Any) -> None: ...
 
@@ -194,13 +194,13 @@ class Posted(pydantic.BaseModel):
     steer: Steer
 
 
-async def test_a_model_that_was_changed_into_nonsense_is_refused_at_submit(app: Fabric) -> None:
+async def test_a_model_that_became_invalid_is_refused_at_submit(app: Fabric) -> None:
     @app.task
     async def post(posted: Posted) -> Posted:
         return posted
 
     posted = Posted(recipient="ana", steer=Steer(degrees=1))
-    async with working(app):
+    async with running_worker(app):
         assert await (await post.submit(posted)).result(20) == posted, "and one with other names comes back"
     posted.steer.degrees = "left"  # type: ignore[assignment]
     with pytest.raises(errors.InvalidInput, match=r"posted: .*steer.degrees"):
@@ -209,7 +209,7 @@ async def test_a_model_that_was_changed_into_nonsense_is_refused_at_submit(app: 
     assert len((await engine.search_executions()).executions) == 1
 
 
-async def test_keys_that_are_numbers_and_models_within_dataclasses_come_back_as_they_went(app: Fabric) -> None:
+async def test_numeric_keys_and_nested_models_are_read_back(app: Fabric) -> None:
     @app.task
     async def turn(names: dict[int, str], order: Order, at: Context | None = None) -> tuple[dict[int, str], Order]:
         assert at is not None
@@ -219,7 +219,7 @@ async def test_keys_that_are_numbers_and_models_within_dataclasses_come_back_as_
     def untyped(value):  # type: ignore[no-untyped-def]
         return Steer(degrees=value)
 
-    async with working(app):
+    async with running_worker(app):
         run = await turn.submit({7: "seven"}, Order(Steer(degrees=5)))
         assert await run.result("10s") == ({7: "seven"}, Order(Steer(degrees=5)))
         assert await (await untyped.submit(3)).result(10) == {"degrees": 3}
@@ -249,10 +249,10 @@ Huge = type("H" * 3000, (Exception,), {})
 
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
-async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_on(
+async def test_however_a_handler_fails_its_run_fails_at_once_and_its_worker_continues(
     app: Fabric, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise the lease lapses, the next worker takes the run over and meets the same end, and so on."""
+    """Otherwise the lease expires, the next worker takes the run over and fails in the same way, and so on."""
     raising: dict[str, Callable[[], BaseException]] = {
         "Mute: (its text cannot be made: ValueError)": Mute,
         "StopIteration": StopIteration,
@@ -277,7 +277,7 @@ async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_
     def too_large() -> str:
         return "x" * (64 * 1024 * 1024)
 
-    async with working(app, lease_ttl="60s"):
+    async with running_worker(app, lease_ttl="60s"):
         for task, words in zip(tasks, raising, strict=True):
             run = await task.submit()
             with pytest.raises(RunFailed) as failed:
@@ -294,10 +294,8 @@ async def test_however_a_handler_fails_its_run_ends_at_once_and_its_worker_goes_
 
 
 @pytest.mark.parametrize("raising", [KeyboardInterrupt, GeneratorExit])
-async def test_what_is_meant_for_the_process_does_not_end_it_when_a_thread_raises_it(
-    app: Fabric, raising: type[BaseException]
-) -> None:
-    """Ctrl-C reaches the main thread only; a library's would end one worker after the other."""
+async def test_a_base_exception_in_a_thread_does_not_end_the_process(app: Fabric, raising: type[BaseException]) -> None:
+    """Ctrl-C reaches the main thread only; one raised by a library would end one worker after the other."""
 
     def breaks() -> None:
         raise raising
@@ -308,13 +306,13 @@ async def test_what_is_meant_for_the_process_does_not_end_it_when_a_thread_raise
     async def stepping(ctx: Context) -> None:
         await ctx.step(breaks)
 
-    async with working(app):
+    async with running_worker(app):
         for task in (plain, stepping):
             with pytest.raises(RunFailed, match=f"{raising.__name__} was raised in a thread"):
                 await (await task.submit()).result(10)
 
 
-async def test_a_step_whose_next_finds_nothing_fails_its_run(app: Fabric) -> None:
+async def test_a_step_that_raises_stop_iteration_fails_its_run(app: Fabric) -> None:
     def first(rows: list[int]) -> int:
         return next(row for row in rows if row > 5)
 
@@ -326,14 +324,14 @@ async def test_a_step_whose_next_finds_nothing_fails_its_run(app: Fabric) -> Non
     async def called(ctx: Context) -> Any:
         return await ctx.step(first([7]))  # type: ignore[call-overload]
 
-    async with working(app):
+    async with running_worker(app):
         with pytest.raises(RunFailed, match="a next\\(\\) found nothing"):
             await (await search.submit()).result(10)
         with pytest.raises(RunFailed, match="7 is no function; write ctx.step\\(function, argument\\)"):
             await (await called.submit()).result(10)
 
 
-async def test_a_limit_by_a_function_sees_defaults_and_only_the_parameters_it_names(app: Fabric) -> None:
+async def test_a_limit_function_receives_defaults_and_only_the_parameters_it_names(app: Fabric) -> None:
     @app.task(limits=[Limit(concurrency=1, key=lambda who: who)])
     async def greet(text: str, who: str = "all") -> str:
         return who
@@ -341,7 +339,7 @@ async def test_a_limit_by_a_function_sees_defaults_and_only_the_parameters_it_na
     @app.task(limits=[Limit(concurrency=1, key=lambda one, two: one)])
     async def lone(text: str) -> None: ...
 
-    async with working(app):
+    async with running_worker(app):
         assert await (await greet.submit("hello")).result(10) == "all"
     with pytest.raises(errors.InvalidInput, match=r"wants \(one, two\), the call has text"):
         await lone.submit("hello")
@@ -352,7 +350,7 @@ async def test_a_limit_by_a_function_sees_defaults_and_only_the_parameters_it_na
         await flow.submit()
 
 
-async def test_a_run_that_does_not_exist_is_said_so_by_everything(app: Fabric) -> None:
+async def test_every_operation_on_a_missing_run_says_that_it_does_not_exist(app: Fabric) -> None:
     run = app.find("{fp:1}:00000000-0000-4000-8000-000000000000")
     asks = (run.result(1), run.state(), run.describe(), run.attempts(), run.cancel(), run.replay(), run.explain())
     for ask in (*asks, run.signal("steer", 1)):
@@ -372,20 +370,20 @@ async def test_a_run_that_does_not_exist_is_said_so_by_everything(app: Fabric) -
         ("postgresql://[broken", "Invalid IPv6"),
     ],
 )
-async def test_a_wrong_address_is_refused_by_the_first_that_needs_the_store(url: str, told: str) -> None:
+async def test_a_wrong_url_is_refused_by_the_first_call_that_needs_the_store(url: str, told: str) -> None:
     app = Fabric(url)
     with pytest.raises(errors.InvalidInput, match=told):
         await app.task(plain).submit(1)
 
 
-async def test_running_a_worker_inside_a_loop_is_refused_in_words() -> None:
+async def test_running_a_worker_inside_a_loop_is_refused_with_an_explanation() -> None:
     app = Fabric("memory://")
     app.task(plain)
     with pytest.raises(RuntimeError, match="ff worker"):
         app.run()
 
 
-def test_a_forked_child_submits_on_a_loop_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_submits_on_its_own_loop(tmp_path: Path) -> None:
     app = Fabric(f"sqlite:///{tmp_path / 'app.db'}")
     task = app.task(plain)
     parents = task.sync.submit(1)
@@ -402,7 +400,7 @@ def test_a_forked_child_submits_on_a_loop_of_its_own(tmp_path: Path) -> None:
     app.sync.close()
 
 
-async def test_a_handler_that_takes_too_long_is_named_with_its_time() -> None:
+async def test_a_handler_that_times_out_is_named_with_its_timeout() -> None:
     app = Fabric("memory://")
 
     @app.task(timeout="1s", retry=ONCE)
@@ -423,7 +421,7 @@ async def test_a_handler_that_takes_too_long_is_named_with_its_time() -> None:
             await (await impatient.submit()).result()
 
 
-async def test_a_node_that_was_skipped_says_why_and_is_found_by_its_name() -> None:
+async def test_a_skipped_node_has_a_reason_and_is_found_by_its_name() -> None:
     app = Fabric("memory://")
 
     @app.task(retry=ONCE)
@@ -440,7 +438,7 @@ async def test_a_node_that_was_skipped_says_why_and_is_found_by_its_name() -> No
             run["publish"]
 
 
-async def test_a_flow_that_takes_too_long_is_named(app: Fabric) -> None:
+async def test_a_flow_that_times_out_is_named(app: Fabric) -> None:
     flow = app.flow("nightly")
     flow.add(app.task(plain), 1)
     run = await flow.submit()
@@ -448,7 +446,7 @@ async def test_a_flow_that_takes_too_long_is_named(app: Fabric) -> None:
         await run.result("10ms")
 
 
-async def test_an_app_that_cannot_see_to_its_keys_leaves_no_engine_behind(
+async def test_an_app_whose_key_setup_fails_leaves_no_engine_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(engine: Engine) -> None:
@@ -463,17 +461,17 @@ async def test_an_app_that_cannot_see_to_its_keys_leaves_no_engine_behind(
     await app.close()
 
     left = {thread.name for thread in set(threading.enumerate()) - before}
-    assert not [name for name in left if not name.startswith("asyncio_")]  # the loop's own helpers
+    assert not [name for name in left if not name.startswith("asyncio_")]  # the loop's own helper threads
 
 
-async def test_a_failure_deep_in_a_library_tells_which_line_of_the_handler_led_there(
+async def test_a_failure_deep_in_a_library_names_the_line_of_the_handler(
     app: Fabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task(retry=ONCE)
     def parse() -> Any:
         return json.loads("oops")  # three functions deep
 
-    async with working(app):
+    async with running_worker(app):
         with pytest.raises(RunFailed) as failed:
             await (await parse.submit()).result(10)
     for told in (str(failed.value), caplog.text):
@@ -482,14 +480,14 @@ async def test_a_failure_deep_in_a_library_tells_which_line_of_the_handler_led_t
         assert "/flowfabric/sdk/" not in told, "our own pages help nobody"
 
 
-async def test_what_a_handler_must_not_return_is_told_to_whoever_waits_and_in_the_log(
+async def test_an_invalid_return_value_is_reported_to_the_waiter_and_in_the_log(
     app: Fabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task(retry=ONCE)
     def wrong() -> Any:
         return object()
 
-    async with working(app):
+    async with running_worker(app):
         run = await wrong.submit()
         with pytest.raises(RunFailed, match="result: object has no JSON form") as failed:
             await run.result(10)
@@ -497,35 +495,35 @@ async def test_what_a_handler_must_not_return_is_told_to_whoever_waits_and_in_th
     assert f"{run.id}: attempt 0 of {wrong.name} failed: InvalidInput" in caplog.text
 
 
-async def test_what_was_not_awaited_is_named(app: Fabric) -> None:
+async def test_a_call_that_was_not_awaited_is_named(app: Fabric) -> None:
     @app.task(retry=ONCE)
     def forgets(ctx: Context) -> Any:
         return ctx.step(plain, 1)
 
-    async with working(app):
+    async with running_worker(app):
         with pytest.raises(RunFailed, match="step was not awaited .a plain function calls it through ctx.sync"):
             await (await forgets.submit()).result(10)
 
 
-async def test_to_go_on_later_is_no_failure(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retry_after_is_no_failure(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flowfabric.worker")
 
     @app.task
     async def busy() -> None:
         raise RetryAfter("1h")
 
-    async with working(app):
+    async with running_worker(app):
         run = await busy.submit()
 
         async def is_put_away() -> bool:
             return await run.state() == "delayed"
 
-        await until(is_put_away)
+        await wait_until(is_put_away)
     assert "goes on later: try again after 1h" in caplog.text
     assert "failed" not in caplog.text
 
 
-async def test_whoever_waited_in_vain_is_told_where_to_look(app: Fabric) -> None:
+async def test_a_wait_that_timed_out_explains_where_to_look(app: Fabric) -> None:
     run = await app.task(plain).submit(1)
     with pytest.raises(TimeoutError) as late:
         await run.result("10ms")
@@ -533,8 +531,8 @@ async def test_whoever_waited_in_vain_is_told_where_to_look(app: Fabric) -> None
     assert "worker" in (await run.explain()).sentence
 
 
-def test_a_store_that_was_not_reached_is_told_once() -> None:
-    """Not a second time when the program ends."""
+def test_an_unreachable_store_is_reported_once() -> None:
+    """It is not reported a second time when the program ends."""
     program = """
 from flowfabric import Fabric
 app = Fabric("postgresql://127.0.0.1:1/nowhere")
@@ -547,7 +545,7 @@ except Exception as told:
     assert (done.stdout.split(), done.stderr, done.returncode) == (["StoreUnavailable"], "", 0)
 
 
-async def test_spending_what_has_no_limit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_spending_without_a_limit_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     app, llm = Fabric("memory://"), Budget("llm", limits={"tokens": 10, "usd": 1})
 
     @app.task(budgets=[llm])
@@ -561,8 +559,8 @@ async def test_spending_what_has_no_limit_is_told_once(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("shape", [{"ok": bool}, "Order", 5, object, Mute, list[Mute]])
-async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
-    """Otherwise the votes of three days are what shows it."""
+async def test_an_unanswerable_question_is_refused(shape: Any) -> None:
+    """Otherwise only the votes of three days would show it."""
     app = Fabric("memory://")
 
     @app.task(retry=ONCE)
@@ -581,7 +579,7 @@ async def test_what_nobody_could_answer_is_not_asked(shape: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["ff.show", "ff.ask.11111111", "ff.traceparent"])
-def test_a_reserved_tag_is_refused_where_it_is_declared(key: str) -> None:
+def test_a_reserved_tag_is_refused_at_its_declaration(key: str) -> None:
     app = Fabric("memory://")
     with pytest.raises(errors.InvalidTagKey, match=f"{key}: keys that begin with ff. are reserved"):
         app.task(tags={key: "x"})(plain)
@@ -589,7 +587,7 @@ def test_a_reserved_tag_is_refused_where_it_is_declared(key: str) -> None:
         app.task(plain).options(tags={key: "x"})
 
 
-async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
+async def test_the_shown_value_of_an_approval_is_checked_before_the_question() -> None:
     app = Fabric("memory://")
 
     @app.task(retry=ONCE)
@@ -607,7 +605,7 @@ async def test_what_an_approval_shows_is_checked_before_it_asks() -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
-async def test_a_handler_that_holds_its_slot_while_it_waits_for_another_is_named(
+async def test_a_handler_that_occupies_its_slot_while_it_waits_for_another_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("flowfabric.sdk.run.MAX_POLL_MS", 10)
@@ -622,13 +620,13 @@ async def test_a_handler_that_holds_its_slot_while_it_waits_for_another_is_named
     def plain_outer(ctx: Context) -> int:
         return ctx.sync.spawn(inner, 1).result()
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await (outer if kind == "async" else plain_outer).submit()
         told = f"{run.id}: {run.task} holds its slot while it waits for"
         if kind == "plain":
             assert await run.result(10) == 1
             assert told not in caplog.text
         else:
-            await until_so(lambda: told in caplog.text)
+            await wait_until_true(lambda: told in caplog.text)
             for other in (await (await app.engine()).search_executions()).executions:
                 await app.find(other.execution_id).cancel()

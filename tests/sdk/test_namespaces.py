@@ -1,4 +1,4 @@
-"""Apps of several namespaces that share a store and its lanes: each works on its own runs."""
+"""Apps of several namespaces that share a store and its lanes: each handles its own runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from flowfabric import Context, Fabric
 from flowfabric.model.states import PublicState
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 
 async def test_a_worker_leaves_runs_of_other_namespaces_to_their_own_workers(shared_app: Fabric) -> None:
@@ -22,19 +22,19 @@ async def test_a_worker_leaves_runs_of_other_namespaces_to_their_own_workers(sha
 
     async with other:
         runs = [await theirs.submit() for _ in range(3)]
-        async with working(shared_app):
+        async with running_worker(shared_app):
             assert await (await ours.submit()).result(10) == "ours"
             later = await theirs.submit()
             assert await (await ours.submit()).result(10) == "ours"
             assert {await run.state() for run in (*runs, later)} == {PublicState.WAITING}
-            async with working(other):
+            async with running_worker(other):
                 assert [await run.result(10) for run in (*runs, later)] == ["theirs"] * 4
                 mixed = [await task.submit() for task in (ours, theirs) * 5]
                 assert [await run.result(10) for run in mixed] == ["ours", "theirs"] * 5
         assert [len(await run.attempts()) for run in runs] == [1, 1, 1], "it costs no attempt"
 
 
-async def test_a_durable_function_goes_on_in_its_own_namespace(shared_app: Fabric) -> None:
+async def test_a_durable_function_resumes_in_its_own_namespace(shared_app: Fabric) -> None:
     other = Fabric(shared_app.url, namespace="other")
 
     @shared_app.task(name="waits")
@@ -45,7 +45,7 @@ async def test_a_durable_function_goes_on_in_its_own_namespace(shared_app: Fabri
     async def theirs(ctx: Context) -> str:
         return f"theirs {await ctx.receive('go', str)}"
 
-    async with other, working(shared_app), working(other):
+    async with other, running_worker(shared_app), running_worker(other):
         runs = [await task.submit() for task in (ours, theirs) * 5]
         await asyncio.gather(*(run.signal("go", "on") for run in runs))
         assert [await run.result(10) for run in runs] == ["ours on", "theirs on"] * 5

@@ -1,4 +1,4 @@
-"""Ids that the SDK derives: what stands there in another namespace is refused, and its result is never taken."""
+"""Ids that the SDK derives: a row of another namespace under that id is refused, and its result is never used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from flowfabric import Context, Fabric, Retry, RunFailed, ids
 from flowfabric.errors import IdInOtherNamespace
 from flowfabric.sdk.flows import FlowRun
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 
 async def test_a_flow_that_another_namespace_occupies_is_a_conflict(shared_app: Fabric) -> None:
@@ -40,7 +40,7 @@ async def test_the_result_of_a_node_that_another_namespace_occupies_is_refused(s
 
     flow = shared_app.flow("nightly")
     node = flow.add(ours)
-    async with intruder, working(intruder):
+    async with intruder, running_worker(intruder):
         engine = await intruder.engine()
         flow_id = engine.minter.uuid()
         here = ids.flow_partition(ids.FlowId(flow_id), engine.partitions)
@@ -67,7 +67,7 @@ async def test_a_node_does_not_read_the_result_of_another_namespace(shared_app: 
     async def reads(given: str) -> str:
         return given
 
-    async with intruder, working(intruder), working(shared_app):
+    async with intruder, running_worker(intruder), running_worker(shared_app):
         forged = await forge.submit()
         assert await forged.result(10) == "forged"
         engine = await shared_app.engine()
@@ -96,6 +96,6 @@ async def test_a_child_whose_id_another_namespace_occupies_is_a_conflict(shared_
         await engine.create(await forge.build_create(engine, {}, options=forge.default_options, execution_id=taken))
         return await (await ctx.spawn(child)).result()
 
-    async with intruder, working(shared_app):
+    async with intruder, running_worker(shared_app):
         with pytest.raises(RunFailed, match="id_in_other_namespace"):
             await (await parent.submit()).result(10)

@@ -1,4 +1,4 @@
-"""Budgets and limits of an app with a namespace of its own: declared, spent and waited for there."""
+"""Budgets and limits of an app with its own namespace: declared, spent and waited for there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_an_app_spends_in_its_own_namespace() -> None:
         await world.assert_invariants()
 
 
-async def test_a_run_that_sleeps_for_its_budget_goes_on_when_that_has_room() -> None:
+async def test_a_run_that_sleeps_for_its_budget_resumes_when_there_is_capacity() -> None:
     async with World(app) as world:
         assert await (await think.submit(90)).result() == "thought 90"
         run = await think.submit(20)

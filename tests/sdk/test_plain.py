@@ -1,4 +1,4 @@
-"""Plain `def` handlers: they can do what `async def` handlers can, through `ctx.sync`."""
+"""Plain `def` handlers have the features of `async def` handlers through `ctx.sync`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Quorum, Retry, RunFailed, current
 from flowfabric.testing.world import World
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 app = Fabric("sqlite:////nowhere/at/all.db")
 effects: list[str] = []
@@ -112,7 +112,7 @@ async def test_finished_steps_do_not_run_again_and_run_in_the_handlers_own_threa
     assert effects[2:] == ["fetch 7"]
 
 
-async def test_a_sleep_of_days_takes_no_thread_and_no_time() -> None:
+async def test_a_sleep_of_days_occupies_no_thread_and_no_time() -> None:
     async with World(app, slots=1):
         runs = [await nap.submit() for _ in range(3)]
         for before, after in await asyncio.gather(*(run.result() for run in runs)):
@@ -121,7 +121,7 @@ async def test_a_sleep_of_days_takes_no_thread_and_no_time() -> None:
     assert len(set(effects)) == 3, "ids and numbers are the same after the sleep"
 
 
-async def test_people_are_asked() -> None:
+async def test_a_plain_handler_asks_for_approval() -> None:
     async with World(app) as world:
         run = await deploy.submit()
         gate = await world.approval(run, "approve")
@@ -132,7 +132,7 @@ async def test_people_are_asked() -> None:
     assert len(links[0]) == 2
 
 
-async def test_children_gather_and_race() -> None:
+async def test_a_plain_handler_gathers_and_races_children() -> None:
     async with World(app) as world:
         assert await (await family.submit()).result() == ([4, 6, None], 8, 10)
         await world.assert_invariants()
@@ -148,7 +148,7 @@ async def test_branches_in_threads_keep_their_own_results() -> None:
     assert len(effects) == 2
 
 
-async def test_progress_and_streams() -> None:
+async def test_a_plain_handler_reports_progress_and_streams() -> None:
     async with World(app):
         run = await talking.submit()
         assert await run.result() == "never twice"
@@ -156,7 +156,7 @@ async def test_progress_and_streams() -> None:
         assert [frame.text async for frame in run.stream("answer")] == ["never ", "twice"]  # type: ignore[union-attr]
 
 
-async def test_a_blocking_method_on_the_loop_is_refused_with_the_way_out() -> None:
+async def test_a_blocking_method_on_the_loop_is_refused_with_the_alternative() -> None:
     @app.task(name="mistaken")
     async def mistaken(ctx: Context) -> None:
         ctx.sync.sleep("1s")
@@ -176,7 +176,7 @@ async def test_plain_handlers_wait_and_step_on_every_store(app: Fabric) -> None:
         time.sleep(0.001)
         return f"{n} {got}"
 
-    async with working(app, slots=4):
+    async with running_worker(app, slots=4):
         runs = [await function.submit(n) for n in range(4)]
         for run in runs:
             await run.signal("go", "went")

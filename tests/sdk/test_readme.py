@@ -1,4 +1,4 @@
-"""The durable function of the README does what the README says."""
+"""The durable function of the README behaves as the README says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_two_people_approve_and_it_is_charged_once(page: Any) -> None:
         await world.assert_invariants()
 
 
-async def test_silence_is_a_no(page: Any) -> None:
+async def test_an_approval_of_the_readme_without_an_answer_is_denied(page: Any) -> None:
     async with World(page.app) as world:
         run = await page.purchase.submit("3 apples")
         await world.advance("3d")
@@ -34,7 +34,7 @@ async def test_silence_is_a_no(page: Any) -> None:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The block as a module."""
+    """Load the code block as a module."""
     marks = r"<!-- durable:begin -->\n```python\n(.*?)```\n<!-- durable:end -->"
     block = re.search(marks, README.read_text(), re.DOTALL)
     assert block is not None

@@ -1,4 +1,4 @@
-"""Values by their annotation, to JSON and back; the short way says the same as the long one."""
+"""Values are encoded and decoded by their annotation; the fast path equals the general one."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Model(pydantic.BaseModel):
 class Stranger: ...
 
 
-def told(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the words in which it refuses."""
+def outcome_of(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or its error message."""
     try:
         return call()
     except InvalidInput as refused:
@@ -109,26 +109,26 @@ WRONG: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("value", "annotation"), FITTING + WRONG)
-def test_json_is_the_same_whichever_way_it_is_made(value: Any, annotation: Any) -> None:
+def test_both_encoders_write_the_same_json(value: Any, annotation: Any) -> None:
     shape = ValueCodec(annotation)
-    assert told(lambda: shape.to_json(value, "it")) == told(lambda: json_bytes(shape.dump(value, "it")))
+    assert outcome_of(lambda: shape.to_json(value, "it")) == outcome_of(lambda: json_bytes(shape.dump(value, "it")))
 
 
 @pytest.mark.parametrize(("value", "annotation"), FITTING)
-def test_a_value_comes_back_whichever_way_it_is_read(value: Any, annotation: Any) -> None:
+def test_both_decoders_read_a_value_back(value: Any, annotation: Any) -> None:
     shape = ValueCodec(annotation)
     data = shape.to_json(value, "it")
     assert shape.from_json(data, "it") == shape.load(from_json(data), "it")
 
 
 @pytest.mark.parametrize(("data", "annotation"), [(b'"a"', int), (b"null", int), (b"1.5", int), (b'{"n":[]}', Named)])
-def test_json_that_does_not_fit_is_refused_in_the_same_words(data: bytes, annotation: Any) -> None:
+def test_both_decoders_refuse_invalid_json_with_the_same_message(data: bytes, annotation: Any) -> None:
     shape = ValueCodec(annotation)
     with pytest.raises(InvalidInput, match="it: Expected") as refused:
         shape.from_json(data, "it")
-    assert str(refused.value) == told(lambda: shape.load(from_json(data), "it"))
+    assert str(refused.value) == outcome_of(lambda: shape.load(from_json(data), "it"))
 
 
-def test_no_json_is_null() -> None:
+def test_missing_json_is_null() -> None:
     assert ValueCodec(int | None).from_json(None, "it") is None
     assert ValueCodec(Any).from_json(b"", "it") is None

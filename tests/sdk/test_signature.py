@@ -1,4 +1,4 @@
-"""Parameters of a handler on their way in and out of JSON; the short ways say the same as the long ones."""
+"""Parameters of a handler are encoded to JSON and decoded; the fast paths equal the general ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def signature(handler: Callable[..., Any]) -> Signature:
     return Signature(handler, Context)
 
 
-def test_what_was_dumped_is_loaded() -> None:
+def test_encoded_arguments_are_decoded() -> None:
     short = signature(plain)
     given = {"n": 1, "day": date(2026, 1, 2), "names": {3: "c"}}
     payload = b'{"n":1,"day":"2026-01-02","names":{"3":"c"}}'
@@ -55,9 +55,7 @@ def test_what_was_dumped_is_loaded() -> None:
         (b'{"n":1,"day":"soon","names":{}}', "day: Invalid RFC3339 encoded date"),
     ],
 )
-def test_what_is_wrong_is_named_whichever_way_it_was_read(
-    handler: Callable[..., Any], payload: bytes, words: str
-) -> None:
+def test_both_decoders_name_what_is_invalid(handler: Callable[..., Any], payload: bytes, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         signature(handler).load(payload)
 
@@ -88,7 +86,7 @@ def test_arguments_get_the_names_of_their_parameters_in_order(
         (by_name, (1, 2), {}, "too many positional arguments"),
     ],
 )
-def test_a_call_that_does_not_fit_is_refused_in_the_words_of_python(
+def test_a_call_that_does_not_match_the_signature_is_refused_with_pythons_message(
     handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
@@ -117,7 +115,7 @@ def counted(n: Positive, m: list[Annotated[int, ["words"]]] | None = None) -> No
         (counted, {"n": 0}, "n: "),
     ],
 )
-def test_what_an_annotation_asks_of_a_value_is_checked(
+def test_constraints_of_an_annotation_are_checked(
     handler: Callable[..., Any], given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidInput, match=f"^invalid_input: {told}"):
@@ -126,7 +124,7 @@ def test_what_an_annotation_asks_of_a_value_is_checked(
         signature(handler).load(json_bytes(given))
 
 
-def test_values_that_are_as_their_annotations_ask_come_back() -> None:
+def test_values_that_match_their_annotations_are_read_back() -> None:
     given = {"n": 1, "names": ["ana"], "m": 2}
 
     assert signature(bounded).context_name == "ctx"

@@ -1,4 +1,4 @@
-"""Blocking twins: for scripts without a loop, and for threads while a loop runs elsewhere."""
+"""Blocking variants: for scripts without a loop, and for threads while a loop runs elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowfabric import Context, Fabric, RunCancelled
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
 from flowfabric.testing.world import World
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 world_app = Fabric("sqlite:////nowhere/at/all.db")
 
@@ -70,7 +70,7 @@ async def test_a_thread_uses_the_loop_that_runs_elsewhere(app: Fabric) -> None:
     def in_thread() -> list[int]:
         return [double.sync.submit(n).result(timeout=20) for n in range(3)]
 
-    async with working(app):
+    async with running_worker(app):
         assert await asyncio.to_thread(in_thread) == [0, 2, 4]
 
 
@@ -79,7 +79,7 @@ async def test_a_plain_handler_submits_other_work_and_waits_for_it() -> None:
         assert await (await outer.submit(4)).result() == 50
 
 
-async def test_a_run_can_be_watched_and_ended_without_a_loop(app: Fabric) -> None:
+async def test_a_run_can_be_observed_and_cancelled_without_a_loop(app: Fabric) -> None:
     @app.task
     async def never() -> None: ...
 
@@ -112,7 +112,7 @@ async def test_a_stream_is_an_iterator(app: Fabric) -> None:
     def in_thread() -> list[str]:
         return [one.text for one in talk.sync.submit().stream("answer") if isinstance(one, OutputFrame)]
 
-    async with working(app):
+    async with running_worker(app):
         assert await asyncio.to_thread(in_thread) == ["one", "two"]
 
 

@@ -1,4 +1,4 @@
-"""Tasks: what is submitted is checked, kept, run and answered with its type."""
+"""Tasks: submitted input is validated, stored, run, and answered with a typed result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Fatal, Retry, RetryAfter, RunCancelled, RunExpired, RunFailed, current, errors
 from flowfabric.model.states import AttemptRecordState, PublicState
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Options(TypedDict):
     loud: bool
 
 
-async def test_a_result_comes_back_with_its_type(app: Fabric) -> None:
+async def test_a_result_is_returned_with_its_type(app: Fabric) -> None:
     @app.task
     async def send(ctx: Context, mail: Mail) -> Receipt:
         return Receipt(id=f"{mail.to}x{mail.copies}", sent=datetime(2026, 1, 2, tzinfo=UTC))
 
-    async with working(app):
+    async with running_worker(app):
         run = await send.submit(Mail("a@b", copies=2))
         assert await run.result(10) == Receipt(id="a@bx2", sent=datetime(2026, 1, 2, tzinfo=UTC))
         assert await run.state() is PublicState.COMPLETED
@@ -48,7 +48,7 @@ async def test_a_plain_function_runs_in_a_thread(app: Fabric) -> None:
         assert current().run_id
         return f"{threading.current_thread() is threading.main_thread()} {options['loud']}"
 
-    async with working(app):
+    async with running_worker(app):
         assert await (await where.submit({"loud": True})).result(10) == "False True"
 
 
@@ -66,7 +66,7 @@ async def test_a_plain_call_involves_no_engine() -> None:
     ("given", "named"),
     [({"mail": {"to": 3}}, "mail"), ({"mail": 7}, "mail"), ({}, "mail"), ({"mail": Mail("a"), "x": 1}, "x")],
 )
-async def test_wrong_input_fails_at_submit_with_the_field_named(
+async def test_invalid_input_fails_at_submit_with_the_field_named(
     app: Fabric, given: dict[str, object], named: str
 ) -> None:
     @app.task
@@ -84,7 +84,7 @@ async def test_a_failure_is_retried_and_then_final(app: Fabric) -> None:
     async def broken(ctx: Context) -> None:
         raise ValueError(f"attempt {ctx.attempt}")
 
-    async with working(app):
+    async with running_worker(app):
         run = await broken.submit()
         with pytest.raises(RunFailed, match="attempt 2"):
             await run.result(20)
@@ -94,12 +94,12 @@ async def test_a_failure_is_retried_and_then_final(app: Fabric) -> None:
     assert {attempt.failure_category for attempt in await run.attempts()} == {"ValueError"}
 
 
-async def test_fatal_ends_at_once(app: Fabric) -> None:
+async def test_fatal_fails_at_once(app: Fabric) -> None:
     @app.task(retry=Retry(max=5, base="1ms"))
     async def hopeless() -> None:
         raise Fatal("bad address")
 
-    async with working(app):
+    async with running_worker(app):
         run = await hopeless.submit()
         with pytest.raises(RunFailed, match="bad address"):
             await run.result(10)
@@ -107,7 +107,7 @@ async def test_fatal_ends_at_once(app: Fabric) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_what_a_handler_wrote_before_it_failed_is_kept(
+async def test_output_written_before_a_failure_is_kept(
     app: Fabric, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     engine = await app.engine()
@@ -128,7 +128,7 @@ async def test_what_a_handler_wrote_before_it_failed_is_kept(
         raise Fatal("bad address")
 
     task: Any = app.task(name="hopeless")(hopeless if asynchronous else plain)
-    async with working(app):
+    async with running_worker(app):
         run = await task.submit()
         with pytest.raises(RunFailed):
             await run.result(10)
@@ -146,7 +146,7 @@ async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
             raise RetryAfter(0.01)
         return len(calls)
 
-    async with working(app):
+    async with running_worker(app):
         run = await polite.submit()
         assert await run.result(20) == 3
     assert calls == [0, 0, 0]
@@ -156,7 +156,7 @@ async def test_retry_after_waits_and_costs_no_attempt(app: Fabric) -> None:
 @pytest.mark.parametrize(
     ("after", "ms"), [("120", 120_000), (1.5, 1500), ("2m", 120_000), (timedelta(hours=1), 3_600_000)]
 )
-def test_retry_after_takes_what_servers_and_people_write(after: Any, ms: int) -> None:
+def test_retry_after_accepts_http_and_human_formats(after: Any, ms: int) -> None:
     assert RetryAfter(after).after_ms == ms
 
 
@@ -167,7 +167,7 @@ async def test_a_timeout_fails_the_attempt_and_is_retried(app: Fabric) -> None:
             await asyncio.sleep(60)
         return "second"
 
-    async with working(app):
+    async with running_worker(app):
         run = await slow.submit()
         assert await run.result(20) == "second"
     assert (await run.attempts())[0].failure_category == "timeout"
@@ -185,7 +185,7 @@ async def test_a_key_makes_submitting_idempotent(app: Fabric) -> None:
     assert (first.created, again.created) == (True, False)
 
 
-async def test_a_key_is_the_tasks_own_and_holds_on_every_lane(app: Fabric) -> None:
+async def test_a_key_belongs_to_its_task_and_holds_on_every_lane(app: Fabric) -> None:
     @app.task
     async def order(n: int) -> int:
         return n
@@ -200,12 +200,12 @@ async def test_a_key_is_the_tasks_own_and_holds_on_every_lane(app: Fabric) -> No
 
     assert (other.created, other.id == first.id) == (True, False)
     assert (again.created, again.id == first.id) == (False, True)
-    async with working(app):
+    async with running_worker(app):
         assert (await first.result(20), await other.result(20)) == (1, "broken")
 
 
 @pytest.mark.parametrize("key", ["", 7])
-async def test_a_key_that_tells_nothing_apart_is_refused(app: Fabric, key: Any) -> None:
+async def test_a_key_that_distinguishes_nothing_is_refused(app: Fabric, key: Any) -> None:
     @app.task
     async def order(n: int) -> int:
         return n
@@ -214,7 +214,7 @@ async def test_a_key_that_tells_nothing_apart_is_refused(app: Fabric, key: Any) 
         order.options(key=key)
 
 
-async def test_waiting_for_a_child_needs_no_slot(app: Fabric) -> None:
+async def test_waiting_for_a_child_occupies_no_slot(app: Fabric) -> None:
     @app.task
     async def leaf(n: int) -> int:
         return n * 2
@@ -227,7 +227,7 @@ async def test_waiting_for_a_child_needs_no_slot(app: Fabric) -> None:
     def plain(ctx: Context, n: int) -> int:
         return ctx.sync.spawn(branch, n).result() + 1
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         assert await (await plain.submit(3)).result(20) == 8
 
 
@@ -240,7 +240,7 @@ async def test_many_are_submitted_at_once_and_each_runs_once(app: Fabric) -> Non
         return n
 
     runs = await note.submit_many(range(300))
-    async with working(app, slots=50):
+    async with running_worker(app, slots=50):
         results = await asyncio.gather(*(run.result(30) for run in runs))
 
     assert results == list(range(300))
@@ -255,12 +255,12 @@ async def test_a_delayed_run_waits_and_a_deadline_ends_it(app: Fabric) -> None:
     assert await run.state() is PublicState.DELAYED
 
     gone = await later.options(delay="1h", deadline=datetime.now(UTC) + timedelta(milliseconds=5)).submit()
-    async with working(app):  # a worker sees to it that somebody sweeps
+    async with running_worker(app):  # A worker makes sure that a sweeper runs.
         with pytest.raises(RunExpired):
             await gone.result(20)
 
 
-async def test_a_cancelled_run_says_so_and_its_handler_stops(app: Fabric) -> None:
+async def test_a_cancelled_run_is_reported_and_its_handler_stops(app: Fabric) -> None:
     started, stopped = asyncio.Event(), asyncio.Event()
 
     @app.task
@@ -271,7 +271,7 @@ async def test_a_cancelled_run_says_so_and_its_handler_stops(app: Fabric) -> Non
         finally:
             stopped.set()
 
-    async with working(app, lease_ttl="300ms"):
+    async with running_worker(app, lease_ttl="300ms"):
         run = await endless.submit()
         await asyncio.wait_for(started.wait(), 10)
         await run.cancel("no longer needed")
@@ -280,7 +280,7 @@ async def test_a_cancelled_run_says_so_and_its_handler_stops(app: Fabric) -> Non
         await asyncio.wait_for(stopped.wait(), 10)
 
 
-async def test_waiting_for_a_result_ends_with_the_timeout_and_the_run_goes_on(app: Fabric) -> None:
+async def test_waiting_for_a_result_times_out_and_the_run_continues(app: Fabric) -> None:
     @app.task
     async def never() -> None: ...
 
@@ -300,7 +300,7 @@ async def test_two_tasks_of_one_name_are_refused(app: Fabric) -> None:
         async def other() -> None: ...
 
 
-async def test_a_child_is_cancelled_by_its_parent_and_afterwards_by_anybody(app: Fabric) -> None:
+async def test_a_child_is_cancelled_by_its_parent_and_afterwards_by_any_caller(app: Fabric) -> None:
     kept: list[Any] = []
 
     @app.task
@@ -318,7 +318,7 @@ async def test_a_child_is_cancelled_by_its_parent_and_afterwards_by_anybody(app:
         kept.append(await ctx.spawn(child, 7200))
         return str(ended.value.terminal_outcome)
 
-    async with working(app):
+    async with running_worker(app):
         assert await (await parent.submit()).result(20) == "success"
         [late] = kept
         await late.cancel("its parent has ended")

@@ -1,7 +1,7 @@
-"""What editors and type checkers know: results, parameters, and calls that are wrong.
+"""What editors and type checkers infer: results, parameters, and invalid calls.
 
-The functions below are checked, never run: `assert_type` has to hold, and each `type: ignore` has to be needed. mypy
-looks at them in `./dev check`, and pyright, which is what editors use, in the tests at the end.
+The functions below are checked and never run: `assert_type` has to hold, and each `type: ignore` has to be needed. mypy
+checks them in `./dev check`, and pyright, which editors use, in the tests at the end.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(ctx.sync.gather([counting.s(1)], join=Quorum(1)), list[int | None])
     assert_type(await ctx.race(counting.s(1), counting.s(2)), int)
     assert_type(ctx.sync.race(counting.s(1)), int)
-    of_two_kinds: object = await ctx.race(counting.s(1), blocking.s(2))  # the first may be of any of them
+    of_two_kinds: object = await ctx.race(counting.s(1), blocking.s(2))  # The first may be of any of these types.
     print(of_two_kinds, await ctx.gather(counting.s(1), blocking.s(2)))
     assert_type(await ctx.now(), int)
     assert_type(ctx.stream("answer").text(), str)
@@ -146,7 +146,7 @@ async def knows_flows() -> None:
     assert_type(run[node], Run[int])
 
 
-def test_what_is_checked_is_there() -> None:
+def test_the_checked_functions_exist() -> None:
     checked: list[Any] = [
         knows_runs,
         knows_plain_calls,
@@ -160,7 +160,7 @@ def test_what_is_checked_is_there() -> None:
 
 
 def pyright(file: Path, folder: Path) -> list[tuple[int, str]]:
-    """What pyright finds wrong in a file: line and rule."""
+    """Return the line and rule of each error that pyright finds in a file."""
     settings = {
         "include": [str(file)],
         "extraPaths": [str(ROOT / "src"), str(ROOT)],
@@ -180,7 +180,7 @@ def test_pyright_agrees(tmp_path: Path) -> None:
     assert pyright(Path(__file__), tmp_path) == []
 
 
-def test_pyright_would_not_agree_with_anything(tmp_path: Path) -> None:
+def test_pyright_reports_errors_in_invalid_code(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text(
         "from typing import assert_type\n"

@@ -1,4 +1,4 @@
-"""Submitting inside the caller's own transaction: kept with it, lost with it, and seen by nobody before."""
+"""Submitting inside the caller's own transaction: committed and rolled back with it, and invisible before."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from flowfabric import Fabric, Settings, Task, errors
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 
 @pytest.fixture
 async def pg_app(database: str) -> AsyncIterator[Fabric]:
-    async with Fabric(database, settings=Settings(poll_ms=60_000)) as app:  # so that only a hint can be quick
+    async with Fabric(database, settings=Settings(poll_ms=60_000)) as app:  # so that only a notification can be quick
         yield app
 
 
@@ -120,10 +120,10 @@ async def seen(app: Fabric) -> list[str]:
 
 
 @EACH
-async def test_a_run_exists_when_the_transaction_commits_and_then_a_waiting_worker_hears_of_it(
+async def test_a_run_exists_once_the_transaction_commits_and_wakes_a_waiting_worker(
     pg_app: Fabric, greet: Task[[str], str], database: str, connecting: Any
 ) -> None:
-    async with working(pg_app), connecting(database) as (connection, commit, _):
+    async with running_worker(pg_app), connecting(database) as (connection, commit, _):
         run = await greet.submit("ana", using=connection)
         many = await greet.options(using=connection).submit_many(["bo", "cy"])
         assert await seen(pg_app) == []
@@ -144,7 +144,7 @@ async def test_a_transaction_that_is_rolled_back_leaves_nothing(
 
 
 @EACH
-async def test_a_key_holds_within_one_transaction_and_against_what_others_committed(
+async def test_a_key_holds_within_one_transaction_and_against_committed_runs(
     pg_app: Fabric, greet: Task[[str], str], database: str, connecting: Any
 ) -> None:
     before = await greet.options(key="old").submit("ana")
@@ -158,7 +158,7 @@ async def test_a_key_holds_within_one_transaction_and_against_what_others_commit
     assert sorted(await seen(pg_app)) == sorted([first.id, before.id])
 
 
-async def test_of_two_transactions_with_one_key_the_second_finds_the_first(
+async def test_the_second_of_two_transactions_with_one_key_finds_the_first(
     pg_app: Fabric, greet: Task[[str], str], database: str, rival: Any
 ) -> None:
     async with of_asyncpg(database) as (one, commit_one, _), of_asyncpg(database) as (two, commit_two, _):
@@ -170,25 +170,26 @@ async def test_of_two_transactions_with_one_key_the_second_finds_the_first(
             pid = one.get_server_pid()
             return bool(await rival.fetch("select 1 from pg_stat_activity where $1 = any(pg_blocking_pids(pid))", pid))
 
-        await until(waits)
+        await wait_until(waits)
         await commit_one()
         run = await second
-        await two.execute("insert into own values (1)")  # the transaction goes on
+        await two.execute("insert into own values (1)")  # The transaction continues.
         await commit_two()
     assert (run.id, run.created) == (first.id, False)
 
 
 @pytest.mark.parametrize("isolation", ["repeatable_read", "serializable"])
-async def test_a_transaction_that_cannot_see_the_run_with_its_key_is_to_be_begun_anew(
+async def test_a_transaction_that_cannot_see_the_run_with_its_key_has_to_be_retried(
     pg_app: Fabric, greet: Task[[str], str], database: str, isolation: Any
 ) -> None:
     async with of_asyncpg(database, isolation) as (connection, _, rollback):
-        await connection.execute("create temporary table own (n int) on commit drop")  # from now on it sees nothing new
+        # From now on its snapshot is fixed.
+        await connection.execute("create temporary table own (n int) on commit drop")
         before = await greet.options(key="k").submit("ana")
         async with asyncio.timeout(10):
             with pytest.raises(errors.RetryExhausted, match="begin it anew"):
                 await greet.options(key="k").submit("bo", using=connection)
-        await connection.execute("insert into own values (1)")  # the caller may go on without
+        await connection.execute("insert into own values (1)")  # The caller may continue without it.
         await rollback()
     async with of_asyncpg(database, isolation) as (connection, commit, _):
         run = await greet.options(key="k").submit("bo", using=connection)
@@ -196,7 +197,7 @@ async def test_a_transaction_that_cannot_see_the_run_with_its_key_is_to_be_begun
     assert (run.id, run.created) == (before.id, False)
 
 
-async def test_a_view_that_cannot_await_submits_within_its_session(
+async def test_a_blocking_view_submits_within_its_session(
     pg_app: Fabric, greet: Task[[str], str], database: str
 ) -> None:
     engine = create_engine(database.replace("postgresql://", "postgresql+psycopg://"))
@@ -217,7 +218,7 @@ async def test_a_view_that_cannot_await_submits_within_its_session(
     assert await seen(pg_app) == [kept]
 
 
-async def test_other_things_are_refused_and_change_nothing(
+async def test_other_objects_are_refused_and_change_nothing(
     pg_app: Fabric, greet: Task[[str], str], database: str
 ) -> None:
     bare = await asyncpg.connect(database)
@@ -236,7 +237,7 @@ async def test_other_things_are_refused_and_change_nothing(
     assert await seen(pg_app) == []
 
 
-async def test_a_store_elsewhere_cannot_join(tmp_path: Any, database: str) -> None:
+async def test_a_transaction_of_another_store_is_refused(tmp_path: Any, database: str) -> None:
     async with Fabric(f"sqlite:///{tmp_path / 'a.db'}") as app, of_asyncpg(database) as (connection, _, _):
 
         @app.task

@@ -1,4 +1,4 @@
-"""The world: hours pass in no time, and every run of it is the same."""
+"""The test world: hours pass at once, and every run with one seed is the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_time_stands_still_while_a_thread_works() -> None:
         assert world.now_ms() - start < 1000
 
 
-async def test_the_work_of_a_killed_worker_is_taken_over_when_its_lease_lapses() -> None:
+async def test_the_work_of_a_killed_worker_is_taken_over_when_its_lease_expires() -> None:
     async with World(app, workers=0) as world:
         doomed = world.start_worker()
         run = await long.submit()
@@ -61,7 +61,7 @@ async def test_the_work_of_a_killed_worker_is_taken_over_when_its_lease_lapses()
         await world.assert_invariants()
 
 
-async def test_two_worlds_of_one_seed_are_alike() -> None:
+async def test_two_worlds_with_one_seed_are_identical() -> None:
     async def life() -> list[str]:
         async with World(app, seed=7):
             runs = [await stubborn.submit() for _ in range(3)]
@@ -71,7 +71,7 @@ async def test_two_worlds_of_one_seed_are_alike() -> None:
     assert await life() == await life()
 
 
-async def test_afterwards_the_app_is_as_it_was() -> None:
+async def test_the_app_is_restored_afterwards() -> None:
     async with World(app):
         pass
     assert app.url == "sqlite:////nowhere/at/all.db"

@@ -1,4 +1,4 @@
-"""Plain code in a world: threads take turns, so that equal seeds give equal runs, and `settle` waits for them."""
+"""Blocking code in a test world: threads take turns, so that equal seeds give equal runs; `settle` waits for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flaky(name: str) -> str:
 
 @app.task(retry=Retry(max=3, base="1m", jitter=True))
 async def mixed(ctx: Context, number: int) -> list[str]:
-    """Steps of unequal length side by side: the first takes longest."""
+    """Run steps of unequal length concurrently: the first takes longest."""
     lengths = [0.004, 0.0, 0.001, 0.002]
     names = [f"{number}.{place}" for place in range(4)]
     done = await asyncio.gather(
@@ -52,7 +52,7 @@ def plain(ctx: Context, number: int) -> str:
 
 
 async def life(seed: int) -> list[Any]:
-    """All that can be told of a run of this seed: what plain code did, in order, and every event of every execution."""
+    """Return everything observable of a run with this seed: blocking calls in order, and every event."""
     ORDER.clear()
     async with World(app, seed=seed, workers=2) as world:
         runs: list[Run[Any]] = [await mixed.submit(number) for number in range(4)]
@@ -64,7 +64,7 @@ async def life(seed: int) -> list[Any]:
         return [results, told, attempts, [*ORDER], world.now_ms()]
 
 
-async def test_twenty_four_worlds_of_one_seed_are_alike_down_to_the_order_of_plain_steps() -> None:
+async def test_twenty_four_worlds_of_one_seed_have_the_same_order_of_blocking_steps() -> None:
     lives = [await life(11) for _ in range(24)]
 
     for other in lives[1:]:
@@ -73,7 +73,7 @@ async def test_twenty_four_worlds_of_one_seed_are_alike_down_to_the_order_of_pla
     assert await life(12) != lives[0]
 
 
-async def test_settle_waits_for_plain_steps() -> None:
+async def test_settle_waits_for_blocking_steps() -> None:
     done = []
 
     def slow(number: int) -> int:
@@ -93,14 +93,14 @@ async def test_settle_waits_for_plain_steps() -> None:
         assert await run.state() == "completed"
 
 
-async def test_settle_lets_plain_handlers_come_to_their_wait() -> None:
+async def test_settle_runs_blocking_handlers_up_to_their_wait() -> None:
     async with World(app) as world:
         run = await plain.submit(1)
         await world.settle()
         assert await run.state() == "suspended"
 
 
-async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocking_code_that_waits_for_other_blocking_code_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_time, "STUCK_S", 0.05)
     told = threading.Event()
 
@@ -121,7 +121,7 @@ async def test_plain_code_that_waits_for_other_plain_code_goes_on(monkeypatch: p
         assert await run.result() == [True, True]
 
 
-async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settle_reports_blocking_code_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_time, "STUCK_S", 0.02)
     monkeypatch.setattr(virtual_time, "IDLE_TIMEOUT_S", 0.1)
     may_end = threading.Event()
@@ -138,14 +138,14 @@ async def test_settle_says_so_when_plain_code_does_not_come_back(monkeypatch: py
         assert await run.result() is True
 
 
-async def test_a_busy_loop_does_not_keep_plain_code_from_its_turn() -> None:
+async def test_a_busy_loop_does_not_starve_blocking_code() -> None:
     async with World(app):
         run = await plain.submit(1)
         while await run.state() != "suspended":  # noqa: ASYNC110 - the loop is kept busy on purpose
             await asyncio.sleep(0)
 
 
-async def test_plain_code_that_was_cancelled_before_its_turn_never_runs() -> None:
+async def test_blocking_code_that_was_cancelled_before_its_turn_never_runs() -> None:
     ran: list[int] = []
     async with World(app):
         first = asyncio.ensure_future(asyncio.to_thread(ran.append, 1))
@@ -169,7 +169,7 @@ async def test_a_world_has_the_settings_of_its_app() -> None:
         )
 
 
-async def test_what_ended_is_kept_in_a_world_as_long_as_the_app_says() -> None:
+async def test_finished_runs_are_kept_in_a_world_as_long_as_the_app_says() -> None:
     own = Fabric("memory://", settings=Settings(retention_ms=60_000))
 
     @own.task

@@ -1,1 +1,1 @@
-"""Random lives of executions, played on several stores at once and beside a naive second telling."""
+"""Random sequences of operations, run on several stores at once and compared with a naive model."""

@@ -1,6 +1,6 @@
-"""What the lives of executions are drawn from: names, lengths and policies, sound ones and unsound ones.
+"""The values from which operations are drawn: names, durations and policies, valid and invalid ones.
 
-Everything is a sequence to choose from; what stands there more often is chosen more often.
+Every constant is a sequence to choose from; a repeated value is chosen more often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OTHER_SECRET = "ffeeddccbbaa99887766554433221100" * 2
 
 
 def partition(lane: str) -> int:
-    """Where the executions of a lane live here: a lane is one partition, so that the order of its claims is decided."""
+    """Return the partition of a lane: a lane has one partition, so that the order of its claims is deterministic."""
     return solo_partition(LaneId(lane), PartitionCounts())
 
 

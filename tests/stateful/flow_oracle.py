@@ -1,8 +1,9 @@
-"""The second telling of flows: joins, skips, data passing and replays, read from the specification (2.5 to 2.12, 4).
+"""The flow oracle: joins, skips, data passing and replays, written from the specification (2.5 to 2.12, 4).
 
-It knows nothing of rules, rows or folds: members, edges and joins are objects in dictionaries, and one end after the
-other is told to each who waits for it. Siblings of a fired join are cancelled when the ends at hand have been told.
-Or everything is late: ends are told one by one, a pass finds what was not told, and another one cancels siblings.
+It knows nothing of rules, rows or folds: members, edges and joins are objects in dictionaries, and outcomes are
+dispatched to their dependents one by one. Siblings of a fired join are cancelled when the present outcomes have been
+dispatched. In the late variant outcomes are dispatched one by one, a pass finds what was not dispatched, and another
+one cancels siblings.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Edge:
     def __init__(self, upstream: str, downstream: str, kind: str, *, passes: bool) -> None:
         self.upstream, self.downstream, self.kind, self.passes = upstream, downstream, kind, passes
         self.state = "unsatisfied"
-        self.known_at = 0  # since when the end of the upstream, if it has ended, could have been told
+        self.known_at = 0  # since when the outcome of the upstream, if it has finished, could have been dispatched
 
-    def ends_well(self, outcome: str) -> bool:
+    def satisfies(self, outcome: str) -> bool:
         return self.kind == "any_outcome" or (outcome == "success") == (self.kind == "success_only")
 
 
@@ -50,7 +51,7 @@ class Join:
         self.siblings: list[str] | None = None  # to be cancelled
 
     @property
-    def asks_too_much(self) -> bool:
+    def requires_too_much(self) -> bool:
         return self.kind != "all_of" and self.k > self.n
 
     def evaluate(self) -> str:
@@ -76,7 +77,7 @@ class FlowOracle:
     def join(self, name: str) -> Join:
         return self.joins.setdefault(name, Join())
 
-    # -- what callers do ----------------------------------------------------------------------------------------------
+    # -- operations of callers ----------------------------------------------------------------------------------------
 
     def apply(self, edge_id: str, edge: Edge) -> None:
         join, child = self.join(edge.downstream), self.members[edge.downstream]
@@ -116,7 +117,7 @@ class FlowOracle:
         member.result, member.attempt, member.replays = None, "pending_replay_attempt", member.replays + 1
         if was != "skipped":
             return
-        if self.joins[name].asks_too_much:  # it is skipped again, and its join stays as it is
+        if self.joins[name].requires_too_much:  # It is skipped again, and its join stays as it is.
             member.state, member.attempt = "skipped", "none"
             self._over(name)
             return
@@ -133,16 +134,16 @@ class FlowOracle:
         else:
             self._flag(name)
 
-    # -- what the system does by itself -------------------------------------------------------------------------------
+    # -- background work ----------------------------------------------------------------------------------------------
 
-    def carry_on(self) -> None:
-        """Tell every end to those who wait for it, until nothing follows from it any more."""
+    def dispatch_all(self) -> None:
+        """Dispatch every outcome to its dependents until nothing follows from it."""
         self._tell_ended()
         while self.cancel_siblings():
             self._tell_ended()
 
-    def tell(self, name: str) -> None:
-        """Tell how one member has ended, if it has, and how those end who are skipped by that."""
+    def dispatch(self, name: str) -> None:
+        """Dispatch the outcome of one member, if it has finished, and those of the members skipped by it."""
         self._ended.clear()
         if self.members[name].is_over:
             self._ended.append(name)
@@ -155,7 +156,7 @@ class FlowOracle:
                 self._resolve(self.edges[edge_id])
 
     def cancel_siblings(self) -> bool:
-        """Cancel those whom fired joins no longer need; whether there were any such joins."""
+        """Cancel the siblings that fired joins no longer need; return True if there were such joins."""
         fired = [join for _, join in sorted(self.joins.items()) if join.siblings is not None]
         for join in fired:
             siblings, join.siblings = join.siblings or [], None
@@ -165,7 +166,7 @@ class FlowOracle:
         return bool(fired)
 
     def reconcile(self) -> None:
-        """Find the edges whose upstream has ended and that were not told of it."""
+        """Find the edges whose upstream has finished and whose outcome was not dispatched."""
         self._ended.clear()
         found = [key for key, edge in self.edges.items() if self.members[edge.upstream].is_over]
         for edge_id in sorted(found, key=lambda key: (self.edges[key].known_at, key)):
@@ -176,7 +177,7 @@ class FlowOracle:
         if edge.state != "unsatisfied":
             return
         upstream, child, join = self.members[edge.upstream], self.members[edge.downstream], self.joins[edge.downstream]
-        well = edge.ends_well(OUTCOMES[upstream.state])
+        well = edge.satisfies(OUTCOMES[upstream.state])
         edge.state = "satisfied" if well else "impossible"
         join.succeeded += well
         join.skipped += not well and upstream.state == "skipped"

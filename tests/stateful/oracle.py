@@ -1,10 +1,9 @@
-"""The second telling: what every verb answers and does, read from execution.md and written as plainly as possible.
+"""The oracle: what every operation answers and does, written naively from execution.md.
 
-It knows nothing of rules, rows, guards or lines; executions are objects in a dictionary. Two things it has to be told,
-because the specification leaves them open: which identifiers were minted, and whether a claim that had other work at
-hand looked for lapsed leases as well.
-
-This page tells the second half: what becomes of an execution in somebody's hands, and what operators and time do.
+It knows nothing of rules, rows, guards or queues; executions are objects in a dictionary. It receives two facts that
+the specification leaves open: the minted identifiers, and whether a claim that had other work also scanned for expired
+leases.
+This page holds the second half: operations on leased executions, of operators and of time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 from typing import Any
 from unittest.mock import ANY
 
-from tests.stateful.life import SYSTEM, Life, Refused
+from tests.stateful.execution_model import SYSTEM, Life, Refused
 from tests.stateful.oracle_claims import Claiming
 from tests.stateful.players import Call
 
@@ -21,10 +20,10 @@ Triple = tuple[str | None, int | None, str | None]
 
 
 class Oracle(Claiming):
-    """All executions, and every verb."""
+    """All executions, and every operation."""
 
     def answer(self, call: Call, seen: Any, marked: set[str]) -> Any:
-        """What a call answers, in words; `seen` lends the minted ids, `marked` are the leases it found lapsed."""
+        """Return the plain answer of a call; `seen` provides minted ids, `marked` the expired leases it found."""
         self._seen, self._marked = seen, marked
         held = call.given.get("handle")
         try:
@@ -37,7 +36,7 @@ class Oracle(Claiming):
     # -- 4.0 ----------------------------------------------------------------------------------------------------------
 
     def _held(self, given: dict[str, Any]) -> tuple[Life, Triple]:
-        """Whose execution, and what is shown for it."""
+        """Return the execution and the presented fence."""
         if "handle" in given:
             fields = given["handle"].fields
             return self.life(fields.execution_id), (fields.lease_id, fields.lease_epoch, fields.attempt_id)
@@ -194,7 +193,7 @@ class Oracle(Claiming):
         life, triple = self._held(given)
         self._check_lease(life, self._resolve(life, triple, source))
         life.park(self.now, "waiting_children")
-        life.enter(self.now)  # nothing is unresolved
+        life.enter(self.now)  # Nothing is unresolved.
         return {"is": "Moved", "execution_id": life.execution_id, "public_state": "waiting"}
 
     # -- 4.15, 4.16 ---------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ class Oracle(Claiming):
         life.history.append(("revoked", self.now, life.epoch, reason, "operator"))
         return {"is": "Revoked", "lease_id": life.lease["id"], "lease_epoch": life.epoch}
 
-    # -- 4.17, 4.19, 4.20, 3.6: what time does ------------------------------------------------------------------------
+    # -- 4.17, 4.19, 4.20, 3.6: effects of time -----------------------------------------------------------------------
 
     def mark_lease_expired_if_due(self, execution_id: str) -> Any:
         life = self.lives.get(execution_id)
@@ -323,7 +322,7 @@ class Oracle(Claiming):
         }
 
     def _instant(self, life: Life, sweep: str) -> int | None:
-        """When a sweep has something to do with an execution."""
+        """Return when a sweep has something to do with an execution."""
         match sweep:
             case "lease_expiry":
                 return life.lease["expires"] if life.owner == "leased" and life.lease else None
@@ -385,7 +384,7 @@ class Oracle(Claiming):
 
 
 def _read(retry_policy: str) -> Any:
-    """The policy given with a failure; one that cannot be read allows nothing."""
+    """Return the policy given with a failure; an unreadable one allows no retry."""
     try:
         return json.loads(retry_policy)
     except ValueError:
@@ -400,7 +399,7 @@ def _may_retry(policy: dict[str, Any] | None, retries: int, category: str) -> bo
 
 
 def _backoff(backoff: dict[str, Any], retries: int) -> tuple[int, int]:
-    """3.1: the shortest and the longest pause."""
+    """Return the shortest and the longest backoff (3.1)."""
     if backoff.get("type") == "fixed":
         delay = backoff.get("delay_ms", 1000)
     elif backoff.get("type") == "exponential":

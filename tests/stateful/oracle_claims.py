@@ -1,6 +1,6 @@
-"""The second telling, first half: how executions come into being and into somebody's hands.
+"""The oracle, first half: how executions are created, granted and claimed.
 
-Sections 4.1 to 4.8 and 4.18 of execution.md: each verb walks through the numbered checks of its section.
+Sections 4.1 to 4.8 and 4.18 of execution.md: each operation follows the numbered checks of its section.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import ANY
 
 from flowfabric.clock import ManualClock
-from tests.stateful.life import Life, Refused
+from tests.stateful.execution_model import Life, Refused
 
 BLOCKS = {
     "waiting_for_budget": "blocked_by_budget",
@@ -32,8 +32,8 @@ class Claiming:
         self.keys: dict[tuple[int, str, str], tuple[str, int]] = {}
         self.can_sign = False
         self.told: list[tuple[Any, ...]] = []  # completions and operator events
-        self._seen: Any = None  # what was answered, for the ids that were minted
-        self._marked: set[str] = set()  # the leases that were found to have lapsed
+        self._seen: Any = None  # the actual answer, for the minted ids
+        self._marked: set[str] = set()  # the leases that were found expired
 
     @property
     def now(self) -> int:
@@ -232,7 +232,7 @@ class Claiming:
         self, lane_id: str, limit: int, seen: list[Any], capabilities: Iterable[str], lease_ttl_ms: int, **worker: str
     ) -> list[Any]:
         lapsed = {life.execution_id for life in self._lapsed(lane_id)}
-        # With other work at hand a claim may look for lapsed leases of its lane or not; it finds all of them or none.
+        # A claim with other work may or may not scan its lane for expired leases; it finds all of them or none.
         if self._marked or not any(self._candidates(lane_id, set(capabilities))):
             assert self._marked == lapsed, f"{lapsed} had lapsed, {self._marked} were marked"
             self._mark_lapsed(lane_id)
@@ -273,7 +273,7 @@ class Claiming:
             life.mark_expired(self.now)
 
     def _candidates(self, lane_id: str, offered: set[str]) -> list[Life]:
-        """Whatever of the lane this worker could have, best first."""
+        """Return the executions of the lane that this worker could claim, best first."""
         found = [
             life
             for life in self.lives.values()
@@ -282,10 +282,10 @@ class Claiming:
             and not life.is_granted(self.now)
             and (life.is_interrupted() or life.eligibility in ("eligible_now", "blocked_by_route"))
         ]
-        return sorted(found, key=lambda life: life.place)
+        return sorted(found, key=lambda life: life.position)
 
     def _beyond(self, lane_id: str, offered: set[str]) -> list[Life]:
-        """What waits in the lane for somebody who can do more than this worker."""
+        """Return the executions of the lane that require more capabilities than this worker offers."""
         return [
             life
             for life in self.lives.values()
@@ -302,8 +302,8 @@ class Claiming:
         self._mark_lapsed(lane_id)
         offered = set(capabilities)
         looked_at = self._candidates(lane_id, offered) + self._beyond(lane_id, offered)
-        for life in sorted(looked_at, key=lambda life: life.place):
-            if not life.required <= offered:  # and no worker is registered in these lives
+        for life in sorted(looked_at, key=lambda life: life.position):
+            if not life.required <= offered:  # No worker is registered in these sequences.
                 life.vector(self.now, eligibility="blocked_by_route", reason="waiting_for_capable_worker")
                 life.detail = "no connected worker satisfies required_capabilities"
                 continue
@@ -435,7 +435,7 @@ def _holder(worker: dict[str, str], lane: str, ttl: int) -> dict[str, Any]:
 
 
 def _check_policy(policy: Any) -> None:
-    """1.6: what is wrong with a policy."""
+    """Return what is invalid in a policy (1.6)."""
     if isinstance(policy, str):
         raise Refused("invalid_policy_json", **({} if policy == "[]" else {"detail": "malformed"}))
     routing = (policy or {}).get("routing_requirements", {})

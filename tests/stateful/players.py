@@ -1,7 +1,7 @@
-"""Players: engines that are all asked the same, and answer in words that can be compared.
+"""Players: pairs of engines that receive the same calls and answer as comparable plain data.
 
-A player has two engines on one store, as two processes would. Everything that is chance elsewhere is the same for all
-players here: one clock, the same identifiers in the same order, the same dice.
+A player has two engines on one store, like two processes. All randomness is the same for all players: one clock, the
+same identifiers in the same order, the same random numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.api.encoding import variant_name
 from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError
@@ -31,33 +30,33 @@ DUE = ("lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A handle without the store that gave it out, so that every player can have its own."""
+    """A handle without the store that issued it, so that every player can have its own."""
 
     kind: HandleKind
     fields: HandleFields
-    foreign: bool = False  # offered to a store that did not give it out
+    foreign: bool = False  # presented to a store that did not issue it
 
     def handle(self, tag: BackendTag) -> Handle:
         return Handle.mint(BackendTag.VALKEY if self.foreign else tag, self.kind, self.fields)
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One thing that every player is asked to do."""
+    """One call that every player executes."""
 
     verb: str
     given: dict[str, Any]
-    seat: int = 0  # which of a player's engines is asked
+    seat: int = 0  # the index of the player's engine
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a call: the answer itself, and the words that are compared."""
+    """The outcome of a call: the answer itself, and the plain data that is compared."""
 
     answer: Any
     said: Any
 
 
 class SteadyMinter(SeededMinter):
-    """Change ids have dice of their own: how often an engine had to try again is not to change any other id."""
+    """Change ids have a separate random sequence: retries of an engine must not change any other id."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -80,7 +79,7 @@ class Player:
         engine.runtime.random = random.Random(seat).random
         engine.runtime.estimate = StoreClockEstimate(
             monotonic_s=lambda: 0.0
-        )  # it knows what it was told last, and is wrong after a jump
+        )  # It keeps its last estimate, which is wrong after a jump.
         engine.estimate.update(clock.now)
         return engine
 
@@ -89,13 +88,13 @@ class Player:
         self._read_to = dict.fromkeys(Topic, await self.store.feed_end())
 
     async def play(self, call: Call) -> Outcome:
-        """Do it, and say what came of it."""
+        """Execute a call and return its outcome."""
         given = {name: self._own(value) for name, value in call.given.items()}
         try:
             answer = await getattr(self.engines[call.seat], call.verb)(**given)
         except FabricError as refused:
-            return Outcome(refused, self.words(refused))
-        return Outcome(answer, self.words(answer))
+            return Outcome(refused, self.plain(refused))
+        return Outcome(answer, self.plain(answer))
 
     def _own(self, value: Any) -> Any:
         if isinstance(value, Held):
@@ -104,20 +103,20 @@ class Player:
             return [held.handle(self.store.tag) for held in value]
         return value
 
-    def words(self, value: Any) -> Any:
-        """A value as plain data, the same for every store: only the store's own name is left out."""
+    def plain(self, value: Any) -> Any:
+        """Return a value as plain data, the same for every store: only the store's own name is left out."""
         match value:
             case FabricError():
-                facts = {name: self.words(fact) for name, fact in value.facts.items()}
-                return self.words({"refused": value.kind, "detail": value.detail, **facts})
+                facts = {name: self.plain(fact) for name, fact in value.facts.items()}
+                return self.plain({"refused": value.kind, "detail": value.detail, **facts})
             case Handle():
                 return {"handle": value.kind.value, **msgspec.structs.asdict(value.fields)}
             case msgspec.Struct():
-                return {"is": variant_name(type(value)), **self.words(msgspec.structs.asdict(value))}
+                return {"is": type(value).__name__, **self.plain(msgspec.structs.asdict(value))}
             case dict():
-                return {str(name): self.words(one) for name, one in value.items()}
+                return {str(name): self.plain(one) for name, one in value.items()}
             case list() | tuple():
-                return [self.words(one) for one in value]
+                return [self.plain(one) for one in value]
             case Enum():
                 return value.value
             case str():
@@ -125,14 +124,14 @@ class Player:
             case _:
                 return value
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- stored rows ------------------------------------------------------------------------------------------------
 
-    async def sheets(self) -> list[Execution]:
-        """Every execution's row, whoever wrote it last."""
+    async def execution_rows(self) -> list[Execution]:
+        """Return the row of every execution, whoever wrote it last."""
         return [msgspec.structs.replace(row, revision=0) for row in await scan_all(self.store, Execution)]
 
     async def rows(self) -> dict[str, list[Any]]:
-        """Every row of every table but the sheets."""
+        """Return every row of every table except the executions."""
         found: dict[str, list[Any]] = {}
         for table in TABLES:
             if table.row is not Execution:
@@ -141,8 +140,8 @@ class Player:
                 found[table.name] = [msgspec.structs.replace(row, revision=0) if revised else row for row in rows]
         return found
 
-    async def standing(self) -> dict[Any, list[str]]:
-        """Every line in which somebody stands, in order; a store may know lines in which nobody ever stood."""
+    async def queued(self) -> dict[Any, list[str]]:
+        """Return every non-empty queue in order; a store may know queues that were never used."""
         found = {}
         for line in await self.store.queues():
             scan = Scan(Execution, (Where("line", "=", line),), ("rank", "execution_id"), limit=1000)
@@ -151,7 +150,7 @@ class Player:
         return found
 
     async def due(self) -> dict[str, Any]:
-        """What every sweep would find, and when it would look again."""
+        """Return what every sweep would find, and when it would scan again."""
         found = {}
         for column in DUE:
             due = await self.store.due(Execution, column, limit=1000)
@@ -159,9 +158,9 @@ class Player:
         return found
 
     async def news(self) -> dict[Topic, list[FeedEvent]]:
-        """What every feed has told since the last time; in the order of each execution, places left out.
+        """Return what every feed has emitted since the last call, ordered per execution and without positions.
 
-        Leases that lapsed are marked side by side, so between executions any order is right.
+        Expired leases are marked concurrently, so any order between executions is right.
         """
         return {topic: by_execution(await self._news(topic)) for topic in Topic}
 
@@ -175,7 +174,7 @@ class Player:
                 return told
 
     async def histories(self, execution_ids: Sequence[str]) -> dict[str, Any]:
-        """Attempts and leases of each execution, and how it reads."""
+        """Return attempts, leases and views of each execution."""
         engine = self.engines[0]
         return {
             execution_id: (
@@ -190,6 +189,6 @@ class Player:
 
 
 def by_execution(told: list[FeedEvent]) -> list[FeedEvent]:
-    """Events without their places, those of one execution together and in their order."""
+    """Return events without positions, grouped by execution and in order."""
     ordered = sorted(told, key=lambda one: one.event.execution_id)
     return [msgspec.structs.replace(one, position=0) for one in ordered]

@@ -1,4 +1,4 @@
-"""The store that breaks on request does what it was told, and nothing else."""
+"""The fault-injecting store injects exactly the requested faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def names(store: FlakyStore) -> list[str]:
 @pytest.mark.parametrize(
     ("loss", "in_doubt", "written"), [(Loss.REQUEST, False, []), (Loss.UNSURE, True, []), (Loss.REPLY, True, ["sweep"])]
 )
-async def test_a_lost_call_is_lost_as_told(loss: Loss, in_doubt: bool, written: list[str]) -> None:
+async def test_a_lost_call_is_lost_as_requested(loss: Loss, in_doubt: bool, written: list[str]) -> None:
     store = FlakyStore(MemoryStore(ManualClock()))
     store.lose("commit", loss)
 
@@ -43,7 +43,7 @@ async def test_a_lost_call_is_lost_as_told(loss: Loss, in_doubt: bool, written: 
     assert await store.commit([a_change("other")]) != [None]
 
 
-async def test_losses_begin_after_so_many_calls_and_end_after_so_many_more() -> None:
+async def test_losses_start_after_some_calls_and_stop_after_some_more() -> None:
     store = FlakyStore(MemoryStore(ManualClock()))
     store.lose("load", Loss.REPLY, after=1, times=2)
     wants = (Read(Execution, ("e",)),)
@@ -52,11 +52,11 @@ async def test_losses_begin_after_so_many_calls_and_end_after_so_many_more() -> 
     for _ in range(2):
         with pytest.raises(StoreUnavailable) as lost:
             await store.load(wants)
-        assert not lost.value.in_doubt  # nothing could have been written
+        assert not lost.value.in_doubt  # Nothing could have been written.
     await store.load(wants)
 
 
-async def test_a_stopped_call_waits_to_be_let_through() -> None:
+async def test_a_held_call_waits_until_it_is_released() -> None:
     store = FlakyStore(MemoryStore(ManualClock()))
     before, after = store.stop_before("commit"), store.stop_after("commit")
     committing = asyncio.create_task(store.commit([a_change()]))
@@ -71,7 +71,7 @@ async def test_a_stopped_call_waits_to_be_let_through() -> None:
     assert await committing != [None]
 
 
-async def test_chance_breaks_only_writes_and_the_same_ones_for_the_same_seed() -> None:
+async def test_random_losses_hit_only_writes_and_the_same_ones_for_the_same_seed() -> None:
     stores = [FlakyStore(MemoryStore(ManualClock()), rng=random.Random(3), rate=0.5) for _ in range(2)]
     for store in stores:
         for number in range(60):

@@ -1,6 +1,6 @@
-"""The agreement machine with flows: graphs grow, ends travel, members are cancelled and replayed, alike on all stores.
+"""The agreement test with flows: graphs grow, outcomes are dispatched, members are cancelled and replayed.
 
-Dispatch is stopped, as if every process died right after each commit; cascades and sweeps are moves like others.
+Dispatch is disabled, as if every process died right after each commit; cascades and sweeps are moves like others.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
@@ -25,8 +23,8 @@ from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.conftest import emptied
 from tests.stateful import choices as some
 from tests.stateful.players import Player
-from tests.stateful.senses import is_active, is_over
-from tests.stateful.table import live, move
+from tests.stateful.predicates import is_active, is_over
+from tests.stateful.state_machine import live, move, run_drawn_sequences
 from tests.stateful.test_agreement import Agreement
 
 SWEEPS = (
@@ -49,7 +47,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 def _flows() -> tuple[str, ...]:
-    """Two flows where the executions of lane `default` live, and one elsewhere."""
+    """Return two flows on the partition of lane `default`, and one elsewhere."""
     minter, counts, here, there = SeededMinter(3), PartitionCounts(), list[str](), list[str]()
     while len(here) < 2 or not there:
         flow = FlowId(minter.uuid())
@@ -74,7 +72,7 @@ def is_skipped(row: Execution) -> bool:
 
 
 class FlowPlayer(Player):
-    """Two engines that follow nothing up by themselves."""
+    """Two engines that dispatch nothing by themselves."""
 
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = super()._engine(clock, seat)
@@ -189,7 +187,7 @@ class FlowAgreement(Agreement):
     def choose_policy(self, flow: str, pick: int, policy: dict[str, Any]) -> None:
         self.do("set_edge_group_policy", flow_id=flow, downstream=self.pick(pick, is_open), policy=policy)
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- outcomes -----------------------------------------------------------------------------------------------------
 
     @move(weight=8, handle=some.picks, well=some.mostly, result=some.results)
     def finish(self, handle: int, well: bool, result: bytes | None) -> None:
@@ -242,7 +240,7 @@ class FlowAgreement(Agreement):
     def reconcile_siblings(self, flow: str, pick: int) -> None:
         self.do("reconcile_sibling_cancel_group", flow_id=flow, downstream=self.pick(pick, in_flow))
 
-    # -- looks --------------------------------------------------------------------------------------------------------
+    # -- reads --------------------------------------------------------------------------------------------------------
 
     @move(flow=FLOWS, pick=some.picks)
     def look(self, flow: str, pick: int) -> None:
@@ -262,32 +260,22 @@ class FlowAgreement(Agreement):
 
 @pytest.fixture
 def table(own_database: str) -> type[FlowAgreement]:
-    """The machine, with the database of this process."""
+    """The state machine, with the database of this process."""
     return type("FlowAgreementHere", (FlowAgreement,), {"database": own_database})
 
 
 @pytest.mark.timeout(600)
 def test_flows_are_the_same_on_every_store(table: type[FlowAgreement]) -> None:
-    run_state_machine_as_test(
-        table,
-        settings=settings(
-            max_examples=6,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),
-        ),
-    )
+    run_drawn_sequences(table, examples=6, steps=40)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_life_of_flows_is_the_same_on_every_store(table: type[FlowAgreement], seed: int) -> None:
+def test_a_long_sequence_of_flow_operations_is_the_same_on_every_store(table: type[FlowAgreement], seed: int) -> None:
     live(table, seed, steps=150)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_many_long_lives_of_flows_are_the_same_on_every_store(table: type[FlowAgreement]) -> None:
+def test_many_long_sequences_of_flow_operations_are_the_same_on_every_store(table: type[FlowAgreement]) -> None:
     for seed in range(1000, 1300):
         live(table, seed, steps=250)

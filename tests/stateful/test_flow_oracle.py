@@ -1,4 +1,4 @@
-"""Random flows beside the second telling: late edges, parked and replayed members, results handed on."""
+"""Random flows compared with the flow oracle: late edges, parked and replayed members, passed results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LATE_MOVES = MOVES | {"tell": 6, "find": 3, "end_siblings": 2}
 
 
 class Game:
-    """One flow on an engine, and what the second telling says of it."""
+    """One flow on an engine, and its oracle."""
 
     def __init__(self, store: Store, clock: ManualClock, seed: int, *, lively: bool) -> None:
         self.chance = random.Random(seed)
         self.lively = lively
         engine = Engine(store, minter=SeededMinter(seed), settings=Settings(dispatch=lively))
         self.flow = FlowEnv(engine, clock)
-        self.told = FlowOracle()
+        self.oracle = FlowOracle()
         self.held: dict[str, Handle] = {}
         self.log: list[str] = []
 
@@ -44,26 +44,26 @@ class Game:
         moves = self.chance.choices([*MOVES], [*MOVES.values()], k=STEPS)
         for move in moves:
             self.flow.clock.advance_ms(1)
-            self.told.now += 1
+            self.oracle.now += 1
             before = await self._ends()
             if (what := await getattr(self, move)()) is None:
                 continue
             self.log.append(f"{move} {what}")
-            self.told.carry_on()
+            self.oracle.dispatch_all()
             await self._carry_on(before)
             if move in ("edge", "replay"):
                 before = await self._ends()
-                self.told.reconcile()
-                self.told.carry_on()
+                self.oracle.reconcile()
+                self.oracle.dispatch_all()
                 await self.flow.sweep("dependency_reconciler")
                 await self._carry_on(before)
             await self.compare()
 
     async def _ends(self) -> dict[str, str]:
-        return {name: (await self.flow.row(name)).terminal_outcome.value for name in self.told.members}
+        return {name: (await self.flow.row(name)).terminal_outcome.value for name in self.oracle.members}
 
     async def _carry_on(self, before: dict[str, str]) -> None:
-        """Whatever has ended is told to those who wait for it, and siblings are cancelled."""
+        """Dispatch all outcomes and cancel siblings."""
         if self.lively:
             await self.flow.engine.dispatcher.wait_idle()
             return
@@ -76,12 +76,12 @@ class Game:
 
     async def compare(self) -> None:
         seen, expected = dict[str, Any](), dict[str, Any]()
-        for name, member in self.told.members.items():
+        for name, member in self.oracle.members.items():
             row = await self.flow.row(name)
             payload = await self.payload(name)
             seen[name] = (row.public_state.value, row.attempt_state.value, payload)
             expected[name] = (member.state, member.attempt, None if payload is None else member.payload)
-        for name, join in self.told.joins.items():
+        for name, join in self.oracle.joins.items():
             if join.n:
                 seen[f"join {name}"], expected[f"join {name}"] = await self.flow.counts(name), str(join)
         assert seen == expected, "\n".join(self.log[-8:])
@@ -90,56 +90,56 @@ class Game:
         return await self.flow.payload(name)
 
     def pick(self, wanted: Callable[[Member], bool]) -> str | None:
-        found = [name for name, member in self.told.members.items() if wanted(member)]
+        found = [name for name, member in self.oracle.members.items() if wanted(member)]
         return self.chance.choice(found) if found else None
 
-    # -- moves; None when there is nothing to move ------------------------------------------------------------------
+    # -- moves; None if there is nothing to do ----------------------------------------------------------------------
 
     async def add(self) -> str | None:
-        name = NAMES[len(self.told.members) :][:1]
+        name = NAMES[len(self.oracle.members) :][:1]
         if not name:
             return None
         await self.flow.add(name, input_payload=b"orig")
-        self.told.members[name] = Member(b"orig")
+        self.oracle.members[name] = Member(b"orig")
         return name
 
     async def policy(self) -> str | None:
         name = self.pick(lambda member: True)
         if name is None:
             return None
-        # Whether a sibling is cancelled or skipped first is chance when both are carried on at once.
+        # Whether a sibling is cancelled or skipped first is chance if both happen concurrently.
         then = self.chance.choice(("let_run", "let_run" if self.lively else "cancel_remaining"))
         policy: dict[str, Any] = {"kind": self.chance.choice(("all_of", "any_of", "quorum")), "on_satisfied": then}
         if policy["kind"] == "quorum":
             policy["k"] = self.chance.randint(1, 4)
         if policy["kind"] == "all_of":
             del policy["on_satisfied"]
-        if self.told.join(name).staged:
+        if self.oracle.join(name).staged:
             with pytest.raises(errors.InvalidInput, match="edge_group_policy_already_fixed"):
                 await self.flow.set_policy(name, policy)
             return None
         await self.flow.set_policy(name, policy)
-        self.told.joins[name] = Join(**policy)
+        self.oracle.joins[name] = Join(**policy)
         return f"{name} {policy}"
 
     async def edge(self) -> str | None:
-        if len(self.told.members) < 2:
+        if len(self.oracle.members) < 2:
             return None
-        upstream, downstream = sorted(self.chance.sample(sorted(self.told.members), 2))
+        upstream, downstream = sorted(self.chance.sample(sorted(self.oracle.members), 2))
         edge = Edge(upstream, downstream, self.chance.choice(KINDS), passes=self.chance.random() < 0.5)
         ref = "r" if edge.passes else None
         edge_id = await self.flow.stage(upstream, downstream, dependency_kind=edge.kind, data_passing_ref=ref)
-        self.told.join(downstream).staged += 1
+        self.oracle.join(downstream).staged += 1
         if self.chance.random() < 0.9:
             await self.flow.apply(upstream, downstream)
-            self.told.apply(edge_id, edge)
+            self.oracle.apply(edge_id, edge)
         return f"{upstream}->{downstream} {edge.kind} {ref}"
 
     async def claim(self) -> str | None:
         name = self.pick(lambda member: member.state == "waiting")
         if name is not None:
             self.held[name] = (await self.flow.claim(name)).handle
-            self.told.claim(name)
+            self.oracle.claim(name)
         return name
 
     async def finish(self) -> str | None:
@@ -154,17 +154,17 @@ class Game:
         if self.chance.random() < 0.6:
             result = self.chance.choice((None, b"", f"{name}{len(self.log)}".encode()))
             await self.flow.engine.complete(self.held[name], result=result)
-            self.told.end(name, "completed", result)
+            self.oracle.end(name, "completed", result)
             return f"{name} {result!r}"
         await self.flow.engine.fail(self.held[name], reason="broken")
-        self.told.end(name, "failed")
+        self.oracle.end(name, "failed")
         return f"{name} failed"
 
     async def park(self) -> str | None:
         name = self.pick(lambda member: member.state == "active")
         if name is not None:
             await self.flow.engine.wait_children(self.held[name])
-            self.told.park(name)
+            self.oracle.park(name)
         return name
 
     async def stop(self) -> str | None:
@@ -173,33 +173,34 @@ class Game:
             return None
         if self.chance.random() < 0.7:
             await self.flow.cancel(name)
-            self.told.end(name, "cancelled")
+            self.oracle.end(name, "cancelled")
         else:
             await self.flow.engine.expire_execution(self.flow.names[name])
-            self.told.end(name, "expired")
-        return f"{name} {self.told.members[name].state}"
+            self.oracle.end(name, "expired")
+        return f"{name} {self.oracle.members[name].state}"
 
     async def replay(self) -> str | None:
         name = self.pick(lambda member: member.is_over and member.replays < 10)
         if name is not None:
             answer = await self.flow.engine.replay_execution(self.flow.names[name])
-            self.told.replay(name)
-            assert answer.public_state == self.told.members[name].state
+            self.oracle.replay(name)
+            assert answer.public_state == self.oracle.members[name].state
         return name
 
 
 class LateGame(Game):
-    """The same where nothing is carried on by itself: ends are told, found and followed up as moves like others."""
+    """The same without background dispatch: dispatching, finding and following up outcomes are moves like others."""
 
     def __init__(self, store: Store, clock: ManualClock, seed: int, *, few: int) -> None:
         super().__init__(store, clock, seed, lively=False)
-        self.in_order = few > len(NAMES) ** 2  # ends with many edges are told by edge, not in order of their coming
+        # outcomes with many edges are dispatched by edge, not in order of arrival
+        self.in_order = few > len(NAMES) ** 2
 
     async def play(self) -> None:
         await self.flow.begin()
         for move in self.chance.choices([*LATE_MOVES], [*LATE_MOVES.values()], k=2 * STEPS):
             self.flow.clock.advance_ms(1)
-            self.told.now += 1
+            self.oracle.now += 1
             if (what := await getattr(self, move)()) is not None:
                 self.log.append(f"{move} {what}")
                 await self.compare()
@@ -208,18 +209,18 @@ class LateGame(Game):
     async def tell(self) -> str | None:
         name = self.pick(lambda member: True)
         if name is not None:
-            self.told.tell(name)
+            self.oracle.dispatch(name)
             await self.flow.cascade(name)
         return name
 
     async def find(self) -> str:
-        self.told.reconcile()
+        self.oracle.reconcile()
         name = self.chance.choice(("dependency_reconciler", "completion_dispatch"))
         await self.flow.sweep(name)
         return name
 
     async def end_siblings(self) -> str:
-        self.told.cancel_siblings()
+        self.oracle.cancel_siblings()
         await self.flow.sweep("edge_cancel_dispatcher")
         return ""
 
@@ -228,7 +229,7 @@ class LateGame(Game):
 
 
 @pytest.mark.parametrize("few", [128, 1])
-async def test_late_flows_go_as_the_second_telling_says(
+async def test_late_flows_agree_with_the_oracle(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)
@@ -238,7 +239,7 @@ async def test_late_flows_go_as_the_second_telling_says(
 
 @pytest.mark.parametrize("few", [128, 1])
 @pytest.mark.parametrize("lively", [False, True])
-async def test_flows_go_as_the_second_telling_says(
+async def test_flows_agree_with_the_oracle(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, lively: bool, few: int
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", few)

@@ -1,4 +1,4 @@
-"""The invariants see what they are meant to see: a sound life passes, and each kind of damage is named."""
+"""The invariant checks detect violations: a valid sequence passes, and each kind of damage is named."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ async def claimed(engine: Engine, **asked: Any) -> Claimed:
 
 
 async def damage(engine: Engine, execution_id: str, **fields: Any) -> None:
-    """Write what no rule would."""
+    """Write what no rule would write."""
     change = Change((), (Patch(Execution, (execution_id,), fields),), id=7)
     assert await engine.store.commit([change]) != [None]
 
 
-async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, clock: ManualClock) -> None:
+async def test_trimmed_events_of_the_feed_are_not_reported_as_missing(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     old = await claimed(engine, policy=RETRY)
     await engine.fail(old.handle, reason="flaky")
@@ -61,7 +61,7 @@ async def test_what_is_no_longer_kept_in_the_feed_is_not_missed(store: Store, cl
     assert f"{young.execution_id}: I7" in str(broken.value)
 
 
-async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> None:
+async def test_a_long_sequence_violates_no_invariant(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     watch = InvariantChecker(engine)
     first = await claimed(engine, policy=RETRY)
@@ -84,7 +84,7 @@ async def test_a_long_life_breaks_nothing(store: Store, clock: ManualClock) -> N
     await check_invariants(engine)
 
 
-async def test_limited_work_stands_in_its_line_and_is_taken_over_there(store: Store, clock: ManualClock) -> None:
+async def test_limited_work_is_queued_and_reclaimed_in_its_own_queue(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     held = await claimed(engine, policy={"budget_ids": ["0b000000-0000-4000-8000-000000000001"]})
     await engine.delay(held.handle, delay_until=clock.now)
@@ -157,7 +157,7 @@ async def test_a_missing_attempt_record_is_named() -> None:
         ({"operator": "replayed"}, "replays and what was told of them differ"),
     ],
 )
-async def test_an_event_too_many_is_named(told: dict[str, Any], sentence: str) -> None:
+async def test_a_surplus_event_is_named(told: dict[str, Any], sentence: str) -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine)
     await engine.fail(held.handle, reason="boom")
@@ -167,7 +167,7 @@ async def test_an_event_too_many_is_named(told: dict[str, Any], sentence: str) -
         await check_invariants(engine)
 
 
-async def test_a_count_that_goes_back_is_named() -> None:
+async def test_a_decreasing_count_is_named() -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine, policy=RETRY)
     await engine.fail(held.handle, reason="flaky")

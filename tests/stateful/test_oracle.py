@@ -1,4 +1,4 @@
-"""Rules and engine against a second telling: thousands of random steps, each answer and each record predicted."""
+"""Rules and engine compared with the oracle: thousands of random steps, each answer and each record predicted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from flowfabric.cursors import FROM_THE_START
 from flowfabric.model.event import Topic
@@ -18,13 +16,13 @@ from flowfabric.rules.execution.views import core_fields
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.testing.faults import FlakyStore
 from flowfabric.testing.invariants import InvariantChecker, scan_all
-from tests.stateful.life import Life
-from tests.stateful.lives import Lives
+from tests.stateful.execution_model import Life
+from tests.stateful.operations import Lives
 from tests.stateful.oracle import Oracle
 from tests.stateful.players import Call, Outcome, Player
-from tests.stateful.table import live
+from tests.stateful.state_machine import live, run_drawn_sequences
 
-# What the specification does not pin down while it does not matter, and what belongs to other areas.
+# What the specification leaves open while it does not matter, and what belongs to other areas.
 IGNORED = {"execution_id", "execution_kind", "creator_identity", "lease_acquired_at"}
 
 
@@ -52,7 +50,7 @@ class BesideTheOracle(Lives):
         ]
 
     def claimer(self, instance: str) -> int:
-        """Only one engine pulls: how soon another one hears of new lines is its own affair."""
+        """Claim through one engine only: when another one learns of new queues is not specified."""
         return 0
 
     def ask(self, call: Call) -> Outcome:
@@ -64,7 +62,7 @@ class BesideTheOracle(Lives):
         return outcome
 
     def heard(self, call: Call, expected: Any) -> Any:
-        """What may be heard of an answer."""
+        """Return the permitted forms of an answer."""
         return expected
 
     async def _play(self, call: Call) -> tuple[Outcome, set[str]]:
@@ -82,7 +80,7 @@ class BesideTheOracle(Lives):
             life = self.oracle.lives[row.execution_id]
             core = life.core()
             if self._compared.get(row.execution_id) == (row, core):
-                continue  # neither side has moved since they were found to agree
+                continue  # Neither side has changed since they were found to agree.
             known = core_fields(row, payloads[row.execution_id])
             record = {name: value for name, value in known.items() if name not in IGNORED}
             assert record == core, f"{call}: {row.execution_id}"
@@ -96,7 +94,7 @@ class BesideTheOracle(Lives):
         assert await engine.get_execution_result(life.execution_id) == life.result
         context = await engine.read_execution_context(life.execution_id)
         assert (context.input_payload, context.tags) == (life.payload or b"", life.tags)
-        attempts = self.players[0].words(await engine.attempt_history(life.execution_id))
+        attempts = self.players[0].plain(await engine.attempt_history(life.execution_id))
         assert len(attempts) == len(life.attempts)
         for seen, told in zip(attempts, life.attempts, strict=True):
             lineage = {name: value for name, value in seen["lineage"].items() if value is not None and name != "is"}
@@ -112,7 +110,7 @@ class BesideTheOracle(Lives):
         assert history == [told[:3] for told in life.history if told[0] != "renewed"]
 
     async def _compare_feeds(self, call: Call) -> None:
-        """Each feed, as a subscriber hears it, against what was told."""
+        """Compare each feed, as a subscriber receives it, with the events of the oracle."""
         completions, operators, leases = self._feeds
         heard: list[tuple[Any, ...]] = []
         while news := await completions.next(timeout_s=0):
@@ -130,14 +128,14 @@ class BesideTheOracle(Lives):
 
 
 class OnAFlakyWire(BesideTheOracle):
-    """The same, over a wire that loses requests and answers: nobody who asks may notice."""
+    """The same over a network that loses requests and replies: no caller may notice."""
 
     async def open(self) -> list[Player]:
         self.wire = FlakyStore(MemoryStore(self.clock), rng=random.Random(4), rate=0.1)
         return [Player(self.wire, self.clock)]
 
     def heard(self, call: Call, expected: Any) -> Any:
-        """A row that is gone does not tell who removed it, so an answer about that may be too modest."""
+        """A deleted row does not show who deleted it, so an answer about that may claim less."""
         if call.verb == "purge_execution":
             return ANY
         if call.given.get("name") == "retention_trimmer":
@@ -150,7 +148,7 @@ class OnAFlakyWire(BesideTheOracle):
 
 
 def _same(heard: list[tuple[Any, ...]], told: list[tuple[Any, ...]]) -> bool:
-    """The same entries in any order; the oracle may leave a part open."""
+    """Return True for the same entries in any order; the oracle may leave a part open."""
     left = list(told)
     for entry in heard:
         match = next((one for one in left if one == entry), None)
@@ -161,12 +159,12 @@ def _same(heard: list[tuple[Any, ...]], told: list[tuple[Any, ...]]) -> bool:
 
 
 def once(entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Entries in their order; a renewal may be repeated at will, so two at one instant are as good as one."""
+    """Return entries in order; a renewal may be repeated, so two at one instant equal one."""
     return [entry for entry, _ in groupby(entries)]
 
 
 def _feed_entry(entry: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """5.5: what the lease feed says of an entry of the history."""
+    """Return the lease feed's form of a history entry (5.5)."""
     event, at, _, why, by = entry
     match event:
         case "acquired" | "renewed" | "expired" | "reclaimed":
@@ -182,7 +180,7 @@ def _feed_entry(entry: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def agrees(expected: Any, said: Any) -> bool:
-    """Whether an answer is the expected one; of a refusal, the parts that the specification names."""
+    """Return True if an answer is the expected one; of a refusal, compare the parts that the specification names."""
     match expected:
         case {"refused": _}:
             return isinstance(said, dict) and all(said.get(name) == value for name, value in expected.items())
@@ -193,36 +191,26 @@ def agrees(expected: Any, said: Any) -> bool:
 
 
 def predict(*, examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        BesideTheOracle,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),  # explaining would trace every line
-        ),
-    )
+    run_drawn_sequences(BesideTheOracle, examples=examples, steps=steps)
 
 
 @pytest.mark.timeout(600)
-def test_every_answer_and_every_record_is_as_the_second_telling_says() -> None:
+def test_every_answer_and_every_record_agrees_with_the_oracle() -> None:
     predict(examples=25, steps=40)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_long_life_goes_as_the_second_telling_says(seed: int) -> None:
+def test_a_long_sequence_agrees_with_the_oracle(seed: int) -> None:
     live(BesideTheOracle, seed, steps=400)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lost_requests_and_answers_change_nothing_that_anybody_sees(seed: int) -> None:
+def test_lost_requests_and_replies_change_nothing_observable(seed: int) -> None:
     live(OnAFlakyWire, seed, steps=300)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_many_long_lives_go_as_the_second_telling_says() -> None:
+def test_many_long_sequences_agree_with_the_oracle() -> None:
     for seed in range(1000, 4000):
         live(BesideTheOracle if seed % 4 else OnAFlakyWire, seed, steps=250)

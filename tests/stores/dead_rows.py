@@ -1,4 +1,4 @@
-"""Dead index entries to try reads with, and a meter of the entries that reads step over, as the server counts them."""
+"""Dead index entries for tests of reads, and a meter of the entries that reads step over, as the server counts them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Meter:
         return metered
 
     async def cost(self, work: Awaitable[Any]) -> int:
-        """How many entries this steps over."""
+        """Return how many entries this work steps over."""
         before = self.entries
         await work
         return self.entries - before
@@ -60,7 +60,7 @@ async def connected(dsn: str) -> AsyncIterator[Any]:
 
 
 async def insert_rows(dsn: str, row: type[msgspec.Struct], prefix: str, count: int, **values: str) -> None:
-    """Insert rows with these expressions as values, in which `n` is the number of the row; the others mean nothing."""
+    """Insert rows with these SQL expressions as values, in which `n` is the number of the row."""
     table = TABLE[row]
     given = {}
     for column in table.columns:
@@ -78,7 +78,7 @@ async def insert_rows(dsn: str, row: type[msgspec.Struct], prefix: str, count: i
 
 
 async def leave_dead(dsn: str, row: type[msgspec.Struct], count: int, **values: str) -> None:
-    """Insert rows and delete them: their index entries stay while somebody holds a snapshot."""
+    """Insert rows and delete them: their index entries stay while a snapshot is held."""
     await insert_rows(dsn, row, "dead-", count, **values)
     key = next(column.name for column in TABLE[row].columns if column.name in TABLE[row].key and column.kind is str)
     async with connected(dsn) as connection:
@@ -86,5 +86,5 @@ async def leave_dead(dsn: str, row: type[msgspec.Struct], count: int, **values: 
 
 
 def keyed(*names: str) -> list[QueueKey]:
-    """Ready queues of one lane, one for each fairness key."""
+    """Return ready queues of one lane, one for each fairness key."""
     return [QueueKey("mail", fairness_key=name) for name in names]

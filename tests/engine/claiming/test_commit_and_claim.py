@@ -1,6 +1,6 @@
-"""What ends set free goes to the claims of the same process: nobody is passed over, and nothing gets lost on the way.
+"""Executions unblocked by completions go to claims of the same process, in queue order and without loss.
 
-Stores that keep the order hand nothing over; what anybody sees is the same there.
+Stores that execute in order do not commit and claim in one call; the visible behaviour is the same.
 """
 
 from __future__ import annotations
@@ -20,53 +20,61 @@ from flowfabric.model.answers.execution import Claimed, Completed
 from flowfabric.model.change import Change
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store, Unstorable
-from tests.engine.claiming.test_behind_own_work import LANE, Counting, chain, ids_of, working
-from tests.engine.losing import LosingStore, Loss
+from tests.engine.claiming.test_claim_after_completion import (
+    LANE,
+    CountingStore,
+    create_chain,
+    engine_without_polling,
+    ids_of,
+)
+from tests.engine.lossy_store import Loss, LossyStore
 
 OTHER = "other"
 
 
 @pytest.fixture
 async def engine(store: Store) -> Engine:
-    return working(store, seed=7)
+    return engine_without_polling(store, seed=7)
 
 
-def pulling(engine: Engine, *lanes: str) -> LanePoller:
+def poller_for(engine: Engine, *lanes: str) -> LanePoller:
     return engine.pulling(lanes or [LANE], worker_id="w", worker_instance_id="w-1")
 
 
-async def gone_on(engine: Engine, pull: LanePoller, held: Sequence[Claimed], room: int = 1) -> list[Claimed]:
-    """End what is held, and claim at the same time, as a worker does whose slots are full."""
-    telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
-    claimed = await asyncio.wait_for(pull.claim(room, max_wait_ms=60_000), 20)
-    assert all(isinstance(answer, Completed) for answer in await telling)
+async def complete_and_claim(
+    engine: Engine, pull: LanePoller, held: Sequence[Claimed], limit: int = 1
+) -> list[Claimed]:
+    """Complete the held executions and claim concurrently, as a worker does whose slots are full."""
+    completing = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+    claimed = await asyncio.wait_for(pull.claim(limit, max_wait_ms=60_000), 20)
+    assert all(isinstance(answer, Completed) for answer in await completing)
     return claimed
 
 
-def at_rest(engine: Engine) -> bool:
+def is_idle(engine: Engine) -> bool:
     return not engine.runtime.commit_queue.notified_changes and not engine.runtime.commit_queue._pending_claims
 
 
-async def test_a_chain_goes_on_to_its_end(engine: Engine) -> None:
-    names = await chain(engine, 5)
-    pull = pulling(engine)
+async def test_a_chain_runs_to_its_last_step(engine: Engine) -> None:
+    names = await create_chain(engine, 5)
+    pull = poller_for(engine)
     held = await pull.claim(1)
     for name in names[1:]:
-        held = await gone_on(engine, pull, held)
+        held = await complete_and_claim(engine, pull, held)
         assert (ids_of(held), held[0].lease_epoch, held[0].attempt_index) == ({name}, 1, 0)
 
     assert isinstance(await engine.complete(held[0].handle), Completed)
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()
 
 
-async def test_a_step_begins_with_the_result_that_it_waited_for(engine: Engine) -> None:
-    names = await chain(engine, 3, ref="result")
-    pull = pulling(engine)
-    held = await pull.claim(2)  # with room for more, so that it has seen the end of its lane
+async def test_a_step_starts_with_the_result_of_its_upstream(engine: Engine) -> None:
+    names = await create_chain(engine, 3, ref="result")
+    pull = poller_for(engine)
+    held = await pull.claim(2)  # It has a free slot, so it has seen the end of its lane.
     for before, name in pairwise(names):
         waiting = asyncio.create_task(pull.claim(2, max_wait_ms=60_000))
-        await asyncio.sleep(0)  # and now waits for what this one sets free
+        await asyncio.sleep(0)  # It now waits for the execution that this completion unblocks.
         await engine.complete(held[0].handle, result=before.encode(), encoding="text")
 
         held = await asyncio.wait_for(waiting, 20)
@@ -76,33 +84,33 @@ async def test_a_step_begins_with_the_result_that_it_waited_for(engine: Engine) 
     pull.close()
 
 
-async def test_whoever_has_a_better_rank_goes_first(engine: Engine, store: Store) -> None:
-    names = await chain(engine, 3)
-    pull = pulling(engine)
+async def test_the_execution_with_the_better_position_is_claimed_first(engine: Engine, store: Store) -> None:
+    names = await create_chain(engine, 3)
+    pull = poller_for(engine)
     held = await pull.claim(1)
-    held = await gone_on(engine, pull, held)
-    other = working(store, seed=8)  # a process of which this one has heard nothing
+    held = await complete_and_claim(engine, pull, held)
+    other = engine_without_polling(store, seed=8)  # A process from which this one received no wakeup.
     urgent = other.new_execution_id()
     await other.create_execution(execution_id=urgent, lane_id=LANE, priority=1000)
 
-    held = await gone_on(engine, pull, held)
+    held = await complete_and_claim(engine, pull, held)
     assert ids_of(held) == {urgent}
-    held = await gone_on(engine, pull, held)
+    held = await complete_and_claim(engine, pull, held)
     assert ids_of(held) == {names[2]}
     pull.close()
 
 
 @pytest.mark.parametrize("lanes", [(LANE, OTHER), (OTHER, LANE)])
-async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes: tuple[str, str]) -> None:
-    names = await chain(engine, 8)
-    pull = pulling(engine, *lanes)
+async def test_the_other_lanes_of_a_worker_get_their_turn(engine: Engine, lanes: tuple[str, str]) -> None:
+    names = await create_chain(engine, 8)
+    pull = poller_for(engine, *lanes)
     held = await pull.claim(1)
     for _ in range(2):
         await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=OTHER)
 
     order: list[str] = []
     for _ in range(4):
-        held = await gone_on(engine, pull, held)
+        held = await complete_and_claim(engine, pull, held)
         order += ["chain" if one.execution_id in names else "other" for one in held]
 
     assert "other" in order[:3]
@@ -110,39 +118,39 @@ async def test_the_other_lanes_of_a_worker_have_their_turn(engine: Engine, lanes
     pull.close()
 
 
-class Narrow(Counting):
-    """A store that takes one change at a time."""
+class OneChangeStore(CountingStore):
+    """A store that commits one change at a time."""
 
     batch_limit = 1
 
 
-async def test_what_ends_set_free_beyond_one_batch_is_told_to_whoever_waits(store: Store) -> None:
-    engine = working(Narrow(store), seed=7)
-    chains = [await chain(engine, 2) for _ in range(2)]
-    pull = pulling(engine)
+async def test_executions_unblocked_beyond_one_batch_wake_the_waiting_claims(store: Store) -> None:
+    engine = engine_without_polling(OneChangeStore(store), seed=7)
+    chains = [await create_chain(engine, 2) for _ in range(2)]
+    pull = poller_for(engine)
     held = await pull.claim(3)
     waiting = [
         asyncio.create_task(pull.claim(1, max_wait_ms=60_000)),
         asyncio.create_task(engine.claim_many(LANE, 1, worker_id="v", worker_instance_id="v-1", max_wait_ms=60_000)),
     ]
-    await asyncio.sleep(0.2)  # both have looked in vain
+    await asyncio.sleep(0.2)  # Both claims have found nothing.
 
     await engine.complete_many([(one.handle, b"{}") for one in held])
 
     got = [one for claimed in await asyncio.wait_for(asyncio.gather(*waiting), 20) for one in claimed]
     assert ids_of(got) == {second for _, second in chains}
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()
 
 
-async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) -> None:
-    names = await chain(engine, 2)
-    pull = pulling(engine)
+async def test_a_worker_of_other_namespaces_receives_nothing_from_a_commit_and_claim(engine: Engine) -> None:
+    names = await create_chain(engine, 2)
+    pull = poller_for(engine)
     held = await pull.claim(1)
     stranger = engine.pulling([LANE], worker_id="s", worker_instance_id="s-1", namespaces=["elsewhere"])
     assert await stranger.claim(1) == []
     waiting = asyncio.create_task(stranger.claim(1, max_wait_ms=60_000))
-    await asyncio.sleep(0)  # it has seen the end of its lane, so now it waits
+    await asyncio.sleep(0)  # It has seen the end of its lane and now waits.
 
     await engine.complete(held[0].handle)
 
@@ -156,11 +164,11 @@ async def test_a_worker_of_other_namespaces_is_handed_nothing(engine: Engine) ->
     stranger.close()
 
 
-async def test_tenants_take_turns_though_the_chain_of_one_goes_on(store: Store) -> None:
-    counting = Counting(store)
-    engine = working(counting, seed=7)
-    chained = await chain(engine, 6, policy='{"fairness_key": "a"}')
-    pull = pulling(engine)
+async def test_tenants_alternate_while_the_chain_of_one_continues(store: Store) -> None:
+    counting = CountingStore(store)
+    engine = engine_without_polling(counting, seed=7)
+    chained = await create_chain(engine, 6, policy='{"fairness_key": "a"}')
+    pull = poller_for(engine)
     held = await pull.claim(1)
     for _ in range(3):
         await engine.create_execution(
@@ -169,57 +177,57 @@ async def test_tenants_take_turns_though_the_chain_of_one_goes_on(store: Store) 
 
     order = ""
     for _ in range(8):
-        held = await gone_on(engine, pull, held)
+        held = await complete_and_claim(engine, pull, held)
         order += "a" if held[0].execution_id in chained else "b"
 
     assert sorted(order) == sorted("aaaaabbb")
-    assert "aa" not in order.rstrip("a"), order  # the other way round, its next step may not have been there yet
-    assert counting.wishes == 0
+    assert "aa" not in order.rstrip("a"), order  # In the other order, its next step might not exist yet.
+    assert counting.commit_and_claims == 0
     pull.close()
 
 
 @pytest.mark.parametrize("limited", ["the chain", "others"])
-async def test_where_limits_have_a_say_they_are_asked_though_a_chain_goes_on(store: Store, limited: str) -> None:
-    counting = Counting(store)
-    engine = working(counting, seed=7)
+async def test_limits_are_checked_while_a_chain_continues(store: Store, limited: str) -> None:
+    counting = CountingStore(store)
+    engine = engine_without_polling(counting, seed=7)
     quota = engine.minter.uuid()
     await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=2, max_concurrent=0)
     policy = {"quota_policy_ids": [quota]}
-    names = await chain(engine, 4, policy=json.dumps(policy) if limited == "the chain" else None)
+    names = await create_chain(engine, 4, policy=json.dumps(policy) if limited == "the chain" else None)
     others = [engine.new_execution_id() for _ in range(3)] if limited == "others" else []
     for name in others:
         await engine.create_execution(execution_id=name, lane_id=LANE, policy=policy, priority=10)
-    pull = pulling(engine)
+    pull = poller_for(engine)
 
     order, held = list[str](), await pull.claim(1)
     while held:
         order += ids_of(held)
-        telling = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
+        completing = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in held]))
         held = await asyncio.wait_for(pull.claim(1, max_wait_ms=1000), 20)
-        await telling
+        await completing
 
     assert order == (names[:2] if limited == "the chain" else [*sorted(others)[:2], *names])
     if limited == "the chain":
-        assert counting.wishes == 0
+        assert counting.commit_and_claims == 0
     pull.close()
 
 
-async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(
+async def test_an_expired_lease_in_the_lane_is_reclaimed_while_a_chain_continues(
     engine: Engine, store: Store, clock: ManualClock
 ) -> None:
     lost = engine.new_execution_id()
     await engine.create_execution(execution_id=lost, lane_id=LANE, priority=10)
-    dead = working(store, seed=8)
+    dead = engine_without_polling(store, seed=8)
     assert await dead.claim(LANE, worker_id="dead", worker_instance_id="dead-1", lease_ttl_ms=1000) is not None
-    await chain(engine, 8)
-    pull = pulling(engine)
+    await create_chain(engine, 8)
+    pull = poller_for(engine)
     held = await pull.claim(1)
-    held = await gone_on(engine, pull, held)
+    held = await complete_and_claim(engine, pull, held)
 
     clock.now += 2000
     seen: set[str] = set()
     for _ in range(3):
-        held = await gone_on(engine, pull, held)
+        held = await complete_and_claim(engine, pull, held)
         seen |= ids_of(held)
 
     assert lost in seen
@@ -227,69 +235,69 @@ async def test_what_was_lost_in_the_lane_is_taken_over_though_a_chain_goes_on(
 
 
 @pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER])
-@pytest.mark.parametrize("room", [1, 4], ids=["full slots", "free slots"])
-async def test_whatever_gets_lost_each_step_is_held_once(store: Store, loss: Loss, room: int) -> None:
-    losing = LosingStore(store)
-    engine = working(losing, seed=7)
-    names = await chain(engine, 4)
-    pull = pulling(engine)
-    held = await pull.claim(room)
+@pytest.mark.parametrize("limit", [1, 4], ids=["full slots", "free slots"])
+async def test_each_step_is_claimed_once_whatever_reply_is_lost(store: Store, loss: Loss, limit: int) -> None:
+    lossy = LossyStore(store)
+    engine = engine_without_polling(lossy, seed=7)
+    names = await create_chain(engine, 4)
+    pull = poller_for(engine)
+    held = await pull.claim(limit)
     for place, name in enumerate(names[1:]):
         if place == 1:
-            losing.next_loss = loss
-        held = await gone_on(engine, pull, held, room)
+            lossy.next_loss = loss
+        held = await complete_and_claim(engine, pull, held, limit)
         assert (ids_of(held), held[0].lease_epoch, held[0].attempt_index) == ({name}, 1, 0)
 
-    assert losing.losses == 1
+    assert lossy.losses == 1
     assert isinstance(await engine.complete(held[0].handle), Completed)
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()
 
 
-async def test_what_arrives_when_nobody_expects_it_any_more_is_given_back(store: Store) -> None:
-    losing = LosingStore(store)
-    engine = working(losing, seed=7)
-    first, second = await chain(engine, 2)
-    pull = pulling(engine)
+async def test_a_claim_that_arrives_after_its_caller_left_is_released(store: Store) -> None:
+    lossy = LossyStore(store)
+    engine = engine_without_polling(lossy, seed=7)
+    first, second = await create_chain(engine, 2)
+    pull = poller_for(engine)
     held = await pull.claim(1)
-    losing.next_loss = Loss.LATE
-    telling = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
+    lossy.next_loss = Loss.LATE
+    completing = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
     claiming = asyncio.create_task(pull.claim(1, max_wait_ms=60_000))
 
-    assert all(isinstance(answer, Completed) for answer in await telling)
+    assert all(isinstance(answer, Completed) for answer in await completing)
     [claimed] = await asyncio.wait_for(claiming, 20)
 
     assert (held[0].execution_id, claimed.execution_id) == (first, second)
     assert (claimed.lease_epoch, claimed.attempt_index) in ((1, 0), (2, 0)), "its lease was not waited for"
     assert isinstance(await engine.complete(claimed.handle), Completed)
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()
 
 
-class Choosy(LosingStore):
-    """A store that cannot keep what it is to hand over."""
+class RefusingStore(LossyStore):
+    """A store whose commit-and-claim cannot store its changes."""
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
         raise Unstorable("a broken page")
 
 
-async def test_what_cannot_be_handed_over_is_claimed_as_ever(store: Store) -> None:
-    engine = working(Choosy(store), seed=7)
-    chains = [await chain(engine, 3) for _ in range(2)]
-    pull = pulling(engine)
+async def test_executions_that_a_commit_cannot_claim_are_claimed_separately(store: Store) -> None:
+    engine = engine_without_polling(RefusingStore(store), seed=7)
+    chains = [await create_chain(engine, 3) for _ in range(2)]
+    pull = poller_for(engine)
     held = await pull.claim(2)
     for place in (1, 2):
-        held = await gone_on(engine, pull, held, 2)
+        held = await complete_and_claim(engine, pull, held, 2)
         assert ids_of(held) == {names[place] for names in chains}
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()
 
 
-async def test_a_claim_that_is_cancelled_wishes_for_nothing_more(engine: Engine) -> None:
-    names = await chain(engine, 3)
-    pull = pulling(engine)
+async def test_a_cancelled_claim_requests_nothing_more(engine: Engine) -> None:
+    names = await create_chain(engine, 3)
+    pull = poller_for(engine)
     held = await pull.claim(2)
     waiting = asyncio.create_task(pull.claim(1, max_wait_ms=60_000))
     for _ in range(5):
@@ -297,7 +305,7 @@ async def test_a_claim_that_is_cancelled_wishes_for_nothing_more(engine: Engine)
     waiting.cancel()
     with suppress(asyncio.CancelledError):
         await waiting
-    assert at_rest(engine)
+    assert is_idle(engine)
 
     await engine.complete(held[0].handle)
     [claimed] = await asyncio.wait_for(pull.claim(1, max_wait_ms=60_000), 20)
@@ -305,21 +313,21 @@ async def test_a_claim_that_is_cancelled_wishes_for_nothing_more(engine: Engine)
     pull.close()
 
 
-async def test_a_worker_that_is_told_to_stop_keeps_what_it_was_given(engine: Engine) -> None:
-    names = await chain(engine, 2)
-    pull = pulling(engine)
+async def test_a_stopping_worker_keeps_what_it_has_claimed(engine: Engine) -> None:
+    names = await create_chain(engine, 2)
+    pull = poller_for(engine)
     held = await pull.claim(2)
     goes_on = True
     waiting = asyncio.create_task(pull.claim(1, max_wait_ms=60_000, go_on=lambda: goes_on))
-    telling = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
+    completing = asyncio.create_task(engine.complete_many([(held[0].handle, b"{}")]))
     for _ in range(4):
         await asyncio.sleep(0)
     goes_on = False
     engine.wake_claims([LANE])
 
     claimed = await asyncio.wait_for(waiting, 20)
-    await telling
+    await completing
     left = await pull.claim(1)
     assert ids_of(claimed) | ids_of(left) == {names[1]}
-    assert at_rest(engine)
+    assert is_idle(engine)
     pull.close()

@@ -1,4 +1,4 @@
-"""A worker is killed right after it was handed the next step: its lease lapses, and another one goes on with it."""
+"""A worker is killed right after it claimed the next step: its lease expires, and another worker claims the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.connector import open_engine
 from flowfabric.model.states import AttemptType
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.conftest import emptied
-from tests.engine.claiming.test_behind_own_work import LANE, chain
+from tests.engine.claiming.test_claim_after_completion import LANE, create_chain
 
 TTL_MS = 1500
 SURVIVOR: dict[str, Any] = {
@@ -29,11 +29,11 @@ SURVIVOR: dict[str, Any] = {
 
 @asynccontextmanager
 async def worker(url: str, end: str) -> AsyncIterator[Process]:
-    """A worker that holds the first step; gone at the end, whatever happened."""
-    command = (sys.executable, "-m", "tests.engine.handed", url, LANE, str(TTL_MS), end)
+    """A worker that holds the first step; it is killed at the end of the test."""
+    command = (sys.executable, "-m", "tests.engine.killed_worker", url, LANE, str(TTL_MS), end)
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
-        assert await said(process) == ["ready"]
+        assert await read_line(process) == ["ready"]
         yield process
     finally:
         if process.returncode is None:
@@ -41,25 +41,25 @@ async def worker(url: str, end: str) -> AsyncIterator[Process]:
         await process.wait()
 
 
-async def said(process: Process) -> list[str]:
+async def read_line(process: Process) -> list[str]:
     assert process.stdout is not None
     return (await asyncio.wait_for(process.stdout.readline(), 30)).decode().split()
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("kind", "end"), [("postgres", "heard"), ("postgres", "unheard"), ("sqlite", "heard")])
-async def test_another_worker_goes_on_with_the_step(
+async def test_another_worker_claims_the_step_of_a_killed_worker(
     kind: str, end: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/ff.db"
     if kind == "postgres":
         url = await emptied(request.getfixturevalue("own_database"))
     async with await open_engine(url) as engine:
-        first, second, third = await chain(engine, 3)
+        first, second, third = await create_chain(engine, 3)
         async with worker(url, end) as process:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
-            assert await said(process) == ["got", second]
+            assert await read_line(process) == ["got", second]
             process.kill()
 
         taken_over = await engine.claim(LANE, **SURVIVOR)

@@ -1,4 +1,4 @@
-"""A claim that was given up and arrives late leaves nothing to its lease: what it took is given back soon."""
+"""A claim that was abandoned and is executed late does not keep its lease: the claimed rows are released soon."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ W: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_m
 
 
 class LateStore(FlakyStore):
-    """A store whose next take is doubtful, and arrives only when it is let through."""
+    """A store whose next claim has an unknown outcome and is executed only when a gate opens."""
 
     late: asyncio.Task[ClaimedRows] | None = None
     gate: asyncio.Event | None = None
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         if self.gate is None or self.late is not None:
-            return await super().claim_rows(take)
-        self.late = asyncio.create_task(self._arrives(take, self.gate))
+            return await super().claim_rows(request)
+        self.late = asyncio.create_task(self._execute_late(request, self.gate))
         raise errors.StoreUnavailable("gone", backend="test", in_doubt=True)
 
-    async def _arrives(self, take: ClaimRequest, gate: asyncio.Event) -> ClaimedRows:
+    async def _execute_late(self, request: ClaimRequest, gate: asyncio.Event) -> ClaimedRows:
         await gate.wait()
-        return await self.inner.claim_rows(take)
+        return await self.inner.claim_rows(request)
 
 
-async def state(engine: Engine, e: str, wanted: str) -> None:
-    """Wait until an execution is in a state."""
+async def wait_for_state(engine: Engine, e: str, wanted: str) -> None:
+    """Wait until an execution is in the given state."""
     async with asyncio.timeout(20):
         while str(await engine.read_execution_state(e)) != wanted:  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.01)
 
 
-async def test_what_a_late_request_takes_is_claimable_again_soon(store: Store) -> None:
+async def test_an_execution_claimed_by_a_late_request_is_claimable_again_soon(store: Store) -> None:
     late = LateStore(store)
     engine, other = Engine(late, minter=SeededMinter(1)), Engine(store, minter=SeededMinter(2))
     first, second = [engine.new_execution_id() for _ in range(2)]
     await engine.create_execution(execution_id=first, priority=9)
-    await engine.claim("idle", **W)  # so that nothing has to be learned below
+    await engine.claim("idle", **W)  # Register the queue first, so that the claim below has nothing to load.
     late.gate = asyncio.Event()
     got = await engine.claim("default", **W)
     assert got is not None
@@ -59,7 +59,7 @@ async def test_what_a_late_request_takes_is_claimable_again_soon(store: Store) -
     taken = await late.late
     assert [row.execution_id for row, _ in taken.rows] == [second]
 
-    await state(other, second, "waiting")
+    await wait_for_state(other, second, "waiting")
     [again] = await other.claim_many("default", 5, **W)
     assert again.execution_id == second
     await other.complete(again.handle)
@@ -67,7 +67,7 @@ async def test_what_a_late_request_takes_is_claimable_again_soon(store: Store) -
     await engine.fast_claims.late_claims.close()
 
 
-async def test_what_a_cancelled_claim_takes_is_claimable_again_soon(store: Store) -> None:
+async def test_an_execution_claimed_by_a_cancelled_claim_is_claimable_again_soon(store: Store) -> None:
     flaky = FlakyStore(store)
     engine, other = Engine(flaky, minter=SeededMinter(1)), Engine(store, minter=SeededMinter(2))
     e = engine.new_execution_id()
@@ -81,11 +81,11 @@ async def test_what_a_cancelled_claim_takes_is_claimable_again_soon(store: Store
     with pytest.raises(asyncio.CancelledError):
         await claiming
 
-    await state(other, e, "waiting")
+    await wait_for_state(other, e, "waiting")
     await engine.fast_claims.late_claims.close()
 
 
-async def test_what_the_caller_got_is_not_given_back(store: Store) -> None:
+async def test_an_execution_that_reached_its_caller_is_not_released(store: Store) -> None:
     flaky = FlakyStore(store)
     engine = Engine(flaky, minter=SeededMinter(1))
     e = engine.new_execution_id()

@@ -1,4 +1,4 @@
-"""Executions whose ready queue the store has lost: they can be read, are named, and are put back."""
+"""Executions whose ready queue row is missing can be read, are reported, and are repaired."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WHO: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store that can lose a row."""
+    """The URL of an empty store whose rows can be deleted."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'ff.db'}"
     database: str = request.getfixturevalue("database")
     return database
 
 
-async def lose_queues(url: str) -> None:
+async def delete_queues(url: str) -> None:
     """Delete all rows of the queue table, as a failover may."""
     if url.startswith("sqlite"):
         db = apsw.Connection(url.removeprefix("sqlite:///"))
@@ -42,12 +42,12 @@ async def lose_queues(url: str) -> None:
         await connection.close()
 
 
-async def lost_in(url: str, **more: Any) -> str:
-    """Create an execution and lose its queue; its id."""
+async def create_without_queue(url: str, **more: Any) -> str:
+    """Create an execution, delete its queue and return its id."""
     async with await open_engine(url) as engine:
         execution_id = engine.new_execution_id()
         await engine.create_execution(execution_id=execution_id, lane_id="mail", **more)
-    await lose_queues(url)
+    await delete_queues(url)
     return execution_id
 
 
@@ -57,7 +57,7 @@ async def row_of(engine: Engine, execution_id: str) -> Execution:
 
 
 async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(url: str) -> None:
-    execution_id = await lost_in(url)
+    execution_id = await create_without_queue(url)
 
     async with await open_engine(url) as engine:
         assert (await row_of(engine, execution_id)).line == MISSING_QUEUE
@@ -71,8 +71,8 @@ async def test_an_execution_without_a_queue_can_be_read_explained_and_cancelled(
         assert await engine.store.executions_in_missing_queues(10) == []
 
 
-async def test_the_doctor_names_executions_without_a_queue(url: str) -> None:
-    execution_id = await lost_in(url)
+async def test_the_doctor_reports_executions_without_a_queue(url: str) -> None:
+    execution_id = await create_without_queue(url)
 
     found = {one["check"]: one for one in await maintenance._check_store(url)}
 
@@ -80,8 +80,8 @@ async def test_the_doctor_names_executions_without_a_queue(url: str) -> None:
     assert execution_id in found["queues"]["says"]
 
 
-async def test_the_reconciler_puts_an_execution_back_into_its_queue(url: str) -> None:
-    execution_id = await lost_in(url)
+async def test_the_reconciler_enqueues_an_execution_again(url: str) -> None:
+    execution_id = await create_without_queue(url)
 
     async with await open_engine(url) as engine, await open_engine(url) as other:
         assert await other.claim_many("mail", 5, **WHO) == []
@@ -92,14 +92,14 @@ async def test_the_reconciler_puts_an_execution_back_into_its_queue(url: str) ->
         assert [one.execution_id for one in await other.claim_many("mail", 5, **WHO)] == [execution_id]
 
 
-async def test_the_reconciler_restores_the_queue_of_a_lease_that_expired(url: str) -> None:
+async def test_the_reconciler_restores_the_queue_of_an_expired_lease(url: str) -> None:
     async with await open_engine(url) as engine:
         execution_id = engine.new_execution_id()
         await engine.create_execution(execution_id=execution_id, lane_id="mail")
         [claimed] = await engine.claim_many("mail", 1, **WHO)
         await engine.revoke_lease(execution_id)
         assert claimed.execution_id == execution_id
-    await lose_queues(url)
+    await delete_queues(url)
 
     async with await open_engine(url) as engine:
         assert (await engine.sweep_once("queue_reconciler")).processed == 1

@@ -1,4 +1,4 @@
-"""A worker's pull: it looks once when there is news, and misses nothing that comes between a look and the next wait."""
+"""The lane poller claims once per wakeup, and misses no work that arrives between a claim and the next wait."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NEVER_MS = 3_600_000
 
 @pytest.fixture
 async def engine(store: Store) -> Engine:
-    """An engine that trusts its hints: nothing is found by polling."""
+    """An engine that relies on wakeups: its polls are too rare to find anything."""
     return Engine(store, settings=Settings(poll_ms=NEVER_MS))
 
 
 @pytest.fixture
-def trips(store: Store, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the store was asked what."""
+def round_trips(store: Store, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of calls to the store by operation."""
     counts: Counter[str] = Counter()
     for verb in ("claim_rows", "due", "scan", "queues", "load"):
         monkeypatch.setattr(store, verb, _counting(counts, verb, getattr(store, verb)))
@@ -42,77 +42,77 @@ def _counting(counts: Counter[str], verb: str, real: Callable[..., Awaitable[Any
     return call
 
 
-async def make(engine: Engine, lane_id: str = "default") -> str:
+async def create(engine: Engine, lane_id: str = "default") -> str:
     execution = engine.new_execution_id(lane_id)
     await engine.create_execution(execution_id=execution, lane_id=lane_id)
     return execution
 
 
-async def test_a_claim_that_saw_the_end_is_followed_by_a_wait_and_costs_no_trip(
-    engine: Engine, trips: Counter[str]
+async def test_a_claim_that_emptied_the_lane_is_followed_by_a_wait_without_a_round_trip(
+    engine: Engine, round_trips: Counter[str]
 ) -> None:
     pull = engine.pulling(["default"], **ME)
     await pull.claim(10)
-    first = await make(engine)
+    first = await create(engine)
     assert [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)] == [first]
-    trips.clear()
+    round_trips.clear()
 
     waiting = asyncio.create_task(pull.claim(9, max_wait_ms=NEVER_MS))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert trips == {}
+    assert round_trips == {}
 
-    second = await make(engine)
+    second = await create(engine)
     assert [one.execution_id for one in await waiting] == [second]
-    assert trips["claim_rows"] == 1
+    assert round_trips["claim_rows"] == 1
     pull.close()
 
 
-async def test_work_that_comes_between_two_claims_is_not_slept_through(engine: Engine) -> None:
+async def test_work_that_arrives_between_two_claims_is_claimed_at_once(engine: Engine) -> None:
     pull = engine.pulling(["default", "mail"], **ME)
-    first = await make(engine)
+    first = await create(engine)
     assert [one.execution_id for one in await pull.claim(10)] == [first]
-    second = await make(engine, "mail")  # nobody is waiting at this moment
+    second = await create(engine, "mail")  # No claim is waiting at this moment.
     async with asyncio.timeout(10):
         assert [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)] == [second]
     pull.close()
 
 
-async def test_work_in_one_lane_costs_no_look_at_the_others(engine: Engine, trips: Counter[str]) -> None:
+async def test_work_in_one_lane_causes_no_claim_in_the_others(engine: Engine, round_trips: Counter[str]) -> None:
     pull = engine.pulling(["default", "mail", "other"], **ME)
     for lane in ("default", "mail", "other"):
-        await make(engine, lane)
+        await create(engine, lane)
     assert len(await pull.claim(10)) == 3
-    trips.clear()
+    round_trips.clear()
 
-    made = [await make(engine, "mail") for _ in range(2)]
+    made = [await create(engine, "mail") for _ in range(2)]
     claimed = await pull.claim(10, max_wait_ms=NEVER_MS)
     assert {one.execution_id for one in claimed} == set(made)
-    assert trips == {"claim_rows": 1}
+    assert round_trips == {"claim_rows": 1}
     pull.close()
 
 
-async def test_a_lane_whose_hint_was_lost_is_looked_at_in_time_however_busy_another_is(store: Store) -> None:
+async def test_a_lane_whose_wakeup_was_lost_is_polled_in_time_however_busy_another_lane_is(store: Store) -> None:
     engine = Engine(store, settings=Settings(poll_ms=50))
     pull = engine.pulling(["default", "mail"], **ME)
     await pull.claim(10)
     fire = engine.runtime.wakeups.notify
     engine.runtime.wakeups.notify = lambda topics: fire(set(topics) - {lane_topic("mail")})  # type: ignore[method-assign]
-    forgotten = await make(engine, "mail")
+    forgotten = await create(engine, "mail")
 
     claimed: list[str] = []
     async with asyncio.timeout(10):
         while forgotten not in claimed:
-            await make(engine)
+            await create(engine)
             claimed += [one.execution_id for one in await pull.claim(10, max_wait_ms=NEVER_MS)]
     pull.close()
 
 
-async def test_a_lane_that_could_not_be_looked_at_is_looked_at_again(
+async def test_a_lane_whose_claim_failed_is_claimed_from_again(
     engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull = engine.pulling(["default"], **ME)
-    made = await make(engine)
+    made = await create(engine)
     with monkeypatch.context() as away:
         away.setattr(engine.claimer, "claim_available", _failing)
         with pytest.raises(errors.StoreUnavailable):
@@ -127,22 +127,22 @@ async def _failing(*_: Any) -> list[Any]:
     raise errors.StoreUnavailable("away", backend="x", source="other")
 
 
-async def test_identities_that_a_claim_had_no_work_for_serve_the_next_one(engine: Engine) -> None:
-    await make(engine)
+async def test_unused_lease_ids_of_a_claim_serve_the_next_claim(engine: Engine) -> None:
+    await create(engine)
     pull = engine.pulling(["default"], **ME)
     [first] = await pull.claim(3)
     spare = {stamp.lease_id for stamp in engine.fast_claims._spare}
     assert len(spare) == 2
     assert first.lease_id not in spare
 
-    await make(engine)
+    await create(engine)
     [second] = await pull.claim(2)
     assert second.lease_id in spare
     pull.close()
 
 
-async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) -> None:
-    made = [await make(engine) for _ in range(3)]
+async def test_a_full_claim_is_followed_by_another_claim_at_once(engine: Engine) -> None:
+    made = [await create(engine) for _ in range(3)]
     pull = engine.pulling(["default"], **ME)
     async with asyncio.timeout(10):
         claimed = await pull.claim(2, max_wait_ms=NEVER_MS) + await pull.claim(2, max_wait_ms=NEVER_MS)
@@ -150,7 +150,7 @@ async def test_a_full_claim_is_followed_by_another_look_at_once(engine: Engine) 
     pull.close()
 
 
-async def test_it_ends_when_it_is_told_to(engine: Engine) -> None:
+async def test_a_waiting_claim_returns_when_the_poller_is_stopped(engine: Engine) -> None:
     pull = engine.pulling(["default"], **ME)
     go_on = True
     waiting = asyncio.create_task(pull.claim(1, max_wait_ms=NEVER_MS, go_on=lambda: go_on))
@@ -162,7 +162,7 @@ async def test_it_ends_when_it_is_told_to(engine: Engine) -> None:
     pull.close()
 
 
-async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> None:
+async def test_a_success_clears_an_earlier_failure(engine: Engine) -> None:
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
     e = engine.new_execution_id()
     await engine.create_execution(execution_id=e, policy=retry)
@@ -179,8 +179,8 @@ async def test_a_success_says_nothing_of_an_earlier_failure(engine: Engine) -> N
 
 
 @pytest.fixture
-def looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often rows were looked at by key, with a trip or without."""
+def key_loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of loads by key, with or without a round trip."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(engine.runtime, "load", _counting(counts, "load", engine.runtime.load))
     return counts
@@ -192,12 +192,12 @@ async def finish(engine: Engine) -> None:
     await engine.complete(claimed.handle, result=b"done")
 
 
-async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
-    engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
+async def test_the_result_of_a_created_execution_is_loaded_when_it_is_notified(
+    engine: Engine, key_loads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
-    made = await make(engine)
-    looks.clear()
+    made = await create(engine)
+    key_loads.clear()
     waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
     await asyncio.sleep(0)
     await finish(engine)
@@ -206,15 +206,15 @@ async def test_the_end_of_what_was_just_created_is_looked_at_when_it_is_told(
         ended = await waiting
     assert ended is not None
     assert ended.result == b"done"
-    assert looks["load"] == 1
+    assert key_loads["load"] == 1
 
 
-async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
+async def test_an_execution_that_finished_before_the_wait_is_loaded_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
-    made = await make(engine)
-    told = engine.runtime.wakeups.subscribe(completion_topic(made))  # so that this process is told of it
+    made = await create(engine)
+    told = engine.runtime.wakeups.subscribe(completion_topic(made))  # Subscribe this process to its notifications.
     await finish(engine)
     assert told.done()
 
@@ -222,8 +222,8 @@ async def test_what_ended_before_anybody_waited_is_looked_at_at_once(
         assert await engine.await_end(made, max_wait_ms=NEVER_MS) is not None
 
 
-async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine) -> None:
-    made = await make(engine)
+async def test_a_result_without_a_notification_is_found_by_polling(engine: Engine) -> None:
+    made = await create(engine)
     fire = engine.runtime.wakeups.notify
     engine.runtime.wakeups.notify = lambda topics: fire(  # type: ignore[method-assign]
         topic for topic in topics if not topic.startswith(COMPLETION_PREFIX)
@@ -234,22 +234,22 @@ async def test_an_end_that_nobody_told_of_is_found_after_a_moment(engine: Engine
         assert await engine.await_end(made, max_wait_ms=NEVER_MS) is not None
 
 
-async def test_who_does_not_wait_hears_at_once_that_it_has_not_ended(
-    engine: Engine, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
+async def test_a_call_that_does_not_wait_returns_at_once_for_an_unfinished_execution(
+    engine: Engine, key_loads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
-    made = await make(engine)
-    looks.clear()
+    made = await create(engine)
+    key_loads.clear()
     async with asyncio.timeout(10):
         assert await engine.await_end(made) is None
-    assert looks["load"] == 1
+    assert key_loads["load"] == 1
 
 
-async def test_what_was_created_and_never_waited_for_is_not_remembered_without_end(
+async def test_the_memory_of_created_executions_that_are_never_awaited_is_bounded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recent_creates, "MAX_RECENT_CREATES", 2)
-    made = [await make(engine) for _ in range(3)]
+    made = [await create(engine) for _ in range(3)]
     assert list(engine.recent_creates._completions) == made[1:]
 
 

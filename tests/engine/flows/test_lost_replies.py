@@ -1,4 +1,4 @@
-"""Flows: a request or an answer gets lost, and each verb ends exactly once all the same."""
+"""Flows: each operation takes effect exactly once although a request or a reply is lost."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan
-from tests.engine.losing import LosingStore, Loss
-from tests.engine.once import happens_once
-from tests.engine.runtime.test_lost_replies import LEASE_MS, WORKER, Act, Case, Scene, scene_on
+from tests.engine.exactly_once import assert_exactly_once
+from tests.engine.lossy_store import Loss, LossyStore
+from tests.engine.runtime.test_lost_replies import LEASE_MS, WORKER, Act, Case, Scene, create_scene
 
 F = FlowId(str(UUID(int=7)))
 EDGE, OTHER = str(UUID(int=8)), str(UUID(int=9))
 
 
 async def flow_of(scene: Scene, count: int, *, edge: bool = False, applied: bool = False) -> list[str]:
-    """A flow with members, perhaps with an edge from the first to the second."""
+    """Create a flow with members and optionally an edge from the first to the second."""
     await scene.engine.create_flow(F)
     members = []
     for _ in range(count):
@@ -145,49 +145,53 @@ CASES: tuple[Case, ...] = (
 
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_what_got_lost_once_happens_once(clock: ManualClock, case: Case, loss: Loss) -> None:
-    await happens_once(MemoryStore(clock), clock, case, loss)
+async def test_a_flow_operation_that_was_lost_once_takes_effect_once(
+    clock: ManualClock, case: Case, loss: Loss
+) -> None:
+    await assert_exactly_once(MemoryStore(clock), clock, case, loss)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_a_lost_answer_is_found_again_in_every_store(store: Store, clock: ManualClock, case: Case) -> None:
-    await happens_once(store, clock, case, Loss.ANSWER)
+async def test_every_store_recovers_a_lost_reply_of_a_flow_operation(
+    store: Store, clock: ManualClock, case: Case
+) -> None:
+    await assert_exactly_once(store, clock, case, Loss.ANSWER)
 
 
 @pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER], ids=lambda loss: loss.name.lower())
 async def test_an_edge_that_is_resolved_with_losses_is_counted_once(
     store: Store, clock: ManualClock, loss: Loss
 ) -> None:
-    await happens_once(store, clock, resolve_an_edge, loss)
+    await assert_exactly_once(store, clock, resolve_an_edge, loss)
 
 
 @pytest.mark.parametrize("loss", [Loss.REQUEST, Loss.DOUBT, Loss.ANSWER], ids=lambda loss: loss.name.lower())
-async def test_a_cascade_with_losses_skips_the_whole_tail_and_counts_it(store: Store, loss: Loss) -> None:
-    losing = LosingStore(store)
-    engine = Engine(losing, minter=SeededMinter(1), settings=Settings(dispatch=False))
+async def test_a_cascade_with_losses_skips_and_counts_all_descendants(store: Store, loss: Loss) -> None:
+    lossy = LossyStore(store)
+    engine = Engine(lossy, minter=SeededMinter(1), settings=Settings(dispatch=False))
     minted = [mint_for_flow(F, engine.partitions, engine.minter) for _ in range(6)]
-    names = sorted(minted, reverse=True)  # the first that is skipped is not the first of the flow
+    names = sorted(minted, reverse=True)  # The first skipped member is not the first member of the flow.
     nodes = [
         CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="l", execution_kind="k")
         for name in names
     ]
     await engine.create_flow_graph(F, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
     await engine.cancel_execution(names[0])
-    losing.next_loss = loss
+    lossy.next_loss = loss
 
     assert await engine.cascade_completion(names[0]) == CascadeOutcome(5, 5)
 
-    assert losing.losses == 1
+    assert lossy.losses == 1
     assert {await engine.read_execution_state(name) for name in names[1:]} == {"skipped"}
 
 
-async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_told_as_resolved(
+async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_reported_as_resolved(
     store: Store, clock: ManualClock
 ) -> None:
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
     act = await resolve_an_edge(scene)
-    losing.next_loss = Loss.LATE
+    lossy.next_loss = Loss.LATE
 
     assert await act() is Resolution.ALREADY_RESOLVED
 
@@ -195,8 +199,8 @@ async def test_an_edge_whose_resolution_is_written_late_is_counted_once_and_told
     assert (group.succeeded, group.n, group.group_state) == (1, 1, "satisfied")
 
 
-async def _one_more(rival: Engine, downstream: str) -> None:
-    """Somebody else adds a member, and an edge from it to the same downstream."""
+async def _add_upstream(rival: Engine, downstream: str) -> None:
+    """As another process, add a member and an edge from it to the same downstream."""
     e = mint_for_flow(F, rival.partitions, rival.minter)
     await rival.create_execution(execution_id=e)
     await rival.add_execution_to_flow(F, e)
@@ -207,7 +211,7 @@ async def _one_more(rival: Engine, downstream: str) -> None:
 async def stage_while_others_build(scene: Scene, rival: Engine) -> tuple[Act, Act, object]:
     a, b = await flow_of(scene, 2)
     act = lambda: scene.engine.stage_dependency_edge(F, EDGE, a, b, expected_graph_revision=2)  # noqa: E731
-    return act, lambda: _one_more(rival, b), Staged(EDGE, 3)
+    return act, lambda: _add_upstream(rival, b), Staged(EDGE, 3)
 
 
 async def cancel_while_others_tag(scene: Scene, rival: Engine) -> tuple[Act, Act, object]:
@@ -232,22 +236,22 @@ async def create_a_graph_while_others_build(scene: Scene, rival: Engine) -> tupl
     ],
     ids=lambda case: case.__name__,
 )
-async def test_a_lost_answer_that_others_have_written_over_is_found_again(
+async def test_a_lost_reply_is_recovered_after_others_have_written_the_same_rows(
     store: Store, clock: ManualClock, case: Callable[[Scene, Engine], Awaitable[tuple[Act, Act, object]]]
 ) -> None:
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
-    act, losing.after_loss, answer = await case(scene, Engine(store, minter=SeededMinter(77)))
-    losing.next_loss = Loss.ANSWER
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
+    act, lossy.after_loss, answer = await case(scene, Engine(store, minter=SeededMinter(77)))
+    lossy.next_loss = Loss.ANSWER
 
     assert await act() == answer
-    assert losing.losses == 1
+    assert lossy.losses == 1
 
 
-async def test_a_replay_that_got_lost_is_not_told_by_what_others_removed(store: Store, clock: ManualClock) -> None:
-    """It was to strike the last member off its flow's cancels; meanwhile somebody acknowledges that cancel."""
-    losing, elsewhere = LosingStore(store), Engine(store, minter=SeededMinter(77))
-    scene = await scene_on(losing, clock)
+async def test_a_lost_replay_is_not_inferred_from_what_others_removed(store: Store, clock: ManualClock) -> None:
+    """The replay removes the last member from the pending cancels of its flow; meanwhile it is acknowledged."""
+    lossy, elsewhere = LossyStore(store), Engine(store, minter=SeededMinter(77))
+    scene = await create_scene(lossy, clock)
     [a] = await flow_of(scene, 1)
     await scene.engine.cancel_flow_header(F, reason="enough")
     await scene.engine.cancel_execution(a, reason="enough")
@@ -256,7 +260,7 @@ async def test_a_replay_that_got_lost_is_not_told_by_what_others_removed(store: 
         await elsewhere.ack_cancel_member(F, a)
         await elsewhere.set_execution_tag(a, "a.b", "c")
 
-    losing.next_loss, losing.after_loss = Loss.DOUBT, acknowledged
+    lossy.next_loss, lossy.after_loss = Loss.DOUBT, acknowledged
     await scene.engine.replay_execution(a)
 
     assert await scene.engine.read_execution_state(a) == "waiting"

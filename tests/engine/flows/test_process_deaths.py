@@ -1,4 +1,4 @@
-"""Whatever dies, gets lost or comes late between an end and those who wait for it: nobody is stranded or told twice."""
+"""A process dies, or a message is lost or late, between an outcome and its dependents: each resolves exactly once."""
 
 from __future__ import annotations
 
@@ -17,336 +17,346 @@ from flowfabric.rules.flow.successors import MAX_NAMED_SUCCESSORS
 from flowfabric.stores.queries import Read
 from flowfabric.testing.faults import Loss
 from flowfabric.testing.invariants import scan_all
-from tests.engine.crew import Crew
+from tests.engine.flow_harness import FlowHarness
 
 
-async def test_a_crash_between_completion_and_dispatch_loses_nothing(crew: Crew) -> None:
-    await crew.graph([*"abcd"], [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
+async def test_a_crash_between_completion_and_dispatch_loses_nothing(harness: FlowHarness) -> None:
+    await harness.graph([*"abcd"], [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
 
-    await crew.work(by=crew.mortal)  # it dies right after the commit
-    assert await crew.states("b", "c") == "waiting_children waiting_children"
-    assert await crew.owed() == 2
+    await harness.work(by=harness.mortal)  # The process dies right after the commit.
+    assert await harness.states("b", "c") == "waiting_children waiting_children"
+    assert await harness.unprocessed() == 2
 
-    await crew.sweep("completion_dispatch")
-    assert await crew.work(by=crew.mortal) == ["b", "c"]
-    await crew.sweep("completion_dispatch")
-    assert await crew.work() == ["d"]
+    await harness.sweep("completion_dispatch")
+    assert await harness.work(by=harness.mortal) == ["b", "c"]
+    await harness.sweep("completion_dispatch")
+    assert await harness.work() == ["d"]
 
 
-async def test_a_crash_between_a_skip_and_what_follows_loses_nothing(crew: Crew) -> None:
-    await crew.graph([*"abcde"], [("a", "b"), ("b", "c"), ("c", "d"), ("d", "e")])
-    await crew.work(by=crew.mortal, failing="a")
+async def test_a_crash_between_a_skip_and_its_cascade_loses_nothing(harness: FlowHarness) -> None:
+    await harness.graph([*"abcde"], [("a", "b"), ("b", "c"), ("c", "d"), ("d", "e")])
+    await harness.work(by=harness.mortal, failing="a")
 
-    await crew.mortal.sweep_once("dependency_reconciler")
+    await harness.mortal.sweep_once("dependency_reconciler")
 
-    assert await crew.states(*"bcde") == "skipped skipped skipped skipped"
+    assert await harness.states(*"bcde") == "skipped skipped skipped skipped"
 
 
 @pytest.mark.parametrize("died_after", [0, 1, 2])
-async def test_a_crash_between_the_steps_of_a_large_dispatch_loses_nothing(crew: Crew, died_after: int) -> None:
+async def test_a_crash_between_the_steps_of_a_large_dispatch_loses_nothing(
+    harness: FlowHarness, died_after: int
+) -> None:
     children = [f"c{number:04}" for number in range(1100)]
-    await crew.graph(["a", *children], [("a", child) for child in children])
-    await crew.work(by=crew.mortal)
+    await harness.graph(["a", *children], [("a", child) for child in children])
+    await harness.work(by=harness.mortal)
     if died_after:
         for _ in range(died_after - 1):
-            crew.store.stop_before("commit").release()
-        gate = crew.store.stop_before("commit")
-        dying = asyncio.create_task(crew.mortal.dispatcher.fan_out(crew.names["a"]))
+            harness.store.stop_before("commit").release()
+        gate = harness.store.stop_before("commit")
+        dying = asyncio.create_task(harness.mortal.dispatcher.fan_out(harness.names["a"]))
         await gate.reached()
         dying.cancel()
         gate.release()
         with pytest.raises(asyncio.CancelledError):
             await dying
 
-    await crew.sweep("completion_dispatch")
+    await harness.sweep("completion_dispatch")
 
-    assert len(await crew.claim(5000)) == 1100
-    assert await crew.owed() == 0
+    assert len(await harness.claim(5000)) == 1100
+    assert await harness.unprocessed() == 0
 
 
-async def test_a_dispatcher_that_comes_late_finds_nothing_to_do(crew: Crew) -> None:
+async def test_a_late_dispatcher_finds_nothing_to_do(harness: FlowHarness) -> None:
     children = [f"c{number:03}" for number in range(MAX_NAMED_SUCCESSORS + 1)]
-    await crew.graph(["a", *children], [("a", child) for child in children])
-    await crew.work(by=crew.mortal)
-    late = crew.store.stop_before("commit")
-    zombie = asyncio.create_task(crew.mortal.dispatcher.fan_out(crew.names["a"]))
+    await harness.graph(["a", *children], [("a", child) for child in children])
+    await harness.work(by=harness.mortal)
+    late = harness.store.stop_before("commit")
+    zombie = asyncio.create_task(harness.mortal.dispatcher.fan_out(harness.names["a"]))
     await late.reached()
 
-    await crew.engine.dispatcher.fan_out(crew.names["a"])
-    held = await crew.claim(5000)
+    await harness.engine.dispatcher.fan_out(harness.names["a"])
+    held = await harness.claim(5000)
     late.release()
 
     assert (await zombie).resolved == 0
     assert len(held) == MAX_NAMED_SUCCESSORS + 1
-    assert (await crew.group(children[0])).succeeded == 1
+    assert (await harness.group(children[0])).succeeded == 1
 
 
 @pytest.mark.parametrize("loss", [*Loss])
-async def test_a_lost_answer_at_any_commit_of_a_join_does_not_strand_or_double(crew: Crew, loss: Loss) -> None:
+async def test_a_lost_reply_to_any_commit_of_a_join_neither_strands_nor_doubles_it(
+    harness: FlowHarness, loss: Loss
+) -> None:
     for nth in range(6):
-        crew.flow = FlowId(str(UUID(int=100 + nth)))
-        await crew.graph([*"abj", "k"], [("a", "j"), ("b", "j"), ("j", "k")])
-        held = await crew.claim()
-        crew.store.lose("commit", loss, after=nth)
+        harness.flow = FlowId(str(UUID(int=100 + nth)))
+        await harness.graph([*"abj", "k"], [("a", "j"), ("b", "j"), ("j", "k")])
+        held = await harness.claim()
+        harness.store.lose("commit", loss, after=nth)
         for one in held:
-            await crew.engine.complete(one.handle)
-        await crew.engine.dispatcher.wait_idle()
-        await crew.sweep("completion_dispatch", "dependency_reconciler")
-        crew.store.heal()
+            await harness.engine.complete(one.handle)
+        await harness.engine.dispatcher.wait_idle()
+        await harness.sweep("completion_dispatch", "dependency_reconciler")
+        harness.store.heal()
 
-        assert await crew.states(*"abjk") == "completed completed waiting waiting_children"
-        assert (await crew.group("j")).succeeded == 2
-        assert await crew.work() == ["j"]
-        await crew.engine.dispatcher.wait_idle()
-        assert await crew.work() == ["k"]
+        assert await harness.states(*"abjk") == "completed completed waiting waiting_children"
+        assert (await harness.group("j")).succeeded == 2
+        assert await harness.work() == ["j"]
+        await harness.engine.dispatcher.wait_idle()
+        assert await harness.work() == ["k"]
 
 
-async def test_an_edge_applied_while_its_upstream_ends_is_never_missed(crew: Crew) -> None:
-    await crew.graph([*"ab"], [])
-    claimed = {one.execution_id: one for one in await crew.claim()}
-    held, other, child = claimed[crew.names["a"]], claimed[crew.names["b"]], crew.names["b"]
-    edge = crew.engine.minter.uuid()
-    await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], child)
-    ending = crew.store.stop_before("commit")  # decided on a sheet without edges
-    finish = asyncio.create_task(crew.engine.complete(held.handle))
+async def test_an_edge_applied_while_its_upstream_finishes_is_resolved(harness: FlowHarness) -> None:
+    await harness.graph([*"ab"], [])
+    claimed = {one.execution_id: one for one in await harness.claim()}
+    held, other, child = claimed[harness.names["a"]], claimed[harness.names["b"]], harness.names["b"]
+    edge = harness.engine.minter.uuid()
+    await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], child)
+    ending = harness.store.stop_before("commit")  # decided on a row without edges
+    finish = asyncio.create_task(harness.engine.complete(held.handle))
     await ending.reached()
-    await crew.mortal.apply_dependency_to_child(crew.flow, edge, child, crew.names["a"])
+    await harness.mortal.apply_dependency_to_child(harness.flow, edge, child, harness.names["a"])
     ending.release()
     await finish
-    await crew.engine.dispatcher.wait_idle()
+    await harness.engine.dispatcher.wait_idle()
 
-    assert (await crew.group("b")).group_state == "satisfied"
-    await crew.engine.complete(other.handle)
+    assert (await harness.group("b")).group_state == "satisfied"
+    await harness.engine.complete(other.handle)
 
 
-async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(crew: Crew) -> None:
-    await crew.graph([*"ab"], [])
-    claimed = {one.execution_id: one for one in await crew.claim()}
-    parent, child = claimed[crew.names["a"]], claimed[crew.names["b"]]
-    edge = crew.engine.minter.uuid()
-    await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], crew.names["b"])
-    await crew.engine.apply_dependency_to_child(crew.flow, edge, crew.names["b"], crew.names["a"])
-    await crew.mortal.complete(parent.handle)
+async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(harness: FlowHarness) -> None:
+    await harness.graph([*"ab"], [])
+    claimed = {one.execution_id: one for one in await harness.claim()}
+    parent, child = claimed[harness.names["a"]], claimed[harness.names["b"]]
+    edge = harness.engine.minter.uuid()
+    await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], harness.names["b"])
+    await harness.engine.apply_dependency_to_child(harness.flow, edge, harness.names["b"], harness.names["a"])
+    await harness.mortal.complete(parent.handle)
 
-    folding = crew.store.stop_before("commit")  # decided while the child was active
-    fold = asyncio.create_task(crew.engine.cascade_completion(crew.names["a"]))
+    folding = harness.store.stop_before("commit")  # decided while the child was active
+    fold = asyncio.create_task(harness.engine.cascade_completion(harness.names["a"]))
     await folding.reached()
-    await crew.mortal.wait_children(child.handle)
-    assert await crew.states("b") == "waiting_children"
+    await harness.mortal.wait_children(child.handle)
+    assert await harness.states("b") == "waiting_children"
     folding.release()
     await fold
-    assert await crew.states("b") == "waiting"
+    assert await harness.states("b") == "waiting"
 
 
-async def test_a_join_that_fires_while_its_child_is_about_to_park_lets_it_go_on(crew: Crew) -> None:
-    await crew.graph([*"ab"], [])
-    claimed = {one.execution_id: one for one in await crew.claim()}
-    parent, child = claimed[crew.names["a"]], claimed[crew.names["b"]]
-    edge = crew.engine.minter.uuid()
-    await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], crew.names["b"])
-    await crew.engine.apply_dependency_to_child(crew.flow, edge, crew.names["b"], crew.names["a"])
-    await crew.mortal.complete(parent.handle)
+async def test_a_join_that_fires_while_its_child_is_about_to_park_resumes_the_child(harness: FlowHarness) -> None:
+    await harness.graph([*"ab"], [])
+    claimed = {one.execution_id: one for one in await harness.claim()}
+    parent, child = claimed[harness.names["a"]], claimed[harness.names["b"]]
+    edge = harness.engine.minter.uuid()
+    await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], harness.names["b"])
+    await harness.engine.apply_dependency_to_child(harness.flow, edge, harness.names["b"], harness.names["a"])
+    await harness.mortal.complete(parent.handle)
 
-    parking = crew.store.stop_before("commit")  # decided while the group was pending
-    park = asyncio.create_task(crew.engine.wait_children(child.handle))
+    parking = harness.store.stop_before("commit")  # decided while the group was pending
+    park = asyncio.create_task(harness.engine.wait_children(child.handle))
     await parking.reached()
-    await crew.mortal.cascade_completion(crew.names["a"])
+    await harness.mortal.cascade_completion(harness.names["a"])
     parking.release()
     await park
-    assert await crew.states("b") == "waiting"
+    assert await harness.states("b") == "waiting"
 
 
-async def test_a_skip_that_meets_the_cancel_of_its_flow_leaves_the_member_to_it(crew: Crew) -> None:
-    await crew.graph([*"ab"], [("a", "b")])
-    await crew.work(by=crew.mortal, failing="a")
+async def test_a_skip_that_races_with_the_cancel_of_its_flow_leaves_the_member_to_the_cancel(
+    harness: FlowHarness,
+) -> None:
+    await harness.graph([*"ab"], [("a", "b")])
+    await harness.work(by=harness.mortal, failing="a")
 
-    skipping = crew.store.stop_before("commit")
-    skip = asyncio.create_task(crew.engine.cascade_completion(crew.names["a"]))
+    skipping = harness.store.stop_before("commit")
+    skip = asyncio.create_task(harness.engine.cascade_completion(harness.names["a"]))
     await skipping.reached()
-    await crew.mortal.cancel_flow_header(crew.flow, reason="r")
+    await harness.mortal.cancel_flow_header(harness.flow, reason="r")
     skipping.release()
     await skip
-    assert await crew.states("b") == "waiting_children"
-    await crew.mortal.bulk_canceller.cancel_members(crew.flow, [crew.names["b"]], "r")
-    assert await crew.states("b") == "cancelled"
+    assert await harness.states("b") == "waiting_children"
+    await harness.mortal.bulk_canceller.cancel_members(harness.flow, [harness.names["b"]], "r")
+    assert await harness.states("b") == "cancelled"
 
 
-async def test_members_that_are_claimed_when_they_are_about_to_be_cancelled_are_cancelled_all_the_same(
-    crew: Crew,
+async def test_members_that_are_claimed_just_before_their_cancel_are_cancelled_too(
+    harness: FlowHarness,
 ) -> None:
-    await crew.graph([*"ab"], [])
-    await crew.engine.cancel_flow_header(crew.flow, reason="r")
-    writing = crew.store.stop_before("commit")
-    cancel = asyncio.create_task(crew.mortal.bulk_canceller.cancel_members(crew.flow, [*crew.names.values()], "r"))
+    await harness.graph([*"ab"], [])
+    await harness.engine.cancel_flow_header(harness.flow, reason="r")
+    writing = harness.store.stop_before("commit")
+    cancel = asyncio.create_task(
+        harness.mortal.bulk_canceller.cancel_members(harness.flow, [*harness.names.values()], "r")
+    )
     await writing.reached()
-    assert len(await crew.claim()) == 2
+    assert len(await harness.claim()) == 2
     writing.release()
 
     assert await cancel == []
-    assert await crew.states(*"ab") == "cancelled cancelled"
+    assert await harness.states(*"ab") == "cancelled cancelled"
 
 
-async def test_a_cancel_that_takes_too_long_when_its_process_ends_is_cut_off_and_left_to_the_reconciler(
-    crew: Crew, clock: ManualClock
+async def test_a_cancel_that_exceeds_the_grace_at_shutdown_is_aborted_and_left_to_the_reconciler(
+    harness: FlowHarness, clock: ManualClock
 ) -> None:
-    await crew.graph([*"ab"], [])
-    await crew.engine.cancel_flow_header(crew.flow, reason="r")
-    writing = crew.store.stop_before("commit")
-    crew.mortal.bulk_canceller.finish_in_background(
-        crew.mortal.bulk_canceller.cancel_members(crew.flow, [*crew.names.values()], "r")
+    await harness.graph([*"ab"], [])
+    await harness.engine.cancel_flow_header(harness.flow, reason="r")
+    writing = harness.store.stop_before("commit")
+    harness.mortal.bulk_canceller.finish_in_background(
+        harness.mortal.bulk_canceller.cancel_members(harness.flow, [*harness.names.values()], "r")
     )
     await writing.reached()
 
     async with asyncio.timeout(10):
-        assert await crew.mortal.bulk_canceller.close(grace_s=0.01) == 1
+        assert await harness.mortal.bulk_canceller.close(grace_s=0.01) == 1
 
     clock.advance_ms(30_000)
-    await crew.sweep("cancel_reconciler")
-    assert await crew.states(*"ab") == "cancelled cancelled"
+    await harness.sweep("cancel_reconciler")
+    assert await harness.states(*"ab") == "cancelled cancelled"
 
 
-async def test_a_dispatch_that_takes_too_long_when_its_process_ends_is_cut_off_and_left_to_the_sweeps(
-    crew: Crew,
+async def test_a_dispatch_that_exceeds_the_grace_at_shutdown_is_aborted_and_left_to_the_sweeps(
+    harness: FlowHarness,
 ) -> None:
-    await crew.graph([*"abc"], [("a", "c"), ("b", "c")])
-    held = await crew.claim()
-    folding = crew.store.stop_before("load")
-    await crew.engine.complete(held[0].handle)
+    await harness.graph([*"abc"], [("a", "c"), ("b", "c")])
+    held = await harness.claim()
+    folding = harness.store.stop_before("load")
+    await harness.engine.complete(held[0].handle)
     await folding.reached()
 
     async with asyncio.timeout(10):
-        assert await crew.engine.dispatcher.close(grace_s=0.01) == 1
-    await crew.engine.complete(held[1].handle)
-    assert (await crew.owed(), await crew.states("c")) == (2, "waiting_children")
+        assert await harness.engine.dispatcher.close(grace_s=0.01) == 1
+    await harness.engine.complete(held[1].handle)
+    assert (await harness.unprocessed(), await harness.states("c")) == (2, "waiting_children")
 
-    await crew.mortal.sweep_once("completion_dispatch")
-    assert await crew.states("c") == "waiting"
+    await harness.mortal.sweep_once("completion_dispatch")
+    assert await harness.states("c") == "waiting"
 
 
 @pytest.mark.parametrize("answer_is_lost", [False, True])
-async def test_members_that_cannot_be_looked_at_are_told_of_and_left_to_the_reconciler(
-    crew: Crew, clock: ManualClock, answer_is_lost: bool
+async def test_members_that_cannot_be_loaded_are_reported_and_left_to_the_reconciler(
+    harness: FlowHarness, clock: ManualClock, answer_is_lost: bool
 ) -> None:
-    await crew.graph([*"ab"], [])
-    await crew.engine.cancel_flow_header(crew.flow, reason="r")
+    await harness.graph([*"ab"], [])
+    await harness.engine.cancel_flow_header(harness.flow, reason="r")
     if answer_is_lost:
-        crew.store.lose("commit", Loss.REPLY)
-    crew.store.lose("load", Loss.REQUEST, after=int(answer_is_lost))
+        harness.store.lose("commit", Loss.REPLY)
+    harness.store.lose("load", Loss.REQUEST, after=int(answer_is_lost))
 
-    failed = await crew.mortal.bulk_canceller.cancel_members(crew.flow, [*crew.names.values()], "r")
+    failed = await harness.mortal.bulk_canceller.cancel_members(harness.flow, [*harness.names.values()], "r")
 
-    assert len(crew.store.losses) == 1 + answer_is_lost
-    assert failed == [*crew.names.values()]
+    assert len(harness.store.losses) == 1 + answer_is_lost
+    assert failed == [*harness.names.values()]
     clock.advance_ms(30_000)
-    await crew.sweep("cancel_reconciler")
-    assert await crew.states(*"ab") == "cancelled cancelled"
-    assert await scan_all(crew.store.inner, CancelBacklog) == []
+    await harness.sweep("cancel_reconciler")
+    assert await harness.states(*"ab") == "cancelled cancelled"
+    assert await scan_all(harness.store.inner, CancelBacklog) == []
 
 
 @pytest.mark.parametrize("loss", Loss)
-async def test_a_lost_answer_to_the_cancel_of_members_is_found_again(crew: Crew, loss: Loss) -> None:
-    await crew.graph([*"abc"], [("a", "c")])
-    crew.store.lose("commit", loss, after=1)  # that of the header arrives
+async def test_a_lost_reply_to_the_cancel_of_members_is_recovered(harness: FlowHarness, loss: Loss) -> None:
+    await harness.graph([*"abc"], [("a", "c")])
+    harness.store.lose("commit", loss, after=1)  # The reply for the header arrives.
 
-    answer = await crew.engine.cancel_flow(crew.flow, wait=WaitTimeout(20_000))
-    await crew.engine.dispatcher.wait_idle()
+    answer = await harness.engine.cancel_flow(harness.flow, wait=WaitTimeout(20_000))
+    await harness.engine.dispatcher.wait_idle()
 
-    assert crew.store.losses
+    assert harness.store.losses
     if loss is Loss.REPLY:
         assert isinstance(answer, FlowCancelled)
-        assert await crew.states(*"abc") == "cancelled cancelled cancelled"
-        assert await crew.owed() == 0
+        assert await harness.states(*"abc") == "cancelled cancelled cancelled"
+        assert await harness.unprocessed() == 0
     else:
         assert isinstance(answer, PartiallyCancelled)
-        assert sorted(answer.failed_member_execution_ids) == sorted(crew.names.values())
-        assert await crew.states(*"abc") == "waiting waiting waiting_children"
+        assert sorted(answer.failed_member_execution_ids) == sorted(harness.names.values())
+        assert await harness.states(*"abc") == "waiting waiting waiting_children"
 
 
-async def test_a_child_is_replayed_while_its_upstream_ends_again(crew: Crew) -> None:
-    await crew.graph([*"ab"], [("a", "b")])
-    await crew.work(failing="a")
-    await crew.engine.dispatcher.wait_idle()
-    assert await crew.states("b") == "skipped"
-    await crew.engine.replay_execution(crew.names["a"])
-    [held] = await crew.claim()
+async def test_a_child_is_replayed_while_its_upstream_finishes_again(harness: FlowHarness) -> None:
+    await harness.graph([*"ab"], [("a", "b")])
+    await harness.work(failing="a")
+    await harness.engine.dispatcher.wait_idle()
+    assert await harness.states("b") == "skipped"
+    await harness.engine.replay_execution(harness.names["a"])
+    [held] = await harness.claim()
 
-    replaying = crew.store.stop_before("commit")  # decided while the upstream was running
-    replay = asyncio.create_task(crew.mortal.replay_execution(crew.names["b"]))
+    replaying = harness.store.stop_before("commit")  # decided while the upstream was running
+    replay = asyncio.create_task(harness.mortal.replay_execution(harness.names["b"]))
     await replaying.reached()
-    await crew.engine.complete(held.handle)  # its first end is still noted, so this one is not
+    await harness.engine.complete(held.handle)  # Its first outcome is still recorded, so this one is not.
     replaying.release()
     await replay
-    await crew.sweep("completion_dispatch")
+    await harness.sweep("completion_dispatch")
 
-    assert await crew.states("a", "b") == "completed waiting"
+    assert await harness.states("a", "b") == "completed waiting"
 
 
 @pytest.mark.parametrize(("swept", "looks"), [(False, 1), (False, 2), (True, 1), (True, 2), (True, 3)])
-async def test_an_end_is_not_counted_without_the_result_that_a_replay_takes_away(
-    crew: Crew, swept: bool, looks: int
+async def test_an_outcome_is_not_counted_without_the_result_that_a_replay_removes(
+    harness: FlowHarness, swept: bool, looks: int
 ) -> None:
-    await crew.graph([*"abc"], [("a", "c"), ("b", "c")], data_passing_ref="r")
-    held = {one.execution_id: one for one in await crew.claim()}
-    await crew.engine.complete(held[crew.names["b"]].handle, result=b"from b")
-    await crew.engine.dispatcher.wait_idle()
+    await harness.graph([*"abc"], [("a", "c"), ("b", "c")], data_passing_ref="r")
+    held = {one.execution_id: one for one in await harness.claim()}
+    await harness.engine.complete(held[harness.names["b"]].handle, result=b"from b")
+    await harness.engine.dispatcher.wait_idle()
 
-    await (crew.mortal if swept else crew.engine).complete(held[crew.names["a"]].handle, result=b"from a")
-    gates = [crew.store.stop_before("load") for _ in range(looks)]
-    counting = asyncio.create_task(crew.sweep("completion_dispatch") if swept else crew.engine.dispatcher.wait_idle())
+    await (harness.mortal if swept else harness.engine).complete(held[harness.names["a"]].handle, result=b"from a")
+    gates = [harness.store.stop_before("load") for _ in range(looks)]
+    counting = asyncio.create_task(
+        harness.sweep("completion_dispatch") if swept else harness.engine.dispatcher.wait_idle()
+    )
     for gate in gates[:-1]:
         await gate.reached()
         gate.release()
     await gates[-1].reached()
-    await crew.mortal.replay_execution(crew.names["a"])
+    await harness.mortal.replay_execution(harness.names["a"])
     gates[-1].release()
     await counting
-    assert await crew.states("a", "c") == "waiting waiting_children"
+    assert await harness.states("a", "c") == "waiting waiting_children"
 
-    [again] = await crew.claim()
-    await crew.engine.complete(again.handle, result=b"from a, again")
-    await crew.engine.dispatcher.wait_idle()
-    assert await crew.states("c") == "waiting"
-    assert (await crew.engine.read_execution_context(crew.names["c"])).input_payload == b"from a, again"
+    [again] = await harness.claim()
+    await harness.engine.complete(again.handle, result=b"from a, again")
+    await harness.engine.dispatcher.wait_idle()
+    assert await harness.states("c") == "waiting"
+    assert (await harness.engine.read_execution_context(harness.names["c"])).input_payload == b"from a, again"
 
 
-async def test_a_purged_upstream_has_told_its_end_before_it_went(crew: Crew, clock: ManualClock) -> None:
+async def test_a_purged_upstream_has_reported_its_outcome_before(harness: FlowHarness, clock: ManualClock) -> None:
     children = [f"c{number}" for number in range(MAX_NAMED_SUCCESSORS + 1)]
-    await crew.graph(["a", "b", *children], [("a", "b"), *(("b", child) for child in children)])
-    await crew.work(by=crew.mortal)
-    await crew.sweep("completion_dispatch")
-    await crew.work(by=crew.mortal)
+    await harness.graph(["a", "b", *children], [("a", "b"), *(("b", child) for child in children)])
+    await harness.work(by=harness.mortal)
+    await harness.sweep("completion_dispatch")
+    await harness.work(by=harness.mortal)
     clock.advance_ms(24 * 60 * 60 * 1000)
-    assert await crew.mortal.purge_execution(crew.names["a"])
-    assert await crew.mortal.purge_execution(crew.names["b"])
+    assert await harness.mortal.purge_execution(harness.names["a"])
+    assert await harness.mortal.purge_execution(harness.names["b"])
 
-    await crew.sweep("completion_dispatch")
+    await harness.sweep("completion_dispatch")
 
-    assert set((await crew.states(*children)).split()) == {"waiting"}
+    assert set((await harness.states(*children)).split()) == {"waiting"}
 
 
-async def test_a_purged_child_leaves_its_join_behind(crew: Crew, clock: ManualClock) -> None:
-    await crew.graph([*"ab"], [("a", "b")])
-    await crew.engine.cancel_execution(crew.names["b"])
+async def test_a_purged_child_leaves_its_join_behind(harness: FlowHarness, clock: ManualClock) -> None:
+    await harness.graph([*"ab"], [("a", "b")])
+    await harness.engine.cancel_execution(harness.names["b"])
     clock.advance_ms(24 * 60 * 60 * 1000)
-    assert await crew.engine.purge_execution(crew.names["b"])
+    assert await harness.engine.purge_execution(harness.names["b"])
 
-    await crew.work()
-    await crew.engine.dispatcher.wait_idle()
-    await crew.sweep("dependency_reconciler")
+    await harness.work()
+    await harness.engine.dispatcher.wait_idle()
+    await harness.sweep("dependency_reconciler")
 
-    found = (await crew.engine.runtime.load((Read(Execution, (crew.names["b"],)),))).rows[0]
+    found = (await harness.engine.runtime.load((Read(Execution, (harness.names["b"],)),))).rows[0]
     assert found == []
-    assert (await crew.group("b")).group_state == "pending"
+    assert (await harness.group("b")).group_state == "pending"
 
 
-async def test_an_edge_that_was_staged_and_not_applied_is_not_taken_for_the_one_that_was(crew: Crew) -> None:
+async def test_an_edge_that_was_staged_only_is_not_confused_with_the_applied_one(harness: FlowHarness) -> None:
     children = [f"c{number}" for number in range(MAX_NAMED_SUCCESSORS + 2)]
-    await crew.graph(["a", "x", *children], [("a", child) for child in children[1:]] + [("x", children[0])])
-    edge = crew.engine.minter.uuid()
-    await crew.engine.stage_dependency_edge(crew.flow, edge, crew.names["a"], crew.names[children[0]])
-    claimed = {one.execution_id: one for one in await crew.claim()}
+    await harness.graph(["a", "x", *children], [("a", child) for child in children[1:]] + [("x", children[0])])
+    edge = harness.engine.minter.uuid()
+    await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], harness.names[children[0]])
+    claimed = {one.execution_id: one for one in await harness.claim()}
 
-    await crew.engine.complete(claimed[crew.names["a"]].handle)
-    await crew.engine.dispatcher.wait_idle()
+    await harness.engine.complete(claimed[harness.names["a"]].handle)
+    await harness.engine.dispatcher.wait_idle()
 
-    assert await crew.states(*children) == " ".join(["waiting_children"] + ["waiting"] * (MAX_NAMED_SUCCESSORS + 1))
+    assert await harness.states(*children) == " ".join(["waiting_children"] + ["waiting"] * (MAX_NAMED_SUCCESSORS + 1))

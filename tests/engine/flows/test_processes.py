@@ -1,4 +1,4 @@
-"""Four processes finish the thousand parents of one join at once: it fires once and strands nobody."""
+"""Four processes complete the thousand parents of one join concurrently: it fires once and strands no execution."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from flowfabric.testing.flow_invariants import check_flow_invariants
 PARENTS, PROCESSES = 1000, 4
 
 
-async def started(url: str, lane: str, count: int = PARENTS // PROCESSES, ttl_ms: int = 60_000) -> Process:
-    command = (sys.executable, "-m", "tests.engine.finisher", url, lane, str(count), str(ttl_ms))
+async def start_completer(url: str, lane: str, count: int = PARENTS // PROCESSES, ttl_ms: int = 60_000) -> Process:
+    command = (sys.executable, "-m", "tests.engine.completer", url, lane, str(count), str(ttl_ms))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
     return process
 
 
-async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
-    """The group as soon as it has fired; looked at again with every hint."""
+async def wait_for_join(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
+    """Return the group once it has fired; load it again at every wakeup."""
     async with asyncio.timeout(30):
         while True:
             hint = engine.runtime.wakeups.subscribe(lane_topic("join"))
@@ -44,8 +44,8 @@ async def joined(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
             await asyncio.wait((hint,), timeout=0.02)
 
 
-async def fan_in(engine: Engine, flow: FlowId, count: int) -> str:
-    """A join of so many parents; its id."""
+async def create_fan_in(engine: Engine, flow: FlowId, count: int) -> str:
+    """Create a join with this number of parents and return its id."""
     *parents, join = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(count + 1))
     nodes = [
         CreateExecution(
@@ -65,14 +65,14 @@ async def fan_in(engine: Engine, flow: FlowId, count: int) -> str:
 async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_once(database: str) -> None:
     flow = FlowId(str(uuid4()))
     async with await open_engine(database, migrate=False) as engine:
-        join = await fan_in(engine, flow, PARENTS)
-        processes = await asyncio.gather(*(started(database, "parents") for _ in range(PROCESSES)))
+        join = await create_fan_in(engine, flow, PARENTS)
+        processes = await asyncio.gather(*(start_completer(database, "parents") for _ in range(PROCESSES)))
 
         began = perf_counter()
         for process in processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
-        group = await joined(engine, flow, join)
+        group = await wait_for_join(engine, flow, join)
         took = perf_counter() - began
         told = [(await process.communicate())[0] for process in processes]
 
@@ -81,4 +81,4 @@ async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_onc
         claimed = await engine.claim_many("join", 10, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
         assert [one.execution_id for one in claimed] == [join]
         await check_flow_invariants(engine)
-        print(f"{PARENTS} parents, {PROCESSES} processes: {took:.2f} s")  # how quick it is, is for the bench to say
+        print(f"{PARENTS} parents, {PROCESSES} processes: {took:.2f} s")  # The benchmark measures how fast it is.

@@ -1,6 +1,6 @@
-"""Random graphs, random ends, random deaths: every join fires once and as its policy says, and nobody is stranded.
+"""Random graphs, outcomes and process deaths: every join fires once and by its policy, and no execution is stranded.
 
-What has to come out is told a second time, naively: from the graph and the ends that were planned.
+The expected outcome is computed a second time, naively, from the graph and the planned outcomes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEEDS = {"memory": 60, "sqlite": 8, "postgres": 8}
 
 
 class Plan(msgspec.Struct):
-    """A graph, how each node ends if it gets to run, and how each joins."""
+    """A graph with the planned outcome and the join policy of each node."""
 
     nodes: list[str]
     edges: list[tuple[str, str, str]]
@@ -40,12 +40,12 @@ class Plan(msgspec.Struct):
     policies: dict[str, dict[str, Any]]
 
 
-def plan(chance: random.Random, flow: FlowId, engine: Engine, *, cancelling: bool) -> Plan:
+def random_plan(chance: random.Random, flow: FlowId, engine: Engine, *, cancelling: bool) -> Plan:
     nodes: list[str] = [mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(chance.randint(2, 14))]
     edges = [
         (one, other, chance.choice(KINDS))
-        for place, other in enumerate(nodes)
-        for one in nodes[:place]
+        for index, other in enumerate(nodes)
+        for one in nodes[:index]
         if chance.random() < 2.2 / len(nodes)
     ]
     policies: dict[str, dict[str, Any]] = {}
@@ -60,21 +60,21 @@ def plan(chance: random.Random, flow: FlowId, engine: Engine, *, cancelling: boo
     return Plan(nodes, edges, {node: chance.random() < 0.75 for node in nodes}, policies)
 
 
-def expected(plan: Plan) -> dict[str, str]:
-    """How every node ends, when nothing is cancelled: nodes come after those they wait for."""
+def expected_outcomes(random_plan: Plan) -> dict[str, str]:
+    """Return the outcome of every node if nothing is cancelled; nodes are listed after their upstreams."""
     ended: dict[str, str] = {}
-    for node in plan.nodes:
-        inbound = [(ended[one], kind) for one, other, kind in plan.edges if other == node]
+    for node in random_plan.nodes:
+        inbound = [(ended[one], kind) for one, other, kind in random_plan.edges if other == node]
         met = sum(kind == "any_outcome" or (end == "completed") == (kind == "success_only") for end, kind in inbound)
-        policy = plan.policies.get(node, {"kind": "all_of"})
+        policy = random_plan.policies.get(node, {"kind": "all_of"})
         needed = {"all_of": len(inbound), "any_of": 1}.get(policy["kind"], policy.get("k", 0))
         runs = not inbound or (met >= needed and needed <= len(inbound))
-        ended[node] = ("completed" if plan.ends[node] else "failed") if runs else "skipped"
+        ended[node] = ("completed" if random_plan.ends[node] else "failed") if runs else "skipped"
     return ended
 
 
-class World:
-    """Processes that share a store behind a bad wire, and die."""
+class Cluster:
+    """Processes that share a store behind an unreliable network and may die."""
 
     def __init__(self, store: Store, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -85,37 +85,37 @@ class World:
         self.started: list[str] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         for number in range(2):
-            self.processes.append(self.process(number))
+            self.processes.append(self.start_process(number))
 
-    def process(self, number: int) -> Engine:
-        """A new process; one in three does not follow up its own ends, as if it died each time."""
+    def start_process(self, number: int) -> Engine:
+        """Start a process; one in three does not dispatch its own outcomes, as if it died after each."""
         alive = self.chance.random() < 0.67
         return Engine(
             self.store, minter=SeededMinter(self.chance.getrandbits(60) + number), settings=Settings(dispatch=alive)
         )
 
-    async def kill(self, place: int) -> None:
-        """A process dies in the middle of whatever it carries on with."""
-        for task in [*self.processes[place].dispatcher._tasks]:
+    async def kill(self, index: int) -> None:
+        """Kill a process in the middle of its background work."""
+        for task in [*self.processes[index].dispatcher._tasks]:
             task.cancel()
-        await asyncio.gather(*self.processes[place].dispatcher._tasks, return_exceptions=True)
-        self.processes[place] = self.process(place)
+        await asyncio.gather(*self.processes[index].dispatcher._tasks, return_exceptions=True)
+        self.processes[index] = self.start_process(index)
 
-    async def run(self, plan: Plan) -> None:
+    async def run(self, random_plan: Plan) -> None:
         nodes = [
             CreateExecution(
                 execution_id=node, partition=0, namespace="default", lane_id="default", execution_kind="task"
             )
-            for node in plan.nodes
+            for node in random_plan.nodes
         ]
-        edges = [GraphEdge(one, other, kind) for one, other, kind in plan.edges]
-        await self.calm.create_flow_graph(self.flow, nodes, edges, policies=plan.policies)
+        edges = [GraphEdge(one, other, kind) for one, other, kind in random_plan.edges]
+        await self.calm.create_flow_graph(self.flow, nodes, edges, policies=random_plan.policies)
         idle = 0
         while idle < 3:
-            held = await self.surely(self.claims(self.chance.choice(self.processes)))
+            held = await self.retry(self.claims(self.chance.choice(self.processes)))
             for one in held:
-                await self.check_start(one, plan)
-                ending = asyncio.create_task(self.end(self.chance.choice(self.processes), one, plan))
+                await self.check_start(one, random_plan)
+                ending = asyncio.create_task(self.finish(self.chance.choice(self.processes), one, random_plan))
                 self.tasks.add(ending)
                 ending.add_done_callback(self.tasks.discard)
                 if self.chance.random() < 0.5:
@@ -133,7 +133,7 @@ class World:
         return lambda: worker.claim_many("default", some, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=10**9)
 
     async def settle(self) -> None:
-        """Whatever is under way comes to its end, and the sweeps find what is left."""
+        """Wait for everything in flight, then let the sweeps find the rest."""
         if self.tasks:
             await asyncio.gather(*self.tasks)
         for process in self.processes:
@@ -141,16 +141,16 @@ class World:
         for sweep in ("completion_dispatch", "edge_cancel_dispatcher", "edge_cancel_reconciler"):
             await self.calm.sweep_once(sweep)
 
-    async def end(self, process: Engine, held: Claimed, plan: Plan) -> None:
+    async def finish(self, process: Engine, held: Claimed, random_plan: Plan) -> None:
         if self.chance.random() < 0.5:
             await asyncio.sleep(0)
-        if plan.ends[held.execution_id]:
-            await self.surely(lambda: process.complete(held.handle, result=b"r"))
+        if random_plan.ends[held.execution_id]:
+            await self.retry(lambda: process.complete(held.handle, result=b"r"))
         else:
-            await self.surely(lambda: process.fail(held.handle, reason="planned", category="permanent"))
+            await self.retry(lambda: process.fail(held.handle, reason="planned", category="permanent"))
 
-    async def surely(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Ask until the wire holds; who was cancelled meanwhile is left alone."""
+    async def retry(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Retry a call until the network delivers it; ignore executions that were cancelled meanwhile."""
         while True:
             try:
                 return await call()
@@ -159,39 +159,39 @@ class World:
             except errors.ExecutionNotActive:
                 return None
 
-    async def check_start(self, held: Claimed, plan: Plan) -> None:
-        """Nobody starts early, and nobody twice."""
+    async def check_start(self, held: Claimed, random_plan: Plan) -> None:
+        """Check that no execution starts early or twice."""
         assert held.execution_id not in self.started
         self.started.append(held.execution_id)
-        inbound = [(one, kind) for one, other, kind in plan.edges if other == held.execution_id]
+        inbound = [(one, kind) for one, other, kind in random_plan.edges if other == held.execution_id]
         met = 0
         for one, kind in inbound:
             state = await self.calm.read_execution_state(one)
             over = state in ("completed", "failed", "skipped", "cancelled", "expired")
             met += over and (kind == "any_outcome" or (state == "completed") == (kind == "success_only"))
-        policy = plan.policies.get(held.execution_id, {"kind": "all_of"})
+        policy = random_plan.policies.get(held.execution_id, {"kind": "all_of"})
         needed = {"all_of": len(inbound), "any_of": min(1, len(inbound))}.get(policy["kind"], policy.get("k", 0))
         assert met >= needed, f"{held.execution_id} started with {met} of {needed}"
 
 
 @pytest.mark.parametrize("cancelling", [False, True])
-async def test_every_join_fires_once_and_nobody_is_stranded(
+async def test_every_join_fires_once_and_no_execution_is_stranded(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, cancelling: bool
 ) -> None:
     for seed in range(SEEDS[store.tag.title.lower()]):
         monkeypatch.setattr("flowfabric.engine.flows.bulk_cancel.MIN_UNSEEN_CANCELS", 1 if seed % 2 else 50)
-        world = World(store, seed * 2 + cancelling)
-        wanted = plan(world.chance, world.flow, world.calm, cancelling=cancelling)
+        cluster = Cluster(store, seed * 2 + cancelling)
+        wanted = random_plan(cluster.chance, cluster.flow, cluster.calm, cancelling=cancelling)
 
-        await world.run(wanted)
+        await cluster.run(wanted)
 
-        states = {node: str(await world.calm.read_execution_state(node)) for node in wanted.nodes}
+        states = {node: str(await cluster.calm.read_execution_state(node)) for node in wanted.nodes}
         if not cancelling:
-            assert states == expected(wanted), f"seed {seed}"
+            assert states == expected_outcomes(wanted), f"seed {seed}"
         open_states = set(states.values()) - {"completed", "failed", "skipped", "cancelled"}
         assert not open_states, f"seed {seed}: stranded"
         for node in wanted.nodes:
-            told = await world.store.history(node, Topic.COMPLETION, 10)
+            told = await cluster.store.history(node, Topic.COMPLETION, 10)
             assert len(told) == 1, f"seed {seed}: {node} ended {len(told)} times"
-        await check_flow_invariants(world.calm)
-        await check_invariants(world.calm)
+        await check_flow_invariants(cluster.calm)
+        await check_invariants(cluster.calm)

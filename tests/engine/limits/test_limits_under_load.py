@@ -1,4 +1,4 @@
-"""Limits under fire: many processes, lost answers, killed workers. What was promised holds all the same."""
+"""Limits under load: they hold with many processes, lost replies and killed workers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_fifty_reporters_in_five_processes_never_exceed_a_hard_limit(store
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_reports_whose_answers_get_lost_are_counted_once(store: Store, seed: int) -> None:
+async def test_reports_whose_replies_are_lost_are_counted_once(store: Store, seed: int) -> None:
     chance = random.Random(seed)
     flaky = FlakyStore(store, rng=chance, rate=0.25)
     engines = [Engine(flaky, minter=SeededMinter(10 * seed + n)) for n in range(3)]
@@ -64,7 +64,7 @@ async def test_reports_whose_answers_get_lost_are_counted_once(store: Store, see
         return await engine.report_usage_admin(B, dimensions=["tokens"], deltas=[amount])
 
     answers = []
-    for start in range(0, 60, 12):  # in waves, so that there is a change for each to lose
+    for start in range(0, 60, 12):  # Report in waves, so that each wave has a change to lose.
         wave = list(enumerate(amounts))[start : start + 12]
         answers += await asyncio.gather(*(report(n, amount) for n, amount in wave))
 
@@ -78,8 +78,8 @@ async def test_reports_whose_answers_get_lost_are_counted_once(store: Store, see
     assert any(isinstance(answer, Reserved) for answer in answers)
 
 
-class Floor:
-    """A shop floor: workers that claim, work and die as chance has it, under one quota."""
+class WorkerPool:
+    """Workers that claim, work and die at random under one quota."""
 
     def __init__(self, store: Store, clock: ManualClock, seed: int) -> None:
         self.store = store
@@ -87,45 +87,45 @@ class Floor:
         self.chance = random.Random(seed)
         self.minters = iter(range(seed * 10_000, seed * 10_000 + 10_000))
         self.engines: list[Engine] = []
-        self.office = self.worker()
+        self.office = self.new_worker()
         self.most = 0
 
-    def worker(self) -> Engine:
+    def new_worker(self) -> Engine:
         settings = Settings(poll_ms=10)
         self.engines.append(Engine(self.store, minter=SeededMinter(next(self.minters)), settings=settings))
         return self.engines[-1]
 
-    async def at_rest(self) -> None:
-        """What the dead had begun or sent has come to its end, too."""
+    async def drain(self) -> None:
+        """Wait for everything that killed workers had begun or sent."""
         for engine in self.engines:
             await engine.aggregates.quotas._decisions.drain()
             await engine.runtime.commit_queue.drain()
             await engine.outbox.wait_for_deliveries()
 
-    async def look(self) -> None:
-        """Nothing more runs than the quota allows."""
+    async def check_concurrency(self) -> None:
+        """Check that no more runs than the quota allows."""
         running = await self.store.scan(Scan(Execution, (Where("lifecycle_phase", "=", LifecyclePhase.ACTIVE),)))
         self.most = max(self.most, len(running))
         assert len(running) <= CAP
 
-    async def shift(self, engine: Engine, name: str) -> None:
-        """One turn of a worker; it may be cut off anywhere."""
+    async def run_worker(self, engine: Engine, name: str) -> None:
+        """Run one worker once; it may be killed at any point."""
         claimed = await engine.claim_admitted(
             "default", 2, worker_id=name, worker_instance_id=f"{name}-1", lease_ttl_ms=LEASE_MS
         )
-        await self.look()
+        await self.check_concurrency()
         for one in claimed:
             if self.chance.random() < 0.3:
-                continue  # it dies with this one in its hands
+                continue  # The worker dies while it holds this one.
             try:
                 await engine.complete(one.handle)
             except errors.FabricError:
-                continue  # too late: somebody took it over
-        await self.look()
+                continue  # Too late: another worker has reclaimed it.
+        await self.check_concurrency()
 
-    async def round(self, number: int) -> None:
-        """Some workers at once, some of which are killed on the way."""
-        tasks = [asyncio.create_task(self.shift(self.worker(), f"w{number}-{n}")) for n in range(3)]
+    async def run_round(self, number: int) -> None:
+        """Run several workers concurrently and kill some of them."""
+        tasks = [asyncio.create_task(self.run_worker(self.new_worker(), f"w{number}-{n}")) for n in range(3)]
         for task in tasks:
             if self.chance.random() < 0.4:
                 for _ in range(self.chance.randrange(30)):
@@ -136,29 +136,29 @@ class Floor:
                 raise outcome
         self.clock.advance_ms(self.chance.choice((0, 1, LEASE_MS)))
 
-    async def books(self) -> tuple[int, int]:
+    async def counters(self) -> tuple[int, int]:
         loaded = await self.office.runtime.load((Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q))))
         return loaded.rows[0][0].active, len(loaded.rows[1])
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_nothing_admitted_leaks_when_workers_are_killed(store: Store, clock: ManualClock, seed: int) -> None:
-    floor = Floor(store, clock, seed)
-    office = floor.office
+async def test_no_admission_leaks_when_workers_are_killed(store: Store, clock: ManualClock, seed: int) -> None:
+    pool = WorkerPool(store, clock, seed)
+    office = pool.office
     await office.create_quota_policy(Q, window_seconds=60, max_requests_per_window=0, max_concurrent=CAP)
     executions = [office.new_execution_id() for _ in range(25)]
     for execution in executions:
         await office.create_execution(execution_id=execution, policy={"quota_policy_ids": [Q]})
 
-    dies_with = await floor.worker().claim_admitted(
+    dies_with = await pool.new_worker().claim_admitted(
         "default", CAP + 2, worker_id="dies", worker_instance_id="dies-1", lease_ttl_ms=LEASE_MS
     )
     assert len(dies_with) == CAP, "the quota is used to the full"
-    await floor.look()
+    await pool.check_concurrency()
 
     ended: list[Execution] = []
-    for number in range(1000):  # chance may kill many for long; what leaked would never end
-        await floor.round(number)
+    for number in range(1000):  # Chance may kill many workers for long; a leaked admission would never be released.
+        await pool.run_round(number)
         if number % 10 == 9:
             for sweep in ("lease_expiry", "outbox_relay", "quota_reconciler", "unblock"):
                 await office.sweep_once(sweep)
@@ -167,9 +167,9 @@ async def test_nothing_admitted_leaks_when_workers_are_killed(store: Store, cloc
             break
 
     assert len(ended) == len(executions), "all work was done"
-    assert floor.most == CAP, "and never beyond"
-    await floor.at_rest()
+    assert pool.most == CAP, "and never beyond"
+    await pool.drain()
     clock.advance_ms(60_001)
     for sweep in ("outbox_relay", "quota_reconciler"):
         await office.sweep_once(sweep)
-    assert await floor.books() == (0, 0)
+    assert await pool.counters() == (0, 0)

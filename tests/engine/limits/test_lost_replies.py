@@ -1,4 +1,4 @@
-"""Budgets, quotas and workers: a request or an answer gets lost, and each verb ends exactly once all the same."""
+"""Budgets, quotas and workers: each operation takes effect exactly once although a request or a reply is lost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
-from tests.engine.losing import Loss
-from tests.engine.once import happens_once
+from tests.engine.exactly_once import assert_exactly_once
+from tests.engine.lossy_store import Loss
 from tests.engine.runtime.test_lost_replies import LEASE_MS, WORKER, Act, Case, Scene
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -136,10 +136,14 @@ CASES: tuple[Case, ...] = (
 
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_what_got_lost_once_happens_once(clock: ManualClock, case: Case, loss: Loss) -> None:
-    await happens_once(MemoryStore(clock), clock, case, loss)
+async def test_a_limits_operation_that_was_lost_once_takes_effect_once(
+    clock: ManualClock, case: Case, loss: Loss
+) -> None:
+    await assert_exactly_once(MemoryStore(clock), clock, case, loss)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_a_lost_answer_is_found_again_in_every_store(store: Store, clock: ManualClock, case: Case) -> None:
-    await happens_once(store, clock, case, Loss.ANSWER)
+async def test_every_store_recovers_a_lost_reply_of_a_limits_operation(
+    store: Store, clock: ManualClock, case: Case
+) -> None:
+    await assert_exactly_once(store, clock, case, Loss.ANSWER)

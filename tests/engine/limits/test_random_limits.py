@@ -1,6 +1,6 @@
-"""Limits whatever the interleaving: many processes act at once, in an order that chance decides.
+"""Limits under random interleavings of many processes.
 
-After every commit the store is looked at: nothing beyond a hard limit, nothing beyond a cap, and counters are recounts.
+After every commit the rows are checked: nothing exceeds a hard limit or a cap, and counters equal recounts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ REPORTERS, PROCESSES = 50, 5
 CAP, RATE, WINDOW_MS = 3, 4, 1000
 
 
-class Shuffled:
-    """A store whose callers are held up by chance, and whose rows are looked at after every commit."""
+class InterleavingStore:
+    """A store that delays its callers at random and checks its rows after every commit."""
 
     def __init__(self, store: Store, chance: random.Random) -> None:
         self.store = store
@@ -47,25 +47,25 @@ class Shuffled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
-        return None  # every look is a load
+    def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
+        return None  # Every read is a load.
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        await self._held_up()
-        return await self.store.load(wants)
+    async def load(self, reads: Sequence[Read]) -> Loaded:
+        await self._delay()
+        return await self.store.load(reads)
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
-        await self._held_up()
-        verdicts = await self.store.commit(changes, hint)
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+        await self._delay()
+        verdicts = await self.store.commit(changes, topics)
         self.commits += 1
-        await self._look()
+        await self._check_rows()
         return verdicts
 
-    async def _held_up(self) -> None:
+    async def _delay(self) -> None:
         for _ in range(self._chance.randrange(6)):
             await asyncio.sleep(0)
 
-    async def _look(self) -> None:
+    async def _check_rows(self) -> None:
         loaded = await self.store.load(
             (Read(BudgetDimension, ("default", B)), Read(QuotaPolicy, ("default", Q)), Read(QuotaSlot, ("default", Q)))
         )
@@ -78,12 +78,12 @@ class Shuffled:
 @pytest.mark.parametrize("seed", range(3))
 async def test_no_interleaving_of_fifty_reporters_exceeds_a_hard_limit(store: Store, seed: int) -> None:
     chance = random.Random(seed)
-    shuffled = Shuffled(store, chance)
+    shuffled = InterleavingStore(store, chance)
     engines = [Engine(shuffled, minter=SeededMinter(10 * seed + n)) for n in range(PROCESSES)]
     await engines[0].create_budget(B, dimensions=["tokens"], hard_limits=[HARD], soft_limits=[0])
 
     async def reporter(n: int) -> int:
-        """Reports, spends, or reserves and then settles, refunds or forgets; what it was let have in the end."""
+        """Report, spend, or reserve and then settle, refund or abandon; return the amount that was accepted."""
         engine, amount, e = engines[n % PROCESSES], chance.randrange(1, 9), engines[0].new_execution_id()
         match chance.choice(("report", "spend", "settle", "refund", "forget")):
             case "report":
@@ -115,19 +115,19 @@ async def test_no_interleaving_of_fifty_reporters_exceeds_a_hard_limit(store: St
     await check_limit_invariants(engines[0])
 
 
-class Floor:
-    """Workers of several processes under one quota, who do whatever chance has them do."""
+class WorkerPool:
+    """Workers of several processes under one quota that act at random."""
 
     def __init__(self, store: Store, clock: ManualClock, seed: int) -> None:
         self.chance = random.Random(seed)
         self.clock = clock
-        self.store = Shuffled(store, self.chance)
+        self.store = InterleavingStore(store, self.chance)
         settings = Settings(poll_ms=3_600_000)
         self.engines = [Engine(self.store, minter=SeededMinter(10 * seed + n), settings=settings) for n in range(3)]
         self.held: list[tuple[Engine, Claimed]] = []
         self.admitted: list[int] = []
 
-    async def begin(self, count: int) -> None:
+    async def create(self, count: int) -> None:
         engine = self.engines[0]
         await engine.create_quota_policy(
             Q, window_seconds=WINDOW_MS // 1000, max_requests_per_window=RATE, max_concurrent=CAP
@@ -144,8 +144,8 @@ class Floor:
         self.admitted += [self.clock.now] * len(claimed)
         self.held += [(engine, one) for one in claimed]
 
-    async def end(self) -> None:
-        """One that is held ends, in one of the ways there are."""
+    async def finish_one(self) -> None:
+        """Finish one held execution in one of the possible ways."""
         if not self.held:
             return
         engine, claimed = self.held.pop(self.chance.randrange(len(self.held)))
@@ -164,15 +164,15 @@ class Floor:
         )
         return len(await self.store.scan(Scan(Execution, where, limit=1000)))
 
-    async def use_up(self) -> None:
-        """Reach the cap, and then the rate, while no time passes: later, only chance would bring it about."""
+    async def exhaust(self) -> None:
+        """Reach the cap and then the rate while the clock stands still."""
         while await self.running() < CAP:
-            await self.claim_at_once()
+            await self.claim_concurrently()
         while len(self.admitted) < RATE:
-            await self.end()
-            await self.claim_at_once()
+            await self.finish_one()
+            await self.claim_concurrently()
 
-    async def claim_at_once(self) -> None:
+    async def claim_concurrently(self) -> None:
         await self.engines[0].sweep_once("unblock")
         await asyncio.gather(*(self.claim(engine) for engine in self.engines))
 
@@ -184,31 +184,31 @@ class Floor:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_rate_and_concurrency_hold_in_every_window(store: Store, clock: ManualClock, seed: int) -> None:
-    floor, count = Floor(store, clock, seed), 20
-    await floor.begin(count)
-    await floor.use_up()
+    pool, count = WorkerPool(store, clock, seed), 20
+    await pool.create(count)
+    await pool.exhaust()
 
     most = CAP
     for _ in range(1000):
-        acts = [floor.claim(engine) for engine in floor.engines if floor.chance.random() < 0.8]
-        acts += [floor.end() for _ in range(floor.chance.randrange(4))]
+        acts = [pool.claim(engine) for engine in pool.engines if pool.chance.random() < 0.8]
+        acts += [pool.finish_one() for _ in range(pool.chance.randrange(4))]
         for outcome in await asyncio.gather(*acts, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, errors.FabricError):
                 raise outcome
-        most = max(most, await floor.running())
-        if len(floor.admitted) == count and not floor.held:
+        most = max(most, await pool.running())
+        if len(pool.admitted) == count and not pool.held:
             break
-        clock.advance_ms(floor.chance.choice((0, 1, 50, 90, 333)))
-        if floor.chance.random() < 0.5:
-            await floor.engines[0].sweep_once("unblock")
-    await floor.close()
+        clock.advance_ms(pool.chance.choice((0, 1, 50, 90, 333)))
+        if pool.chance.random() < 0.5:
+            await pool.engines[0].sweep_once("unblock")
+    await pool.close()
 
-    assert len(floor.admitted) == count, "all of it ran"
+    assert len(pool.admitted) == count, "all of it ran"
     assert most == CAP, "the cap was never exceeded"
-    busiest = max(sum(end - WINDOW_MS < at <= end for at in floor.admitted) for end in floor.admitted)
+    busiest = max(sum(end - WINDOW_MS < at <= end for at in pool.admitted) for end in pool.admitted)
     assert busiest == RATE, "nor was the rate"
     for sweep in ("outbox_relay", "quota_reconciler"):
-        await floor.engines[0].sweep_once(sweep)
-    await check_limit_invariants(floor.engines[0])
+        await pool.engines[0].sweep_once(sweep)
+    await check_limit_invariants(pool.engines[0])
     [policy] = (await store.load((Read(QuotaPolicy, ("default", Q)),))).rows[0]
     assert policy.active == 0, "what ended gave its slot back"

@@ -1,4 +1,4 @@
-"""Random calls of several namespaces about one budget id, against a small model of whose budget each call means."""
+"""Random calls of several namespaces on one budget id, compared with a small model of which budget a call refers to."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STEPS = 80
 
 
 class Model:
-    """What is defined and used in each namespace, by the words of the specification."""
+    """The budgets defined and used in each namespace, by the specification."""
 
     def __init__(self) -> None:
         self.limits: dict[str, int] = {}
         self.used = dict.fromkeys(NAMESPACES, 0)
 
     def owner(self, namespace: str, *, shared: bool) -> str:
-        """Where usage of an execution of this namespace belongs."""
+        """Return the namespace that usage of an execution of this namespace is charged to."""
         is_elsewhere = shared and namespace not in self.limits and "default" in self.limits
         return "default" if is_elsewhere else namespace
 
     def spend(self, owner: str, amount: int) -> bool:
-        """Whether there was room."""
+        """Charge an amount; return True if it fitted."""
         limit = self.limits.get(owner, 0)
         if limit and self.used[owner] + amount > limit:
             return False
@@ -40,7 +40,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_call_means_the_budget_that_the_model_says(store: Store, seed: int) -> None:
+async def test_every_call_refers_to_the_budget_of_the_model(store: Store, seed: int) -> None:
     chance, model = random.Random(seed), Model()
     engines = [Engine(store, minter=SeededMinter(10 * seed + n)) for n in range(2)]
     runs = {name: engines[0].new_execution_id() for name in NAMESPACES}

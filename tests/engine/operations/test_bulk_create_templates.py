@@ -1,4 +1,4 @@
-"""What is created together is mostly alike, and decided once: nobody may notice."""
+"""Similar executions of a bulk create share one decision; the result equals separate decisions."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ asks = st.builds(
 
 
 @given(first=asks, payload=st.sampled_from([b"", b"second"]), now=st.sampled_from([0, 5, 6]))
-def test_a_shared_decision_is_the_one_that_the_rule_would_make(
-    first: CreateExecution, payload: bytes, now: int
-) -> None:
+def test_a_shared_decision_equals_the_decision_of_the_rule(first: CreateExecution, payload: bytes, now: int) -> None:
     shared = template_of(create(None, None, first, now, defaults=PolicyDefaults(1000)))
     by_itself = create(
         None,
@@ -66,7 +64,7 @@ def test_a_shared_decision_is_the_one_that_the_rule_would_make(
 
 
 @given(first=asks, second=asks, now=st.sampled_from([0, 5, 6]))
-def test_what_is_decided_one_after_the_other_is_what_each_would_get_alone(
+def test_decisions_in_sequence_equal_separate_decisions(
     first: CreateExecution, second: CreateExecution, now: int
 ) -> None:
     together = [first, msgspec.structs.replace(first, execution_id=OTHER, input_payload=b"second"), second, first]
@@ -107,7 +105,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("second", GOOD)
-async def test_the_second_of_two_becomes_what_it_would_alone(
+async def test_the_second_of_two_similar_executions_is_stored_as_if_created_alone(
     store: Store, clock: ManualClock, second: CreateExecution
 ) -> None:
     engine = Engine(store, minter=SeededMinter(1))
@@ -123,18 +121,18 @@ async def test_the_second_of_two_becomes_what_it_would_alone(
     await engine.create_execution(
         **{name: value for name, value in msgspec.structs.asdict(twin).items() if name != "partition"}
     )
-    assert await kept(store, second) == await kept(store, twin)
+    assert await stored_rows(store, second) == await stored_rows(store, twin)
 
 
-async def kept(store: Store, one: CreateExecution) -> tuple[Execution, Payload]:
-    """What there is of it, but for what no two have in common."""
+async def stored_rows(store: Store, one: CreateExecution) -> tuple[Execution, Payload]:
+    """Return the rows of an execution without the fields that differ between any two."""
     wants = (Read(Execution, (one.execution_id,)), Read(Payload, (one.execution_id,)))
     (row,), (payload,) = (await store.load(wants)).rows
     return msgspec.structs.replace(row, execution_id="", revision=0), msgspec.structs.replace(payload, execution_id="")
 
 
 @pytest.mark.parametrize(("second", "refusal"), BAD)
-async def test_what_looks_like_the_first_is_refused_all_the_same(
+async def test_an_invalid_request_that_resembles_the_first_is_refused(
     store: Store, second: CreateExecution, refusal: str
 ) -> None:
     engine = Engine(store, minter=SeededMinter(1))
@@ -149,7 +147,7 @@ async def test_what_looks_like_the_first_is_refused_all_the_same(
 
 @pytest.mark.parametrize("first", [ask(), ask(delay_until=1), ask(execution_deadline_at=1), ask(priority=1)])
 @pytest.mark.parametrize("second", GOOD)
-def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecution, second: CreateExecution) -> None:
+def test_a_graph_node_is_accepted_as_it_would_be_alone(first: CreateExecution, second: CreateExecution) -> None:
     assert validate.validate_creates([first, second, first]) == [*map(validate.validate_create, (first, second, first))]
 
 
@@ -162,12 +160,12 @@ def test_a_node_of_a_graph_is_accepted_as_it_would_be_alone(first: CreateExecuti
         (ask(), "a node", "CreateExecution"),
     ],
 )
-def test_a_node_that_looks_like_the_first_is_refused_all_the_same(first: Any, second: Any, refusal: str) -> None:
+def test_an_invalid_node_that_resembles_the_first_is_refused(first: Any, second: Any, refusal: str) -> None:
     with pytest.raises(errors.InvalidInput, match=refusal):
         validate.validate_creates([first, second])
 
 
-async def test_a_caller_may_go_on_using_its_tags(store: Store) -> None:
+async def test_a_caller_may_reuse_its_tags_afterwards(store: Store) -> None:
     engine = Engine(store, minter=SeededMinter(1))
     tags: dict[str, str] = {"app.team": "blue"}
 
@@ -179,7 +177,7 @@ async def test_a_caller_may_go_on_using_its_tags(store: Store) -> None:
     assert await engine.get_execution_tag(OTHER, "app.team") == "red"
 
 
-def test_a_policy_that_is_changed_is_looked_at_again() -> None:
+def test_a_changed_policy_is_validated_again() -> None:
     accept, policy = validate.CreateValidator(), {"priority": 3}
     first = accept(ask(policy=policy))
     policy["priority"] = 4

@@ -1,4 +1,4 @@
-"""A call on an engine that was closed is refused at once: no waiting brings it back."""
+"""A closed engine refuses every call at once, without retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric import errors
 from flowfabric.connector import open_engine
 
 
-@pytest.fixture(params=["sqlite", "postgres"])  # what is kept in memory has nothing to let go of
+@pytest.fixture(params=["sqlite", "postgres"])  # A memory store has nothing to close.
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/ff.db" if request.param == "sqlite" else request.getfixturevalue("database")
 

@@ -1,4 +1,4 @@
-"""Completing many in one call: each end is one of its own, whatever becomes of the others."""
+"""Completing many executions in one call: each outcome is independent of the others."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tests.scenarios.checked_store import dump
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}
 
 
-async def held(engine: Engine, count: int) -> list[Claimed]:
+async def claim_some(engine: Engine, count: int) -> list[Claimed]:
     for _ in range(count):
         await engine.create_execution(execution_id=engine.new_execution_id())
     return await engine.claim_many("default", count, **WORKER)
 
 
-async def test_each_is_completed_with_its_own_result(store: Store) -> None:
+async def test_each_execution_is_completed_with_its_own_result(store: Store) -> None:
     engine = Engine(store)
-    claimed = await held(engine, 3)
+    claimed = await claim_some(engine, 3)
     answers = await engine.complete_many([(one.handle, b"%d" % place) for place, one in enumerate(claimed)])
     assert answers == [Completed(one.execution_id) for one in claimed]
     assert [(await engine.get_execution_result(one.execution_id)) for one in claimed] == [b"0", b"1", b"2"]
 
 
-async def test_the_same_as_one_by_one(store: Store, clock: ManualClock) -> None:
+async def test_complete_many_writes_the_same_rows_as_single_completions(store: Store, clock: ManualClock) -> None:
     alone = MemoryStore(clock)
     for place, completing in enumerate((store, alone)):
         engine = Engine(completing)
@@ -54,18 +54,18 @@ async def test_the_same_as_one_by_one(store: Store, clock: ManualClock) -> None:
     assert [row.encoding for row in one["ff_result"]] == ["json"]
 
 
-async def test_who_waits_for_one_of_the_ends_is_woken(store: Store) -> None:
+async def test_a_waiter_for_one_of_the_results_is_woken(store: Store) -> None:
     engine = Engine(store)
-    claimed = await held(engine, 3)
+    claimed = await claim_some(engine, 3)
     first, second, third = (engine.runtime.wakeups.subscribe(completion_topic(one.execution_id)) for one in claimed)
     feed = engine.runtime.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed[:2]])
     assert [hint.done() for hint in (first, second, third, feed)] == [True, True, False, True]
 
 
-async def test_ends_are_counted_though_nobody_waits_for_them(store: Store) -> None:
+async def test_completions_are_counted_although_no_caller_waits_for_them(store: Store) -> None:
     engine = Engine(store)
-    claimed = await held(engine, 2)
+    claimed = await claim_some(engine, 2)
     before = engine.runtime.wakeups.completion_count
     feed = engine.runtime.wakeups.subscribe(FEED_TOPIC)
     await engine.complete_many([(one.handle, None) for one in claimed])
@@ -73,13 +73,13 @@ async def test_ends_are_counted_though_nobody_waits_for_them(store: Store) -> No
     assert feed.done()
 
 
-async def test_nothing_is_nothing(store: Store) -> None:
+async def test_completing_no_executions_returns_no_answers(store: Store) -> None:
     assert await Engine(store).complete_many([]) == []
 
 
-async def test_a_refusal_stands_beside_the_answers_of_the_others(store: Store, clock: ManualClock) -> None:
+async def test_a_refusal_does_not_affect_the_other_answers(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
-    good, late, big, again = await held(engine, 4)
+    good, late, big, again = await claim_some(engine, 4)
     await engine.revoke_lease(late.execution_id)
     foreign = Handle(
         BackendTag.SQLITE if store.tag is not BackendTag.SQLITE else BackendTag.MEMORY, good.handle.kind, b""
@@ -107,16 +107,16 @@ async def test_a_refusal_stands_beside_the_answers_of_the_others(store: Store, c
     assert await engine.read_execution_state(late.execution_id) is PublicState.ACTIVE
 
 
-async def test_what_another_process_claimed_is_completed_too(store: Store) -> None:
-    claimed = await held(Engine(store), 2)
+async def test_executions_claimed_by_another_process_are_completed(store: Store) -> None:
+    claimed = await claim_some(Engine(store), 2)
     assert await Engine(store).complete_many([(one.handle, None) for one in claimed]) == [
         Completed(one.execution_id) for one in claimed
     ]
 
 
-async def test_a_zombie_hears_why_and_writes_nothing(store: Store, clock: ManualClock) -> None:
+async def test_a_zombie_receives_the_reason_and_writes_nothing(store: Store, clock: ManualClock) -> None:
     zombie = Engine(store)
-    (claimed,) = await held(zombie, 1)
+    (claimed,) = await claim_some(zombie, 1)
     clock.advance_ms(30_000)
     heir = Engine(store)
     (taken,) = await heir.claim_many("default", 1, **WORKER)
@@ -128,13 +128,13 @@ async def test_a_zombie_hears_why_and_writes_nothing(store: Store, clock: Manual
 
 async def test_a_label_that_is_too_long_is_refused_before_anything_is_written(store: Store) -> None:
     engine = Engine(store)
-    (claimed,) = await held(engine, 1)
+    (claimed,) = await claim_some(engine, 1)
     with pytest.raises(errors.InvalidInput, match="result_encoding"):
         await engine.complete_many([(claimed.handle, b"R")], encoding="x" * 5000)
     assert await engine.read_execution_state(claimed.execution_id) is PublicState.ACTIVE
 
 
-async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_was_set_free(store: Store) -> None:
+async def test_answers_are_built_after_the_unblocked_claims_are_sent(store: Store) -> None:
     engine = Engine(store)
     flow_id = FlowId("11111111-1111-4111-8111-111111111111")
     first, second = (mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(2))
@@ -162,12 +162,12 @@ async def test_something_is_made_of_the_answer_after_whoever_goes_on_with_what_w
 
 @pytest.mark.parametrize("loss", [*Loss])
 @pytest.mark.parametrize("known", [True, False])
-async def test_of_two_handles_of_one_execution_the_first_result_stands_whatever_is_lost(
+async def test_the_first_result_for_two_handles_of_one_execution_wins_whatever_is_lost(
     store: Store, loss: Loss, known: bool
 ) -> None:
     flaky = FlakyStore(store)
     claiming = Engine(flaky)
-    claimed = await held(claiming, 3)
+    claimed = await claim_some(claiming, 3)
     engine = claiming if known else Engine(flaky)
     results = [(one.handle, b"%d of %d" % (turn, place)) for turn in range(3) for place, one in enumerate(claimed)]
     flaky.lose("commit", loss, times=2)
@@ -180,9 +180,9 @@ async def test_of_two_handles_of_one_execution_the_first_result_stands_whatever_
         assert await engine.get_execution_result(one.execution_id) == b"0 of %d" % place
 
 
-async def test_handles_of_one_execution_are_answered_one_after_the_other(store: Store, clock: ManualClock) -> None:
+async def test_handles_of_one_execution_are_answered_in_order(store: Store, clock: ManualClock) -> None:
     zombie = Engine(store)
-    [stale] = await held(zombie, 1)
+    [stale] = await claim_some(zombie, 1)
     clock.advance_ms(30_000)
     heir = Engine(store)
     [current] = await heir.claim_many("default", 1, **WORKER)

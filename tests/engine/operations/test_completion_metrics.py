@@ -1,4 +1,4 @@
-"""Ends are counted one by one, whether they were written together or not."""
+"""Completions are counted one by one, whether or not they were written together."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from msgspec.structs import replace
 from flowfabric.engine.metrics.completions import CompletionMetrics
 from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.model.execution import Execution
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 
 def ended(lane: str, created_at: int) -> Execution:
     return replace(execution("e"), lane_id=lane, created_at=created_at)
 
 
-def test_ends_that_are_alike_count_as_many_as_they_are() -> None:
+def test_similar_completions_are_all_counted() -> None:
     meters = Metrics()
     ends = [ended("a", 9_000), ended("a", 9_000), ended("b", 9_000), ended("a", 4_000)]
     CompletionMetrics(meters).record_many(ends, "success", 10_000)
@@ -26,7 +26,7 @@ def test_ends_that_are_alike_count_as_many_as_they_are() -> None:
         assert (timing.count, timing.total_s, sum(timing.buckets)) == (number, seconds, number)
 
 
-def test_ends_counted_together_fall_into_the_buckets_of_single_ones() -> None:
+def test_completions_counted_together_fall_into_the_same_buckets_as_single_ones() -> None:
     together, singly = Metrics(), Metrics()
     ends = [ended("a", created) for created in (9_999, 9_000, 9_999, 5_000, 0)]
     CompletionMetrics(together).record_many(ends, "cancelled", 10_000)

@@ -1,4 +1,4 @@
-"""Two releases on one store: the older one goes on beside an additive migration, and stops for any other."""
+"""Two releases on one store: the older one keeps running beside an additive migration and stops at any other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.compatibility import is_compatible
 from flowfabric.stores.postgres import migrator as of_postgres
 from flowfabric.stores.sqlite import migrator as of_sqlite
-from tests.sdk.conftest import until_so
+from tests.sdk.conftest import wait_until_true
 from tests.servers import postgres
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
@@ -29,8 +29,8 @@ BREAKING = "-- Other keys.\n-- compatible: no\nalter table ff_exec_core rename t
 SILENT = "create table ff_other (id integer);\n"
 
 
-class Place:
-    """A store of either kind, and how a newer release migrates it."""
+class Database:
+    """A store of either kind, and the migrations of a newer release."""
 
     def __init__(self, kind: str, url: str) -> None:
         self.kind = kind
@@ -38,58 +38,58 @@ class Place:
 
     @contextmanager
     def newer_release(self, *texts: str) -> Iterator[None]:
-        """Be a release that has these migrations, too."""
+        """Act as a release that has these additional migrations."""
         with pytest.MonkeyPatch.context() as patch:
             if self.kind == "sqlite":
                 known = of_sqlite.migrations()
-                more = {max(known) + place: text for place, text in enumerate(texts, 1)}
+                more = {max(known) + database: text for database, text in enumerate(texts, 1)}
                 patch.setattr(of_sqlite, "migrations", lambda: {**known, **more})
             else:
                 steps = of_postgres.migrations()
                 added = tuple(
-                    of_postgres.Migration(steps[-1].version + place, "newer", text)
-                    for place, text in enumerate(texts, 1)
+                    of_postgres.Migration(steps[-1].version + database, "newer", text)
+                    for database, text in enumerate(texts, 1)
                 )
                 patch.setattr(of_postgres, "migrations", lambda: (*steps, *added))
             yield
 
     async def migrate(self, *texts: str) -> int:
-        """Let a newer release come by; the schema version that it leaves behind."""
+        """Migrate as a newer release; return the resulting schema version."""
         with self.newer_release(*texts):
             async with await open_engine(self.url) as engine:
                 is_new = engine.schema.found == 0
                 assert engine.schema.compatible is (is_new or all(map(is_compatible, texts)))
                 return engine.schema.current
 
-    async def fetch(self, words: str) -> list[Any]:
-        """What the store answers to this."""
+    async def fetch(self, query: str) -> list[Any]:
+        """Run a query on the store."""
         if self.kind == "sqlite":
             db = apsw.Connection(self.url.removeprefix("sqlite:///"))
             try:
-                return [tuple(row) for row in db.execute(words)]
+                return [tuple(row) for row in db.execute(query)]
             finally:
                 db.close()
         connection = await asyncpg.connect(self.url)
         try:
-            return [tuple(row) for row in await connection.fetch(words)]
+            return [tuple(row) for row in await connection.fetch(query)]
         finally:
             await connection.close()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
     if request.param == "sqlite":
-        yield Place("sqlite", f"sqlite:///{tmp_path / 'ff.db'}")
+        yield Database("sqlite", f"sqlite:///{tmp_path / 'ff.db'}")
         return
     server, name = postgres(), f"ff_releases_{tmp_path.name[-20:]}"
     await asyncio.to_thread(server.drop_database, name)
-    yield Place("postgres", await asyncio.to_thread(server.create_database, name))
+    yield Database("postgres", await asyncio.to_thread(server.create_database, name))
     await asyncio.to_thread(server.drop_database, name)
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """How often the version is looked at on a store where that costs a round trip."""
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Check the schema version often on stores where that costs a round trip."""
     return lambda seconds: monkeypatch.setattr(of_postgres, "CHECK_INTERVAL_S", seconds)
 
 
@@ -104,37 +104,39 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         ("select 1;\n-- compatible: yes\n", False),
     ],
 )
-def test_a_migration_says_in_its_leading_comment_whether_it_is_compatible(text: str, expected: bool) -> None:
+def test_the_leading_comment_of_a_migration_declares_its_compatibility(text: str, expected: bool) -> None:
     assert is_compatible(text) is expected
 
 
-async def test_what_migrations_say_is_kept_in_the_store(place: Place) -> None:
-    version = await place.migrate(ADDITIVE, SILENT)
-    kept = await place.fetch("select version, compatible from ff_schema_version order by version desc limit 2")
+async def test_the_compatibility_of_migrations_is_stored(database: Database) -> None:
+    version = await database.migrate(ADDITIVE, SILENT)
+    kept = await database.fetch("select version, compatible from ff_schema_version order by version desc limit 2")
     assert [(number, bool(says)) for number, says in kept] == [(version, False), (version - 1, True)]
 
 
-async def test_a_store_of_a_release_that_knew_no_marks_is_migrated(place: Place) -> None:
-    async with await open_engine(place.url):
+async def test_a_store_of_a_release_without_compatibility_marks_is_migrated(database: Database) -> None:
+    async with await open_engine(database.url):
         pass
     drop = "alter table ff_schema_version drop column compatible"
-    await place.fetch(drop)
-    async with await open_engine(place.url):
-        pass  # nothing to migrate, and nothing to miss
-    await place.migrate(ADDITIVE)
-    async with await open_engine(place.url, migrate=False) as older:
+    await database.fetch(drop)
+    async with await open_engine(database.url):
+        pass  # There is nothing to migrate and nothing is missing.
+    await database.migrate(ADDITIVE)
+    async with await open_engine(database.url, migrate=False) as older:
         await older.create_execution(execution_id=older.new_execution_id())
 
 
-async def test_a_release_runs_beside_the_next_one_when_that_is_compatible(
-    place: Place, often: Callable[[float], None]
+async def test_a_release_runs_beside_a_compatible_newer_one(
+    database: Database, frequent_checks: Callable[[float], None]
 ) -> None:
-    often(0.0)
-    async with await open_engine(place.url) as older:
+    frequent_checks(0.0)
+    async with await open_engine(database.url) as older:
         before = older.new_execution_id()
         await older.create_execution(execution_id=before)
-        newest = await place.migrate(ADDITIVE)
-        await place.fetch(f"update ff_exec_core set note = 'of the newer' where execution_id = '{before}' returning 1")
+        newest = await database.migrate(ADDITIVE)
+        await database.fetch(
+            f"update ff_exec_core set note = 'of the newer' where execution_id = '{before}' returning 1"
+        )
 
         after = older.new_execution_id()
         await older.create_execution(execution_id=after)
@@ -142,51 +144,51 @@ async def test_a_release_runs_beside_the_next_one_when_that_is_compatible(
         await asyncio.gather(*(older.complete(one.handle, result=b"1") for one in claimed))
         assert {one.execution_id for one in claimed} == {before, after}
 
-    async with await open_engine(place.url, migrate=True) as again:  # a start of the older release
+    async with await open_engine(database.url, migrate=True) as again:  # The older release starts again.
         assert again.schema.current == newest
         assert await again.read_execution_state(before) == "completed"
-    notes = dict(await place.fetch("select execution_id, note from ff_exec_core"))
+    notes = dict(await database.fetch("select execution_id, note from ff_exec_core"))
     assert notes == {before: "of the newer", after: "born of an older release"}, "columns it does not know are kept"
-    with place.newer_release(ADDITIVE):
-        async with await open_engine(place.url, migrate=False) as newer:
+    with database.newer_release(ADDITIVE):
+        async with await open_engine(database.url, migrate=False) as newer:
             assert await newer.read_execution_state(after) == "completed"
 
 
 @pytest.mark.parametrize("texts", [(BREAKING,), (SILENT,), (ADDITIVE, ADDITIVE.replace("note", "other"))])
-async def test_a_running_release_refuses_everything_once_the_schema_is_another(
-    place: Place, often: Callable[[float], None], texts: tuple[str, ...]
+async def test_a_running_release_refuses_every_call_once_the_schema_is_incompatible(
+    database: Database, frequent_checks: Callable[[float], None], texts: tuple[str, ...]
 ) -> None:
-    often(0.0)
-    async with await open_engine(place.url) as older:
+    frequent_checks(0.0)
+    async with await open_engine(database.url) as older:
         await older.create_execution(execution_id=older.new_execution_id())
-        found = await place.migrate(*texts)
+        found = await database.migrate(*texts)
         for _ in range(3):
             with pytest.raises(errors.SchemaTooNew) as newer:
                 await older.create_execution(execution_id=older.new_execution_id())
             assert (newer.value.found, newer.value.known) == (found, found - len(texts))
     with pytest.raises(errors.SchemaTooNew):
-        await open_engine(place.url)
+        await open_engine(database.url)
 
 
-async def test_a_statement_that_no_longer_fits_tells_that_the_schema_is_newer(
-    place: Place, often: Callable[[float], None]
+async def test_a_statement_that_no_longer_fits_reports_that_the_schema_is_newer(
+    database: Database, frequent_checks: Callable[[float], None]
 ) -> None:
-    often(3600.0)  # so that only the failure itself can tell
-    async with await open_engine(place.url) as older:
+    frequent_checks(3600.0)  # Only the failure itself can reveal the new version.
+    async with await open_engine(database.url) as older:
         run = older.new_execution_id()
         await older.create_execution(execution_id=run)
         await older.describe_execution(run)
-        await place.migrate(BREAKING)
+        await database.migrate(BREAKING)
         with pytest.raises(errors.SchemaTooNew):
             await older.search_executions()
 
 
-async def test_a_worker_says_that_the_schema_is_newer_and_stops(
-    place: Place, often: Callable[[float], None], caplog: pytest.LogCaptureFixture
+async def test_a_worker_reports_that_the_schema_is_newer_and_stops(
+    database: Database, frequent_checks: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    often(0.0)
+    frequent_checks(0.0)
     caplog.set_level(logging.INFO)
-    app, begun = Fabric(place.url), asyncio.Event()
+    app, begun = Fabric(database.url), asyncio.Event()
 
     @app.task
     async def endless(ctx: Context) -> None:
@@ -197,7 +199,7 @@ async def test_a_worker_says_that_the_schema_is_newer_and_stops(
     task = asyncio.create_task(worker.work())
     await endless.submit()
     await asyncio.wait_for(begun.wait(), 20)
-    await place.migrate(SILENT)
+    await database.migrate(SILENT)
 
     with pytest.raises(errors.SchemaTooNew):
         await asyncio.wait_for(task, 20)
@@ -207,17 +209,19 @@ async def test_a_worker_says_that_the_schema_is_newer_and_stops(
     await app.close()
 
 
-async def test_an_idle_worker_notices_by_itself(place: Place, often: Callable[[float], None]) -> None:
-    often(0.0)
-    app = Fabric(place.url)
+async def test_an_idle_worker_notices_a_newer_schema(
+    database: Database, frequent_checks: Callable[[float], None]
+) -> None:
+    frequent_checks(0.0)
+    app = Fabric(database.url)
 
     @app.task
     async def nothing() -> None: ...
 
     worker = Worker(app, lease_ttl="1s")
     task = asyncio.create_task(worker.work())
-    await until_so(lambda: worker._engine is not None)
-    await place.migrate(SILENT)
+    await wait_until_true(lambda: worker._engine is not None)
+    await database.migrate(SILENT)
     with pytest.raises(errors.SchemaTooNew):
         await asyncio.wait_for(task, 20)
     await app.close()

@@ -1,4 +1,4 @@
-"""What is written together: no two changes that write one row, and not more rows than two commits do side by side."""
+"""Commit batches: no two changes of a batch write one row, and the rows of large batches are split over two commits."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from tests.scenarios.flow_env import FlowEnv
 
 @pytest.fixture
 async def flow(store: Store, clock: ManualClock) -> FlowEnv:
-    """A flow on an engine that follows nothing up by itself."""
+    """A flow on an engine that dispatches nothing by itself."""
     return FlowEnv(Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
 
 
-async def together(flow: FlowEnv, *changes: Change | None) -> list[int | None]:
-    """What becomes of changes that are handed in at the same moment."""
+async def commit_together(flow: FlowEnv, *changes: Change | None) -> list[int | None]:
+    """Return the results of changes that are submitted at the same moment."""
     engine = flow.engine
     given = [msgspec.structs.replace(one, id=engine.minter.change_id()) for one in changes if one is not None]
     assert len(given) == len(changes)
     return await asyncio.gather(*(engine.runtime.commit_queue.add(one) for one in given))
 
 
-async def staging(flow: FlowEnv, upstream: str, downstream: str) -> Change | None:
+async def stage_edge(flow: FlowEnv, upstream: str, downstream: str) -> Change | None:
     names = (flow.names[upstream], flow.names[downstream])
     ask = StageEdge(flow.id, flow.engine.minter.uuid(), *names, DependencyKind.SUCCESS_ONLY, None, None)
     members: Any = tuple([await flow.load(FlowMember, flow.id, name) for name in names])
@@ -52,21 +52,21 @@ async def staging(flow: FlowEnv, upstream: str, downstream: str) -> Change | Non
     return build.stage_edge(found, None, members, None, ask, closes_cycle=False).change
 
 
-async def test_a_replay_does_not_undo_what_happens_to_its_flow_at_that_moment(flow: FlowEnv) -> None:
+async def test_a_replay_does_not_undo_concurrent_changes_of_its_flow(flow: FlowEnv) -> None:
     await flow.begin("abc")
     await flow.fail("c")
     await flow.sweep("flow_projector")
-    staged = await staging(flow, "a", "b")
+    staged = await stage_edge(flow, "a", "b")
     replayed = replay.replay(await flow.row("c")).change
 
-    assert None not in await together(flow, staged, replayed)
+    assert None not in await commit_together(flow, staged, replayed)
 
     found = await flow.load(Flow, flow.id)
     assert (found.edge_count, found.graph_revision, found.project_at) == (1, 4, flow.clock.now)
     await check_flow_invariants(flow.engine)
 
 
-async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_count_alone(flow: FlowEnv) -> None:
+async def test_an_outcome_recorded_while_an_earlier_one_is_counted_leaves_the_count_unchanged(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
     group, child = await flow.group("b"), await flow.row("b")
@@ -79,7 +79,7 @@ async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_c
         writes=(Patch(Execution, (above.execution_id,), {"last_mutation_at": NOW}), note),
     )
 
-    assert None not in await together(flow, fold, ended)
+    assert None not in await commit_together(flow, fold, ended)
 
     dependency = await flow.dependency("a", "b")
     assert (dependency.state, dependency.outcome, dependency.unfolded_at) == ("impossible", "failed", None)
@@ -87,7 +87,7 @@ async def test_an_end_that_is_noted_while_an_earlier_one_is_counted_leaves_the_c
     await check_flow_invariants(flow.engine)
 
 
-async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
+async def test_a_replay_resets_the_rest_of_its_outcome_while_some_of_it_is_dispatched(
     flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
@@ -95,21 +95,21 @@ async def test_a_replay_takes_the_rest_of_its_end_back_while_some_of_it_is_told(
     await flow.edge("a", "b")
     await flow.edge("a", "c")
     await flow.fail("a")
-    owed: CompletionDispatch = await flow.load(CompletionDispatch, flow.names["a"])
+    unprocessed: CompletionDispatch = await flow.load(CompletionDispatch, flow.names["a"])
     told = Change(
-        guards=(Guard(CompletionDispatch, (owed.execution_id,), owed.revision),),
-        writes=(Patch(CompletionDispatch, (owed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
+        guards=(Guard(CompletionDispatch, (unprocessed.execution_id,), unprocessed.revision),),
+        writes=(Patch(CompletionDispatch, (unprocessed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
     )
 
-    assert None not in await together(flow, told, replay.replay(await flow.row("a")).change)
+    assert None not in await commit_together(flow, told, replay.replay(await flow.row("a")).change)
 
     assert await flow.load(CompletionDispatch, flow.names["a"]) is None
     assert (await flow.load(EdgeGroup, *flow.downstream("c"))).group_state == "pending"
     assert (await flow.load(Dependency, flow.names["c"], flow.edges["a", "c"])).outcome is None
 
 
-class Watched(MemoryStore):
-    """Has two commits under way at a time, and remembers how many changes each of them held."""
+class RecordingStore(MemoryStore):
+    """Has two commits in flight at a time, and records how many changes each of them had."""
 
     concurrent_commits = 2
 
@@ -118,18 +118,18 @@ class Watched(MemoryStore):
         self.held: list[int] = []
         self.under_way = self.most = 0
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
         self.held.append(len(changes))
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         for _ in range(5):
             await asyncio.sleep(0)
         self.under_way -= 1
-        return await super().commit(changes, hint)
+        return await super().commit(changes, topics)
 
 
 async def graph_of(engine: Engine, size: int) -> str:
-    """A new flow of so many members without edges; its id."""
+    """Create a flow of this many members without edges and return its id."""
     flow_id = FlowId(str(uuid4()))
     names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(size)]
     nodes = [
@@ -140,8 +140,8 @@ async def graph_of(engine: Engine, size: int) -> str:
     return flow_id
 
 
-async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
-    store = Watched()
+async def test_many_rows_are_written_by_two_concurrent_commits() -> None:
+    store = RecordingStore()
     async with Engine(store) as engine:
         made = await asyncio.gather(*(graph_of(engine, 75) for _ in range(4)))  # each of them 226 rows
         assert (store.held, store.most) == ([2, 2], 2)
@@ -149,8 +149,8 @@ async def test_many_rows_are_written_by_two_commits_side_by_side() -> None:
         assert [found and found.node_count for found in made_flows] == [75] * 4
 
 
-async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> None:
-    store = Watched()
+async def test_a_change_that_waits_for_its_root_does_not_reduce_the_batch_of_others() -> None:
+    store = RecordingStore()
     async with Engine(store) as engine:
         made = [await graph_of(engine, 1) for _ in range(5)]
         store.held.clear()
@@ -163,7 +163,7 @@ async def test_what_has_to_wait_for_its_root_takes_no_room_from_the_others() -> 
 
 
 async def test_few_rows_are_written_by_one_commit() -> None:
-    store = Watched()
+    store = RecordingStore()
     async with Engine(store) as engine:
         await asyncio.gather(*(graph_of(engine, 30) for _ in range(4)))
         assert store.held == [4]

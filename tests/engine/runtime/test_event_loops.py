@@ -1,4 +1,4 @@
-"""The loop of our own programs: how the collector of cycles is set while it runs, and that it is left as it was."""
+"""The event loop of our own programs: it tunes the garbage collector while it runs and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _settings() -> tuple[Thresholds, int]:
     return gc.get_threshold(), gc.get_freeze_count()
 
 
-def test_the_collector_looks_less_often_and_not_at_what_was_loaded_before() -> None:
+def test_the_collector_runs_less_often_and_skips_objects_loaded_before() -> None:
     before = gc.get_threshold()
     during, frozen = event_loop.run(_settings())
     assert during == (event_loop.GC_THRESHOLD, *before[1:])
@@ -31,7 +31,7 @@ def test_the_collector_looks_less_often_and_not_at_what_was_loaded_before() -> N
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_afterwards_the_collector_is_as_it_was(raises: bool) -> None:
+def test_the_collector_is_restored_afterwards(raises: bool) -> None:
     async def main() -> None:
         if raises:
             raise ValueError("on purpose")
@@ -47,7 +47,7 @@ def test_afterwards_the_collector_is_as_it_was(raises: bool) -> None:
 
 
 @pytest.mark.parametrize("chosen", [0, 10 * event_loop.GC_THRESHOLD])
-def test_who_wants_less_of_the_collector_or_none_of_it_keeps_that(chosen: int) -> None:
+def test_a_user_setting_with_fewer_collections_is_kept(chosen: int) -> None:
     gc.set_threshold(chosen, 10, 10)
     during, _ = event_loop.run(_settings())
     assert during == (chosen, 10, 10)
@@ -55,7 +55,7 @@ def test_who_wants_less_of_the_collector_or_none_of_it_keeps_that(chosen: int) -
 
 def test_cycles_are_still_collected() -> None:
     class Knot:
-        """Refers to itself."""
+        """An object that refers to itself."""
 
         alive = 0
 

@@ -1,4 +1,4 @@
-"""A sheet that is trusted without a look, and a clock that is only estimated: neither may refuse anybody."""
+"""Neither a cached lease that is used without a load nor an estimated clock may cause a refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowfabric.stores.port import Store
 
 
 @pytest.mark.parametrize("road", ["complete", "complete_many", "fail", "progress"])
-async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
+async def test_a_clock_estimate_that_runs_ahead_costs_a_load_and_has_no_other_effect(
     store: Store, clock: ManualClock, road: str
 ) -> None:
     engine = Engine(store)
@@ -22,7 +22,7 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     assert claimed is not None
     lines = await store.queues()
 
-    engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock nobody else can read
+    engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock only the server can read
     engine.estimate.update(clock.now + 3_600_000)
     match road:
         case "complete":
@@ -41,7 +41,7 @@ async def test_an_estimate_that_runs_ahead_costs_a_look_and_leaves_no_trace(
     assert await store.queues() == lines
 
 
-async def test_a_clock_that_can_be_read_here_is_not_estimated(store: Store, clock: ManualClock) -> None:
+async def test_a_local_clock_is_not_estimated(store: Store, clock: ManualClock) -> None:
     engine = Engine(store)
     await engine.create_execution(execution_id=engine.new_execution_id())
 

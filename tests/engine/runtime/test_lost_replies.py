@@ -1,4 +1,4 @@
-"""A request or an answer gets lost: each verb ends exactly once all the same, with the answer it would have had."""
+"""A request or a reply is lost: each operation takes effect exactly once and returns the answer it would have had."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
-from tests.engine.losing import LosingStore, Loss
+from tests.engine.lossy_store import Loss, LossyStore
 from tests.scenarios.checked_store import dump
 
 LEASE_MS = 30_000
@@ -30,7 +30,7 @@ RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_
 
 
 class Scene:
-    """An engine and what has happened on it before something gets lost."""
+    """An engine, and helpers that bring it into the state before a loss."""
 
     def __init__(self, engine: Engine, clock: ManualClock) -> None:
         self.engine = engine
@@ -303,7 +303,7 @@ MINTED = frozenset({"lease_id", "attempt_id", "revision", "position", "grant", "
 
 
 def plain(value: Any) -> Any:
-    """A value without what differs from try to try: minted ids, revisions, places in the feed."""
+    """Return a value without what differs from run to run: minted ids, revisions, feed positions."""
     if isinstance(value, msgspec.Struct):
         pairs = msgspec.structs.asdict(value).items()
         return type(value).__name__, {name: plain(part) for name, part in pairs if name not in MINTED}
@@ -313,49 +313,53 @@ def plain(value: Any) -> Any:
 
 
 def plain_rows(rows: dict[str, list[Any]]) -> dict[str, Any]:
-    """Everything kept, likewise; a renewal may be told twice, since it may be repeated at will.
+    """Return all rows likewise; a renewal may emit two events, since it may be repeated.
 
-    Each execution's events have their order; which of two executions comes first after a loss is nobody's promise.
+    The events of each execution are in order; the order between executions is not defined after a loss.
     """
     told = [one for one in rows["events"] if one.event.lease != "renewed"]
     told.sort(key=lambda one: one.event.execution_id)
     return {name: plain(kept) for name, kept in (rows | {"events": told}).items()}
 
 
-async def scene_on(store: Any, clock: ManualClock) -> Scene:
+async def create_scene(store: Any, clock: ManualClock) -> Scene:
     engine = Engine(store, minter=SeededMinter(1))
     await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
     return Scene(engine, clock)
 
 
 async def undisturbed(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The answer and the rows when nothing gets lost."""
+    """Return the answer and the rows when nothing is lost."""
     clock = ManualClock()
     store = MemoryStore(clock)
-    act = await case(await scene_on(store, clock))
+    act = await case(await create_scene(store, clock))
     return plain(await act()), plain_rows(await dump(store))
 
 
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_what_got_lost_once_happens_once(store: Store, clock: ManualClock, case: Case, loss: Loss) -> None:
-    losing = LosingStore(store)
-    act = await case(await scene_on(losing, clock))
-    losing.next_loss = loss
+async def test_an_execution_operation_that_was_lost_once_takes_effect_once(
+    store: Store, clock: ManualClock, case: Case, loss: Loss
+) -> None:
+    lossy = LossyStore(store)
+    act = await case(await create_scene(lossy, clock))
+    lossy.next_loss = loss
 
     answer = await act()
 
     expected, rows = await undisturbed(case)
-    assert losing.losses == 1, "nothing was lost: the case does not write"
+    assert lossy.losses == 1, "nothing was lost: the case does not write"
     assert plain(answer) == expected
     assert plain_rows(await dump(store)) == rows
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-async def test_a_store_that_is_away_for_a_moment_is_asked_again(store: Store, clock: ManualClock, case: Case) -> None:
-    losing = LosingStore(store)
-    act = await case(await scene_on(losing, clock))
-    losing.looks_lost = 2
+async def test_a_call_is_retried_when_the_store_is_unavailable_for_a_moment(
+    store: Store, clock: ManualClock, case: Case
+) -> None:
+    lossy = LossyStore(store)
+    act = await case(await create_scene(lossy, clock))
+    lossy.loads_to_lose = 2
 
     answer = await act()
 
@@ -365,7 +369,7 @@ async def test_a_store_that_is_away_for_a_moment_is_asked_again(store: Store, cl
 
 
 async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, clock: ManualClock) -> None:
-    scene = await scene_on(store, clock)
+    scene = await create_scene(store, clock)
     heartbeat = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
     for _ in range(5):
@@ -382,8 +386,8 @@ async def test_a_job_longer_than_its_lease_renews_and_then_writes(store: Store, 
     assert await scene.engine.complete(held.handle, result=b"R") == Completed(held.execution_id)
 
 
-async def test_a_zombie_that_remembers_its_lease_changes_nothing(store: Store, clock: ManualClock) -> None:
-    scene = await scene_on(store, clock)
+async def test_a_zombie_with_a_cached_lease_changes_nothing(store: Store, clock: ManualClock) -> None:
+    scene = await create_scene(store, clock)
     elsewhere = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
     clock.advance_ms(LEASE_MS)
@@ -407,11 +411,11 @@ async def test_a_zombie_that_remembers_its_lease_changes_nothing(store: Store, c
 
 
 @pytest.mark.parametrize("end", ["complete", "fail", "retry", "cancel"])
-async def test_an_end_that_was_overtaken_before_anybody_looked_is_still_known(
+async def test_a_completion_that_was_superseded_before_the_reload_is_still_recognised(
     store: Store, clock: ManualClock, end: str
 ) -> None:
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
     elsewhere = Engine(store, minter=SeededMinter(2))
     held = await scene.held(policy=RETRY if end == "retry" else None)
     e = held.execution_id
@@ -421,8 +425,8 @@ async def test_an_end_that_was_overtaken_before_anybody_looked_is_still_known(
         "retry": lambda: scene.engine.fail(held.handle, reason="flaky"),
         "cancel": lambda: scene.engine.cancel(held.handle),
     }
-    losing.next_loss = Loss.ANSWER
-    losing.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
+    lossy.next_loss = Loss.ANSWER
+    lossy.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
 
     answer = await ends[end]()
 
@@ -436,17 +440,17 @@ async def test_an_end_that_was_overtaken_before_anybody_looked_is_still_known(
 @pytest.mark.parametrize(
     "case", [reclaim_grant, scheduler_grant, scheduler_reclaim_grant], ids=lambda case: case.__name__
 )
-async def test_the_key_of_a_grant_that_was_written_late_is_the_one_that_is_handed_out(
+async def test_the_key_of_a_grant_that_was_written_late_is_returned(
     store: Store, clock: ManualClock, case: Case
 ) -> None:
     async def a_moment_passes() -> None:
         clock.advance_ms(7)
 
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
     act = await case(scene)
-    losing.next_loss = Loss.LATE
-    losing.after_loss = a_moment_passes
+    lossy.next_loss = Loss.LATE
+    lossy.after_loss = a_moment_passes
 
     granted = await act()
 
@@ -480,20 +484,20 @@ AND_BACK: dict[Twice, Twice] = {
 @pytest.mark.parametrize("overtaken", [False, True], ids=["alone", "overtaken"])
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
 @pytest.mark.parametrize("act", AND_BACK, ids=lambda act: act.__name__)
-async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
+async def test_a_repeated_operation_is_not_confused_with_its_first_execution(
     store: Store, clock: ManualClock, act: Twice, loss: Loss, overtaken: bool
 ) -> None:
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
     elsewhere = Engine(store, minter=SeededMinter(2))
     e = await scene.waiting(priority=1)
     expected = await act(scene, e)
     first = await scene.engine.read_execution_info(e)
     clock.advance_ms(1)
     await AND_BACK[act](scene, e)
-    losing.next_loss = loss
+    lossy.next_loss = loss
     if overtaken:
-        losing.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
+        lossy.after_loss = lambda: elsewhere.set_execution_tag(e, "a.b", "overtaken")
 
     assert await act(scene, e) == expected
 
@@ -507,11 +511,11 @@ async def test_what_is_done_again_is_not_taken_for_what_was_done_before(
 
 @pytest.mark.parametrize("loss", [Loss.DOUBT, Loss.ANSWER])
 @pytest.mark.parametrize("verb", ["delay", "wait_children"])
-async def test_an_operator_parks_the_lease_of_now_not_one_that_this_process_remembers(
+async def test_an_operator_parks_the_current_lease_not_a_cached_one(
     store: Store, clock: ManualClock, verb: str, loss: Loss
 ) -> None:
-    losing = LosingStore(store)
-    mine, others = Engine(losing), Engine(store)
+    lossy = LossyStore(store)
+    mine, others = Engine(lossy), Engine(store)
     scene = Scene(others, clock)
     e = await scene.waiting()
     assert await mine.claim("default", **WORKER)
@@ -520,10 +524,10 @@ async def test_an_operator_parks_the_lease_of_now_not_one_that_this_process_reme
         until = {"delay_until": clock.now} if verb == "delay" else {}
         await getattr(engine, verb)(execution_id=e, source="operator_override", **until)
 
-    await park(others)  # tells what a second one of the same lease would tell
+    await park(others)  # emits the event that a second park of the same lease would emit
     await others.promote_delayed(e)
     await others.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
-    losing.next_loss = loss
+    lossy.next_loss = loss
     await park(mine)
 
     assert await others.read_execution_state(e) != "active"
@@ -531,10 +535,10 @@ async def test_an_operator_parks_the_lease_of_now_not_one_that_this_process_reme
 
 
 @pytest.mark.parametrize("poison", ["nul\0", "half \ud800 pair"])
-async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
+async def test_an_unstorable_change_in_a_batch_does_not_fail_its_neighbours(
     store: Store, clock: ManualClock, poison: str
 ) -> None:
-    scene = await scene_on(store, clock)
+    scene = await create_scene(store, clock)
     held = [await scene.held() for _ in range(9)]
     spoilt = await scene.waiting()
     row = (await store.load((Read(Execution, (spoilt,)),))).rows[0][0]
@@ -553,15 +557,15 @@ async def test_a_poison_change_in_a_batch_does_not_fail_its_neighbours(
     assert (await store.load((Read(Execution, (spoilt,)),))).rows[0][0] == row
 
 
-async def test_a_store_that_stays_away_is_told_to_the_caller_in_the_end(
+async def test_a_store_that_stays_unavailable_is_reported_to_the_caller(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff", lambda: StoreBackoff(retry_for_s=0.05))
-    losing = LosingStore(store)
-    scene = await scene_on(losing, clock)
+    lossy = LossyStore(store)
+    scene = await create_scene(lossy, clock)
     held = await scene.held()
     before = await dump(store)
-    losing.looks_lost = 1_000_000
+    lossy.loads_to_lose = 1_000_000
 
     with pytest.raises(errors.StoreUnavailable):
         await scene.engine.describe_execution(held.execution_id)

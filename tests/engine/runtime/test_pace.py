@@ -1,4 +1,4 @@
-"""The pace of limited work: what a quota lets through is set by the work itself, not by a scan."""
+"""The pace of limited work: a released quota admits the next execution without a scan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def engine(store: Store) -> Engine:
 
 
 async def limited(engine: Engine, count: int, **limits: int) -> None:
-    """So much work under one quota."""
+    """Create this many executions under one quota."""
     numbers: dict[str, Any] = {"window_seconds": 60, "max_requests_per_window": 0, "max_concurrent": 0} | limits
     assert await engine.create_quota_policy(Q, **numbers) == QuotaPolicyCreated(Q)
     policy = f'{{"quota_policy_ids": ["{Q}"]}}'
@@ -64,29 +64,28 @@ async def test_jobs_of_100_ms_under_a_concurrency_of_10_run_at_100_a_second(engi
         assert len(claimed) == CAP, "every slot is in use"
         clock.advance_ms(JOB_MS)
         await asyncio.gather(*(engine.complete(one.handle) for one in claimed))
-        await (
-            engine.outbox.wait_for_deliveries()
-        )  # the ends release, the releases wake: nothing else moves in this test
+        # Completions release the quota and releases wake claims: nothing else causes progress in this test.
+        await engine.outbox.wait_for_deliveries()
         done += len(claimed)
 
     assert (done, clock.now - start) == (100, 1000)
 
 
-async def test_a_worker_that_waits_is_woken_by_the_release_itself(engine: Engine) -> None:
+async def test_a_waiting_worker_is_woken_by_the_release(engine: Engine) -> None:
     await limited(engine, 3, max_concurrent=1)
     [first] = await pull(engine, 5)
     waiting = asyncio.create_task(pull(engine, 5, wait_ms=60_000))
     await asyncio.sleep(0.05)
     assert not waiting.done()
 
-    async with asyncio.timeout(10):  # the next poll is an hour away
+    async with asyncio.timeout(10):  # The next poll is an hour away.
         await engine.complete(first.handle)
         [second] = await waiting
 
     assert second.execution_id != first.execution_id
 
 
-async def test_a_worker_in_another_process_is_woken_too(engine: Engine, store: Store) -> None:
+async def test_a_worker_in_another_process_is_woken_by_the_release(engine: Engine, store: Store) -> None:
     await limited(engine, 2, max_concurrent=1)
     [first] = await pull(engine, 5)
     other = Engine(store, minter=SeededMinter(2), settings=Settings(poll_ms=200))
@@ -100,7 +99,7 @@ async def test_a_worker_in_another_process_is_woken_too(engine: Engine, store: S
     assert second.execution_id != first.execution_id
 
 
-async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, clock: ManualClock) -> None:
+async def test_a_rate_window_admits_its_limit_and_no_more(engine: Engine, clock: ManualClock) -> None:
     await limited(engine, 40, window_seconds=1, max_requests_per_window=10)
     admitted: Counter[int] = Counter()
 
@@ -117,11 +116,11 @@ async def test_a_window_lets_through_what_it_says_and_no_more(engine: Engine, cl
         assert sum(end - 1000 < now <= end for now in instants) <= 10, "in no window"
 
 
-async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
+async def test_a_rate_window_that_opens_while_the_store_is_unavailable_is_checked_again(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(unblocker, "MAX_RECHECK_MS", 10)
-    monkeypatch.setattr(StoreBackoff.__init__, "__defaults__", (0.01,))  # it is away for long
+    monkeypatch.setattr(StoreBackoff.__init__, "__defaults__", (0.01,))  # The store is unavailable for long.
     wire = FlakyStore(store)
     engine = Engine(wire, minter=SeededMinter(1), settings=Settings(poll_ms=3_600_000))
     await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
@@ -132,7 +131,7 @@ async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
 
     wire.heal()
     clock.advance_ms(1000)
-    async with asyncio.timeout(10):  # the next poll is an hour away
+    async with asyncio.timeout(10):  # The next poll is an hour away.
         [second] = await pull(engine, 5, wait_ms=60_000)
 
     assert second.execution_id != first.execution_id
@@ -143,13 +142,13 @@ async def test_a_window_that_opens_while_the_store_is_away_is_looked_at_again(
 async def test_fifty_reporters_cost_two_round_trips(store: Store) -> None:
     trips: Counter[str] = Counter()
 
-    class Counting:
+    class CountingStore:
         def __getattr__(self, name: str) -> Any:
             if name in ("load", "commit"):
                 trips[name] += 1
             return getattr(store, name)
 
-    engine = Engine(Counting(), minter=SeededMinter(1))
+    engine = Engine(CountingStore(), minter=SeededMinter(1))
     budget = "0b000000-0000-4000-8000-000000000001"
     await engine.create_budget(budget, dimensions=["tokens"], hard_limits=[10**6], soft_limits=[0])
     trips.clear()

@@ -1,4 +1,4 @@
-"""Hints: a wait ends by a hint, by its time, or by being cancelled, whatever comes at the same moment."""
+"""Wakeups: a wait ends by a wakeup, a timeout or a cancellation, in any combination."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flowfabric.engine.runtime.wakeups import Wakeups, completion_topic, wait_fo
 from flowfabric.stores.memory.store import MemoryStore
 
 
-async def test_a_hint_ends_the_wait() -> None:
+async def test_a_wakeup_ends_the_wait() -> None:
     wakes = Wakeups()
     hint = wakes.subscribe("a", "b")
     wakes.notify(("b",))
     assert await wait_for_wakeup(hint, 60)
-    await asyncio.sleep(0)  # callbacks have their turn
+    await asyncio.sleep(0)  # Let the callbacks run.
     assert wakes.subscriber_count("a") == 0
 
 
-async def test_a_wait_ends_without_a_hint() -> None:
+async def test_a_wait_times_out_without_a_wakeup() -> None:
     wakes = Wakeups()
     assert not await wait_for_wakeup(wakes.subscribe("a"), 0)
     assert wakes.subscriber_count("a") == 0
 
 
-async def test_a_wait_that_is_cancelled_while_its_hint_comes_is_cancelled() -> None:
+async def test_a_wait_that_is_cancelled_while_its_wakeup_arrives_is_cancelled() -> None:
     wakes = Wakeups()
     waiting = asyncio.create_task(wait_for_wakeup(wakes.subscribe("a"), 60))
     await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def test_a_wait_that_is_cancelled_while_its_hint_comes_is_cancelled() -> N
         await waiting
 
 
-async def test_who_waits_for_an_end_is_woken_though_others_have_stopped_waiting() -> None:
+async def test_a_waiter_is_woken_after_other_waiters_have_left() -> None:
     wakes = Wakeups()
     hint, other, unheard = (
         wakes.subscribe(completion_topic("one")),
@@ -47,7 +47,7 @@ async def test_who_waits_for_an_end_is_woken_though_others_have_stopped_waiting(
     )
     other.cancel()
     wakes.notify_completions(["two"])
-    await asyncio.sleep(0)  # callbacks have their turn
+    await asyncio.sleep(0)  # Let the callbacks run.
     wakes.notify_completions(["one", "three"])
     assert hint.done()
     await asyncio.sleep(0)
@@ -57,8 +57,8 @@ async def test_who_waits_for_an_end_is_woken_though_others_have_stopped_waiting(
     assert not unheard.done()
 
 
-class Others(MemoryStore):
-    """The hints that other processes get."""
+class RecordingStore(MemoryStore):
+    """Records the wakeups that other processes receive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,22 +71,26 @@ class Others(MemoryStore):
 
 
 @pytest.fixture
-async def told() -> AsyncIterator[tuple[Engine, Others]]:
-    others = Others()
+async def recording_store() -> AsyncIterator[tuple[Engine, RecordingStore]]:
+    others = RecordingStore()
     async with Engine(others) as engine:
         yield engine, others
 
 
-async def test_what_one_turn_brings_about_is_one_hint(told: tuple[Engine, Others]) -> None:
-    engine, others = told
+async def test_the_notifications_of_one_loop_iteration_are_sent_as_one(
+    recording_store: tuple[Engine, RecordingStore],
+) -> None:
+    engine, others = recording_store
     engine.runtime.notify({"a"})
     engine.runtime.notify({"b"})
     await asyncio.sleep(0)
     assert others.hints == [{"a", "b"}]
 
 
-async def test_what_can_wait_travels_with_the_next_hint(told: tuple[Engine, Others]) -> None:
-    engine, others = told
+async def test_a_deferred_notification_is_sent_with_the_next_one(
+    recording_store: tuple[Engine, RecordingStore],
+) -> None:
+    engine, others = recording_store
     engine.runtime.notify({"slow"}, at_once=False)
     await asyncio.sleep(0)
     assert others.hints == []
@@ -95,8 +99,8 @@ async def test_what_can_wait_travels_with_the_next_hint(told: tuple[Engine, Othe
     assert others.hints == [{"slow", "a"}]
 
 
-async def test_what_can_wait_does_not_wait_for_long(told: tuple[Engine, Others]) -> None:
-    engine, others = told
+async def test_a_deferred_notification_is_not_deferred_for_long(recording_store: tuple[Engine, RecordingStore]) -> None:
+    engine, others = recording_store
     engine.runtime.notify({"slow"}, at_once=False)
     engine.runtime.notify({"as slow"}, at_once=False)
     async with asyncio.timeout(10):
@@ -104,41 +108,43 @@ async def test_what_can_wait_does_not_wait_for_long(told: tuple[Engine, Others])
     assert others.hints == [{"slow", "as slow"}]
 
 
-async def test_what_can_wait_is_heard_at_once_in_this_process(told: tuple[Engine, Others]) -> None:
-    engine, _ = told
+async def test_a_deferred_notification_wakes_its_own_process_at_once(
+    recording_store: tuple[Engine, RecordingStore],
+) -> None:
+    engine, _ = recording_store
     hint = engine.runtime.wakeups.subscribe("slow")
     engine.runtime.notify({"slow"}, at_once=False)
     assert hint.done()
 
 
-async def test_what_was_told_by_a_commit_does_not_hurry_what_comes_after_it(
-    told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
+async def test_a_topic_that_was_sent_with_a_commit_does_not_shorten_the_next_deferral(
+    recording_store: tuple[Engine, RecordingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, others = told
+    engine, others = recording_store
     engine.runtime.notify({"slow"}, at_once=False)
-    engine.runtime.commit_queue.pending_topics.clear()  # a commit has told it
+    engine.runtime.commit_queue.pending_topics.clear()  # A commit has sent it.
     monkeypatch.setattr(after_commit, "NOTIFY_DELAY_S", 3600)
 
     engine.runtime.notify({"later"}, at_once=False)
-    await asyncio.sleep(0.04)  # twice as long as the first one would have waited
+    await asyncio.sleep(0.04)  # Twice the deferral of the first one.
     assert others.hints == []
     assert engine.runtime.commit_queue.pending_topics == {"later"}
 
 
-async def test_a_claim_that_does_not_wait_asks_for_no_hint(
-    told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
+async def test_a_claim_that_does_not_wait_subscribes_to_nothing(
+    recording_store: tuple[Engine, RecordingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that what is written meanwhile need not be searched for whom to wake."""
-    engine, _ = told
-    asked: list[tuple[str, ...]] = []
+    """So that a commit meanwhile need not search for claims to wake."""
+    engine, _ = recording_store
+    store_calls: list[tuple[str, ...]] = []
     expect = engine.runtime.wakeups.subscribe
 
     def noted(*topics: str) -> asyncio.Future[None]:
-        asked.append(topics)
+        store_calls.append(topics)
         return expect(*topics)
 
     monkeypatch.setattr(engine.runtime.wakeups, "subscribe", noted)
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1") is None
-    assert asked == []
+    assert store_calls == []
     assert await engine.claim("mail", worker_id="w", worker_instance_id="w-1", max_wait_ms=1) is None
-    assert ("lane:mail",) in asked
+    assert ("lane:mail",) in store_calls

@@ -1,4 +1,4 @@
-"""Feeds are trimmed as the settings say, whichever other process sweeps."""
+"""Feeds are trimmed by the settings of their process, whichever other process sweeps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ QUIET: dict[str, Any] = {field: 0 for field in Sweeps.__struct_fields__ if field
 TRIMMER = Sweeps(**{**QUIET, "feed_trimmer_ms": 100})
 
 
-async def holds(engine: Engine, count: int) -> list[str]:
-    """Wait until so many leases of the trimmer are held; their names."""
+async def wait_for_leases(engine: Engine, count: int) -> list[str]:
+    """Wait until this many trimmer leases are held and return their names."""
     async with asyncio.timeout(20):
         while True:
             rows = await engine.store.scan(Scan(SweepLease))
@@ -36,7 +36,7 @@ async def test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer(store:
     own = Engine(store, minter=SeededMinter(2), settings=Settings(sweeps=TRIMMER, feed_retention_ms=KEPT_MS))
     serving.start_sweeps()
     try:
-        await holds(serving, 1)
+        await wait_for_leases(serving, 1)
         e = own.new_execution_id()
         await own.create_execution(execution_id=e)
         await own.cancel_execution(e)
@@ -46,12 +46,12 @@ async def test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer(store:
         async with asyncio.timeout(20):
             while (await store.feed(Topic.COMPLETION, 0, 10)).events:  # noqa: ASYNC110 - there is nothing to be told by
                 await asyncio.sleep(0.01)
-        assert await holds(own, 2) == ["feed_trimmer", f"feed_trimmer:{KEPT_MS}"]
+        assert await wait_for_leases(own, 2) == ["feed_trimmer", f"feed_trimmer:{KEPT_MS}"]
     finally:
         await own.stop_sweeps()
         await serving.stop_sweeps()
 
 
-def test_a_server_can_be_told_how_long_to_keep_events() -> None:
+def test_a_server_setting_decides_how_long_events_are_kept() -> None:
     assert from_environment({"FF_FEED_RETENTION_MS": "5000"}).engine.feed_retention_ms == 5000
     assert from_environment({}).engine.feed_retention_ms == FEED_RETENTION_MS

@@ -1,7 +1,7 @@
-"""Retention in short: round after round of work that is done and forgotten leaves the store as large as it was.
+"""Retention, short form: rounds of work that is finished and purged leave the store as large as it was.
 
-For some rounds somebody holds a transaction open, so that nothing can be cleaned up; what that cost is used again, and
-no more is added. The long form, at full load and with the server's own vacuum, is a soak.
+For some rounds a transaction stays open, so that nothing can be vacuumed; the space is reused afterwards, and no more
+is added. The long form, at full load and with the server's own vacuum, is a soak test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EACH = 60  # executions in a round
 Q = "0c000000-0000-4000-8000-000000000001"
 POLICY = {"stream_policy": {"retention_ttl_ms": KEPT_MS}, "dedup_window_ms": KEPT_MS, "quota_policy_ids": [Q]}
 WARM, HELD, COOL, MORE = 4, 3, 3, 4  # rounds
-SPLITS = 2 * 8192  # a page of an index may be split sooner or later
+SPLITS = 2 * 8192  # A page of an index may be split sooner or later.
 SIZES = """
     select c.relname, pg_relation_size(c.oid) from pg_class c
      where c.relkind in ('r', 'i', 't') and c.relnamespace = 'public'::regnamespace and c.relname like 'ff\\_%'
@@ -41,7 +41,7 @@ FORGETTERS = ("retention_trimmer", "idempotency_keys", "usage_keys", "feed_trimm
 
 
 class Rounds:
-    """Work that is submitted, done and forgotten."""
+    """Work that is submitted, finished and purged."""
 
     def __init__(self, store: Store, clock: ManualClock) -> None:
         self.clock = clock
@@ -52,7 +52,7 @@ class Rounds:
     async def begin(self) -> None:
         await self.engine.create_quota_policy(Q, window_seconds=1, max_requests_per_window=0, max_concurrent=EACH)
 
-    async def turn(self) -> None:
+    async def run_round(self) -> None:
         self.number += 1
         engine = self.engine
         await engine.create_executions(
@@ -79,22 +79,22 @@ class Rounds:
             while (await engine.sweep_once(sweep)).processed:
                 pass
 
-    async def left(self) -> dict[str, int]:
-        """What is still there of what was done."""
+    async def remaining(self) -> dict[str, int]:
+        """Return what is left of the finished work."""
         rows = (Execution, Payload, Result, Attempt, IdempotencyKey, QuotaSlot, QuotaRequest, OutboxMessage)
         return {row.__name__: len(await self.engine.runtime.scan(Scan(row, limit=10_000))) for row in rows}
 
 
-async def test_rows_are_gone_when_their_time_is_over(store: Store, clock: ManualClock) -> None:
+async def test_rows_are_deleted_after_their_retention(store: Store, clock: ManualClock) -> None:
     rounds = Rounds(store, clock)
     await rounds.begin()
 
     for _ in range(3):
-        await rounds.turn()
-        assert set((await rounds.left()).values()) == {0}
+        await rounds.run_round()
+        assert set((await rounds.remaining()).values()) == {0}
 
 
-async def test_tables_and_indexes_stay_level_around_a_long_transaction(
+async def test_tables_and_indexes_do_not_grow_around_a_long_transaction(
     pg: PostgresStore, rival: Rival, clock: ManualClock
 ) -> None:
     rounds = Rounds(pg, clock)
@@ -102,11 +102,11 @@ async def test_tables_and_indexes_stay_level_around_a_long_transaction(
 
     async def sizes_after(times: int) -> dict[str, int]:
         for _ in range(times):
-            await rounds.turn()
+            await rounds.run_round()
             await rival.fetch("vacuum")
         return dict(await rival.fetch(SIZES))
 
-    await rival.fetch("vacuum full")  # the files of a database remember what earlier tests put there
+    await rival.fetch("vacuum full")  # Files of a database keep the size that earlier tests caused.
     before = await sizes_after(WARM)
     await rival.begin("select pg_current_xact_id(), count(*) from ff_exec_core")
     held = await sizes_after(HELD)
@@ -120,7 +120,7 @@ async def test_tables_and_indexes_stay_level_around_a_long_transaction(
     assert sum(last.values()) <= sum(held.values())
 
 
-async def test_the_file_stays_level_around_a_long_reader(tmp_path: Path, clock: ManualClock) -> None:
+async def test_the_database_file_does_not_grow_around_a_long_reader(tmp_path: Path, clock: ManualClock) -> None:
     file = tmp_path / "ff.db"
     store = SQLiteStore(file, clock)
     await store.open(migrate=True)
@@ -130,7 +130,7 @@ async def test_the_file_stays_level_around_a_long_reader(tmp_path: Path, clock: 
 
     async def pages_after(times: int) -> int:
         for _ in range(times):
-            await rounds.turn()
+            await rounds.run_round()
         with closing(sqlite3.connect(file)) as looking:
             [pages] = looking.execute("pragma page_count").fetchone()
         return int(pages)

@@ -1,8 +1,8 @@
-"""Retention in the long run: under steady load tables and indexes stay level, a long transaction or not.
+"""Retention, long form: tables and indexes do not grow under steady load, with or without a long transaction.
 
-Work is submitted, drained and forgotten after a second, under a quota and a budget, with keys and results, and in
-flows. For a part of the time somebody holds a transaction open, so that nothing dead can be cleaned up; afterwards the
-space it cost is used again and no more is added.
+Executions are submitted, drained and purged after a second, under a quota and a budget, with keys and results, and in
+flows. For a part of the time a transaction stays open, so that nothing dead can be vacuumed; afterwards the space is
+reused and no more is added.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SIZES = """
 
 
 @asynccontextmanager
-async def soaking() -> AsyncIterator[tuple[Engine, str]]:
-    """An engine with busy sweeps, on a server whose vacuum is as busy."""
+async def soaking_engine() -> AsyncIterator[tuple[Engine, str]]:
+    """An engine with frequent sweeps, on a server with a frequent vacuum."""
     server = postgres("soak-retention")
     for setting in ("autovacuum_naptime = '1s'", "autovacuum_vacuum_cost_delay = 0"):
         server.execute(f"alter system set {setting}")
@@ -75,7 +75,7 @@ async def soaking() -> AsyncIterator[tuple[Engine, str]]:
 
 
 async def load(engine: Engine, until: float) -> int:
-    """Submit and drain for a while; how many were done."""
+    """Submit and drain until an instant; return how many executions were finished."""
     done, number = 0, 0
     while monotonic() < until:
         number += 1
@@ -104,7 +104,7 @@ async def load(engine: Engine, until: float) -> int:
 
 
 async def run_flow(engine: Engine) -> int:
-    """A fan-out and a join, run to its end; how many members were done."""
+    """Run a fan-out and a join to completion; return how many members were finished."""
     flow = FlowId(engine.minter.uuid())
     first, *others, last = [mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(FAN + 2)]
     nodes = [
@@ -141,7 +141,7 @@ async def sizes(url: str) -> dict[str, int]:
 
 
 async def phase(engine: Engine, url: str) -> tuple[float, dict[str, int]]:
-    """So much load; the rate, and what each table with its indexes takes, the median of the second half."""
+    """Apply load; return the rate and the median size of each table with its indexes in the second half."""
     until = monotonic() + PHASE_S
     loading = asyncio.create_task(load(engine, until))
     seen: dict[str, list[int]] = defaultdict(list)
@@ -155,7 +155,7 @@ async def phase(engine: Engine, url: str) -> tuple[float, dict[str, int]]:
 
 @asynccontextmanager
 async def long_transaction(url: str) -> AsyncIterator[None]:
-    """Somebody who looks at the database for a long time."""
+    """Hold a transaction open."""
     connection = await asyncpg.connect(url)
     await connection.execute("begin isolation level repeatable read")
     await connection.execute("select pg_current_xact_id(), count(*) from ff_exec_core")
@@ -166,15 +166,15 @@ async def long_transaction(url: str) -> AsyncIterator[None]:
         await connection.close()
 
 
-async def test_tables_and_indexes_stay_level_with_a_long_transaction_for_part_of_the_time() -> None:
-    async with soaking() as (engine, url):
+async def test_tables_and_indexes_do_not_grow_with_a_long_transaction_for_part_of_the_time() -> None:
+    async with soaking_engine() as (engine, url):
         await engine.create_quota_policy(Q, window_seconds=1, max_requests_per_window=0, max_concurrent=50)
         await engine.create_budget(B, dimensions=["calls"], hard_limits=[10**9], soft_limits=[0])
-        await phase(engine, url)  # until everything has its size
+        await phase(engine, url)  # Warm up until every table has its size.
         first_rate, first = await phase(engine, url)
         async with long_transaction(url):
             held_rate, held = await phase(engine, url)
-        await phase(engine, url)  # what the transaction kept is cleaned up
+        await phase(engine, url)  # Vacuum what the transaction kept.
         after_rate, after = await phase(engine, url)
         last_rate, last = await phase(engine, url)
 
@@ -182,7 +182,7 @@ async def test_tables_and_indexes_stay_level_with_a_long_transaction_for_part_of
         print(f"rates {first_rate:.0f} {held_rate:.0f} {after_rate:.0f} {last_rate:.0f} a second")
         for name, found in sorted(report.items(), key=lambda item: -item[1][-1])[:8]:
             print(name, *(f"{size / 2**20:.1f}" for size in found), "MiB")
-        slack = 2**20  # a table that is almost empty may double
+        slack = 2**20  # A table that is almost empty may double.
         for name in first:
             assert last[name] <= 1.2 * after[name] + slack, f"{name} goes on growing: {report[name]}"
         assert sum(last.values()) <= 1.1 * sum(after.values())

@@ -1,6 +1,6 @@
 """Retention in every table: after much work, each table of each store is as small as after one round.
 
-What has ended is kept for a second, and what lives longer by a constant for two. The figures are printed.
+Finished rows are kept for a second, and rows whose retention is a constant for two. The sizes are printed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SOAK_S = int(os.environ.get("FF_SOAK_TABLES_S", "40"))
 KEPT_MS = 1000
 LIFE_MS = 2000
 OFTEN_MS = 500
-REST_S = 20  # in which all that ended is due and swept many times
+REST_S = 20  # Within this time everything that finished is due and swept many times.
 SWEEPS = msgspec.structs.replace(
     Sweeps(), **{name: OFTEN_MS for name in Sweeps.__struct_fields__ if name.endswith("_ms")}
 )
 
 
 def make_app(url: str) -> tuple[Fabric, Callable[[str], Awaitable[None]]]:
-    """An app whose tasks use steps, waits, mail, approvals, children, streams, budgets, limits and retries."""
+    """Return an app with steps, waits, messages, approvals, children, streams, budgets, limits and retries."""
     app = Fabric(url, settings=Settings(sweeps=SWEEPS, retention_ms=KEPT_MS, feed_retention_ms=KEPT_MS))
     purse = Budget("purse", limits={"calls": 10**9}, reset="2s")
 
@@ -98,7 +98,7 @@ def make_app(url: str) -> tuple[Fabric, Callable[[str], Awaitable[None]]]:
 
 
 async def rows_of(app: Fabric, url: str) -> dict[str, int]:
-    """How many rows each table has."""
+    """Return the number of rows per table."""
     if url.startswith("memory:"):
         engine: Any = await app.engine()
         return {table.name: len(await engine.runtime.scan(Scan(row, limit=10_000))) for row, table in TABLE.items()}
@@ -133,8 +133,8 @@ def soak_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what lives for a minute, a day or a week by a constant live for two seconds."""
+def short_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce constant retention times of a minute, a day or a week to two seconds."""
     monkeypatch.setattr(budget_rules, "DEDUP_TTL_MS", LIFE_MS)
     monkeypatch.setattr(aggregates, "COMMIT_MARKER_TTL_MS", LIFE_MS)
     monkeypatch.setattr(workers, "EVENT_LIFE_MS", LIFE_MS)
@@ -143,7 +143,7 @@ def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "DEFAULT_TERMS", terms)
 
 
-@pytest.mark.usefixtures("short_lives")
+@pytest.mark.usefixtures("short_retention")
 async def test_every_table_is_as_small_after_much_work_as_after_little(soak_url: str) -> None:
     app, once = make_app(soak_url)
     worker = Worker(app, slots=20)
@@ -151,7 +151,7 @@ async def test_every_table_is_as_small_after_much_work_as_after_little(soak_url:
     most: dict[str, int] = {}
 
     async def load(seconds: float, name: str) -> int:
-        """Work for so long, at least once; how many rounds were done."""
+        """Work for this long, at least once; return the number of rounds."""
         until, done = monotonic() + seconds, 0
         while not done or monotonic() < until:
             await asyncio.gather(*(once(f"{name}-{done}-{place}") for place in range(4)))

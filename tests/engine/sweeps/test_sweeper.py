@@ -1,4 +1,4 @@
-"""The sweeper: it goes on whatever fails, leaves alone what keeps failing, survives a crash and stops when told."""
+"""The sweeper: it survives failures and crashes, skips items that keep failing, and stops on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowfabric.testing.virtual_time import VirtualTime
 
 
 def only(name: str, interval_ms: int = 100) -> Sweeps:
-    """Settings that run one sweep."""
+    """Return settings that run one sweep."""
     quiet: dict[str, Any] = {field: 0 for field in Sweeps.__struct_fields__ if field.endswith("_ms")}
     return Sweeps(**{**quiet, f"{name}_ms": interval_ms})
 
@@ -40,7 +40,7 @@ async def engine(clock: ManualClock) -> AsyncIterator[Engine]:
 
 
 async def delayed(engine: Engine, clock: ManualClock, count: int) -> list[str]:
-    """Executions whose time has come, one before the other."""
+    """Create executions that are due, one before the other."""
     executions: list[str] = [engine.new_execution_id() for _ in range(count)]
     for place, execution in enumerate(executions):
         await engine.create_execution(execution_id=execution, delay_until=clock.now + 1 + place)
@@ -71,7 +71,7 @@ POISON = errors.Corruption("a fault")
 
 
 @pytest.mark.parametrize("fault", [POISON, RuntimeError("a bug")], ids=["poison", "bug"])
-async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cycles(
+async def test_an_item_that_fails_three_times_in_a_row_is_skipped_for_ten_cycles(
     engine: Engine, clock: ManualClock, fault: Exception
 ) -> None:
     [bad, good] = await delayed(engine, clock, 2)
@@ -84,17 +84,17 @@ async def test_an_item_that_fails_three_times_in_a_row_is_left_alone_for_ten_cyc
     assert (passes[0].processed, promoter.tried.count(good), promoter.tried.count(bad)) == (1, 1, 4)
 
 
-async def test_items_that_are_left_alone_do_not_hide_the_others(engine: Engine, clock: ManualClock) -> None:
+async def test_skipped_items_do_not_hide_the_others(engine: Engine, clock: ManualClock) -> None:
     *bad, good = await delayed(engine, clock, 8)
     promoter = Promoter(engine, POISON, *bad)
     sweeper = Sweeper(engine.runtime, Sweeps(), [promoter.sweep])
-    for _ in range(9):  # each pass has room for three: they are worn down one portion after the other
+    for _ in range(9):  # Each pass handles three: all of them are tried, one batch after the other.
         await sweeper.sweep_once("delayed_promoter", 3)
 
     assert await engine.read_execution_state(good) is PublicState.WAITING
 
 
-async def test_however_many_fail_the_passes_come_to_those_behind_them(engine: Engine, clock: ManualClock) -> None:
+async def test_passes_reach_the_items_behind_any_number_of_failing_ones(engine: Engine, clock: ManualClock) -> None:
     *bad, good = await delayed(engine, clock, 13)
     promoter = Promoter(engine, POISON, *bad)
     sweeper = Sweeper(engine.runtime, Sweeps(), [promoter.sweep])
@@ -104,11 +104,11 @@ async def test_however_many_fail_the_passes_come_to_those_behind_them(engine: En
     assert [done.errors for done in passes] == [2] * 6 + [0]
     assert passes[-1].processed == 1
     assert await engine.read_execution_state(good) is PublicState.WAITING
-    assert (await sweeper.sweep_once("delayed_promoter", 2)).errors == 2  # and begin again in front
+    assert (await sweeper.sweep_once("delayed_promoter", 2)).errors == 2  # The next pass starts at the front again.
     assert promoter.tried[-2:] == bad[:2]
 
 
-def test_a_success_clears_the_count_and_the_book_stays_small() -> None:
+def test_a_success_clears_the_failure_count_and_the_counts_are_bounded() -> None:
     forbearance = FailureBackoff()
     for failed in (True, True, False, True, True):
         forbearance.next_cycle()
@@ -123,7 +123,7 @@ def test_a_success_clears_the_count_and_the_book_stays_small() -> None:
     assert not forbearance.is_backing_off(1), "its one failure was forgotten when too many were kept"
 
 
-async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
+async def test_a_pass_in_which_the_store_was_unavailable_for_every_item_is_an_error(
     engine: Engine, clock: ManualClock
 ) -> None:
     executions = await delayed(engine, clock, 2)
@@ -133,7 +133,7 @@ async def test_a_pass_in_which_the_store_was_away_for_everything_is_an_error(
         await sweeper.sweep_once("delayed_promoter")
 
 
-async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sweep_that_crashes_is_restarted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.engine.sweeps.sweeper.RESTART_DELAY_S", 0.01)
     runs = 0
     well = asyncio.Event()
@@ -155,7 +155,7 @@ async def test_a_sweep_that_crashes_is_started_again(engine: Engine, monkeypatch
     assert engine.metrics.counter_value("ff_scanner_restart", scanner="unblock") == 2
 
 
-async def test_a_sweep_that_crashes_leaves_it_to_others(engine: Engine) -> None:
+async def test_a_sweep_that_crashes_releases_its_lease(engine: Engine) -> None:
     crashed, well = asyncio.Event(), asyncio.Event()
 
     async def crash(batch: int) -> SweepResult:
@@ -177,7 +177,7 @@ async def test_a_sweep_that_crashes_leaves_it_to_others(engine: Engine) -> None:
     assert await sick.stop() == await healthy.stop() == 0
 
 
-async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) -> None:
+async def test_a_sweep_whose_store_is_unavailable_is_retried(engine: Engine) -> None:
     runs = 0
     well = asyncio.Event()
 
@@ -197,7 +197,7 @@ async def test_a_sweep_that_meets_an_absent_store_comes_again(engine: Engine) ->
     assert sweeper.restarts == 0
 
 
-async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_long(engine: Engine) -> None:
+async def test_stopping_waits_for_the_current_item_and_aborts_what_takes_too_long(engine: Engine) -> None:
     begun, finish = asyncio.Event(), asyncio.Event()
 
     async def run(batch: int) -> SweepResult:
@@ -224,11 +224,11 @@ async def test_stopping_waits_for_what_is_in_hand_and_cuts_off_what_takes_too_lo
     assert engine.metrics.counter_value("ff_shutdown_timeout") == 1
 
 
-async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at_once(engine: Engine) -> None:
+async def test_an_interval_of_zero_disables_a_sweep_and_the_first_pass_is_immediate(engine: Engine) -> None:
     ran: list[str] = []
     first = asyncio.Event()
 
-    def telling(name: str) -> Sweep:
+    def completing(name: str) -> Sweep:
         async def run(batch: int) -> SweepResult:
             ran.append(name)
             first.set()
@@ -237,7 +237,7 @@ async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at
         return Sweep(name, run_pass=run)
 
     settings = only("unblock", 3_600_000)
-    sweeper = Sweeper(engine.runtime, settings, [telling("unblock"), telling("quota_reconciler")])
+    sweeper = Sweeper(engine.runtime, settings, [completing("unblock"), completing("quota_reconciler")])
     sweeper.start()
     await asyncio.wait_for(first.wait(), 10)
     await sweeper.stop()
@@ -245,7 +245,7 @@ async def test_an_interval_of_zero_switches_a_sweep_off_and_the_first_pass_is_at
     assert ran == ["unblock"]
 
 
-async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
+async def test_one_process_at_a_time_runs_a_sweep(engine: Engine) -> None:
     ran: list[int] = []
     enough = asyncio.Event()
 
@@ -271,7 +271,7 @@ async def test_one_process_at_a_time_does_a_sweep(engine: Engine) -> None:
     assert lease.lease_until == 0, "given back for others"
 
 
-async def test_sweeps_of_different_executions_run_side_by_side(engine: Engine, clock: ManualClock) -> None:
+async def test_sweeps_of_different_executions_run_concurrently(engine: Engine, clock: ManualClock) -> None:
     choices = [Filter("n1"), Filter("n2"), Filter("n2", ("app.instance_id", "i1"))]
     promoted: set[str] = set()
     enough = asyncio.Event()
@@ -313,7 +313,7 @@ async def test_passes_are_counted_and_timed(engine: Engine) -> None:
     assert (timing.count, sum(timing.buckets)) == (3, 3)
 
 
-async def test_a_sweep_takes_as_many_items_as_its_own_batch_says(clock: ManualClock) -> None:
+async def test_a_sweep_handles_as_many_items_as_its_own_batch_setting(clock: ManualClock) -> None:
     settings = Settings(sweeps=Sweeps(batches={"delayed_promoter": 2}))
     engine = Engine(MemoryStore(clock), minter=SeededMinter(1), settings=settings)
     await delayed(engine, clock, 5)
@@ -334,7 +334,7 @@ async def passes_of(
     seed: int = 1,
     goes_round: bool = False,
 ) -> list[float]:
-    """When a sweep that runs for so long makes its passes."""
+    """Return the times of the passes of a sweep that runs for this long."""
     at: list[float] = []
     time = VirtualTime(asyncio.get_running_loop())
     time.start()
@@ -361,7 +361,7 @@ async def quiet(number: int) -> SweepResult:
     return SweepResult(0, 0)
 
 
-async def test_pauses_are_longer_by_a_share_that_differs_from_process_to_process() -> None:
+async def test_intervals_have_a_jitter_that_differs_between_processes() -> None:
     found = {seed: await passes_of(quiet, 25, interval_ms=10_000, seed=seed) for seed in range(1, 6)}
 
     pauses = {seed: round(at[1] - at[0], 3) for seed, at in found.items()}
@@ -380,7 +380,7 @@ class LoopClock:
 
 
 async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, int]) -> float:
-    """How long after the death of its holder another process makes a pass of a sweep."""
+    """Return how long after the death of its holder another process makes a pass of a sweep."""
     time = VirtualTime(asyncio.get_running_loop())
     time.start()
     store = MemoryStore(LoopClock())
@@ -405,7 +405,7 @@ async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, in
         holder = max(seeds, key=lambda seed: at[seed][-1] if at[seed] else 0.0)
         dead, heir = (sweepers if holder == seeds[0] else sweepers[::-1])[:2]
         died = time.now()
-        for task in dead._tasks:  # as after SIGKILL: nothing is given back
+        for task in dead._tasks:  # As after SIGKILL: no lease is released.
             task.cancel()
         [waiting] = [seed for seed in seeds if seed != holder]
         before = len(at[waiting])
@@ -417,7 +417,7 @@ async def takeover_s(*, dies_at_s: float, interval_ms: int, seeds: tuple[int, in
 
 
 @pytest.mark.parametrize("dies_at_s", [0.01, 7.3, 9.9, 10.2, 24.0])
-async def test_a_dead_holder_is_noticed_within_one_interval(dies_at_s: float) -> None:
+async def test_a_dead_holder_is_replaced_within_one_interval(dies_at_s: float) -> None:
     for seeds in ((1, 2), (2, 1), (3, 4)):
         taken_over_s = await takeover_s(dies_at_s=dies_at_s, interval_ms=10_000, seeds=seeds)
 
@@ -449,7 +449,7 @@ async def lease_of(engine: Engine, sweep: str) -> SweepLease:
     return next(row for row in leases if row.sweep == sweep)
 
 
-async def test_each_failure_doubles_the_pause_up_to_half_a_minute_and_a_success_ends_that() -> None:
+async def test_each_failure_doubles_the_backoff_up_to_half_a_minute_and_a_success_resets_it() -> None:
     async def away_for_six(number: int) -> SweepResult:
         if number <= 6:
             raise AWAY
@@ -473,7 +473,7 @@ async def test_a_full_batch_is_followed_by_the_next_one_at_once() -> None:
     assert at[3] < 0.1
 
 
-async def test_a_sweep_that_goes_round_rests_however_much_it_found() -> None:
+async def test_a_cyclic_sweep_pauses_however_much_it_found() -> None:
     async def busy(number: int) -> SweepResult:
         return SweepResult(200, 0)
 
@@ -482,7 +482,7 @@ async def test_a_sweep_that_goes_round_rests_however_much_it_found() -> None:
     assert len(at) == 1
 
 
-async def test_a_crash_is_followed_by_a_rest_of_five_seconds() -> None:
+async def test_a_crash_is_followed_by_a_pause_of_five_seconds() -> None:
     async def crashing(number: int) -> SweepResult:
         if number == 2:
             raise RuntimeError("a bug")
@@ -493,7 +493,7 @@ async def test_a_crash_is_followed_by_a_rest_of_five_seconds() -> None:
     assert at[2] - at[1] == pytest.approx(5, abs=0.01)
 
 
-async def test_stopping_is_noticed_after_the_item_in_hand(engine: Engine, clock: ManualClock) -> None:
+async def test_a_stop_request_is_noticed_after_the_current_item(engine: Engine, clock: ManualClock) -> None:
     first, *others = await delayed(engine, clock, 3)
     begun, proceed = asyncio.Event(), asyncio.Event()
 

@@ -1,7 +1,7 @@
-"""Every table of every store stays level: rounds of work of every kind leave as many rows as there were before.
+"""Every table of every store keeps its size: rounds of work of every kind leave as many rows as there were before.
 
-The tables are those that the store itself names, so a new one is counted without anyone remembering it. A table that no
-round writes to would be level for nothing: those are named here, and a new one fails the test until a round uses it.
+The store itself lists its tables, so a new one is counted automatically. Tables that no round writes to are listed
+here; a new one fails the test until a round uses it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.scenarios.durable_function import DurableFunction, opened
 from tests.scenarios.env import Env
 from tests.scenarios.waits import Waits
 
-LONG_MS = 40 * 24 * 60 * 60 * 1000  # longer than anything is kept
+LONG_MS = 40 * 24 * 60 * 60 * 1000  # longer than any retention
 Q = "0c000000-0000-4000-8000-000000000001"
 B = "0b000000-0000-4000-8000-000000000001"
 KEEP = {"stream_policy": {"retention_ttl_ms": 1000}, "dedup_window_ms": 1000}
@@ -38,8 +38,8 @@ W: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1", "lease_ttl
 NOT_SEEN_IN_A_ROUND = {"ff_sweep", "ff_outbox"}
 
 
-class Counting:
-    """How many rows each table of a store has."""
+class RowCounts:
+    """The number of rows of each table of a store."""
 
     def __init__(self, store: Store, dsn: str | None) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class Counting:
                 "queues": len(self._store._queue_ids),
             }
         if isinstance(self._store, SQLiteStore):
-            # By the store's own library: a second one in this process would not see the locks of the first.
+            # Use the store's own library: a second one in this process would not see the locks of the first.
             with closing(apsw.Connection(str(self._store._path))) as db:
                 named = [str(name) for (name,) in db.execute("select name from sqlite_schema where type = 'table'")]
                 count = "select count(*) from"
@@ -68,20 +68,20 @@ class Counting:
 
 
 @pytest.fixture
-def counting(store: Store, request: pytest.FixtureRequest) -> Counting:
+def row_counts(store: Store, request: pytest.FixtureRequest) -> RowCounts:
     is_server = not isinstance(store, MemoryStore | SQLiteStore)
-    return Counting(store, request.getfixturevalue("own_database") if is_server else None)
+    return RowCounts(store, request.getfixturevalue("own_database") if is_server else None)
 
 
 class Rounds:
-    """Work of every kind that is done and forgotten."""
+    """Work of every kind that is finished and purged."""
 
-    def __init__(self, store: Store, clock: ManualClock, counting: Counting) -> None:
-        # Nothing is dispatched, so that what is owed can be seen before it is done.
+    def __init__(self, store: Store, clock: ManualClock, row_counts: RowCounts) -> None:
+        # Nothing is dispatched, so that pending dispatches can be counted before they are processed.
         settings = Settings(feed_retention_ms=1000, dispatch=False)
         self.engine = Engine(store, minter=SeededMinter(1), settings=settings)
         self.clock = clock
-        self.counting = counting
+        self.counting = row_counts
         self.env = Env(self.engine, clock)
         self.waits = Waits(self.env)
         self.peaks: dict[str, int] = {}
@@ -100,8 +100,8 @@ class Rounds:
         self.peaks = {name: max(count, self.peaks.get(name, 0)) for name, count in counts.items()}
         return counts
 
-    async def turn(self) -> dict[str, int]:
-        """One round; how many rows there are after it."""
+    async def run_round(self) -> dict[str, int]:
+        """Run one round and return the number of rows after it."""
         self.number += 1
         await self.engine.register_worker(
             worker_id="wa", worker_instance_id="wa-1", lanes=["default"], liveness_ttl_ms=5000
@@ -185,7 +185,7 @@ class Rounds:
         return flow, ids
 
     async def flow(self) -> None:
-        """A join that cancels its other upstreams, and an end with many edges."""
+        """A join that cancels its other upstreams, and an outcome with many edges."""
         first = {"kind": "any_of", "on_satisfied": "cancel_remaining"}
         flow, ids = await self.graph("abcdef", ["ac", "bc", "cd", "ce", "cf"], c=first)
         for limit in (1, 10, 10):
@@ -205,17 +205,17 @@ class Rounds:
         await self.count()
 
 
-async def test_every_table_of_every_store_stays_level(
-    store: Store, clock: ManualClock, counting: Counting, monkeypatch: pytest.MonkeyPatch
+async def test_every_table_of_every_store_keeps_its_size(
+    store: Store, clock: ManualClock, row_counts: RowCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
-    rounds = Rounds(store, clock, counting)
+    rounds = Rounds(store, clock, row_counts)
     await rounds.begin()
-    await rounds.turn()
-    before = await rounds.turn()
+    await rounds.run_round()
+    before = await rounds.run_round()
 
     for _ in range(3):
-        after = await rounds.turn()
+        after = await rounds.run_round()
         grown = {name: (before[name], count) for name, count in after.items() if count != before[name]}
         assert grown == {}
 

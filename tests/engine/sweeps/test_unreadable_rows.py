@@ -1,6 +1,6 @@
-"""Edges and joins that cannot be read are named and passed over: a sweep goes on with the others.
+"""Unreadable edges and joins are reported and skipped: a sweep continues with the others.
 
-A store in memory keeps no codes, so nothing in it can be unreadable.
+A memory store keeps no encoded values, so none of its rows can be unreadable.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Spoil = Callable[[str, str, str], Awaitable[None]]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-async def columned(
+async def encoding_store(
     request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path
 ) -> AsyncIterator[tuple[Store, Spoil]]:
-    """A store that keeps codes, and how to put one that stands for nothing into a column of some of its rows."""
+    """A store that keeps encoded values, and a function that writes an unknown code into a column of some rows."""
     store: Store
     if request.param == "sqlite":
         store = SQLiteStore(tmp_path / "ff.db", clock)
 
-        async def spoil(table: str, column: str, where: str) -> None:
+        async def corrupt(table: str, column: str, where: str) -> None:
             with closing(apsw.Connection(str(tmp_path / "ff.db"))) as db:
                 db.execute(f"update {table} set {column} = 99 where {where}")
                 assert db.changes() > 0
@@ -47,36 +47,36 @@ async def columned(
         dsn = await emptied(request.getfixturevalue("own_database"))
         store = PostgresStore(dsn, clock)
 
-        async def spoil(table: str, column: str, where: str) -> None:
+        async def corrupt(table: str, column: str, where: str) -> None:
             db = await asyncpg.connect(dsn)
             assert await db.execute(f"update {table} set {column} = 99 where {where}") != "UPDATE 0"
             await db.close()
 
     await store.open(migrate=True)
-    yield store, spoil
+    yield store, corrupt
     await store.close()
 
 
 @pytest.fixture
-async def flow(columned: tuple[Store, Spoil], clock: ManualClock) -> FlowEnv:
-    return FlowEnv(Engine(columned[0], minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
+async def flow(encoding_store: tuple[Store, Spoil], clock: ManualClock) -> FlowEnv:
+    return FlowEnv(Engine(encoding_store[0], minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)
 
 
 @pytest.fixture
-def spoil(columned: tuple[Store, Spoil]) -> Spoil:
-    return columned[1]
+def corrupt(encoding_store: tuple[Store, Spoil]) -> Spoil:
+    return encoding_store[1]
 
 
 @pytest.mark.parametrize("sweep", ["completion_dispatch", "dependency_reconciler"])
-async def test_a_sweep_goes_on_past_an_applied_edge_that_cannot_be_read(
-    flow: FlowEnv, spoil: Spoil, sweep: str, caplog: pytest.LogCaptureFixture
+async def test_a_sweep_continues_past_an_unreadable_applied_edge(
+    flow: FlowEnv, corrupt: Spoil, sweep: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await flow.begin("abcd")
     for downstream in "bcd":
         await flow.edge("a", downstream)
     await flow.succeed("a")
     bad = flow.edges["a", "b"]
-    await spoil("ff_dependency", "dependency_kind", f"edge_id = '{bad}'")
+    await corrupt("ff_dependency", "dependency_kind", f"edge_id = '{bad}'")
 
     with caplog.at_level(logging.ERROR):
         done = await flow.engine.sweep_once(sweep)
@@ -87,14 +87,14 @@ async def test_a_sweep_goes_on_past_an_applied_edge_that_cannot_be_read(
     assert await flow.state("b", "c", "d") == "waiting_children waiting waiting"
 
 
-async def test_the_reconciler_goes_on_past_a_join_that_cannot_be_read(
-    flow: FlowEnv, spoil: Spoil, caplog: pytest.LogCaptureFixture
+async def test_the_reconciler_continues_past_an_unreadable_join(
+    flow: FlowEnv, corrupt: Spoil, caplog: pytest.LogCaptureFixture
 ) -> None:
     await flow.begin("abc")
     for downstream in "bc":
         await flow.edge("a", downstream)
     await flow.succeed("a")
-    await spoil("ff_edge_group", "policy_variant", f"downstream_execution_id = '{flow.names['b']}'")
+    await corrupt("ff_edge_group", "policy_variant", f"downstream_execution_id = '{flow.names['b']}'")
 
     with caplog.at_level(logging.ERROR):
         done = await flow.engine.sweep_once("dependency_reconciler")
@@ -104,11 +104,12 @@ async def test_the_reconciler_goes_on_past_a_join_that_cannot_be_read(
     assert await flow.state("b", "c") == "waiting_children waiting"
 
 
-async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: FlowEnv, spoil: Spoil) -> None:
+async def test_the_reconciler_counts_the_readable_edges_of_a_join(flow: FlowEnv, corrupt: Spoil) -> None:
     await flow.begin("abc")
     await flow.join("ab", "c", any_of("let_run"))
-    await spoil("ff_dependency", "dependency_kind", f"edge_id = '{flow.edges['a', 'c']}'")
-    await flow.engine.cancel_execution(flow.names["b"], source="flow_cascade")  # which leaves no note on its edge
+    await corrupt("ff_dependency", "dependency_kind", f"edge_id = '{flow.edges['a', 'c']}'")
+    # The cancel records nothing on its edge.
+    await flow.engine.cancel_execution(flow.names["b"], source="flow_cascade")
     await flow.engine.cancel_execution(flow.names["a"], source="flow_cascade")
 
     done = await flow.engine.sweep_once("dependency_reconciler")
@@ -118,8 +119,8 @@ async def test_the_reconciler_counts_the_other_edges_of_a_join(flow: FlowEnv, sp
 
 
 @pytest.mark.parametrize("table", ["ff_edge", "ff_dependency", "ff_edge_group", "ff_exec_core"])
-async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
-    flow: FlowEnv, spoil: Spoil, table: str, monkeypatch: pytest.MonkeyPatch
+async def test_an_outcome_with_many_edges_reaches_the_readable_ones(
+    flow: FlowEnv, corrupt: Spoil, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 1)
     monkeypatch.setattr("flowfabric.engine.flows.completion_dispatcher.MAX_EDGES_PER_STEP", 2)
@@ -135,7 +136,7 @@ async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
             "ff_edge_group": f"downstream_execution_id = '{child}'",
             "ff_exec_core": f"execution_id = '{child}'",
         }
-        await spoil(table, columns.get(table, "dependency_kind"), where.get(table, f"edge_id = '{edge}'"))
+        await corrupt(table, columns.get(table, "dependency_kind"), where.get(table, f"edge_id = '{edge}'"))
 
     await flow.engine.sweep_once("completion_dispatch")
 
@@ -143,25 +144,25 @@ async def test_an_end_with_many_edges_reaches_those_that_can_be_read(
     assert await flow.engine.store.scan(Scan(CompletionDispatch)) == []
 
 
-async def test_a_cascade_goes_on_past_an_edge_that_cannot_be_read(flow: FlowEnv, spoil: Spoil) -> None:
+async def test_a_cascade_continues_past_an_unreadable_edge(flow: FlowEnv, corrupt: Spoil) -> None:
     await flow.begin("abc")
     for downstream in "bc":
         await flow.edge("a", downstream)
     await flow.succeed("a")
-    await spoil("ff_edge", "dependency_kind", f"edge_id = '{flow.edges['a', 'b']}'")
+    await corrupt("ff_edge", "dependency_kind", f"edge_id = '{flow.edges['a', 'b']}'")
 
     assert (await flow.engine.cascade_completion(flow.names["a"])).resolved == 1
 
     assert await flow.state("c") == "waiting"
 
 
-async def test_the_projector_goes_on_past_flows_that_cannot_be_read(
-    flow: FlowEnv, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+async def test_the_projector_continues_past_unreadable_flows(
+    flow: FlowEnv, corrupt: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.sweeps.flows.FLOWS_PAGE_SIZE", 1)
     flows = [await FlowEnv(flow.engine, flow.clock).begin("a") for _ in range(4)]
     for bad in sorted(flows, key=lambda one: one.id)[:2]:
-        await spoil("ff_flow_core", "public_flow_state", f"flow_id = '{bad.id}'")
+        await corrupt("ff_flow_core", "public_flow_state", f"flow_id = '{bad.id}'")
 
     done = await flow.engine.sweep_once("flow_projector")
 
@@ -169,10 +170,10 @@ async def test_the_projector_goes_on_past_flows_that_cannot_be_read(
     assert len(await flow.engine.store.scan(Scan(FlowSummary))) == 2
 
 
-async def test_a_list_that_is_not_tolerant_says_what_cannot_be_read(flow: FlowEnv, spoil: Spoil) -> None:
+async def test_a_list_that_is_not_tolerant_reports_what_is_unreadable(flow: FlowEnv, corrupt: Spoil) -> None:
     await flow.begin("ab")
     await flow.edge("a", "b")
-    await spoil("ff_edge", "dependency_kind", "true")
+    await corrupt("ff_edge", "dependency_kind", "true")
 
     with pytest.raises(errors.Corruption, match="edge: dependency_kind: 99 is not a known code"):
         await flow.engine.list_outgoing_edges(flow.id, flow.names["a"])

@@ -1,4 +1,4 @@
-"""A value fits a schema exactly when the type that the schema was made of can be read from it."""
+"""A value matches a schema exactly when it can be decoded as the type from which the schema was made."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-def test_what_fits_can_be_read_and_what_cannot_be_read_does_not_fit(kind: Any) -> None:
+def test_matching_values_decode_and_values_that_do_not_decode_do_not_match(kind: Any) -> None:
     schema = msgspec.json.schema(kind)
     for value in VALUES:
         wrong = find_violation(value, schema)
@@ -126,5 +126,5 @@ def is_readable(value: object, kind: Any) -> bool:
         ({"parts": [5], "colour": "red"}, "parts 1: an object is needed"),
     ],
 )
-def test_what_is_wrong_is_said_to_the_person(value: object, words: str) -> None:
+def test_a_mismatch_is_explained_to_the_user(value: object, words: str) -> None:
     assert find_violation(value, msgspec.json.schema(Order)) == words

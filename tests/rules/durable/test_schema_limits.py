@@ -1,4 +1,4 @@
-"""Bounds of schemas: what is out of them is refused where it enters, and does not cost more where it is stored."""
+"""Bounds of schemas: a schema beyond them is refused at the edge, and a stored one costs bounded work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowfabric.server import approval_form
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """A small schema with 2^levels fields once its references are followed."""
+    """Return a small schema with 2^levels fields once its references are followed."""
     definitions: dict[str, Any] = {
         f"d{level}": {"properties": {side: {"$ref": f"#/$defs/d{level + 1}"} for side in "ab"}}
         for level in range(levels)
@@ -25,7 +25,7 @@ def doubling(levels: int) -> dict[str, Any]:
 
 
 def choosing(levels: int) -> dict[str, Any]:
-    """A small schema with 2^levels ways to refuse a value."""
+    """Return a small schema with 2^levels alternatives that a value may fail."""
     definitions: dict[str, Any] = {
         f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}, {"$ref": f"#/$defs/d{level + 1}"}]}
         for level in range(levels)
@@ -69,7 +69,7 @@ VALUES: list[Any] = [None, True, 5, 0.5, "", "2026-11-16", [], [1, "a", {}], {},
 
 
 @pytest.mark.parametrize("schema", BAD.values(), ids=BAD)
-def test_a_schema_out_of_bounds_is_refused_in_a_tag(schema: dict[str, Any]) -> None:
+def test_a_schema_beyond_the_bounds_is_refused_in_a_tag(schema: dict[str, Any]) -> None:
     text = msgspec.json.encode(schema).decode()
     refused = check_tags({"ff.ask.00000000": text}, allow_reserved=True)
 
@@ -79,13 +79,13 @@ def test_a_schema_out_of_bounds_is_refused_in_a_tag(schema: dict[str, Any]) -> N
     assert check_tags({"shop.note": text}, allow_reserved=True) is None
 
 
-def test_a_schema_that_cannot_be_nested_or_counted_is_refused() -> None:
+def test_a_schema_that_nests_too_deep_or_is_too_large_is_refused() -> None:
     assert check_tags({"ff.ask.0": "[" * 20_000}, allow_reserved=True) is not None
     assert check_tags({"ff.ask.0": '{"minimum":' + "9" * 310 + "}"}, allow_reserved=True) is not None
 
 
 @pytest.mark.parametrize("schema", [*CIRCLES, *ODD, doubling(5), nested(20)], ids=str)
-def test_a_schema_within_bounds_is_taken_however_odd_it_is(schema: Any) -> None:
+def test_an_unusual_schema_within_the_bounds_is_accepted(schema: Any) -> None:
     assert check_tags({"ff.ask.00000000": msgspec.json.encode(schema).decode()}, allow_reserved=True) is None
 
 
@@ -99,7 +99,7 @@ def test_a_stored_schema_costs_a_bounded_number_of_steps(schema: Any, value: Any
     assert isinstance(find_violation(value, schema), str | None)
 
 
-def test_choices_that_double_end_with_the_steps() -> None:
+def test_alternatives_that_double_stop_at_the_step_limit() -> None:
     wrong = find_violation("x", choosing(60))
 
     assert wrong == "value: too large to be checked; send less"
@@ -130,7 +130,7 @@ def test_a_form_stays_small_whatever_the_schema(schema: Any) -> None:
         approval_form.parse_form({"value": "1"}, schema)
 
 
-def test_a_type_that_holds_itself_is_asked_for_field_by_field_and_then_as_json() -> None:
+def test_a_recursive_type_is_asked_for_field_by_field_and_then_as_json() -> None:
     schema = {"$ref": "#/$defs/Node", "$defs": {"Node": {"properties": {
         "name": {"type": "string"}, "below": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
         "required": ["name"]}}}  # fmt: skip

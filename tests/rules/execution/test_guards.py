@@ -1,7 +1,7 @@
-"""What a change stands on: the row as the rule saw it, the lease as it has to be, the instants between which it holds.
+"""The guards of a change: the row as the rule saw it, the required lease, and the instants between which it holds.
 
-Between a look and a commit others write and time passes. A rule that forgot its guard would decide about a row that is
-there no more, and no test without a race would notice.
+Other writers commit and time passes between a load and a commit. A rule without its guard would decide about an
+outdated row, and only a race would reveal it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LIVE, LAPSED = LeaseRequirement.LIVE, LeaseRequirement.EXPIRED
 def row(
     phase: LifecyclePhase, eligibility: EligibilityState = EligibilityState.NOT_APPLICABLE, **own: Any
 ) -> Execution:
-    """An execution in its second attempt or later."""
+    """Return an execution in its second attempt or later."""
     outcome = own.pop("terminal_outcome", TerminalOutcome.NONE)
     held = phase is ACTIVE
     fields: dict[str, Any] = {
@@ -96,8 +96,8 @@ def failed(row: Execution, retries: int) -> Decision[Any]:
     return finish.fail(row, FENCE, None, reason="boom", category="transient", retry_policy=policy, chance=0.5, now=NOW)
 
 
-class Stand(NamedTuple):
-    """A decision about a row, and what its change asks beside the row's revision."""
+class GuardCase(NamedTuple):
+    """A decision about a row, and what its change requires besides the row's revision."""
 
     decided: Callable[[Execution], Decision[Any]]
     row: Execution
@@ -115,105 +115,105 @@ WAITS = row(RUNNABLE, ELIGIBLE)
 PARKED = row(RUNNABLE, ELIGIBLE, attempt_state=AttemptState.ATTEMPT_INTERRUPTED)
 OFFERED = {"grant": GRANT, "granted_until": NOW + 10}
 
-STANDS = {
-    "complete": Stand(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), HELD, LIVE),
-    "complete with a stream": Stand(
+GUARD_CASES = {
+    "complete": GuardCase(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), HELD, LIVE),
+    "complete with a stream": GuardCase(
         lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), row(ACTIVE, stream_index=0), LIVE
     ),
-    "fail and retry": Stand(lambda row: failed(row, 5), HELD, LIVE),
-    "fail for good": Stand(lambda row: failed(row, 0), HELD, LIVE),
-    "complete too late": Stand(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), LOST, LAPSED),
-    "delay": Stand(lambda row: delay.delay(row, FENCE, None, NOW + 5, NOW), HELD, LIVE),
-    "wait for children": Stand(
+    "fail and retry": GuardCase(lambda row: failed(row, 5), HELD, LIVE),
+    "fail for good": GuardCase(lambda row: failed(row, 0), HELD, LIVE),
+    "complete too late": GuardCase(lambda row: finish.complete(row, FENCE, None, b"r", None, NOW), LOST, LAPSED),
+    "delay": GuardCase(lambda row: delay.delay(row, FENCE, None, NOW + 5, NOW), HELD, LIVE),
+    "wait for children": GuardCase(
         lambda row: delay.defer_for_children(row, FENCE, None, unresolved=True, now=NOW), HELD, LIVE
     ),
-    "progress": Stand(lambda row: progress_rules.update_progress(row, FENCE, 50, "half", NOW), HELD, LIVE),
-    "tag": Stand(lambda row: tag_rules.set_tags(row, {"a.b": "c"}), HELD),
-    "promote": Stand(
+    "progress": GuardCase(lambda row: progress_rules.update_progress(row, FENCE, 50, "half", NOW), HELD, LIVE),
+    "tag": GuardCase(lambda row: tag_rules.set_tags(row, {"a.b": "c"}), HELD),
+    "promote": GuardCase(
         lambda row: delay.promote_delayed(row, NOW), row(RUNNABLE, UNTIL_TIME, delay_until=NOW - 1), None, NOW - 1
     ),
-    "mark a lapse": Stand(lambda row: expire_rules.mark_lease_expired_if_due(row, NOW), LOST, LAPSED),
-    "expire": Stand(lambda row: expire_rules.expire(row, EXECUTION, expire_rules.ATTEMPT_TIMEOUT), HELD),
-    "time an attempt out": Stand(
+    "mark a lapse": GuardCase(lambda row: expire_rules.mark_lease_expired_if_due(row, NOW), LOST, LAPSED),
+    "expire": GuardCase(lambda row: expire_rules.expire(row, EXECUTION, expire_rules.ATTEMPT_TIMEOUT), HELD),
+    "time an attempt out": GuardCase(
         lambda row: expire_rules.expire_if_due(row, EXECUTION, expire_rules.ATTEMPT_TIMEOUT, NOW),
         row(ACTIVE, attempt_timeout_at=NOW - 1, deadline_at=NOW + 9),
         None,
         NOW - 1,
     ),
-    "end at the deadline": Stand(
+    "end at the deadline": GuardCase(
         lambda row: expire_rules.expire_if_due(row, EXECUTION, expire_rules.EXECUTION_DEADLINE, NOW),
         row(ACTIVE, attempt_timeout_at=NOW + 9, deadline_at=NOW - 2),
         None,
         NOW - 2,
     ),
-    "cancel": Stand(lambda row: cancel.cancel(row, FENCE, "operator_override", "stop"), WAITS),
-    "cancel as holder": Stand(lambda row: cancel.cancel(row, FENCE, cancel.WORKER, "stop"), HELD),
-    "revoke": Stand(lambda row: operator.revoke_lease(row, "", "", "bad node"), HELD),
-    "change priority": Stand(lambda row: operator.change_priority(row, 50), WAITS),
-    "block": Stand(lambda row: operator.block(row, "waiting_for_quota", "full"), WAITS),
-    "unblock": Stand(
+    "cancel": GuardCase(lambda row: cancel.cancel(row, FENCE, "operator_override", "stop"), WAITS),
+    "cancel as holder": GuardCase(lambda row: cancel.cancel(row, FENCE, cancel.WORKER, "stop"), HELD),
+    "revoke": GuardCase(lambda row: operator.revoke_lease(row, "", "", "bad node"), HELD),
+    "change priority": GuardCase(lambda row: operator.change_priority(row, 50), WAITS),
+    "block": GuardCase(lambda row: operator.block(row, "waiting_for_quota", "full"), WAITS),
+    "unblock": GuardCase(
         lambda row: operator.unblock(row, None),
         row(RUNNABLE, EligibilityState.BLOCKED_BY_QUOTA, blocking_reason=BlockingReason.WAITING_FOR_QUOTA),
     ),
-    "replay": Stand(lambda row: replay.replay(row), row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED)),
-    "offer": Stand(lambda row: grant_rules.issue_claim_grant(row, ORDER, NOW), WAITS),
-    "offer to one who lacks something": Stand(
+    "replay": GuardCase(lambda row: replay.replay(row), row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED)),
+    "offer": GuardCase(lambda row: grant_rules.issue_claim_grant(row, ORDER, NOW), WAITS),
+    "offer to one who lacks something": GuardCase(
         lambda row: grant_rules.issue_claim_grant(row, ORDER, NOW), row(RUNNABLE, ELIGIBLE, required_capabilities="gpu")
     ),
-    "claim what was offered": Stand(
+    "claim what was offered": GuardCase(
         lambda row: claim.claim_execution(row, HOLDER, NOW), row(RUNNABLE, ELIGIBLE, **OFFERED), None, None, NOW + 9
     ),
-    "resume what was offered": Stand(
+    "resume what was offered": GuardCase(
         lambda row: claim.claim_resumed_execution(row, HOLDER, NOW),
         msgspec.structs.replace(PARKED, **OFFERED),
         None,
         None,
         NOW + 9,
     ),
-    "resume what was offered too long ago": Stand(
+    "resume what was offered too long ago": GuardCase(
         lambda row: claim.claim_resumed_execution(row, HOLDER, NOW),
         msgspec.structs.replace(PARKED, grant=LATE_GRANT, granted_until=NOW),
     ),
-    "claim": Stand(lambda row: claim.claim_ready(row, HOLDER, frozenset(), NOW), WAITS),
-    "claim as operator": Stand(lambda row: claim.issue_grant_and_claim(row, HOLDER, NOW), PARKED),
-    "offer what lost its lease": Stand(lambda row: reclaim.issue_reclaim_grant(row, ORDER, NOW), GONE),
-    "reclaim": Stand(
+    "claim": GuardCase(lambda row: claim.claim_ready(row, HOLDER, frozenset(), NOW), WAITS),
+    "claim as operator": GuardCase(lambda row: claim.issue_grant_and_claim(row, HOLDER, NOW), PARKED),
+    "offer what lost its lease": GuardCase(lambda row: reclaim.issue_reclaim_grant(row, ORDER, NOW), GONE),
+    "reclaim": GuardCase(
         lambda row: reclaim.reclaim_execution(row, HOLDER, None, NOW),
         msgspec.structs.replace(GONE, **OFFERED),
         None,
         None,
         NOW + 9,
     ),
-    "take over": Stand(lambda row: reclaim.take_over(row, HOLDER, frozenset(), NOW), GONE),
-    "end at the cap": Stand(
+    "take over": GuardCase(lambda row: reclaim.take_over(row, HOLDER, frozenset(), NOW), GONE),
+    "end at the cap": GuardCase(
         lambda row: reclaim.fail_if_at_cap(row), msgspec.structs.replace(GONE, terms='{"max_reclaim_count":0}')
     ),
-    "purge": Stand(
+    "purge": GuardCase(
         lambda row: retention.purge(row, NOW),
         row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS, completed_at=NOW - 10, purge_at=NOW - 3),
         None,
         NOW - 3,
     ),
-    "keep for another": Stand(
+    "keep for another": GuardCase(
         lambda row: retention.purge(row, NOW, others=[WAITS]),
         row(TERMINAL, terminal_outcome=TerminalOutcome.SUCCESS, completed_at=NOW - 10, purge_at=NOW - 3),
     ),
 }
 
 
-@pytest.mark.parametrize("stand", STANDS.values(), ids=STANDS.keys())
-def test_a_change_stands_on_the_row_that_was_seen_and_on_what_the_decision_asked_of_lease_and_time(
-    stand: Stand,
+@pytest.mark.parametrize("case", GUARD_CASES.values(), ids=GUARD_CASES.keys())
+def test_a_change_guards_the_row_it_was_decided_on_and_the_required_lease_and_time(
+    case: GuardCase,
 ) -> None:
-    change = stand.decided(stand.row).change
+    change = case.decided(case.row).change
 
     assert change is not None
-    lease = None if stand.lease is None else LeaseCheck(stand.lease, "lease-1", 3)
+    lease = None if case.lease is None else LeaseCheck(case.lease, "lease-1", 3)
     assert change.guards == (Guard(Execution, (EXECUTION,), 7, lease),)
-    assert (change.not_before, change.not_after) == (stand.not_before, stand.not_after)
+    assert (change.not_before, change.not_after) == (case.not_before, case.not_after)
 
 
-def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept_at_any_time() -> None:
+def test_a_sweep_lease_is_taken_from_another_process_only_after_expiry_and_renewed_at_any_time() -> None:
     held = SweepLease("purge", "one", NOW - 4, revision=7)
 
     def taken(holder: str) -> Change | None:
@@ -226,7 +226,7 @@ def test_a_sweep_is_taken_from_another_process_only_when_its_time_is_up_and_kept
     assert (own.guards, own.not_before) == (guards, None)
 
 
-# Each: when to run, the end of what is remembered of the key; the instants between which the create is decided so.
+# Each: when to run, the expiry of the dedup key, and the instants between which the create is decided so.
 BIRTHS: dict[str, tuple[int | None, int | None, int | None, int | None]] = {
     "plain": (None, None, None, None),
     "delayed": (NOW + 1, None, None, NOW),
@@ -240,7 +240,7 @@ BIRTHS: dict[str, tuple[int | None, int | None, int | None, int | None]] = {
 
 @pytest.mark.parametrize(("due", "over", "not_before", "not_after"), BIRTHS.values(), ids=BIRTHS.keys())
 @pytest.mark.parametrize("window", [None, 0])
-def test_a_create_stands_on_an_id_and_a_key_that_nobody_has_used_and_on_the_time(
+def test_a_create_guards_an_unused_id_an_unused_key_and_the_time(
     window: int | None, due: int | None, over: int | None, not_before: int | None, not_after: int | None
 ) -> None:
     ask = create.CreateExecution(
@@ -264,7 +264,7 @@ def test_a_create_stands_on_an_id_and_a_key_that_nobody_has_used_and_on_the_time
     assert bool(change.queues) == (not_after is not None), "a lane is listed though nothing stands in its lines yet"
 
 
-# -- the second look -------------------------------------------------------------------------------------------------
+# -- the second load -------------------------------------------------------------------------------------------------
 
 CAPPED = {"terms": '{"max_reclaim_count":0}'}
 NEEDS_GPU = {"required_capabilities": "gpu"}
@@ -280,7 +280,7 @@ def take_over(row: Execution | None) -> Decision[Any]:
     return reclaim.take_over(row, HOLDER, frozenset(), NOW)
 
 
-def take_up(row: Execution | None) -> Decision[Any]:
+def claim_guarded(row: Execution | None) -> Decision[Any]:
     return reclaim.claim_guarded(row, HOLDER, frozenset(), NOW)
 
 
@@ -288,7 +288,7 @@ def changed(row: Execution, fields: dict[str, Any]) -> Execution:
     return msgspec.structs.replace(row, **fields)
 
 
-LET_BE: dict[str, tuple[Callable[[Execution | None], Decision[Any]], Execution | None, Any]] = {
+UNCHANGED: dict[str, tuple[Callable[[Execution | None], Decision[Any]], Execution | None, Any]] = {
     "the cap: gone": (end_at_cap, None, None),
     "the cap: taken over by another": (end_at_cap, changed(HELD, CAPPED), None),
     "the cap: put away by another": (end_at_cap, changed(PARKED, CAPPED), None),
@@ -304,25 +304,25 @@ LET_BE: dict[str, tuple[Callable[[Execution | None], Decision[Any]], Execution |
         changed(GONE, NEEDS_GPU),
         NotReclaimable("capability_mismatch: gpu"),
     ),
-    "claiming: gone": (take_up, None, NotReclaimable()),
-    "claiming: held": (take_up, HELD, None),
-    "claiming: blocked by another": (take_up, BLOCKED, None),
-    "claiming: ended by another": (take_up, ENDED, None),
-    "claiming: offered to another": (take_up, changed(WAITS, OFFERED), None),
-    "claiming: beyond this worker": (take_up, changed(WAITS, NEEDS_GPU), None),
+    "claiming: gone": (claim_guarded, None, NotReclaimable()),
+    "claiming: held": (claim_guarded, HELD, None),
+    "claiming: blocked by another": (claim_guarded, BLOCKED, None),
+    "claiming: ended by another": (claim_guarded, ENDED, None),
+    "claiming: offered to another": (claim_guarded, changed(WAITS, OFFERED), None),
+    "claiming: beyond this worker": (claim_guarded, changed(WAITS, NEEDS_GPU), None),
 }
 
 
-@pytest.mark.parametrize(("rule", "row", "answer"), LET_BE.values(), ids=LET_BE.keys())
-def test_what_has_moved_on_since_it_was_found_is_let_be(
+@pytest.mark.parametrize(("rule", "row", "answer"), UNCHANGED.values(), ids=UNCHANGED.keys())
+def test_a_row_that_changed_since_it_was_selected_is_left_unchanged(
     rule: Callable[[Execution | None], Decision[Any]], row: Execution | None, answer: Any
 ) -> None:
     assert rule(row) == Decision(answer)
 
 
-# -- checks in their order --------------------------------------------------------------------------------------------
+# -- order of checks --------------------------------------------------------------------------------------------------
 
-# Each lets one more reason be seen: what is checked first is told, whatever else is wrong.
+# Each row has one reason less than the one before: the first failing check is reported, whatever else is wrong.
 LEASED, RUNNING = {"ownership_state": OwnershipState.LEASED}, {"attempt_state": AttemptState.RUNNING_ATTEMPT}
 FAILED = {"terminal_outcome": TerminalOutcome.FAILED}
 DELAYED = {"eligibility_state": UNTIL_TIME}

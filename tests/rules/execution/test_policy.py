@@ -1,4 +1,4 @@
-"""Policy: what is read from it, what is refused, and what its terms decide."""
+"""Policy: how it is parsed, what is refused, and what its terms decide."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def refusal(document: dict[str, Any]) -> FabricError:
     return caught.value
 
 
-# Reading
+# Parsing
 
 
 @pytest.mark.parametrize("nothing", [None, "", b"", "{}", {}, '{"unknown": {"x": 1}}', {"priority": "ignored"}])
-def test_a_policy_that_says_nothing_gives_the_defaults(nothing: Any) -> None:
+def test_an_empty_policy_gives_the_defaults(nothing: Any) -> None:
     assert read_policy(nothing) == Terms()
     assert parse_policy(nothing) == (Terms(), None)
 
@@ -97,7 +97,7 @@ def test_a_single_quota_policy_is_a_list_of_one() -> None:
     assert read_policy({"quota_policy_id": UUID, "quota_policy_ids": [OTHER, UUID]}).quota_policy_ids == (OTHER, UUID)
 
 
-def test_no_time_at_all_means_that_no_timer_is_set() -> None:
+def test_a_duration_of_zero_sets_no_timer() -> None:
     terms = read_policy({"timeout_policy": {"attempt_timeout_ms": 0, "execution_deadline_ms": 0}, "ageing": 0})
 
     assert (terms.attempt_timeout_ms, terms.execution_deadline_ms, terms.ageing) == (None, None, None)
@@ -105,17 +105,17 @@ def test_no_time_at_all_means_that_no_timer_is_set() -> None:
 
 @pytest.mark.spec("EX-013")
 @pytest.mark.parametrize("text", ["{not json", " ", "[", "\x00", '{"a": NaN}', "[" * 100_000, "\ud800", b"\xff"])
-def test_text_that_is_no_json_is_malformed(text: str | bytes) -> None:
+def test_text_that_is_not_json_is_malformed(text: str | bytes) -> None:
     assert parse_policy(text) == (InvalidPolicyJson("malformed"), None)
 
 
 @pytest.mark.parametrize("text", ["7", "[]", '"policy"', "null", "true"])
-def test_a_policy_is_an_object(text: str) -> None:
+def test_a_policy_must_be_an_object(text: str) -> None:
     assert parse_policy(text) == (InvalidPolicyJson("not_object"), None)
 
 
 @pytest.mark.spec("EX-014")
-def test_capabilities_are_looked_at_before_everything_else() -> None:
+def test_capabilities_are_checked_before_everything_else() -> None:
     document = {"max_replay_count": -1, "routing_requirements": {"required_capabilities": "gpu"}}
 
     assert parse_policy(document) == (InvalidCapabilities("required:not_array"), None)
@@ -163,7 +163,7 @@ def nested(field: str, parts: tuple[str, ...], value: object) -> dict[str, Any]:
         ([5], "not_an_integer"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_refused_with_its_field_named(
+def test_an_invalid_number_is_refused_with_its_field_named(
     field: str, parts: tuple[str, ...], value: object, fault: str
 ) -> None:
     assert refusal(nested(field, parts, value)).detail == f"{'.'.join((*parts, field))}:{fault}"
@@ -177,7 +177,7 @@ def test_the_largest_number_of_a_column_is_accepted(field: str, parts: tuple[str
     assert decode_terms(text) == read_policy(nested(field, parts, 2**63 - 1))
 
 
-def test_lengths_end_where_a_sum_with_now_still_fits() -> None:
+def test_durations_are_limited_so_that_a_sum_with_now_fits() -> None:
     terms = read_policy({"timeout_policy": {"execution_deadline_ms": 2**63 - 1}, "ageing": 2**63 - 1})
 
     assert terms.execution_deadline_ms == 2**53 - 1
@@ -205,7 +205,7 @@ def test_lengths_end_where_a_sum_with_now_still_fits() -> None:
         ({"fairness_weight": 0}, "fairness_weight:not_positive"),
     ],
 )
-def test_a_part_of_the_wrong_shape_is_refused_with_its_field_named(document: dict[str, Any], detail: str) -> None:
+def test_a_part_of_the_wrong_type_is_refused_with_its_field_named(document: dict[str, Any], detail: str) -> None:
     assert refusal(document).detail == detail
 
 
@@ -226,14 +226,14 @@ def test_a_multiplier_is_a_finite_number_that_is_not_negative(value: object, fau
     assert refusal(document).detail == f"retry_policy.backoff.multiplier:{fault}"
 
 
-def test_jitter_is_yes_or_no() -> None:
+def test_jitter_is_a_boolean() -> None:
     document = {"retry_policy": {"backoff": {"type": "exponential", "jitter": 1}}}
 
     assert refusal(document).detail == "retry_policy.backoff.jitter:not_a_boolean"
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "x", 2**63, None])
-def test_a_retention_that_makes_no_sense_leaves_the_default_in_force(value: object) -> None:
+def test_an_invalid_retention_leaves_the_default_in_force(value: object) -> None:
     assert read_policy({"stream_policy": {"retention_ttl_ms": value}}).retention_ttl_ms is None
 
 
@@ -277,28 +277,28 @@ def test_any_document_gives_terms_that_fit_every_store_or_a_typed_refusal(docume
         assert 0 <= backoff_ms(terms.retry, 10**6, 0.999) <= rules.MAX_LENGTH_MS
 
 
-# Keeping
+# Storing
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept_before() -> None:
-    """Terms that are equal share one text: of chance's own, one may spell out what others leave unsaid."""
+def _empty_cache() -> None:
+    """Equal terms share one cached text; a generated one may spell out defaults that others omit."""
     encode_terms.cache_clear()
 
 
-def test_default_terms_are_kept_as_nothing() -> None:
+def test_default_terms_are_stored_as_null() -> None:
     assert encode_terms(Terms()) is None
     assert decode_terms(None) == Terms()
 
 
-def test_kept_terms_hold_only_what_differs_from_the_defaults() -> None:
+def test_stored_terms_hold_only_what_differs_from_the_defaults() -> None:
     text = encode_terms(Terms(retry=RetryPolicy(max_retries=5), fairness_key="a"))
 
     assert text == '{"retry":{"max_retries":5},"fairness_key":"a"}'
     assert decode_terms(text) is decode_terms(text)
 
 
-def test_a_retry_policy_of_defaults_is_not_the_same_as_none() -> None:
+def test_a_retry_policy_of_defaults_differs_from_no_retry_policy() -> None:
     text = encode_terms(Terms(retry=RetryPolicy()))
 
     assert text == '{"retry":{}}'
@@ -346,13 +346,13 @@ def test_backoff_of_every_form(backoff: object, delays: list[int]) -> None:
 
 @pytest.mark.spec("EX-047")
 @given(st.floats(0, 1, exclude_max=True))
-def test_jitter_stays_between_half_and_whole(chance: float) -> None:
+def test_jitter_stays_between_half_and_the_whole_backoff(chance: float) -> None:
     retry = RetryPolicy(backoff=ExponentialBackoff(jitter=True))
 
     assert 500 <= backoff_ms(retry, 0, chance) <= 1000
 
 
-def test_jitter_reaches_both_ends() -> None:
+def test_jitter_reaches_both_bounds() -> None:
     retry = RetryPolicy(backoff=ExponentialBackoff(initial_delay_ms=5, jitter=True))
 
     assert {backoff_ms(retry, 0, chance / 100) for chance in range(100)} == {3, 4, 5}
@@ -385,7 +385,7 @@ def test_retryable_categories_filter() -> None:
 
 
 @pytest.mark.spec("EX-044")
-def test_nothing_is_retried_without_a_policy_or_beyond_its_number() -> None:
+def test_nothing_is_retried_without_a_policy_or_beyond_its_limit() -> None:
     assert not may_retry(None, 0, "transient")
     assert not may_retry(RetryPolicy(max_retries=0), 0, "transient")
     assert may_retry(RetryPolicy(max_retries=1), 0, "transient")
@@ -400,7 +400,7 @@ def test_a_failure_is_retried_unless_its_class_forbids_it(category: str) -> None
 
 
 @pytest.mark.parametrize("category", ["permanent", "cancelled"])
-def test_a_category_that_names_a_class_stands_for_it(category: str) -> None:
+def test_a_category_that_names_a_class_is_treated_as_that_class(category: str) -> None:
     assert not may_retry(RetryPolicy(), 0, category)
     assert may_retry(RetryPolicy(), 0, category, "transient")
 
@@ -413,7 +413,7 @@ def test_an_unparsable_retry_policy_text_means_never(text: str | None) -> None:
     assert parse_retry(text) is None
 
 
-def test_a_retry_policy_text_is_read_like_the_one_in_a_policy() -> None:
+def test_a_retry_policy_text_is_parsed_like_the_one_in_a_policy() -> None:
     text = '{"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 5}}'
 
     assert parse_retry(text) == RetryPolicy(2, FixedBackoff(5))

@@ -1,4 +1,4 @@
-"""What is still needed is looked at again when those that need it are gone, and not sooner than that makes sense."""
+"""A row that others still need is checked again after they are purged, with a minimum delay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ OTHERS: dict[str, tuple[list[Execution], int]] = {
 
 
 @pytest.mark.parametrize(("others", "wait_ms"), OTHERS.values(), ids=OTHERS.keys())
-def test_what_others_need_is_looked_at_again_a_moment_after_they_go(others: list[Execution], wait_ms: int) -> None:
+def test_a_row_that_others_need_is_checked_again_shortly_after_they_are_purged(
+    others: list[Execution], wait_ms: int
+) -> None:
     decision = retention.purge(ended(purge_at=NOW - 3), NOW, others=others)
 
     assert decision.answer is False
@@ -42,7 +44,7 @@ def test_what_others_need_is_looked_at_again_a_moment_after_they_go(others: list
     assert decision.change.writes == (Patch(Execution, (EXECUTION,), {"purge_at": FromNow(wait_ms)}),)
 
 
-def test_what_is_kept_for_no_time_is_not_looked_at_again_and_again() -> None:
+def test_a_row_without_retention_is_not_checked_in_a_loop() -> None:
     kept = ended(purge_at=NOW - 3, terms='{"retention_ttl_ms":0}')
 
     decision = retention.purge(kept, NOW, others=[row(RUNNABLE)])

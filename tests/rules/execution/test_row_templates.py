@@ -1,4 +1,4 @@
-"""Forms: the short telling of an ordinary end says exactly what the long one says."""
+"""Templates: the compact change of an ordinary completion expands to exactly the full change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELD = Fence("lease-1", 3, "attempt-1")
 
 
 def running(**fields: Any) -> Execution:
-    """An execution in the middle of its second attempt."""
+    """Return an execution in the middle of its second attempt."""
     row = Execution(
         execution_id="{fp:86}:11111111-1111-4111-8111-111111111111",
         partition=86,
@@ -67,7 +67,7 @@ def running(**fields: Any) -> Execution:
     return msgspec.structs.replace(row, **fields)
 
 
-def at_length(row: Execution, *also: Insert) -> Change:
+def full_change(row: Execution, *also: Insert) -> Change:
     return transitions.terminate(
         row,
         TerminalOutcome.SUCCESS,
@@ -88,7 +88,7 @@ def at_length(row: Execution, *also: Insert) -> Change:
     flow_id=st.none() | st.just("f"),
     successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
 )
-def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
+def test_the_template_of_an_ordinary_success_expands_to_the_full_change(
     tags: str | None,
     lineage: str | None,
     resumed_at: int | None,
@@ -111,7 +111,7 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     assert change is not None
     assert change.template is not None
     kept = () if result is None else (Insert(Result(row.execution_id, result, None)),)
-    assert expand(change, row) == at_length(row, *kept)
+    assert expand(change, row) == full_change(row, *kept)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +126,21 @@ def test_an_ordinary_success_spelled_out_is_what_the_long_rule_says(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_an_end_that_concerns_others_is_told_at_length(attached: dict[str, Any]) -> None:
+def test_a_completion_that_affects_other_rows_is_a_full_change(attached: dict[str, Any]) -> None:
     row = running(**attached)
     change = finish.complete(row, HELD, None, None, None, NOW).change
     assert change is not None
     assert change.template is None
-    assert change == at_length(row)
+    assert change == full_change(row)
 
 
-def test_a_change_without_a_form_is_spelled_out_already() -> None:
-    change = at_length(running())
+def test_a_change_without_a_template_expands_to_itself() -> None:
+    change = full_change(running())
     assert expand(change, running()) is change
 
 
-def test_only_a_patch_and_an_event_make_a_form() -> None:
-    change = at_length(running())
+def test_only_a_patch_and_an_event_make_a_template() -> None:
+    change = full_change(running())
     with pytest.raises(TypeError, match="a template patches its row and emits one event, nothing else"):
         as_template(msgspec.structs.replace(change, writes=change.writes * 2))
     with pytest.raises(TypeError, match="a template patches its row and emits one event, nothing else"):
@@ -148,7 +148,7 @@ def test_only_a_patch_and_an_event_make_a_form() -> None:
 
 
 def unstarted(**fields: Any) -> Execution:
-    """An execution that waits for a worker for the first time."""
+    """Return an execution that waits for its first worker."""
     untouched: dict[str, Any] = {
         "lifecycle_phase": LifecyclePhase.RUNNABLE,
         "ownership_state": OwnershipState.UNOWNED,
@@ -171,7 +171,7 @@ def cancelled(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
     return change
 
 
-def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
+def cancelled_in_full(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> Change:
     return transitions.terminate(
         row,
         TerminalOutcome.CANCELLED,
@@ -190,13 +190,13 @@ def cancelled_at_length(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -
     flow_id=st.none() | st.just("f"),
     successors=st.none() | st.just("many") | st.just('[["e","x",true,false],["g","y"]]'),
 )
-def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
+def test_the_cancel_of_an_unstarted_sibling_leaves_the_rows_of_the_full_rule(
     reason: str, blocked: bool, terms: str | None, flow_id: str | None, successors: str | None
 ) -> None:
     row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waiting_fields("…") if blocked else {})
     change = cancelled(row, reason)
     assert change.template is not None
-    short, long = expand(change, row), cancelled_at_length(row, reason)
+    short, long = expand(change, row), cancelled_in_full(row, reason)
     assert (short.guards, short.writes[1:], short.events) == (long.guards, long.writes[1:], long.events)
     assert _patched(row, short) == _patched(row, long)
 
@@ -215,7 +215,7 @@ def test_the_cancel_of_an_unstarted_sibling_leaves_what_the_long_rule_leaves(
         }
     ),
 )
-def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
+def test_the_cancel_of_an_unloaded_sibling_equals_that_of_a_loaded_one(
     reason: str, kind: DependencyKind, ref: str | None, inbound: int, blocked: bool, born: dict[str, Any]
 ) -> None:
     edge = Dependency("child", "e", "f", "sibling", kind, data_passing_ref=ref)
@@ -245,7 +245,7 @@ def test_the_cancel_of_a_sibling_that_nobody_saw_is_that_of_one_that_was_seen(
 @pytest.mark.parametrize(
     ("reason", "terms"), [("because", None), (cancel.QUORUM_SATISFIED, '{"quota_policy_ids":["q"]}')]
 )
-def test_other_siblings_need_a_look(reason: str, terms: str | None) -> None:
+def test_other_siblings_have_to_be_loaded(reason: str, terms: str | None) -> None:
     edge = Dependency("child", "e", "f", "sibling", DependencyKind.SUCCESS_ONLY)
     assert sibling_cancel.cancel_without_load([edge], 2, running(flow_id="f", terms=terms), reason) == []
 
@@ -267,13 +267,13 @@ def _patched(row: Execution, change: Change) -> Execution:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_the_cancel_of_any_other_sibling_is_told_at_length(otherwise: dict[str, Any]) -> None:
+def test_the_cancel_of_any_other_sibling_is_a_full_change(otherwise: dict[str, Any]) -> None:
     row = unstarted(**otherwise)
-    assert cancelled(row) == cancelled_at_length(row)
+    assert cancelled(row) == cancelled_in_full(row)
 
 
-def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
-    assert cancelled(unstarted(), "I say so") == cancelled_at_length(unstarted(), "I say so")
+def test_a_cancel_with_a_custom_reason_is_a_full_change() -> None:
+    assert cancelled(unstarted(), "I say so") == cancelled_in_full(unstarted(), "I say so")
 
 
 @pytest.mark.parametrize(
@@ -287,5 +287,7 @@ def test_a_cancel_for_a_reason_of_the_callers_own_is_told_at_length() -> None:
         ({"terms": '{"quota_policy_ids":["q"]}'}, True),
     ],
 )
-def test_an_end_concerns_successors_parents_and_those_behind_its_limits(fields: dict[str, Any], concerns: bool) -> None:
+def test_a_completion_affects_successors_parents_and_executions_behind_its_limits(
+    fields: dict[str, Any], concerns: bool
+) -> None:
     assert transitions.affects_others(running(**fields)) is concerns

@@ -1,4 +1,4 @@
-"""Tags: which keys are keys."""
+"""Tags: which keys are valid."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_namespace_a_dot_and_a_field_make_a_key(key: str) -> None:
 
 @pytest.mark.spec("EX-015")
 @pytest.mark.parametrize("key", REJECTED)
-def test_everything_else_is_refused_with_the_key_in_the_detail(key: str) -> None:
+def test_any_other_key_is_refused_with_the_key_in_the_detail(key: str) -> None:
     single = check_tag_key(key)
 
     assert type(single) is InvalidInput
@@ -65,17 +65,17 @@ def test_everything_else_is_refused_with_the_key_in_the_detail(key: str) -> None
     assert check_tags({"good.key": "v", key: "v"}) == InvalidTagKey(key)
 
 
-def test_the_first_bad_key_of_a_batch_is_the_one_that_is_named() -> None:
+def test_the_first_invalid_key_of_a_batch_is_reported() -> None:
     assert check_tags({"a.b": "", "Bad": "", "Worse": ""}) == InvalidTagKey("Bad")
 
 
-def test_a_batch_needs_a_tag_and_a_create_does_not() -> None:
+def test_set_tags_needs_a_tag_and_a_create_does_not() -> None:
     assert isinstance(check_not_empty({}), InvalidInput)
     assert check_not_empty({"a.b": ""}) is None
     assert check_tags({}) is None
 
 
-def test_half_a_character_is_no_value() -> None:
+def test_a_lone_surrogate_is_no_value() -> None:
     assert isinstance(check_tags({"a.b": "x\ud800"}), InvalidInput)
 
 
@@ -94,7 +94,7 @@ def test_reserved_keys_are_for_the_lease_holder_only(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["f.f", "fff.x", "ff_x.y", "aff.x"])
-def test_keys_that_only_look_reserved_are_free(key: str) -> None:
+def test_keys_that_only_resemble_reserved_ones_are_allowed(key: str) -> None:
     assert check_not_reserved(key) is None
     assert check_created_tags({key: ""}) is None
 
@@ -114,7 +114,7 @@ def test_tags_are_bounded_in_bytes_of_keys_and_values(key: str) -> None:
     assert type(check_tags_size({key: "é" * (room // 2 + 1)})) is InvalidInput
 
 
-def test_reserved_tags_have_room_of_their_own() -> None:
+def test_reserved_tags_have_a_separate_limit() -> None:
     full = {"a.b": "x" * (MAX_TAG_BYTES - 3)}
 
     assert check_tags_size(full | {"ff.ask.1": "x" * 1000}) is None

@@ -1,4 +1,4 @@
-"""Every rule looks at any row it is given, answers or refuses, and what it writes is a state that may exist."""
+"""Every rule answers or refuses any row, and writes only valid states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GRANT = Grant("claim", "wa", "wa-1", "default", NOW - 10, NOW + 10)
 
 @st.composite
 def executions(draw: st.DrawFn) -> Execution:
-    """Any combination of dimensions, also ones that no operation produces."""
+    """Any combination of dimensions, including ones that no operation produces."""
     phase = draw(st.sampled_from(LifecyclePhase))
     eligibility = draw(st.sampled_from(EligibilityState))
     outcome = draw(st.sampled_from(TerminalOutcome))
@@ -93,7 +93,7 @@ def executions(draw: st.DrawFn) -> Execution:
     )
 
 
-# Where executions really stand. All else about them is drawn, but most rules say no to a vector that is drawn, too.
+# States in which executions really are. The rest is drawn; most rules refuse a state vector that is drawn, too.
 STANDS: list[dict[str, Any]] = [
     {
         "lifecycle_phase": LifecyclePhase.ACTIVE,
@@ -128,8 +128,8 @@ STANDS += [
 
 
 @st.composite
-def standing(draw: st.DrawFn) -> Execution:
-    """An execution that stands where one may stand, with an attempt that has begun."""
+def reachable_executions(draw: st.DrawFn) -> Execution:
+    """An execution in a reachable state, with an attempt that has started."""
     vector = draw(st.sampled_from(STANDS))
     public = public_state(vector["lifecycle_phase"], vector["eligibility_state"], TerminalOutcome.NONE)
     return msgspec.structs.replace(
@@ -146,7 +146,7 @@ def standing(draw: st.DrawFn) -> Execution:
     )
 
 
-ROWS = st.none() | executions() | standing()
+ROWS = st.none() | executions() | reachable_executions()
 FENCES = st.none() | st.builds(
     Fence,
     st.sampled_from([None, "lease-1", "lease-9"]),
@@ -155,8 +155,8 @@ FENCES = st.none() | st.builds(
 )
 
 
-def shown(fence: Fence | None, row: Execution | None) -> Fence:
-    """What the caller shows; where none was drawn, it is the holder and shows what it has."""
+def presented_fence(fence: Fence | None, row: Execution | None) -> Fence:
+    """Return the fence that was drawn, or the one of the lease holder."""
     if fence is not None or row is None:
         return fence or Fence()
     return Fence(row.lease_id, row.lease_epoch, row.attempt_id)
@@ -200,21 +200,19 @@ RULES: dict[str, Rule] = {
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @settings(max_examples=60, deadline=None)
 @given(row=ROWS, fence=FENCES)
-def test_a_rule_is_total_and_writes_only_states_that_may_exist(
-    rule: Rule, row: Execution | None, fence: Fence | None
-) -> None:
-    _assert_sound(rule, row, shown(fence, row))
+def test_a_rule_is_total_and_writes_only_valid_states(rule: Rule, row: Execution | None, fence: Fence | None) -> None:
+    _assert_sound(rule, row, presented_fence(fence, row))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_a_change_of_each_rule_is_among_what_is_drawn(rule: Rule) -> None:
+def test_the_drawn_rows_produce_a_change_of_each_rule(rule: Rule) -> None:
     def changes(case: tuple[Execution | None, Fence | None]) -> bool:
         row, fence = case
-        return row is not None and rule(row, shown(fence, row)).change is not None
+        return row is not None and rule(row, presented_fence(fence, row)).change is not None
 
     row, fence = find(st.tuples(ROWS, FENCES), changes, settings=REACHING)
 
-    _assert_sound(rule, row, shown(fence, row))
+    _assert_sound(rule, row, presented_fence(fence, row))
 
 
 def _assert_sound(rule: Rule, row: Execution | None, fence: Fence) -> None:

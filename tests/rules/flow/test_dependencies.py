@@ -1,4 +1,4 @@
-"""Waiting for others, decided row by row: what an edge that is applied adds, and when dependencies let work run."""
+"""Dependencies row by row: what an applied edge adds, and when dependencies let an execution run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNMET = {"pending": group(), "impossible": group(group_state=GroupState.IMPOSSIB
 
 
 @pytest.mark.parametrize("join", MET.values(), ids=MET.keys())
-def test_what_is_blocked_for_others_is_promoted_once_its_dependencies_are_met(join: EdgeGroup | None) -> None:
+def test_a_blocked_execution_is_promoted_once_its_dependencies_are_met(join: EdgeGroup | None) -> None:
     decision = dependencies.promote_blocked(BLOCKED, join)
 
     assert decision.answer == Moved(EXECUTION, PublicState.WAITING)
@@ -46,7 +46,7 @@ def test_what_is_blocked_for_others_is_promoted_once_its_dependencies_are_met(jo
 
 
 @pytest.mark.parametrize("join", UNMET.values(), ids=UNMET.keys())
-def test_what_waits_for_others_is_not_promoted(join: EdgeGroup) -> None:
+def test_an_execution_with_unmet_dependencies_is_not_promoted(join: EdgeGroup) -> None:
     decision = dependencies.promote_blocked(BLOCKED, join)
 
     assert isinstance(decision.answer, errors.DepsNotSatisfied)
@@ -67,14 +67,14 @@ VERDICTS: dict[str, tuple[Execution | None, EdgeGroup | None, Eligibility]] = {
 
 
 @pytest.mark.parametrize(("one", "join", "verdict"), VERDICTS.values(), ids=VERDICTS.keys())
-def test_dependencies_say_whether_work_may_run(
+def test_dependencies_decide_whether_an_execution_may_run(
     one: Execution | None, join: EdgeGroup | None, verdict: Eligibility
 ) -> None:
     assert dependencies.dependency_eligibility(one, join) is verdict
 
 
 def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> tuple[Any, EdgeGroup, Dependency]:
-    """The answer, the join and the edge after one more edge was applied."""
+    """Return the answer, the join and the edge after another edge was applied."""
     decision = dependencies.apply_dependency(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
     assert decision.change is not None
     after, dependency, *_ = decision.change.writes
@@ -85,7 +85,7 @@ def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> t
     return decision.answer, after.row, dependency.row
 
 
-def test_an_edge_that_is_applied_is_one_more_to_wait_for_beside_those_that_have_not_come() -> None:
+def test_an_applied_edge_adds_one_outcome_to_wait_for() -> None:
     quorum = {"policy_variant": JoinPolicyKind.QUORUM, "k": 4, "on_satisfied": OnSatisfied.LET_RUN}
     join = group(**quorum, n=7, succeeded=1, failed=2, skipped=3, waiting_since=NOW - 5)
 
@@ -107,7 +107,7 @@ FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
 
 
 @pytest.mark.parametrize(("join", "state", "waits", "met"), FIRED.values(), ids=FIRED.keys())
-def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
+def test_a_late_edge_reopens_only_a_join_that_requires_all(
     join: EdgeGroup, state: GroupState, waits: Any, met: Any
 ) -> None:
     _, after, _ = applied(UPSTREAM, join)
@@ -115,14 +115,14 @@ def test_an_edge_that_comes_late_reopens_only_a_join_that_asks_for_all(
     assert (after.group_state, after.waiting_since, after.satisfied_at, after.n) == (state, waits, met, 2)
 
 
-def test_the_revision_that_an_edge_is_applied_at_is_kept_for_people() -> None:
+def test_the_revision_at_which_an_edge_is_applied_is_recorded() -> None:
     ask = replace(APPLY, graph_revision=7)
 
     assert dependencies.with_applied_edge(GROUP, ask).last_flow_graph_revision == 7
     assert dependencies.with_applied_edge(group(last_flow_graph_revision=7), APPLY).last_flow_graph_revision == 7
 
 
-def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied() -> None:
+def test_the_data_passed_along_an_edge_is_set_when_it_is_staged_or_applied() -> None:
     passes = replace(EDGE, data_passing_ref="staged")
     for given, kept in ((None, "staged"), ("", "staged"), ("own", "own")):
         ask = replace(APPLY, data_passing_ref=given)
@@ -133,7 +133,7 @@ def test_an_edge_says_what_it_passes_on_when_it_is_staged_or_when_it_is_applied(
         assert dependency.data_passing_ref == kept
 
 
-def test_an_end_that_came_before_the_edge_is_noted_with_it() -> None:
+def test_an_outcome_that_precedes_the_edge_is_recorded_with_it() -> None:
     ended = replace(row(TERMINAL, terminal_outcome=TerminalOutcome.FAILED), execution_id=U)
 
     _, _, dependency = applied(ended, GROUP)
@@ -141,7 +141,7 @@ def test_an_end_that_came_before_the_edge_is_noted_with_it() -> None:
     assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, from_now(0))
 
 
-def test_an_edge_from_one_that_is_gone_is_refused() -> None:
+def test_an_edge_from_a_purged_execution_is_refused() -> None:
     decision = dependencies.apply_dependency(CHILD, None, EDGE, None, GROUP, APPLY)
 
     assert isinstance(decision.answer, errors.InvalidDependency)
@@ -162,7 +162,7 @@ def replayed(join: EdgeGroup) -> Change:
     return change
 
 
-def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_nothing_else() -> None:
+def test_a_replayed_skipped_member_waits_only_for_the_missing_outcomes() -> None:
     change = replayed(group(**LOST))
 
     [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
@@ -177,7 +177,7 @@ def test_a_skipped_member_that_is_replayed_waits_for_what_had_not_come_and_for_n
 
 
 @pytest.mark.parametrize("then", OnSatisfied)
-def test_a_skipped_member_that_is_replayed_when_enough_has_come_runs(then: OnSatisfied) -> None:
+def test_a_replayed_skipped_member_runs_if_enough_outcomes_are_there(then: OnSatisfied) -> None:
     first = {"policy_variant": JoinPolicyKind.ANY_OF, "k": 1, "on_satisfied": then}
     change = replayed(group(**LOST, **first))
 
@@ -188,7 +188,7 @@ def test_a_skipped_member_that_is_replayed_when_enough_has_come_runs(then: OnSat
     assert edges == [(EXECUTION, "e")]
     flagged = (after.cancel_siblings_pending_flag, after.cancel_siblings_pending_members, after.cancel_siblings_reason)
     is_listed = PendingSiblingCancel in {type(write.row) for write in change.writes if isinstance(write, Upsert)}
-    if then is OnSatisfied.CANCEL_REMAINING:  # the upstream that lives is needed no more
+    if then is OnSatisfied.CANCEL_REMAINING:  # The running upstream is no longer needed.
         assert (flagged, is_listed) == ((True, U, QUORUM_SATISFIED), True)
     else:
         assert (flagged, is_listed) == ((False, None, None), False)

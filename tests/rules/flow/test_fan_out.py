@@ -1,4 +1,4 @@
-"""An end that many wait for is told in steps: each edge once, and the dispatch row says how far that has come."""
+"""An outcome with many dependents is dispatched in steps: each edge once, and the dispatch row records the progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH_OTHERS = ahead(1, group(JoinPolicyKind.ALL_OF, 2), edge(1))
 STAGED = ahead(2, None, None)
 
 
-def test_a_child_that_waits_for_one_edge_alone_is_advanced_at_once_and_the_others_are_left_to_a_fold() -> None:
+def test_a_child_with_a_single_edge_is_advanced_at_once_and_the_others_are_left_to_a_fold() -> None:
     decision = fan_out(OWED, [ALONE, WITH_OTHERS, STAGED], is_last=True, inline=True)
 
     assert decision.answer == FanOutStep(3, (edge(1),), is_last=True)
@@ -33,7 +33,7 @@ def test_a_child_that_waits_for_one_edge_alone_is_advanced_at_once_and_the_other
     assert noted == [(CHILD, "e000"), (CHILD, "e001")], "an edge that is only staged is told nothing"
 
 
-def test_without_carrying_every_edge_is_left_to_a_fold() -> None:
+def test_without_inline_advance_every_edge_is_left_to_a_fold() -> None:
     decision = fan_out(OWED, [ALONE, WITH_OTHERS], is_last=True, inline=False)
 
     assert decision.answer == FanOutStep(2, (edge(0), edge(1)), is_last=True)
@@ -41,7 +41,7 @@ def test_without_carrying_every_edge_is_left_to_a_fold() -> None:
     assert decision.change.guards == (Guard(CompletionDispatch, ("u0",), 7),)
 
 
-def test_a_child_that_is_skipped_by_the_end_is_left_to_a_fold_which_looks_at_its_flow() -> None:
+def test_a_child_that_the_outcome_skips_is_left_to_a_fold_which_loads_its_flow() -> None:
     failed = CompletionDispatch("u0", "f", TerminalOutcome.FAILED, 0, revision=7)
 
     decision = fan_out(failed, [ALONE], is_last=True, inline=True)
@@ -52,12 +52,12 @@ def test_a_child_that_is_skipped_by_the_end_is_left_to_a_fold_which_looks_at_its
     assert decision.change.guards == (Guard(CompletionDispatch, ("u0",), 7),)
 
 
-def test_a_step_that_is_not_the_last_notes_how_far_it_came() -> None:
+def test_a_step_that_is_not_the_last_records_its_progress() -> None:
     decision = fan_out(OWED, [ALONE, WITH_OTHERS], is_last=False, inline=True)
 
     assert decision.change is not None
     assert decision.change.writes[0] == Patch(CompletionDispatch, ("u0",), {"after_edge": "e001"})
 
 
-def test_a_dispatch_row_that_is_gone_leaves_nothing_to_do() -> None:
+def test_a_deleted_dispatch_row_leaves_nothing_to_do() -> None:
     assert fan_out(None, (), is_last=True, inline=True).change is None

@@ -1,7 +1,7 @@
-"""What the changes of flows stand on: the flow, the join, the executions and the lists as they were seen.
+"""The guards of flow changes: the flow, the join, the executions and the lists as they were loaded.
 
-Many build one flow at once, and many ends meet in one join. What was decided on a graph, a count or a list that has
-moved on meanwhile is decided again.
+Many processes build one flow concurrently, and many outcomes meet in one join. A decision about an outdated graph,
+count or list is made again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
 
 
 @pytest.mark.parametrize(("decision", "guards"), STANDS.values(), ids=STANDS.keys())
-def test_a_change_of_a_flow_stands_on_all_that_was_seen(decision: Decision[Any], guards: set[Guard]) -> None:
+def test_a_flow_change_guards_everything_it_was_decided_on(decision: Decision[Any], guards: set[Guard]) -> None:
     assert decision.change is not None
     assert set(decision.change.guards) == guards
 
@@ -167,7 +167,7 @@ TIMES: dict[str, tuple[list[int | None], int | None, int | None]] = {
 
 
 @pytest.mark.parametrize(("times", "not_before", "not_after"), TIMES.values(), ids=TIMES.keys())
-def test_a_graph_stands_on_a_flow_that_is_not_there_and_on_the_time_of_every_node(
+def test_a_graph_guards_the_absence_of_its_flow_and_the_time_of_every_node(
     times: list[int | None], not_before: int | None, not_after: int | None
 ) -> None:
     nodes = tuple(

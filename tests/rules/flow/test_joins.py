@@ -1,4 +1,4 @@
-"""Joins as arithmetic: the tables of the specification, and a naive second telling over every order of ends."""
+"""Join arithmetic: the tables of the specification, and a naive model over every order of outcomes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def child(**given: object) -> Execution:
         (group(JoinPolicyKind.ANY_OF, 3, 1), [SUCCESS] * 3, "satisfied already_fired already_fired"),
     ],
 )
-def test_the_worked_examples_counted_together(
+def test_the_worked_examples_folded_in_one_batch(
     policy: EdgeGroup, outcomes: list[TerminalOutcome], verdicts: str
 ) -> None:
     assert [one.value for one in joins.count_outcomes(policy, settled(*outcomes)).verdicts] == verdicts.split()
@@ -86,14 +86,14 @@ def test_the_worked_examples_counted_together(
         (DependencyKind.ANY_OUTCOME, {"success", "failed", "cancelled", "expired", "skipped"}),
     ],
 )
-def test_each_kind_of_edge_is_satisfied_by_its_ends(kind: DependencyKind, satisfied_by: set[str]) -> None:
+def test_each_kind_of_edge_is_satisfied_by_its_outcomes(kind: DependencyKind, satisfied_by: set[str]) -> None:
     ends = [outcome for outcome in TerminalOutcome if outcome is not TerminalOutcome.NONE]
 
     assert {end.value for end in ends if joins.satisfies(kind, end)} == satisfied_by
 
 
 def naive(variant: JoinPolicyKind, n: int, k: int, outcomes: tuple[TerminalOutcome, ...]) -> GroupState:
-    """What a group is in the end: enough successes, or too many others."""
+    """Return the final state of a group: enough successes, or too many others."""
     good = outcomes.count(SUCCESS)
     needed = n if variant is JoinPolicyKind.ALL_OF else k
     return GroupState.SATISFIED if good >= needed else GroupState.IMPOSSIBLE
@@ -102,14 +102,14 @@ def naive(variant: JoinPolicyKind, n: int, k: int, outcomes: tuple[TerminalOutco
 @pytest.mark.parametrize(
     ("variant", "k"), [(JoinPolicyKind.ALL_OF, 0), *((JoinPolicyKind.QUORUM, k) for k in (1, 2, 3))]
 )
-def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: JoinPolicyKind, k: int) -> None:
+def test_the_result_does_not_depend_on_order_or_batching(variant: JoinPolicyKind, k: int) -> None:
     for outcomes in product(ENDS, repeat=3):
         for order in permutations(settled(*outcomes)):
             for cut in range(4):
                 now = group(variant, 3, k)
                 fired = 0
                 for portion in (order[:cut], order[cut:]):
-                    # Each comes later than the one before, as the store's clock would say.
+                    # Each comes later than the one before, as the store's clock would have it.
                     timed = [
                         UpstreamOutcome(edge(int(one.dependency.edge_id[1:]), unfolded_at=place), one.outcome)
                         for place, one in enumerate(portion)
@@ -134,7 +134,7 @@ def test_whatever_the_order_and_the_portions_the_result_is_the_same(variant: Joi
 
 
 @given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=40), st.integers(1, 45))
-def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome], k: int) -> None:
+def test_a_batch_fold_equals_single_folds(outcomes: list[TerminalOutcome], k: int) -> None:
     policy = group(JoinPolicyKind.QUORUM, len(outcomes), k)
     together = joins.count_outcomes(policy, settled(*outcomes))
     state, fired = GroupState.PENDING, None
@@ -147,8 +147,9 @@ def test_counting_together_is_counting_one_by_one(outcomes: list[TerminalOutcome
     assert (together.state, together.fired_by) == (state, fired)
 
 
-def test_ends_that_are_handed_over_in_any_order_are_counted_in_the_order_in_which_they_came() -> None:
-    came = [(2, 10), (0, 20), (1, 20)]  # the second and the third at the same instant: then the edges' ids decide
+def test_outcomes_passed_in_any_order_are_counted_in_order_of_arrival() -> None:
+    # The second and the third arrive at the same instant: then the edges' ids decide.
+    came = [(2, 10), (0, 20), (1, 20)]
     ends = [UpstreamOutcome(edge(number, unfolded_at=at), SUCCESS) for number, at in came]
 
     for some in (ends[:2], ends):
@@ -159,7 +160,7 @@ def test_ends_that_are_handed_over_in_any_order_are_counted_in_the_order_in_whic
                 assert counted.fired_by == some[k - 1].dependency
 
 
-def test_an_edge_that_was_counted_before_is_passed_over() -> None:
+def test_an_edge_that_was_counted_before_is_skipped() -> None:
     known = UpstreamOutcome(edge(0, state=DependencyState.SATISFIED), SUCCESS)
 
     counts = joins.count_outcomes(group(JoinPolicyKind.ALL_OF, 2, succeeded=1), [known])
@@ -169,7 +170,7 @@ def test_an_edge_that_was_counted_before_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("bucket", ["succeeded", "failed", "skipped"])
-def test_more_ends_than_edges_are_a_bug_and_change_nothing(bucket: str) -> None:
+def test_more_outcomes_than_edges_are_a_bug_and_change_nothing(bucket: str) -> None:
     full = group(JoinPolicyKind.ALL_OF, 1, 0, None, **{bucket: 1})
 
     decision = joins.resolve_join(full, child(), joins.count_outcomes(full, settled(SUCCESS)), JoinContext())
@@ -184,14 +185,14 @@ def folded(policy: EdgeGroup, *outcomes: TerminalOutcome, row: Execution | None 
     return decision.change
 
 
-def test_a_group_that_stays_pending_leaves_the_child_alone() -> None:
+def test_a_group_that_stays_pending_leaves_the_child_unchanged() -> None:
     change = folded(group(JoinPolicyKind.ALL_OF, 2), SUCCESS, row=child())
 
     assert {guard.row for guard in change.guards} == {EdgeGroup}
     assert {write.row for write in change.writes if isinstance(write, Patch)} == {EdgeGroup, Dependency}
 
 
-def test_a_group_that_fires_is_decided_on_its_child_even_when_the_child_is_left_alone() -> None:
+def test_a_group_that_fires_guards_its_child_even_if_the_child_is_unchanged() -> None:
     active = msgspec.structs.replace(child(), eligibility_state=EligibilityState.NOT_APPLICABLE)
 
     change = folded(group(JoinPolicyKind.ALL_OF, 1), SUCCESS, row=active)
@@ -209,7 +210,7 @@ def test_a_group_that_fires_is_decided_on_its_child_even_when_the_child_is_left_
         (JoinPolicyKind.ALL_OF, None, SUCCESS, None),
     ],
 )
-def test_siblings_are_flagged_only_where_the_policy_says_so(
+def test_siblings_are_flagged_only_if_the_policy_requires_it(
     variant: JoinPolicyKind, then: OnSatisfied | None, outcome: TerminalOutcome, flags: str | None
 ) -> None:
     change = folded(group(variant, 1, 1, then), outcome)
@@ -229,7 +230,7 @@ def test_siblings_are_flagged_only_where_the_policy_says_so(
     assert flow_cancel.sibling_cancels_in(change, ("another", "group"), (child(),)) is None
 
 
-def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> None:
+def test_only_the_data_passing_edges_of_the_firing_moment_pass_their_result_on() -> None:
     def with_refs(outcomes: list[TerminalOutcome]) -> list[UpstreamOutcome]:
         return [
             UpstreamOutcome(edge(number, data_passing_ref="r" if number != 1 else None), outcome)
@@ -245,10 +246,10 @@ def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> N
 
     assert carriers(every, [SUCCESS, SUCCESS]) == ["e000"]
     assert carriers(every, [SUCCESS, SUCCESS, SUCCESS]) == ["e002", "e000"]
-    assert carriers(every, [SUCCESS, FAILED, SUCCESS]) == ["e000"]  # as if each had come alone
+    assert carriers(every, [SUCCESS, FAILED, SUCCESS]) == ["e000"]  # as if each had arrived alone
     assert carriers(every, [FAILED, SUCCESS, SUCCESS]) == []
     assert carriers(first_two, [SUCCESS]) == []
-    assert carriers(first_two, [SUCCESS, SUCCESS]) == []  # the firing edge has no reference
+    assert carriers(first_two, [SUCCESS, SUCCESS]) == []  # The firing edge has no reference.
     assert carriers(first_two, [SUCCESS, FAILED, SUCCESS]) == ["e002"]
 
 
@@ -264,7 +265,7 @@ def test_only_the_carrying_edges_of_the_right_moment_hand_their_result_on() -> N
     ),
     priority=st.sampled_from([0, 7]),
 )
-def test_a_child_that_nobody_saw_gets_what_one_that_was_seen_gets(policy: str | None, priority: int) -> None:
+def test_an_unloaded_child_gets_the_same_change_as_a_loaded_one(policy: str | None, priority: int) -> None:
     row = child(policy=policy, priority=priority)
     alone = group(JoinPolicyKind.ALL_OF, 1)
     (one,) = settled(SUCCESS)
@@ -287,7 +288,7 @@ def test_a_child_that_nobody_saw_gets_what_one_that_was_seen_gets(policy: str | 
 @pytest.mark.parametrize(
     ("kind", "inbound"), [(DependencyKind.FAILURE_ONLY, 1), (DependencyKind.SUCCESS_ONLY, 2)], ids=["failure", "join"]
 )
-def test_a_child_that_waits_for_something_else_is_not_known_without_a_look(kind: DependencyKind, inbound: int) -> None:
+def test_a_child_that_waits_for_something_else_has_to_be_loaded(kind: DependencyKind, inbound: int) -> None:
     assert successor("e", CHILD, kind, inbound=inbound, ref=None, queue=QueueKey("default")).queue == ()
 
 
@@ -296,7 +297,7 @@ def waited_for_by(follows: Successor) -> Execution:
 
 
 def _after(change: Change, *rows: msgspec.Struct) -> list[msgspec.Struct]:
-    """Rows as a change leaves them."""
+    """Return the rows that a change leaves."""
     fields = {write.row: write.fields for write in change.writes if isinstance(write, Patch)}
     assert fields.keys() == {type(row) for row in rows}
     return [msgspec.structs.replace(row, **fields[type(row)]) for row in rows]

@@ -1,4 +1,4 @@
-"""How flows read, decided row by row: a join in numbers, a flow in a word, and when a summary is written."""
+"""Flow views row by row: a join in numbers, the state of a flow, and when a summary is written."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def running(join: EdgeGroup) -> int:
     return views.group_snapshot(join).running_count
 
 
-def test_what_no_end_has_come_from_still_runs() -> None:
+def test_an_upstream_without_an_outcome_counts_as_running() -> None:
     assert running(replace(GROUP, n=9, succeeded=1, failed=2, skipped=3)) == 3
     assert running(replace(GROUP, n=3, succeeded=1, failed=1, skipped=1)) == 0
     assert running(replace(GROUP, n=0, succeeded=1)) == 0, "a spoilt count is no reason for less than nothing"
 
 
-def test_a_flow_is_active_until_it_is_over() -> None:
+def test_a_flow_is_active_until_all_members_have_finished() -> None:
     words = {state: views.flow_status(replace(FLOW, public_flow_state=state)).status for state in FlowState}
 
     active = {FlowState.OPEN, FlowState.RUNNING, FlowState.BLOCKED}
     assert words == {state: "active" if state in active else state.value for state in FlowState}
 
 
-def test_a_flow_none_of_whose_members_is_there_gets_no_summary_and_no_further_looks() -> None:
+def test_a_flow_without_members_gets_no_summary_and_is_not_projected_again() -> None:
     decision = views.project_summary(FLOW, 1, [])
 
     assert decision.answer is False
@@ -37,7 +37,7 @@ def test_a_flow_none_of_whose_members_is_there_gets_no_summary_and_no_further_lo
     assert views.project_summary(replace(FLOW, project_at=None), 1, []).change is None
 
 
-def test_a_flow_that_needs_no_looks_gets_a_summary_and_none_either() -> None:
+def test_a_flow_that_needs_no_projection_gets_a_summary_and_is_not_projected_again() -> None:
     decision = views.project_summary(replace(FLOW, project_at=None), 2, [CHILD, SKIPPED])
 
     assert decision.answer is True

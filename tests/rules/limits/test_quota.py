@@ -1,4 +1,4 @@
-"""Admission: caps hold in every window, and counters equal recounts, whatever is asked in whatever order."""
+"""Admission: caps hold in every window and counters equal recounts for any sequence of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.quota import AdmissionRequest, QuotaState
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 NOW = 1_700_000_000_000
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -43,20 +43,20 @@ def asking(e: str, rate: int, cap: int, call: int, **given: Any) -> AdmissionReq
 def test_caps_hold_in_every_window_and_counters_equal_recounts(
     rate: int, cap: int, life: list[tuple[Any, ...]]
 ) -> None:
-    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, rate, cap), NOW)
+    _, state = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, rate, cap), NOW)
     now, admitted = NOW, list[tuple[int, str]]()
     for call, step in enumerate(life):
-        before = sheet
+        before = state
         match step:
             case ("wait", length):
                 now += length
             case ("ask", e):
-                had = sheet.slots.get(e)
-                answer, sheet = quota.admit(sheet, asking(e, rate, cap, call), now)
+                had = state.slots.get(e)
+                answer, state = quota.admit(state, asking(e, rate, cap, call), now)
                 if isinstance(answer, limit_answers.Admitted):
                     admitted.append((now, e))
                 if isinstance(answer, limit_answers.RateExceeded):
-                    later, _ = quota.admit(sheet, asking(e, rate, 0, call), now + answer.retry_after_ms)
+                    later, _ = quota.admit(state, asking(e, rate, 0, call), now + answer.retry_after_ms)
                     assert isinstance(later, limit_answers.Admitted | limit_answers.AlreadyAdmitted), (
                         "the retry time is true"
                     )
@@ -64,25 +64,25 @@ def test_caps_hold_in_every_window_and_counters_equal_recounts(
                     assert had is not None
                     assert quota.is_slot_live(had, now)
                 if not isinstance(answer, limit_answers.Admitted):
-                    assert quota.change_between(before, sheet) is None, "a refusal leaves no trace"
+                    assert quota.change_between(before, state) is None, "a refusal leaves no trace"
             case ("release", e):
-                _, sheet = quota.release_slot(sheet, e)
-                assert e not in sheet.slots
+                _, state = quota.release_slot(state, e)
+                assert e not in state.slots
             case ("reconcile", idle):
-                _, sheet = quota.reconcile(sheet, idle, now)
+                _, state = quota.reconcile(state, idle, now)
             case _:
                 raise AssertionError(step)
         if cap:
-            assert sheet.root_or_new().active == sum(slot.counted for slot in sheet.slots.values()) <= cap
-        if rate:  # an execution that asks again moves its request: the latest of each counts
+            assert state.root_or_new().active == sum(slot.counted for slot in state.slots.values()) <= cap
+        if rate:  # An execution that requests again moves its request: only its latest one counts.
             window = {e for at, e in admitted if at > now - WINDOW}
             latest = {e for e in window if max(at for at, who in admitted if who == e) > now - WINDOW}
             assert len(latest) <= rate
-        assert reread(before, sheet) == sheet, "what is written is what was decided"
+        assert reread(before, state) == state, "what is written is what was decided"
 
 
 def reread(before: QuotaState, after: QuotaState) -> QuotaState:
-    """The sheet that is read back after the change between two."""
+    """Return the quota state that is read back after the change between two states."""
     change = quota.change_between(before, after)
     rows: dict[Any, Any] = {("root",): before.root}
     rows |= {("slot", key): row for key, row in before.slots.items()}
@@ -102,19 +102,19 @@ def reread(before: QuotaState, after: QuotaState) -> QuotaState:
     return quota.quota_state(Q, 3, [row for row in rows.values() if row is not None])
 
 
-def test_a_release_names_a_life_and_leaves_a_later_one_alone() -> None:
-    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
+def test_a_release_names_a_life_and_does_not_affect_a_later_one() -> None:
+    _, state = quota.admit(EMPTY, asking("e", 0, 5, 1, life=2), NOW)
 
-    _, same = quota.release_slot(sheet, "e", life=1)
-    assert same is sheet
+    _, same = quota.release_slot(state, "e", life=1)
+    assert same is state
     for life in (2, 3, None):
-        _, freed = quota.release_slot(sheet, "e", life=life)
+        _, freed = quota.release_slot(state, "e", life=life)
         assert (freed.slots, freed.root_or_new().active) == ({}, 0)
 
 
-def test_a_call_gives_back_only_what_is_still_its_own() -> None:
-    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1), NOW)
-    answer, taken = quota.admit(sheet, asking("e", 0, 5, 2, takes_over_slot=True), NOW)
+def test_a_call_releases_only_its_own_slot() -> None:
+    _, state = quota.admit(EMPTY, asking("e", 0, 5, 1), NOW)
+    answer, taken = quota.admit(state, asking("e", 0, 5, 2, takes_over_slot=True), NOW)
     assert isinstance(answer, limit_answers.AlreadyAdmitted)
 
     _, same = quota.release_slot(taken, "e", admission=1)
@@ -123,118 +123,118 @@ def test_a_call_gives_back_only_what_is_still_its_own() -> None:
     assert freed.slots == {}
 
 
-def test_the_same_call_again_hears_that_it_was_admitted() -> None:
-    _, sheet = quota.admit(EMPTY, asking("e", 1, 1, 7), NOW)
+def test_a_repeated_call_is_answered_as_admitted() -> None:
+    _, state = quota.admit(EMPTY, asking("e", 1, 1, 7), NOW)
 
-    answer, same = quota.admit(sheet, asking("e", 1, 1, 7), NOW)
+    answer, same = quota.admit(state, asking("e", 1, 1, 7), NOW)
 
     assert isinstance(answer, limit_answers.Admitted)
-    assert same is sheet
+    assert same is state
 
 
-def test_a_later_life_takes_over_a_slot_that_was_not_released_yet() -> None:
-    _, sheet = quota.admit(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
-    _, sheet = quota.admit(sheet, asking("e", 0, 5, 2, life=1, takes_over_slot=True), NOW)
+def test_a_later_life_inherits_a_slot_that_was_not_released_yet() -> None:
+    _, state = quota.admit(EMPTY, asking("e", 0, 5, 1, life=0), NOW)
+    _, state = quota.admit(state, asking("e", 0, 5, 2, life=1, takes_over_slot=True), NOW)
 
-    _, same = quota.release_slot(sheet, "e", life=0)
+    _, same = quota.release_slot(state, "e", life=0)
 
-    assert same is sheet
-    assert sheet.slots["e"].life == 1
+    assert same is state
+    assert state.slots["e"].life == 1
 
 
-def test_room_and_the_next_opening_follow_the_stored_limits() -> None:
-    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 2, 0), NOW)
-    assert (quota.free_capacity(sheet, NOW), quota.next_capacity_at(sheet, NOW)) == (2, None)
+def test_capacity_and_the_next_opening_follow_the_stored_limits() -> None:
+    _, state = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 2, 0), NOW)
+    assert (quota.free_capacity(state, NOW), quota.next_capacity_at(state, NOW)) == (2, None)
     for n, e in enumerate("ab"):
-        _, sheet = quota.admit(sheet, asking(e, 2, 0, n), NOW + n * 300)
-    assert (quota.free_capacity(sheet, NOW + 300), quota.next_capacity_at(sheet, NOW + 300)) == (0, NOW + 1000)
-    assert (quota.free_capacity(sheet, NOW + 1000), quota.next_capacity_at(sheet, NOW + 1000)) == (1, NOW + 1300)
+        _, state = quota.admit(state, asking(e, 2, 0, n), NOW + n * 300)
+    assert (quota.free_capacity(state, NOW + 300), quota.next_capacity_at(state, NOW + 300)) == (0, NOW + 1000)
+    assert (quota.free_capacity(state, NOW + 1000), quota.next_capacity_at(state, NOW + 1000)) == (1, NOW + 1300)
     _, unlimited = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 0, 0), NOW)
     _, unlimited = quota.admit(unlimited, asking("a", 0, 0, 1), NOW)
-    broken = replace(sheet, root=replace(sheet.root_or_new(), max_requests_per_window=-1))
+    broken = replace(state, root=replace(state.root_or_new(), max_requests_per_window=-1))
     for one in (EMPTY, unlimited, broken):
         assert (quota.free_capacity(one, NOW), quota.next_capacity_at(one, NOW)) == (None, None)
 
 
-def test_a_short_window_passes_over_nothing_of_another_dimension() -> None:
-    _, sheet = quota.admit(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
+def test_a_short_window_hides_nothing_of_another_dimension() -> None:
+    _, state = quota.admit(EMPTY, asking("a", 1, 0, 1, dimension="slow"), NOW)
 
-    _, sheet = quota.admit(sheet, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
+    _, state = quota.admit(state, replace(asking("b", 1, 0, 2, dimension="fast"), window_ms=10), NOW + 500)
 
-    answer, _ = quota.admit(sheet, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
+    answer, _ = quota.admit(state, asking("c", 1, 0, 3, dimension="slow"), NOW + 500)
     assert answer == limit_answers.RateExceeded(500)
 
 
-def test_without_a_cap_a_dead_slot_takes_along_what_it_counted_and_nothing_else() -> None:
-    _, sheet = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 5, 0), NOW)
+def test_without_a_cap_a_dead_slot_removes_only_what_it_counted() -> None:
+    _, state = quota.define_policy(EMPTY, limit_answers.QuotaLimits(1, 5, 0), NOW)
     for n, e in enumerate("abc"):
-        _, sheet = quota.admit(sheet, asking(e, 5, 9, n), NOW + n)
-    assert sheet.root_or_new().active == 3
+        _, state = quota.admit(state, asking(e, 5, 9, n), NOW + n)
+    assert state.root_or_new().active == 3
 
-    moved, after = quota.reconcile(sheet, frozenset("ab"), NOW + WINDOW)
+    moved, after = quota.reconcile(state, frozenset("ab"), NOW + WINDOW)
 
     assert (moved, sorted(after.slots), after.root_or_new().active) == (True, ["b", "c"], 2)
 
 
-def provisional(sheet: QuotaState, call: int, *, cap: int = 1) -> tuple[Any, QuotaState]:
-    return quota.admit(sheet, asking("e", 0, cap, call, takes_over_slot=True, provisional=True), NOW)
+def provisional(state: QuotaState, call: int, *, cap: int = 1) -> tuple[Any, QuotaState]:
+    return quota.admit(state, asking("e", 0, cap, call, takes_over_slot=True, provisional=True), NOW)
 
 
-def active(sheet: QuotaState) -> int:
-    assert sheet.root_or_new().active == sum(slot.counted for slot in sheet.slots.values())
-    return sheet.root_or_new().active
+def active(state: QuotaState) -> int:
+    assert state.root_or_new().active == sum(slot.counted for slot in state.slots.values())
+    return state.root_or_new().active
 
 
-def test_of_calls_that_another_policy_refuses_at_once_the_last_one_leaves_nothing_behind() -> None:
-    first, sheet = provisional(EMPTY, 1)
-    second, sheet = provisional(sheet, 2)
+def test_the_last_of_several_calls_refused_by_another_policy_leaves_nothing_behind() -> None:
+    first, state = provisional(EMPTY, 1)
+    second, state = provisional(state, 2)
     assert (first, second) == (limit_answers.Admitted(), limit_answers.AlreadyAdmitted())
 
-    _, sheet = quota.undo_admission(sheet, "e", 1, acquired=True)
-    assert active(sheet) == 1, "the second relies on it"
-    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
+    _, state = quota.undo_admission(state, "e", 1, acquired=True)
+    assert active(state) == 1, "the second relies on it"
+    _, state = quota.undo_admission(state, "e", 2, acquired=False)
 
-    assert (active(sheet), sheet.slots, sheet.requests) == (0, {}, {})
+    assert (active(state), state.slots, state.requests) == (0, {}, {})
 
 
-def test_an_admission_that_all_policies_gave_is_not_undone_by_a_call_that_was_refused_before() -> None:
-    _, sheet = provisional(EMPTY, 1)
-    _, sheet = provisional(sheet, 2)
-    confirmed, sheet = quota.confirm(
-        sheet, asking("e", 0, 1, 1, takes_over_slot=True, provisional=True), NOW, acquired=True
+def test_an_admission_by_all_policies_is_not_undone_by_an_earlier_refused_call() -> None:
+    _, state = provisional(EMPTY, 1)
+    _, state = provisional(state, 2)
+    confirmed, state = quota.confirm(
+        state, asking("e", 0, 1, 1, takes_over_slot=True, provisional=True), NOW, acquired=True
     )
     assert confirmed == limit_answers.AlreadyAdmitted()
 
-    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
-    _, sheet = quota.release_slot(sheet, "e", admission=2)
+    _, state = quota.undo_admission(state, "e", 2, acquired=False)
+    _, state = quota.release_slot(state, "e", admission=2)
 
-    assert active(sheet) == 1, "the first may be the one that claims"
+    assert active(state) == 1, "the first may be the one that claims"
 
 
-def test_an_admission_that_was_taken_back_before_it_is_confirmed_is_asked_for_again() -> None:
+def test_an_admission_that_was_revoked_before_its_confirmation_is_requested_again() -> None:
     ask = asking("e", 0, 1, 1, takes_over_slot=True, provisional=True)
-    _, sheet = provisional(EMPTY, 1)
-    _, sheet = provisional(sheet, 2)
-    _, free = quota.undo_admission(sheet, "e", 2, acquired=False)
+    _, state = provisional(EMPTY, 1)
+    _, state = provisional(state, 2)
+    _, free = quota.undo_admission(state, "e", 2, acquired=False)
     _, full = quota.admit(free, asking("other", 0, 1, 3), NOW)
 
-    confirmed, sheet = quota.confirm(free, ask, NOW, acquired=True)
-    assert (confirmed, active(sheet)) == (limit_answers.Admitted(), 1)
-    _, sheet = quota.undo_admission(sheet, "e", 9, acquired=False)
-    assert active(sheet) == 1
+    confirmed, state = quota.confirm(free, ask, NOW, acquired=True)
+    assert (confirmed, active(state)) == (limit_answers.Admitted(), 1)
+    _, state = quota.undo_admission(state, "e", 9, acquired=False)
+    assert active(state) == 1
     assert quota.confirm(full, ask, NOW, acquired=True) == (limit_answers.ConcurrencyExceeded(), full)
 
 
 def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewhere() -> None:
-    _, sheet = quota.admit(EMPTY, asking("e", 0, 1, 1), NOW)
-    again, sheet = provisional(sheet, 2)
+    _, state = quota.admit(EMPTY, asking("e", 0, 1, 1), NOW)
+    again, state = provisional(state, 2)
 
-    _, sheet = quota.undo_admission(sheet, "e", 2, acquired=False)
+    _, state = quota.undo_admission(state, "e", 2, acquired=False)
 
-    assert (again, active(sheet)) == (limit_answers.AlreadyAdmitted(), 1)
+    assert (again, active(state)) == (limit_answers.AlreadyAdmitted(), 1)
 
 
-def test_what_became_of_an_admitted_row_says_whether_its_slot_is_left_over() -> None:
+def test_the_state_of_an_admitted_row_decides_whether_its_slot_is_orphaned() -> None:
     row = execution("e", replay_count=1)
     over = replace(row, lifecycle_phase=LifecyclePhase.TERMINAL)
     held_up = replace(row, eligibility_state=EligibilityState.BLOCKED_BY_QUOTA)

@@ -1,4 +1,4 @@
-"""Capabilities: what may be required and offered, and who fits whom."""
+"""Capabilities: which may be required and offered, and which workers match."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens(count: int, length: int) -> list[str]:
     return [f"{number:0{length}d}" for number in range(count)]
 
 
-# What an execution requires
+# Requirements of an execution
 
 
 @pytest.mark.spec("EX-014")
@@ -65,17 +65,17 @@ def test_routing_requirements_must_be_an_object(routing: object) -> None:
 
 
 @pytest.mark.spec("EX-014")
-def test_other_alphabets_are_welcome() -> None:
+def test_tokens_of_other_alphabets_are_allowed() -> None:
     assert required_capabilities(policy(["东京-gpu"])) == "东京-gpu"
 
 
-def test_elements_are_checked_one_by_one_before_the_list_is_measured() -> None:
+def test_elements_are_validated_one_by_one_before_the_size_of_the_list() -> None:
     with pytest.raises(InvalidCapabilities, match="required:empty_token"):
         required_capabilities(policy([*tokens(300, 3), "", "a,b"]))
 
 
 def test_256_tokens_and_4096_bytes_are_still_allowed() -> None:
-    assert required_capabilities(policy(tokens(256, 15))).count(",") == 255  # 256 × 16 − 1 = 4095 bytes
+    assert required_capabilities(policy(tokens(256, 15))).count(",") == 255  # 256 × 16 - 1 = 4095 bytes
     assert required_capabilities(policy(["x" * 4096]))
 
     with pytest.raises(InvalidCapabilities, match="required:too_many_tokens"):
@@ -92,17 +92,17 @@ def test_no_requirement_stores_nothing(nothing: dict[str, object]) -> None:
 
 
 @given(st.lists(TOKENS, max_size=20))
-def test_a_requirement_is_kept_sorted_by_bytes_each_token_once(required: list[str]) -> None:
+def test_a_requirement_is_stored_sorted_by_bytes_without_duplicates(required: list[str]) -> None:
     kept = required_capabilities(policy(required))
 
     assert kept.encode() == b",".join(sorted({token.encode() for token in required}))
 
 
-# What a worker offers
+# Offers of a worker
 
 
 @pytest.mark.parametrize("offer", [[], ["gpu"], ["东京-gpu", "GPU"], tokens(256, 15), ["x" * 4096]])
-def test_a_worker_may_offer_any_plain_tokens(offer: list[str]) -> None:
+def test_a_worker_may_offer_any_valid_tokens(offer: list[str]) -> None:
     assert check_offer(offer) is None
 
 
@@ -110,11 +110,11 @@ def test_a_worker_may_offer_any_plain_tokens(offer: list[str]) -> None:
     "offer",
     [[""], ["a,b"], ["a b"], ["a\u00a0b"], ["a\u2003"], ["\x07"], ["\x85"], tokens(257, 3), ["x" * 4097], ["\ud800"]],
 )
-def test_blank_control_or_endless_offers_are_invalid_input(offer: list[str]) -> None:
+def test_blank_control_or_overlong_offers_are_invalid_input(offer: list[str]) -> None:
     assert isinstance(check_offer(offer), InvalidInput)
 
 
-def test_a_list_presented_for_a_grant_is_measured_without_its_stray_commas() -> None:
+def test_a_list_presented_for_a_grant_is_measured_without_stray_commas() -> None:
     assert check_presented("") is None
     assert check_presented(",,gpu,, ,cuda,") is None
     assert check_presented(",".join(tokens(256, 3)) + ",,,") is None
@@ -141,14 +141,12 @@ def test_a_list_presented_for_a_grant_is_measured_without_its_stray_commas() -> 
         (None, set(), ""),
     ],
 )
-def test_a_worker_fits_when_it_offers_all_that_is_required(
-    required: str | None, offered: set[str], lacking: str
-) -> None:
+def test_a_worker_matches_if_it_offers_all_requirements(required: str | None, offered: set[str], lacking: str) -> None:
     assert missing(required, offered) == lacking
     assert covers(required, offered) is (lacking == "")
 
 
-def test_a_requirement_of_a_rare_space_is_still_a_requirement() -> None:
+def test_a_token_with_an_unusual_space_is_still_a_requirement() -> None:
     kept = required_capabilities(policy(["\u2003"]))
 
     assert not covers(kept, frozenset())

@@ -1,4 +1,4 @@
-"""What a claim costs its fairness key, whether or not it was its turn."""
+"""What a claim costs its fairness key, in turn or out of turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_claims_in_turn_cost_what_the_plan_says(
     assert charge(rows, turns, NOW, picks, cut=cut) == after
 
 
-def test_a_key_that_was_passed_by_is_next() -> None:
+def test_a_key_that_was_skipped_is_next() -> None:
     rows = [row("a1", "a", age=9), row("a2", "a", age=8), row("b1", "b", age=7)]
 
     turns = charge(rows, {}, NOW, [rows[2]], cut={"b"})
@@ -40,7 +40,7 @@ def test_a_key_that_was_passed_by_is_next() -> None:
     ]
 
 
-def test_a_key_alone_pays_nothing() -> None:
+def test_a_single_key_is_charged_nothing() -> None:
     only = row("a1", "a")
     assert charge([only], {"a": 3}, NOW, [only]) == {"a": 3}
 

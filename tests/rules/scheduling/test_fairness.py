@@ -1,4 +1,4 @@
-"""Turns: in which order waiting work is claimed."""
+"""Fairness: the order in which waiting executions are claimed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling import queue
 from flowfabric.rules.scheduling.fairness import effective_priority, fair_order
-from tests.stores.samples import execution
+from tests.stores.sample_rows import execution
 
 NOW = 1_700_000_000_000
 
@@ -20,7 +20,7 @@ NOW = 1_700_000_000_000
 def row(
     name: str, key: str = "", *, weight: int = 1, priority: int = 0, age: int = 0, ageing: int | None = None
 ) -> Any:
-    """A waiting row."""
+    """Return a waiting row."""
     terms = Terms(fairness_key=key or None, fairness_weight=weight, ageing=ageing)
     created = NOW - age
     return execution(
@@ -37,7 +37,7 @@ def names(rows: list[Execution]) -> list[str]:
     return [one.execution_id for one in rows]
 
 
-def test_without_keys_it_goes_by_priority_then_age_then_name() -> None:
+def test_without_keys_the_order_is_priority_then_age_then_id() -> None:
     rows = [row("c", age=1), row("a", age=1), row("old", age=9), row("urgent", priority=1)]
 
     picks, _ = fair_order(rows, {}, NOW, 9)
@@ -45,7 +45,7 @@ def test_without_keys_it_goes_by_priority_then_age_then_name() -> None:
     assert names(picks) == ["urgent", "old", "a", "c"]
 
 
-def test_a_flood_of_one_key_does_not_hold_up_another() -> None:
+def test_a_flood_of_one_key_does_not_delay_another() -> None:
     flood = [row(f"a{n:03}", "a", age=1000 - n) for n in range(100)]
     late = [row(f"b{n}", "b") for n in range(3)]
 
@@ -63,7 +63,7 @@ def test_weights_share_the_claims() -> None:
     assert "bb" not in "".join(one.execution_id[0] for one in picks), "the turns are spread evenly"
 
 
-def test_turns_go_on_where_the_last_claim_left_them() -> None:
+def test_turns_continue_where_the_last_claim_stopped() -> None:
     rows = [row(f"{key}{n:03}", key, weight=weight) for key, weight in (("a", 3), ("b", 1)) for n in range(100)]
     turns: dict[str, int] = {}
     picked = []
@@ -75,7 +75,7 @@ def test_turns_go_on_where_the_last_claim_left_them() -> None:
     assert Counter(picked) == {"a": 30, "b": 10}
 
 
-def test_priority_comes_before_turns() -> None:
+def test_priority_takes_precedence_over_turns() -> None:
     rows = [row(f"a{n}", "a", priority=5) for n in range(3)] + [row(f"b{n}", "b", priority=4) for n in range(3)]
 
     picks, _ = fair_order(rows, {}, NOW, 6)
@@ -83,7 +83,7 @@ def test_priority_comes_before_turns() -> None:
     assert [one.execution_id[0] for one in picks] == ["a", "a", "a", "b", "b", "b"]
 
 
-def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> None:
+def test_ageing_raises_a_priority_by_one_step_per_interval_of_waiting() -> None:
     assert [effective_priority(row("x", priority=2, age=age, ageing=100), NOW) for age in (0, 99, 100, 250)] == [
         2,
         2,
@@ -96,7 +96,7 @@ def test_ageing_raises_a_priority_by_one_step_for_each_length_of_waiting() -> No
     )
 
 
-def test_a_plan_ends_where_a_row_that_was_not_read_might_be_next() -> None:
+def test_a_plan_stops_where_an_unloaded_row_might_be_next() -> None:
     rows = [row(f"{key}{n}", key) for key in "abc" for n in range(2)]
 
     picks, turns = fair_order(rows, {}, NOW, 9, truncated={"b"})
@@ -136,8 +136,8 @@ def test_a_plan_is_a_selection_in_order_within_each_key(given: list[tuple[str, i
     )
 
 
-def told_plainly(rows: list[Any], turns: dict[str, int], limit: int) -> tuple[list[str], dict[str, int]]:
-    """The same as a plan, one turn after the other for all keys."""
+def naive_plan(rows: list[Any], turns: dict[str, int], limit: int) -> tuple[list[str], dict[str, int]]:
+    """Return the same as a plan, computed one turn after the other for all keys."""
     left = sorted(rows, key=lambda one: (one.rank, one.execution_id))
     in_hand = {one.line.fairness_key: turns.get(one.line.fairness_key, 0) for one in left}
     picks: list[str] = []
@@ -160,7 +160,7 @@ AGED = st.tuples(KEYS, st.integers(1, 4), st.integers(0, 2), st.integers(0, 50),
 
 
 @given(st.lists(AGED, max_size=30), st.dictionaries(KEYS, st.integers(-9, 9)), st.integers(0, 40))
-def test_a_plan_gives_the_turns_that_it_would_give_one_by_one(
+def test_a_plan_equals_one_turn_at_a_time(
     given: list[tuple[str, int, int, int, int | None]], turns: dict[str, int], limit: int
 ) -> None:
     rows = [
@@ -170,4 +170,4 @@ def test_a_plan_gives_the_turns_that_it_would_give_one_by_one(
 
     picks, after = fair_order(rows, turns, NOW, limit)
 
-    assert (names(picks), after) == told_plainly(rows, turns, limit)
+    assert (names(picks), after) == naive_plan(rows, turns, limit)

@@ -1,4 +1,4 @@
-"""The registry, record by record: what is said of a worker holds while it is as live, or as lapsed, as it was seen."""
+"""The worker registry record by record: a decision holds while the worker is as live or expired as it was loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STANDS: dict[str, tuple[Decision[Any], int | None, int | None, int | None]] = {
 
 
 @pytest.mark.parametrize(("decision", "revision", "not_before", "not_after"), STANDS.values(), ids=STANDS.keys())
-def test_what_is_said_of_a_worker_stands_on_the_record_and_on_its_time(
+def test_a_worker_change_guards_the_record_and_its_time(
     decision: Decision[Any], revision: int | None, not_before: int | None, not_after: int | None
 ) -> None:
     change = decision.change
@@ -42,7 +42,7 @@ def test_what_is_said_of_a_worker_stands_on_the_record_and_on_its_time(
     assert (told.event_at_ms, told.expires_at) == (NOW, NOW + 7 * DAY_MS)
 
 
-def test_a_worker_that_lapsed_begins_anew_and_a_live_one_goes_on() -> None:
+def test_an_expired_worker_registers_anew_and_a_live_one_continues() -> None:
     def entered(row: RegisteredWorker | None) -> RegisteredWorker:
         change = workers.register(row, ASK, NOW).change
         assert change is not None
@@ -58,7 +58,7 @@ def test_a_worker_that_lapsed_begins_anew_and_a_live_one_goes_on() -> None:
         assert (one.last_heartbeat_ms, one.lapses_at) == (NOW, NOW + 1000)
 
 
-def test_a_beat_moves_nothing_but_the_time() -> None:
+def test_a_heartbeat_changes_only_the_time() -> None:
     change = workers.heartbeat(LIVE, "wa-1", NOW).change
 
     assert change is not None
@@ -66,13 +66,13 @@ def test_a_beat_moves_nothing_but_the_time() -> None:
 
 
 @pytest.mark.parametrize("row", [None, LAPSED, LONG_GONE])
-def test_a_worker_that_is_not_there_neither_beats_nor_dies(row: RegisteredWorker | None) -> None:
+def test_an_unknown_worker_neither_beats_nor_is_marked_dead(row: RegisteredWorker | None) -> None:
     assert workers.heartbeat(row, "wa-1", NOW) == Decision(NotRegistered("wa-1"))
     assert workers.mark_dead(row, "wa-1", "gone", NOW) == Decision(NotRegistered("wa-1"))
 
 
 @pytest.mark.parametrize("row", [None, LIVE, LAPSED])
-def test_only_a_record_whose_time_is_past_is_swept(row: RegisteredWorker | None) -> None:
+def test_only_an_expired_record_is_swept(row: RegisteredWorker | None) -> None:
     assert workers.remove_expired(row, NOW) == Decision(False)
     swept = workers.remove_expired(LONG_GONE, NOW).change
     assert swept is not None

@@ -1,4 +1,4 @@
-"""Tokens of the API: when one is good, and what a repeated change does."""
+"""API tokens: when one is valid, and what a repeated change does."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def with_(**fields: object) -> ApiToken:
         (with_(previous_digest="d0", previous_until=5, revoked_at=1), "d0", 4, False),
     ],
 )
-def test_a_token_is_good_in_its_time(row: ApiToken, digest: str, now: int, good: bool) -> None:
+def test_a_token_is_valid_between_its_instants(row: ApiToken, digest: str, now: int, good: bool) -> None:
     assert api_tokens.is_valid(row, digest, now) is good
 
 
-def test_what_a_token_is_good_for_is_read_back() -> None:
+def test_the_scopes_of_a_token_are_read_back() -> None:
     assert api_tokens.scopes_of(ROW) == {ApiScope.READ, ApiScope.SUBMIT}
     assert api_tokens.namespaces_of(ROW) == frozenset({"a"})
     assert api_tokens.namespaces_of(with_(namespaces=None)) is None
 
 
-def test_a_change_whose_answer_got_lost_is_found_done() -> None:
+def test_a_change_whose_reply_was_lost_is_recognised() -> None:
     made = api_tokens.create(
         ROW, token_id="t", name="ci", scopes=frozenset(ApiScope), namespaces=None, digest="d1", expires_in_ms=None
     )
@@ -50,7 +50,7 @@ def test_a_change_whose_answer_got_lost_is_found_done() -> None:
     assert (again.answer, again.change) == (False, None)
 
 
-def test_what_is_not_there_or_revoked_is_not_found() -> None:
+def test_a_missing_or_revoked_token_is_not_found() -> None:
     for decision in (api_tokens.rotate(None, "d", 0), api_tokens.rotate(with_(revoked_at=1), "d", 0)):
         with pytest.raises(NotFound):
             decision.unwrap(0)
@@ -58,5 +58,5 @@ def test_what_is_not_there_or_revoked_is_not_found() -> None:
         api_tokens.revoke(None).unwrap(0)
 
 
-def test_no_digest_shows_itself() -> None:
+def test_no_digest_is_printed() -> None:
     assert "d1" not in repr(ROW)

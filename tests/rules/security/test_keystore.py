@@ -1,4 +1,4 @@
-"""Keys, grant keys and waitpoint tokens: the published digests, the keystore's life, every refusal."""
+"""Keys, grant keys and waitpoint tokens: the published digests, the life cycle of the keystore, every refusal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def key(kid: str, secret: str, expires_at: int | None = None, *, current: bool |
 
 
 def after(keys: SigningKeys, decision: KeyDecision) -> list[SigningKey]:
-    """The keystore once a decision is written."""
+    """Return the keystore once a decision is written."""
     assert not isinstance(decision.answer, FabricError)
     rows = {row.kid: row for row in keys if row.kid not in decision.drop}
     rows.update({row.kid: row for row in decision.put})
@@ -143,7 +143,7 @@ def test_a_current_key_that_lost_its_secret_is_repaired() -> None:
 
 
 @pytest.mark.spec("SS-028")
-def test_a_rotation_drops_the_keys_whose_time_is_over() -> None:
+def test_a_rotation_drops_expired_keys() -> None:
     keys = [
         key("over", A, NOW - 1),
         key("last moment", A, NOW),
@@ -158,7 +158,7 @@ def test_a_rotation_drops_the_keys_whose_time_is_over() -> None:
     assert set(decision.drop) == {"over", "unreadable", "never"}
 
 
-def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
+def test_a_rotation_drops_expired_keys_when_no_key_signs() -> None:
     assert rotate_key([key("over", A, NOW - 1)], "k", C, 0, NOW) == KeyDecision(
         KeyRotated(None, "k", 1), put=(key("k", C),), drop=("over",)
     )
@@ -184,7 +184,7 @@ def test_a_rotation_drops_them_where_no_key_signs_any_more_too() -> None:
         ("k", A, True, InvalidGraceMs),
     ],
 )
-def test_a_rotation_with_wrong_arguments_is_refused(
+def test_a_rotation_with_invalid_arguments_is_refused(
     kid: str, secret: str, grace: float, refused: type[FabricError]
 ) -> None:
     decision = rotate_key([], kid, secret, grace, NOW)
@@ -206,7 +206,7 @@ def test_an_empty_keystore_lists_nothing_and_signs_nothing() -> None:
     assert isinstance(keystore.grant_signer([], "claim_for_worker"), Unavailable)
 
 
-def test_a_spoilt_secret_signs_nothing() -> None:
+def test_a_corrupt_secret_signs_nothing() -> None:
     assert keystore.waitpoint_signer([key("k1", "xyz")]) == Corruption("invalid_secret")
     assert keystore.grant_signer([key("k1", "")], "claim") == Corruption("invalid_secret")
     assert keystore.waitpoint_signer([key("k1", A)]) == keystore.grant_signer([key("k1", A)], "claim") == key("k1", A)
@@ -269,7 +269,7 @@ def test_a_genuine_key_verifies(reclaim: bool) -> None:
 
 @pytest.mark.spec("EX-030")
 @pytest.mark.parametrize(("worker", "instance"), [("worker-b", "inst-1"), ("worker-a", "inst-2")])
-def test_another_worker_or_instance_breaks_the_signature(worker: str, instance: str) -> None:
+def test_another_worker_or_instance_invalidates_the_signature(worker: str, instance: str) -> None:
     grant_key = signed()
 
     fault = verify_grant(grant_key, stored(grant_key, worker, instance), [GRANT_SECRET], NOW)
@@ -288,14 +288,14 @@ def test_another_worker_or_instance_breaks_the_signature(worker: str, instance: 
         (CLAIM_DIGEST, RECLAIM_DIGEST),
     ],
 )
-def test_any_change_to_the_key_breaks_the_signature(part: str, other: str) -> None:
+def test_any_change_to_the_key_invalidates_the_signature(part: str, other: str) -> None:
     grant_key = signed().replace(part, other, 1)
 
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], NOW) is GrantFault.SIGNATURE_MISMATCH
 
 
 @pytest.mark.spec("EX-030")
-def test_an_unknown_kid_is_told_apart() -> None:
+def test_an_unknown_kid_is_reported_as_such() -> None:
     grant_key = signed()
 
     assert verify_grant(grant_key, stored(grant_key), [], NOW) is GrantFault.UNKNOWN_KID
@@ -304,7 +304,7 @@ def test_an_unknown_kid_is_told_apart() -> None:
 
 @pytest.mark.spec("EX-030")
 @pytest.mark.parametrize(("now", "fault"), [(EXPIRES - 1, None), (EXPIRES, "expired"), (EXPIRES + 1, "expired")])
-def test_a_key_is_good_until_its_end_and_not_at_it(now: int, fault: str | None) -> None:
+def test_a_key_is_valid_before_its_expiry_and_not_at_it(now: int, fault: str | None) -> None:
     grant_key = signed()
 
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], now) == fault
@@ -319,7 +319,7 @@ def test_a_key_signed_before_a_rotation_still_verifies(grace_ms: int) -> None:
     assert verify_grant(grant_key, stored(grant_key), keys, NOW + 1) is None
 
 
-def test_a_grant_that_is_gone_or_superseded_is_unknown() -> None:
+def test_a_deleted_or_superseded_grant_is_unknown() -> None:
     grant_key, other = signed(), signed(reclaim=True)
 
     assert verify_grant(grant_key, None, [GRANT_SECRET], NOW) is GrantFault.UNKNOWN_GRANT
@@ -330,12 +330,12 @@ def test_a_grant_that_is_gone_or_superseded_is_unknown() -> None:
     "grant_key",
     ["", "pg:", "k1:abc", signed() + "0", signed()[1:], signed().upper(), signed() + "\n", f"x{signed()}"],
 )
-def test_what_does_not_look_like_a_grant_key_is_malformed(grant_key: str) -> None:
+def test_a_text_of_another_form_is_a_malformed_grant_key(grant_key: str) -> None:
     assert verify_grant(grant_key, stored(grant_key), [GRANT_SECRET], NOW) is GrantFault.MALFORMED
 
 
 @given(st.text())
-def test_no_text_that_was_not_signed_verifies(text: str) -> None:
+def test_no_unsigned_text_verifies(text: str) -> None:
     assert verify_grant(text, stored(text), [GRANT_SECRET], NOW) is GrantFault.MALFORMED
 
 
@@ -372,12 +372,12 @@ def test_the_published_token_is_minted_and_verified() -> None:
         ("zz:" + "0" * 64, "invalid_token"),
     ],
 )
-def test_bad_tokens(token: str, detail: str) -> None:
+def test_an_invalid_token_is_refused(token: str, detail: str) -> None:
     assert verify(token) == InvalidToken(detail)
 
 
 @pytest.mark.spec("SS-027")
-def test_a_waitpoint_that_is_not_there_is_refused_like_a_wrong_signature() -> None:
+def test_a_missing_waitpoint_is_refused_like_a_wrong_signature() -> None:
     wrong = verify("k1:" + "0" * 64)
 
     assert verify(TOKEN, owner=None, stored=None) == wrong
@@ -396,7 +396,7 @@ def test_boundary_of_grace() -> None:
 
 
 @pytest.mark.spec("SS-028")
-def test_a_token_of_a_dropped_key_is_merely_invalid() -> None:
+def test_a_token_of_a_dropped_key_is_invalid() -> None:
     keys = after([TOKEN_SECRET], rotate_key([TOKEN_SECRET], "k2", A, 1000, NOW))
     assert verify(TOKEN, keys, NOW + 1001) == InvalidToken("token_expired")
     assert list_kids(keys, NOW + 1001) == KeyIds("k2", ())
@@ -406,7 +406,7 @@ def test_a_token_of_a_dropped_key_is_merely_invalid() -> None:
     assert verify(TOKEN, after(keys, again), NOW + 1001) == InvalidToken("invalid_token")
 
 
-def test_a_retired_key_without_a_readable_end_no_longer_verifies() -> None:
+def test_a_retired_key_without_a_readable_expiry_does_not_verify() -> None:
     keys = [msgspec.structs.replace(TOKEN_SECRET, current=False), key("k2", A)]
 
     assert verify(TOKEN, keys) == InvalidToken("token_expired")
@@ -429,7 +429,7 @@ def test_no_other_text_is_ever_accepted(kid: str, digest: str) -> None:
         assert token == TOKEN or verify(token) is not None
 
 
-def test_a_token_shows_itself_only_when_asked() -> None:
+def test_a_token_is_printed_only_on_request() -> None:
     token = WaitpointToken(TOKEN)
 
     assert f"{token} {token!r}" == "k1:<REDACTED:len=64> k1:<REDACTED:len=64>"

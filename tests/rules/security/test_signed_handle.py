@@ -1,4 +1,4 @@
-"""Signed handles: which key signs, which verify, and that no other signature of the keystore passes for one."""
+"""Signed handles: which key signs, which keys verify, and that no other signature of the keystore is accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def retired(key: SigningKey, until: int | None) -> SigningKey:
     return SigningKey(key.kid, key.secret_hex, current=False, expires_at=until)
 
 
-def test_a_signature_is_the_hmac_of_kind_and_bytes_under_a_key_of_its_own() -> None:
+def test_a_signature_is_the_hmac_of_kind_and_bytes_under_a_derived_key() -> None:
     own = hmac.digest(b"\xaa" * 32, PURPOSE, hashlib.sha256)
 
     assert signed(A).signature == hmac.digest(own, b"Fresh\0" + HANDLE.opaque, hashlib.sha256)
@@ -48,7 +48,7 @@ def test_the_current_key_signs_and_every_key_in_its_grace_verifies() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HandleKind if kind is not HandleKind.FRESH])
-def test_a_signature_holds_for_one_kind_only(kind: HandleKind) -> None:
+def test_a_signature_is_valid_for_one_kind_only(kind: HandleKind) -> None:
     other = Handle(HANDLE.backend, kind, HANDLE.opaque, signed(A).signature)
 
     assert not is_signed_handle(handle_keys([A]), other, NOW)
@@ -61,15 +61,15 @@ def test_a_short_key_of_an_old_deployment_signs_and_verifies() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "<sealed>", "abc"])
-def test_a_secret_that_cannot_be_read_signs_and_verifies_nothing(secret: str) -> None:
+def test_an_unreadable_secret_signs_and_verifies_nothing(secret: str) -> None:
     keys = handle_keys([SigningKey("k1", secret, current=True)])
 
     assert (keys.signing, keys.verifying) == (None, ())
     assert not is_signed_handle(keys, signed(A), NOW)
 
 
-def test_tokens_and_grant_keys_are_no_signatures_of_handles() -> None:
-    """Not even when the text that they sign is the message of a handle."""
+def test_tokens_and_grant_keys_are_not_accepted_as_handle_signatures() -> None:
+    """This holds even if the text that they sign is the message of a handle."""
     token = mint_token(A, "Fresh", HANDLE.opaque.decode("latin-1")).partition(":")[2]
     grant = sign_grant(A, EXECUTION, worker_id="w", worker_instance_id="i", expires_at=NOW)  # type: ignore[arg-type]
     raw = hmac.digest(b"\xaa" * 32, b"Fresh\0" + HANDLE.opaque, hashlib.sha256)
@@ -78,7 +78,7 @@ def test_tokens_and_grant_keys_are_no_signatures_of_handles() -> None:
         assert not is_signed_handle(handle_keys([A]), shown, NOW)
 
 
-def test_keys_do_not_print_what_they_sign_with() -> None:
+def test_keys_do_not_print_their_secrets() -> None:
     keys = handle_keys([A])
 
     assert keys.signing is not None

@@ -1,4 +1,4 @@
-"""Frames: whatever the clock does and however they are batched, ids grow and exactly the newest are kept."""
+"""Frames: ids grow and exactly the newest frames are kept, whatever the clock and the batches."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def ask(mode: FrameMode = FrameMode.DURABLE, payload: bytes = b"{}", **given: An
     )
 
 
-class Shelf:
-    """A stream with its rows, as a store would keep them."""
+class StoredStream:
+    """A stream with its rows, as a store keeps them."""
 
     def __init__(self) -> None:
         self.stream: Stream | None = None
@@ -103,50 +103,50 @@ batches = st.lists(st.tuples(st.lists(modes, min_size=1, max_size=200), st.integ
 @settings(deadline=None, max_examples=60)
 @given(batches)
 def test_ids_grow_and_exactly_the_newest_frames_are_kept(played: list[tuple[list[FrameMode], int]]) -> None:
-    shelf, now, kept, told = Shelf(), 1000, list[int](), list[Appended]()
+    stored, now, kept, told = StoredStream(), 1000, list[int](), list[Appended]()
     for asked, passed in played:
         now = max(1, now + passed)
-        answers = shelf.append([ask(mode, ttl_ms=60_000) for mode in asked], now)
+        answers = stored.append([ask(mode, ttl_ms=60_000) for mode in asked], now)
         told += [answer for answer in answers if isinstance(answer, Appended)]
-        assert shelf.stream is not None
+        assert stored.stream is not None
         for mode in asked:
             kept.append(len(kept) + 1 if not kept else kept[-1] + 1)
-            limit = append_rules.MAX_KEPT_FRAMES.get(mode, shelf.stream.maxlen_applied_last or 64)
+            limit = append_rules.MAX_KEPT_FRAMES.get(mode, stored.stream.maxlen_applied_last or 64)
             if mode is not FrameMode.BEST_EFFORT:
                 kept = kept[-limit:]
         if FrameMode.BEST_EFFORT not in asked:
-            assert shelf.visible[-len(kept) :] == kept
+            assert stored.visible[-len(kept) :] == kept
     ids = [tuple(map(int, one.stream_id.split("-"))) for one in told]
     assert ids == sorted(set(ids))
     assert [one.frame_count for one in told] == list(range(1, len(told) + 1))
-    assert len(shelf.frames) <= len(shelf.visible) + append_rules.PAGE
-    order = sorted(shelf.frames.values(), key=lambda frame: (frame.ms, frame.seq))
+    assert len(stored.frames) <= len(stored.visible) + append_rules.PAGE
+    order = sorted(stored.frames.values(), key=lambda frame: (frame.ms, frame.seq))
     assert [frame.number for frame in order] == sorted(frame.number for frame in order)
     assert [frame.page for frame in order] == sorted(frame.page for frame in order)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=1500), st.integers(0, 1500))
-def test_the_page_of_a_cursor_lies_at_or_before_what_follows_it(pauses: list[int], place: int) -> None:
-    shelf, now = Shelf(), 1000
+def test_the_page_of_a_cursor_is_at_or_before_the_following_frames(pauses: list[int], place: int) -> None:
+    stored, now = StoredStream(), 1000
     for pause in pauses:
         now += pause
-        shelf.append([ask()], now)
-    assert shelf.stream is not None
-    order = sorted(shelf.frames.values(), key=lambda frame: (frame.ms, frame.seq))
+        stored.append([ask()], now)
+    assert stored.stream is not None
+    order = sorted(stored.frames.values(), key=lambda frame: (frame.ms, frame.seq))
     cursor = order[min(place, len(order) - 1)]
 
-    page = first_page(shelf.stream, StreamPosition(cursor.ms, cursor.seq))
+    page = first_page(stored.stream, StreamPosition(cursor.ms, cursor.seq))
 
     after = [frame for frame in order if (frame.ms, frame.seq) > (cursor.ms, cursor.seq)]
     start = (page, cursor.ms, cursor.seq)
     assert [frame for frame in order if (frame.page, frame.ms, frame.seq) > start] == after
 
 
-def test_a_refused_frame_does_not_disturb_its_neighbours() -> None:
-    shelf = Shelf()
+def test_a_refused_frame_does_not_affect_its_neighbours() -> None:
+    stored = StoredStream()
 
-    first, bad, last = shelf.append([ask(FrameMode.SUMMARY), ask(FrameMode.SUMMARY, b"[1]"), ask()], 1000)
+    first, bad, last = stored.append([ask(FrameMode.SUMMARY), ask(FrameMode.SUMMARY, b"[1]"), ask()], 1000)
 
     assert isinstance(first, Appended)
     assert isinstance(bad, FabricError)
@@ -155,27 +155,27 @@ def test_a_refused_frame_does_not_disturb_its_neighbours() -> None:
 
 
 def test_a_corrupt_document_refuses_summaries_and_nothing_else() -> None:
-    shelf = Shelf()
-    shelf.append([ask(FrameMode.SUMMARY)], 1000)
-    assert shelf.summary is not None
-    shelf.summary = msgspec.structs.replace(shelf.summary, document="{broken")
+    stored = StoredStream()
+    stored.append([ask(FrameMode.SUMMARY)], 1000)
+    assert stored.summary is not None
+    stored.summary = msgspec.structs.replace(stored.summary, document="{broken")
 
-    summary, durable = shelf.append([ask(FrameMode.SUMMARY), ask()], 1001)
+    summary, durable = stored.append([ask(FrameMode.SUMMARY), ask()], 1001)
 
     assert isinstance(summary, FabricError)
     assert summary.kind == "corruption"
     assert isinstance(durable, Appended)
-    assert shelf.summary.document == "{broken"
+    assert stored.summary.document == "{broken"
 
 
-def test_settings_that_make_no_sense_are_the_defaults() -> None:
+def test_invalid_settings_fall_back_to_the_defaults() -> None:
     sane = BestEffort(ttl_ms=10, maxlen_floor=0, maxlen_ceiling=-5, ema_alpha=1.5).normalized
     assert (sane.maxlen_floor, sane.maxlen_ceiling, sane.ema_alpha) == (64, 16_384, 0.2)
     assert BestEffort(maxlen_floor=100, maxlen_ceiling=10).normalized.maxlen_ceiling == 100
     assert BestEffort(ema_alpha=1.0).normalized.ema_alpha == 1.0
 
 
-def test_an_execution_that_is_gone_has_no_stream() -> None:
+def test_a_purged_execution_has_no_stream() -> None:
     [answer] = append_rules.append_frames(None, None, None, [ask()], 1000).unwrap(1000)
 
     assert isinstance(answer, StreamClosed)

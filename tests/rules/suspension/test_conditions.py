@@ -1,4 +1,4 @@
-"""Conditions: their written form, and which signals meet them, told a second time."""
+"""Conditions: their encoding, and which signals satisfy them, compared with a naive model."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ arrivals = st.builds(
 
 
 def at_waitpoint(arrival: IncomingSignal) -> IncomingSignal:
-    """Each key has one waitpoint."""
+    """Return the arrival at the one waitpoint of its key."""
     return msgspec.structs.replace(arrival, waitpoint_id=f"wp-{arrival.waitpoint_key}")
 
 
 def met_by(condition: Condition, arrivals: list[IncomingSignal]) -> bool:
-    """Whether all these together meet the condition: no state, no order, only sets."""
+    """Return True if all these arrivals together satisfy the condition, by sets and without order or state."""
     match condition:
         case Single(waitpoint_key=key, matcher=matcher):
             return any(one.waitpoint_key == key and fits(matcher, one) for one in arrivals)
@@ -93,7 +93,7 @@ def identity(kind: CountKind, arrival: IncomingSignal) -> object:
 
 
 @given(conditions, st.lists(arrivals.map(at_waitpoint), max_size=8))
-def test_a_condition_is_met_by_the_very_signal_that_completes_it(
+def test_a_condition_is_satisfied_by_the_signal_that_completes_it(
     condition: Condition, arrived: list[IncomingSignal]
 ) -> None:
     progress: dict[str, list[str]] = {}
@@ -109,7 +109,7 @@ def test_a_condition_is_met_by_the_very_signal_that_completes_it(
 
 
 @given(conditions, st.permutations(range(4)), st.lists(arrivals.map(at_waitpoint), min_size=4, max_size=4))
-def test_the_order_of_signals_does_not_decide(
+def test_the_order_of_signals_does_not_matter(
     condition: Condition, order: list[int], arrived: list[IncomingSignal]
 ) -> None:
     def after(signals: list[IncomingSignal]) -> bool:
@@ -122,7 +122,7 @@ def test_the_order_of_signals_does_not_decide(
 
 
 @given(conditions, arrivals.map(at_waitpoint))
-def test_the_same_signal_twice_is_never_news(condition: Condition, arrival: IncomingSignal) -> None:
+def test_the_same_signal_twice_changes_nothing(condition: Condition, arrival: IncomingSignal) -> None:
     first, progress = apply_signal(condition, {}, arrival)
     second, after = apply_signal(condition, progress, arrival)
 
@@ -132,7 +132,7 @@ def test_the_same_signal_twice_is_never_news(condition: Condition, arrival: Inco
 
 
 @given(conditions)
-def test_what_is_written_is_read_again(condition: Condition) -> None:
+def test_an_encoded_condition_is_read_back(condition: Condition) -> None:
     assert decode_condition(encode_condition(condition)) == condition
     plain = msgspec.json.decode(encode_condition(condition))
     assert condition_to_builtins(condition) == plain
@@ -140,7 +140,7 @@ def test_what_is_written_is_read_again(condition: Condition) -> None:
         assert parse_condition(plain) == condition == parse_condition(condition)
 
 
-def test_the_written_forms_are_those_of_the_specification() -> None:
+def test_the_encodings_are_those_of_the_specification() -> None:
     count = Count(2, CountKind.DISTINCT_SOURCES, ("k",), ByName("approve"))
     assert condition_to_builtins(Single("k", ByName("go"))) == {
         "Single": {"waitpoint_key": "k", "matcher": {"ByName": "go"}}
@@ -188,7 +188,7 @@ def test_a_node_of_a_later_release_is_kept_and_never_true(stored: str) -> None:
     ],
     ids=str,
 )
-def test_a_count_with_a_part_that_is_none_is_no_condition(changed: dict[str, Any]) -> None:
+def test_a_count_with_an_invalid_part_is_no_condition(changed: dict[str, Any]) -> None:
     sound = {"kind": "Count", "n": 1, "count_kind": "DistinctSignals", "matcher": "Wildcard", "waitpoints": ["k"]}
     assert isinstance(parse_condition({"Composite": sound}), Count)
     stored = {"Composite": sound | changed}
@@ -198,7 +198,7 @@ def test_a_count_with_a_part_that_is_none_is_no_condition(changed: dict[str, Any
     assert decode_condition(msgspec.json.encode(stored).decode()) == UnknownCondition(stored)
 
 
-def test_a_signal_counts_when_it_was_kept_for_a_wait_or_brought_one_nearer_to_its_end() -> None:
+def test_a_signal_has_an_effect_if_it_was_stored_for_a_wait_or_advanced_one() -> None:
     effects = [value for name, value in vars(SignalEffect).items() if name.isupper()]
 
     counted = {effect for effect in effects if Accepted("s", effect).is_useful}
@@ -207,7 +207,7 @@ def test_a_signal_counts_when_it_was_kept_for_a_wait_or_brought_one_nearer_to_it
 
 
 @pytest.mark.parametrize("levels", [5, 17, 18, 400])
-def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> None:
+def test_a_condition_of_any_depth_is_parsed_and_refused_as_too_deep(levels: int) -> None:
     plain: Any = condition_to_builtins(Single("k"))
     for _ in range(levels):
         plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
@@ -218,7 +218,7 @@ def test_a_condition_of_any_depth_is_read_and_found_too_deep(levels: int) -> Non
     assert refused.detail == f"depth 5 exceeds cap 4 at path {'.'.join(['members[0]'] * 4)}"
 
 
-def test_names_and_keys_are_listed_as_they_are_met() -> None:
+def test_names_and_keys_are_listed_in_order_of_occurrence() -> None:
     tree = AllConditions(
         (
             Single("k", ByName("b")),
@@ -235,7 +235,7 @@ def test_names_and_keys_are_listed_as_they_are_met() -> None:
     assert required_names(Single("k"), "k") == []
 
 
-def test_sources_with_long_names_are_told_apart_and_cost_little() -> None:
+def test_sources_with_long_names_are_distinguished_at_low_cost() -> None:
     condition, long = Count(3, CountKind.DISTINCT_SOURCES, ("k",)), "x" * 60_000
     progress: Progress = {}
     told = []

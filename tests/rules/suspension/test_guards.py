@@ -1,6 +1,6 @@
-"""What the changes of waiting stand on: the sheet and the suspension as they were seen, and the time.
+"""The guards of suspension changes: the execution and the suspension as they were loaded, and the time.
 
-A signal that comes while its execution parks, a worker that parks while its signal comes: each is decided again.
+A signal that arrives while its execution parks, and a worker that parks while its signal arrives, are decided again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PENDING = Waitpoint(
 
 
 def suspended(behavior: TimeoutBehavior, *, on_gates: bool) -> Suspension:
-    """A suspension whose time was over a while ago."""
+    """Return a suspension whose timeout has passed."""
     return Suspension(
         execution_id=EXECUTION,
         partition=86,
@@ -64,8 +64,8 @@ def suspended(behavior: TimeoutBehavior, *, on_gates: bool) -> Suspension:
     )
 
 
-def stands_on(decision: Decision[Any], lease: LeaseCheck | None, root: int | None = 4) -> Change:
-    """The change, which stands on the sheet and on the suspension as they were seen."""
+def guarded_change(decision: Decision[Any], lease: LeaseCheck | None, root: int | None = 4) -> Change:
+    """Return the change after checking that it guards the execution and the suspension as they were loaded."""
     change = decision.change
     assert change is not None
     sheet = Guard(Execution, (EXECUTION,), 7, lease)
@@ -75,46 +75,46 @@ def stands_on(decision: Decision[Any], lease: LeaseCheck | None, root: int | Non
 
 @pytest.mark.parametrize("behavior", TimeoutBehavior)
 @pytest.mark.parametrize("on_gates", [False, True])
-def test_a_wait_is_over_on_what_was_seen_and_not_before_its_time(behavior: TimeoutBehavior, on_gates: bool) -> None:
+def test_a_timeout_guards_what_was_loaded_and_its_time(behavior: TimeoutBehavior, on_gates: bool) -> None:
     root = suspended(behavior, on_gates=on_gates)
 
-    change = stands_on(resume.expire_suspension(SUSPENDED, root, "sig", NOW), None)
+    change = guarded_change(resume.expire_suspension(SUSPENDED, root, "sig", NOW), None)
 
     assert (change.not_before, change.not_after) == (NOW - 2, None)
 
 
-def test_a_wait_is_resumed_by_hand_on_what_was_seen() -> None:
+def test_a_manual_resume_guards_what_was_loaded() -> None:
     root = suspended(TimeoutBehavior.FAIL, on_gates=False)
-    stands_on(resume.resume_execution(SUSPENDED, root, 0), None)
+    guarded_change(resume.resume_execution(SUSPENDED, root, 0), None)
 
 
 @pytest.mark.parametrize("names", [("g",), ("g", "late")])
-def test_a_worker_parks_on_what_was_seen_while_it_holds_its_lease(names: tuple[str, ...]) -> None:
+def test_a_park_guards_what_was_loaded_and_the_lease(names: tuple[str, ...]) -> None:
     decision = park_rules.park(
         HELD, ROOT, {}, names, suspension_id="s2", reason_code="x", fence=FENCE, holder=HOLDER, now=NOW
     )
-    stands_on(decision, LIVE)
+    guarded_change(decision, LIVE)
 
 
-def test_the_ends_of_children_are_taken_in_on_what_was_seen() -> None:
+def test_collecting_child_results_guards_what_was_loaded() -> None:
     ends = [ChildCompletion(EXECUTION, "c1", 0, "success", NOW), ChildCompletion(EXECUTION, "c2", 0, "success", NOW)]
     for found in (ends, ends[:1], [ChildCompletion(EXECUTION, "c9", 0, "success", NOW)]):
-        stands_on(gate_rules.deliver_child_completions(SUSPENDED, ROOT, found, NOW), None)
+        guarded_change(gate_rules.deliver_child_completions(SUSPENDED, ROOT, found, NOW), None)
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_worker_suspends_on_what_was_seen_and_on_a_pending_waitpoint_only_in_its_time(signalled: int) -> None:
+def test_a_suspend_guards_what_was_loaded_and_the_time_of_a_pending_waitpoint(signalled: int) -> None:
     place = msgspec.structs.replace(PENDING, signal_count=signalled)
     fresh = suspend_rules.SuspendRows(HELD, None, None, {}, [], [KEY])
     pending = suspend_rules.SuspendRows(HELD, ROOT, None, {W: place}, [], [KEY])
 
-    minted = stands_on(suspend_rules.suspend(fresh, _args(FreshWaitpoint(W, "k")), FENCE, None, NOW), LIVE, None)
-    activated = stands_on(suspend_rules.suspend(pending, _args(UsePendingWaitpoint(W)), FENCE, None, NOW), LIVE)
+    minted = guarded_change(suspend_rules.suspend(fresh, _args(FreshWaitpoint(W, "k")), FENCE, None, NOW), LIVE, None)
+    activated = guarded_change(suspend_rules.suspend(pending, _args(UsePendingWaitpoint(W)), FENCE, None, NOW), LIVE)
 
     assert (minted.not_after, activated.not_after) == (None, NOW + 4)
 
 
-def test_a_pending_waitpoint_ends_not_before_its_time() -> None:
+def test_a_pending_waitpoint_does_not_expire_before_its_time() -> None:
     place = msgspec.structs.replace(PENDING, expires_at=NOW - 1, pending_until=NOW - 1)
 
     change = waitpoint_rules.expire_pending(HELD, ROOT, place, NOW).change
@@ -137,20 +137,22 @@ STALE = IdempotencyRecord(EXECUTION, W, "d", NOW - 6, "first")
     ],
     ids=["any time", "pending", "pending, and known long ago", "pending, signed with a key that ends sooner"],
 )
-def test_a_signal_counts_on_what_was_seen_and_while_all_that_admits_it_lasts(
+def test_a_signal_guards_what_was_loaded_and_everything_that_admits_it(
     keys: list[SigningKey], kept: IdempotencyRecord | None, place: Waitpoint, bounds: tuple[int | None, int | None]
 ) -> None:
     decision = signals.deliver_signal(signals.SignalRows(HELD, ROOT, place, kept, keys), SIGNAL, NOW)
 
-    change = stands_on(decision, None)
+    change = guarded_change(decision, None)
     assert (change.not_before, change.not_after) == bounds
 
 
-def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_before() -> None:
+def test_each_signal_to_a_full_log_evicts_one_entry_whatever_was_evicted_before() -> None:
     place, ask = PENDING, msgspec.structs.replace(SIGNAL, signal_maxlen=2, max_signals_per_execution=0)
     left = []
     for _ in range(5):
-        change = stands_on(signals.deliver_signal(signals.SignalRows(HELD, ROOT, place, None, [KEY]), ask, NOW), None)
+        change = guarded_change(
+            signals.deliver_signal(signals.SignalRows(HELD, ROOT, place, None, [KEY]), ask, NOW), None
+        )
         [place] = [
             write.row for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, Waitpoint)
         ]
@@ -160,21 +162,21 @@ def test_each_signal_to_a_full_log_takes_one_entry_out_of_it_whatever_left_befor
 
 
 @pytest.mark.parametrize("kept", [None, STALE])
-def test_what_has_a_key_that_was_used_long_ago_is_done_again_only_when_that_is_over(
+def test_a_call_with_an_old_key_takes_effect_again_only_after_the_key_has_expired(
     kept: IdempotencyRecord | None,
 ) -> None:
     over = None if kept is None else NOW - 6
     scene = suspend_rules.SuspendRows(HELD, ROOT, kept, {W: PENDING}, [], [KEY])
     args = msgspec.structs.replace(_args(UsePendingWaitpoint(W)), idempotency_key="i")
 
-    suspends = stands_on(suspend_rules.suspend(scene, args, FENCE, None, NOW), LIVE)
-    sent = stands_on(mailbox.send_message(HELD, ROOT, kept, MAIL, NOW), None)
+    suspends = guarded_change(suspend_rules.suspend(scene, args, FENCE, None, NOW), LIVE)
+    sent = guarded_change(mailbox.send_message(HELD, ROOT, kept, MAIL, NOW), None)
 
     assert (suspends.not_before, sent.not_before) == (over, over)
 
 
 @pytest.mark.parametrize("root", [None, ROOT])
-def test_a_waitpoint_is_made_on_what_was_seen_while_the_lease_is_held(root: Suspension | None) -> None:
+def test_a_new_waitpoint_guards_what_was_loaded_and_the_lease(root: Suspension | None) -> None:
     asked: dict[str, Any] = {"waitpoint_id": W, "waitpoint_key": "k", "expires_in_ms": 5, "now": NOW}
 
     change = waitpoint_rules.create_waitpoint(HELD, root, [KEY], FENCE, 0, **asked).change
@@ -194,7 +196,7 @@ GONE_OR_NOT_DUE: list[tuple[Execution | None, Suspension | None, Waitpoint | Non
 
 
 @pytest.mark.parametrize(("sheet", "root", "place"), GONE_OR_NOT_DUE)
-def test_a_waitpoint_that_has_moved_on_since_it_was_found_is_let_be(
+def test_a_waitpoint_that_changed_since_it_was_selected_is_left_unchanged(
     sheet: Execution | None, root: Suspension | None, place: Waitpoint | None
 ) -> None:
     assert waitpoint_rules.expire_pending(sheet, root, place, NOW) == Decision(False)

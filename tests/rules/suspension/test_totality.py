@@ -1,4 +1,4 @@
-"""The rules of waiting look at any rows they are given, answer or refuse, and guard what they decided on."""
+"""The suspension rules answer or refuse any rows, and guard what they decided on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import SignalArgs
-from tests.rules.execution.test_totality import FENCES, INSTANTS, NOW, REACHING, ROWS, shown
+from tests.rules.execution.test_totality import FENCES, INSTANTS, NOW, REACHING, ROWS, presented_fence
 
 E = "{fp:86}:11111111-1111-4111-8111-111111111111"
 W = "22222222-2222-4222-8222-222222222222"
@@ -78,8 +78,8 @@ def roots(draw: st.DrawFn) -> Suspension:
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Waitpoint:
-    """Any waitpoint: pending, of a suspension, of a gate, closed by hand; of this execution or of another."""
+def waitpoints(draw: st.DrawFn) -> Waitpoint:
+    """Any waitpoint: pending, of a suspension, of a gate, closed manually; of this execution or of another."""
     expires = draw(INSTANTS)
     return Waitpoint(
         waitpoint_id=W,
@@ -132,8 +132,8 @@ Rule: TypeAlias = Callable[[Row, Root, Place, Fence], Decision[Any]]
 
 
 def _suspend(binding: Any, remembered: IdempotencyRecord | None = None) -> Rule:
-    def rule(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
-        found = {} if place is None else {W: place}
+    def rule(row: Row, root: Root, waitpoint: Place, fence: Fence) -> Decision[Any]:
+        found = {} if waitpoint is None else {W: waitpoint}
         scene = suspend_rules.SuspendRows(row, root, remembered, found, [], [KEY])
         return suspend_rules.suspend(scene, _args(binding), fence, None, NOW)
 
@@ -141,14 +141,14 @@ def _suspend(binding: Any, remembered: IdempotencyRecord | None = None) -> Rule:
 
 
 def _open(kind: GateKind, **given: Any) -> Rule:
-    def rule(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
+    def rule(row: Row, root: Root, waitpoint: Place, fence: Fence) -> Decision[Any]:
         scene = gate_rules.GateRows(row, root, ends=ENDS, keys=[KEY])
         return gate_rules.open_gate(scene, GateArgs(name="new", kind=kind, **given), fence, NOW)
 
     return rule
 
 
-def _park(row: Row, root: Root, place: Place, fence: Fence) -> Decision[Any]:
+def _park(row: Row, root: Root, waitpoint: Place, fence: Fence) -> Decision[Any]:
     return park_rules.park(
         row, root, {}, ("g",), suspension_id="s2", reason_code="x", fence=fence, holder=HOLDER, now=NOW
     )
@@ -158,61 +158,63 @@ RULES: dict[str, Rule] = {
     "suspend": _suspend(FreshWaitpoint(W, "k")),
     "suspend on pending": _suspend(UsePendingWaitpoint(W)),
     "suspend after the key's time": _suspend(FreshWaitpoint(W, "k"), IdempotencyRecord(E, "suspend", "d", NOW, "{}")),
-    "signal": lambda row, root, place, _: signals.deliver_signal(
-        signals.SignalRows(row, root, place, None, [KEY]), SIGNAL, NOW
+    "signal": lambda row, root, waitpoint, _: signals.deliver_signal(
+        signals.SignalRows(row, root, waitpoint, None, [KEY]), SIGNAL, NOW
     ),
-    "signal again": lambda row, root, place, _: signals.deliver_signal(
-        signals.SignalRows(row, root, place, KEPT, [KEY]), SIGNAL, NOW
+    "signal again": lambda row, root, waitpoint, _: signals.deliver_signal(
+        signals.SignalRows(row, root, waitpoint, KEPT, [KEY]), SIGNAL, NOW
     ),
-    "signal much later": lambda row, root, place, _: signals.deliver_signal(
-        signals.SignalRows(row, root, place, STALE, [KEY]), SIGNAL, NOW
+    "signal much later": lambda row, root, waitpoint, _: signals.deliver_signal(
+        signals.SignalRows(row, root, waitpoint, STALE, [KEY]), SIGNAL, NOW
     ),
-    "forge": lambda row, root, place, _: signals.deliver_signal(
-        signals.SignalRows(row, root, place, None, [KEY]),
+    "forge": lambda row, root, waitpoint, _: signals.deliver_signal(
+        signals.SignalRows(row, root, waitpoint, None, [KEY]),
         msgspec.structs.replace(SIGNAL, waitpoint_token="k1:" + "0" * 64),
         NOW,
     ),
-    "resume": lambda row, root, place, _: resume.resume_execution(row, root, 0),
-    "resume later": lambda row, root, place, _: resume.resume_execution(row, root, 500),
-    "time out": lambda row, root, place, _: resume.expire_suspension(row, root, "sig", NOW),
-    "make a waitpoint": lambda row, root, place, fence: waitpoint_rules.create_waitpoint(
+    "resume": lambda row, root, waitpoint, _: resume.resume_execution(row, root, 0),
+    "resume later": lambda row, root, waitpoint, _: resume.resume_execution(row, root, 500),
+    "time out": lambda row, root, waitpoint, _: resume.expire_suspension(row, root, "sig", NOW),
+    "make a waitpoint": lambda row, root, waitpoint, fence: waitpoint_rules.create_waitpoint(
         row, root, [KEY], fence, 0, waitpoint_id=W, waitpoint_key="k", expires_in_ms=5, now=NOW
     ),
-    "close a waitpoint": lambda row, root, place, _: waitpoint_rules.close_waitpoint(row, root, place, "why", NOW),
-    "expire a waitpoint": lambda row, root, place, _: waitpoint_rules.expire_pending(row, root, place, NOW),
+    "close a waitpoint": lambda row, root, waitpoint, _: waitpoint_rules.close_waitpoint(
+        row, root, waitpoint, "why", NOW
+    ),
+    "expire a waitpoint": lambda row, root, waitpoint, _: waitpoint_rules.expire_pending(row, root, waitpoint, NOW),
     "open a timer": _open(GateKind.TIMER, expires_in_ms=5),
     "open a mailbox": _open(GateKind.MAILBOX, mailbox="m"),
     "wait for children": _open(GateKind.CHILDREN, children=("c1", "c2"), need=1),
     "open an approval": _open(GateKind.SIGNALS, condition=Single("k"), waitpoints=((W, "k"),)),
     "park": _park,
-    "take children in": lambda row, root, place, _: gate_rules.deliver_child_completions(row, root, ENDS, NOW),
-    "send": lambda row, root, place, _: mailbox.send_message(row, root, None, MAIL, NOW),
+    "take children in": lambda row, root, waitpoint, _: gate_rules.deliver_child_completions(row, root, ENDS, NOW),
+    "send": lambda row, root, waitpoint, _: mailbox.send_message(row, root, None, MAIL, NOW),
 }
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @settings(max_examples=80, deadline=None)
-@given(row=ROWS, root=st.none() | roots(), place=st.none() | places(), fence=FENCES)
-def test_a_rule_of_waiting_is_total_and_guards_what_it_writes(
-    rule: Rule, row: Execution | None, root: Suspension | None, place: Waitpoint | None, fence: Fence | None
+@given(row=ROWS, root=st.none() | roots(), waitpoint=st.none() | waitpoints(), fence=FENCES)
+def test_a_suspension_rule_is_total_and_guards_what_it_writes(
+    rule: Rule, row: Execution | None, root: Suspension | None, waitpoint: Waitpoint | None, fence: Fence | None
 ) -> None:
-    _assert_sound(rule, row, root, place, shown(fence, row))
+    _assert_sound(rule, row, root, waitpoint, presented_fence(fence, row))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_a_change_of_each_rule_of_waiting_is_among_what_is_drawn(rule: Rule) -> None:
+def test_the_drawn_rows_produce_a_change_of_each_suspension_rule(rule: Rule) -> None:
     def changes(case: tuple[Row, Root, Place, Fence | None]) -> bool:
-        row, root, place, fence = case
-        return row is not None and rule(row, root, place, shown(fence, row)).change is not None
+        row, root, waitpoint, fence = case
+        return row is not None and rule(row, root, waitpoint, presented_fence(fence, row)).change is not None
 
-    drawn = st.tuples(ROWS, st.none() | roots(), st.none() | places(), FENCES)
-    row, root, place, fence = find(drawn, changes, settings=REACHING)
+    drawn = st.tuples(ROWS, st.none() | roots(), st.none() | waitpoints(), FENCES)
+    row, root, waitpoint, fence = find(drawn, changes, settings=REACHING)
 
-    _assert_sound(rule, row, root, place, shown(fence, row))
+    _assert_sound(rule, row, root, waitpoint, presented_fence(fence, row))
 
 
-def _assert_sound(rule: Rule, row: Row, root: Root, place: Place, fence: Fence) -> None:
-    decision = rule(row, root, place, fence)
+def _assert_sound(rule: Rule, row: Row, root: Root, waitpoint: Place, fence: Fence) -> None:
+    decision = rule(row, root, waitpoint, fence)
     with contextlib.suppress(FabricError):
         decision.unwrap(NOW)
     if decision.change is None:
@@ -237,12 +239,12 @@ def _writes_root(write: Write) -> bool:
     return isinstance(write, Patch) and write.row is Suspension
 
 
-@given(root=st.none() | roots(), place=places())
-def test_what_is_said_of_a_waitpoint_agrees_with_itself(root: Suspension | None, place: Waitpoint) -> None:
-    state = wait_state.waitpoint_state(place, root, NOW)
+@given(root=st.none() | roots(), waitpoint=waitpoints())
+def test_the_views_of_a_waitpoint_agree(root: Suspension | None, waitpoint: Waitpoint) -> None:
+    state = wait_state.waitpoint_state(waitpoint, root, NOW)
 
-    assert (waitpoint_rules.waitpoint_view(place, root, NOW) is None) == (state == "closed")
-    assert (wait_state.waitpoint_close_reason(place, root, NOW) is None) == (
-        state != "closed" and place.close_reason is None
+    assert (waitpoint_rules.waitpoint_view(waitpoint, root, NOW) is None) == (state == "closed")
+    assert (wait_state.waitpoint_close_reason(waitpoint, root, NOW) is None) == (
+        state != "closed" and waitpoint.close_reason is None
     )
-    assert waitpoint_rules.waitpoint_record(place, root, NOW).state is state
+    assert waitpoint_rules.waitpoint_record(waitpoint, root, NOW).state is state

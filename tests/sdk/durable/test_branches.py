@@ -1,4 +1,4 @@
-"""The branches of a durable function: beside each other, one in another, failing, and those that it makes by itself."""
+"""The branches of a durable function: concurrent, nested, failing, and tasks that the function creates itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def catches_beside_a_sleep(ctx: Context) -> str:
     try:
         await ctx.gather(ctx.sleep("7d"), ctx.step(refuse))
     except ValueError:
-        await ctx.sleep("1d")  # what the failure left behind does not keep the run from parking
+        await ctx.sleep("1d")  # The failed branch does not prevent the run from parking.
         return await ctx.step(charge, "after all")
     return "never"
 
@@ -94,7 +94,7 @@ async def test_a_failed_branch_is_retried_by_the_policy_and_not_when_its_neighbo
         del app.tasks["retried"]
 
 
-async def test_a_caught_failure_lets_the_function_go_on_and_park_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_after_a_caught_failure_the_function_continues_and_parks_again(caplog: pytest.LogCaptureFixture) -> None:
     async with World(app) as world:
         run = await catches_beside_a_sleep.submit()
         await world.advance("1h")
@@ -184,7 +184,7 @@ async def failing_asyncio(ctx: Context) -> str:
 
 
 @pytest.mark.parametrize("crash", [None, "before_effect", "after_effect", "after_commit"])
-async def test_asyncios_own_gather_tears_no_step_and_parks(crash: Any) -> None:
+async def test_asyncio_gather_interrupts_no_step_and_parks(crash: Any) -> None:
     async with World(app) as world:
         if crash:
             world.crash_at("step:charge", crash)
@@ -199,7 +199,7 @@ async def test_asyncios_own_gather_tears_no_step_and_parks(crash: Any) -> None:
         world.assert_invariants()
 
 
-async def test_the_steps_of_a_task_group_go_on_while_another_of_its_tasks_sleeps() -> None:
+async def test_the_steps_of_a_task_group_continue_while_another_of_its_tasks_sleeps() -> None:
     async with World(app) as world:
         run = await with_a_task_group.submit()
         await world.advance("1m")
@@ -210,14 +210,14 @@ async def test_the_steps_of_a_task_group_go_on_while_another_of_its_tasks_sleeps
         world.assert_invariants()
 
 
-async def test_a_task_that_sleeps_does_not_tear_the_functions_own_step() -> None:
+async def test_a_sleeping_task_does_not_interrupt_the_functions_own_step() -> None:
     async with World(app) as world:
         assert await (await working_meanwhile.submit()).result() == "two"
         assert effects == ["begin one", "end one", "begin two", "end two"]
         world.assert_invariants()
 
 
-async def test_the_first_of_two_waits_that_asyncio_waits_for_is_enough() -> None:
+async def test_asyncio_wait_returns_with_the_first_of_two_waits() -> None:
     async with World(app) as world:
         run = await the_first_of_two.submit()
         await world.advance("1d")
@@ -239,7 +239,7 @@ async def test_a_step_that_waits_lets_the_run_park_once_the_others_are_done() ->
         world.assert_invariants()
 
 
-async def test_branches_that_all_wait_do_not_tear_the_step_of_a_task_beside_them() -> None:
+async def test_branches_that_all_wait_do_not_interrupt_the_step_of_a_concurrent_task() -> None:
     async with World(app) as world:
         run = await branches_beside_a_task.submit()
         await world.advance("1h")
@@ -249,7 +249,7 @@ async def test_branches_that_all_wait_do_not_tear_the_step_of_a_task_beside_them
         world.assert_invariants()
 
 
-async def test_a_failure_in_asyncios_gather_is_heard_at_once() -> None:
+async def test_a_failure_in_asyncio_gather_is_raised_at_once() -> None:
     async with World(app) as world:
         run = await failing_asyncio.submit()
         await world.advance("1m")

@@ -1,4 +1,4 @@
-"""Children whose ends a handler waits for by hand: the wait frees the slot, and hears what became of them."""
+"""Children whose results a handler awaits: the wait frees the slot and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def counted(n: int) -> int:
     return n
 
 
-async def test_days_of_waiting_for_a_child_take_no_slot_and_one_attempt() -> None:
+async def test_waiting_days_for_a_child_occupies_no_slot_and_one_attempt() -> None:
     @app.task
     async def parent(ctx: Context) -> str:
         return await (await ctx.spawn(slow, "3d")).result()
@@ -61,7 +61,7 @@ async def test_a_killed_parent_finds_its_child_again() -> None:
         assert len(found.executions) == 2, "the parent, and one child"
 
 
-async def test_a_wait_for_a_child_ends_with_its_timeout_and_can_begin_again() -> None:
+async def test_a_wait_for_a_child_times_out_and_can_be_repeated() -> None:
     @app.task
     async def parent(ctx: Context) -> list[str]:
         child = await ctx.spawn(slow, "3h")
@@ -78,7 +78,7 @@ async def test_a_wait_for_a_child_ends_with_its_timeout_and_can_begin_again() ->
     assert value == "after 3h"
 
 
-async def test_a_child_that_failed_fails_the_wait_with_its_reason() -> None:
+async def test_a_failed_child_fails_the_wait_with_its_reason() -> None:
     @app.task(retry=Retry(max=0))
     async def parent(ctx: Context) -> None:
         await (await ctx.spawn(broken)).result()
@@ -88,7 +88,7 @@ async def test_a_child_that_failed_fails_the_wait_with_its_reason() -> None:
             await (await parent.submit()).result()
 
 
-async def test_what_is_no_branch_of_the_handler_waits_where_it_is() -> None:
+async def test_a_wait_outside_of_a_branch_of_the_handler_blocks_in_place() -> None:
     begun: list[str] = []
 
     @app.task
@@ -106,7 +106,7 @@ async def test_what_is_no_branch_of_the_handler_waits_where_it_is() -> None:
         assert len(begun) == 1, "a task of its own making and a step are not put away"
 
 
-async def test_a_child_that_is_waited_for_has_no_key_and_another_may_find_an_earlier_run() -> None:
+async def test_an_awaited_child_has_no_key_and_another_child_may_find_an_earlier_run() -> None:
     @app.task(retry=Retry(max=0))
     async def gathers(ctx: Context) -> list[int]:
         return await ctx.gather([counted.options(key="one").s(1)])
@@ -123,7 +123,7 @@ async def test_a_child_that_is_waited_for_has_no_key_and_another_may_find_an_ear
         assert await (await spawns.submit(2)).result() == [False, 1]
 
 
-async def test_whoever_votes_twice_counts_once() -> None:
+async def test_two_votes_of_one_person_count_once() -> None:
     @app.task
     async def asks(ctx: Context) -> list[str]:
         return [vote.by for vote in await (await ctx.approval("ok", bool, need=2))]
@@ -141,7 +141,7 @@ async def test_whoever_votes_twice_counts_once() -> None:
             await gate.approve_as("cleo")
 
 
-async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
+async def test_children_are_gathered_from_any_collection_of_calls() -> None:
     nobody: list[Call[int]] = []
 
     @app.task
@@ -169,7 +169,7 @@ async def test_children_are_gathered_from_whatever_holds_their_calls() -> None:
     assert await parent() == wanted
 
 
-async def test_a_task_that_is_a_step_gets_the_context_of_its_run() -> None:
+async def test_a_task_used_as_a_step_gets_the_context_of_its_run() -> None:
     @app.task
     async def inner(ctx: Context, n: int) -> list[Any]:
         return [ctx.run_id, n]
@@ -194,7 +194,7 @@ async def test_a_task_that_is_a_step_gets_the_context_of_its_run() -> None:
     assert (one, two) == ([run_id, 1], [run_id, 2])
 
 
-async def test_children_that_ended_long_ago_are_not_made_again() -> None:
+async def test_children_that_finished_long_ago_are_not_created_again() -> None:
     done: list[int] = []
     child = app.task(name="remembered-child")(_noting(done))
 
@@ -205,7 +205,7 @@ async def test_children_that_ended_long_ago_are_not_made_again() -> None:
         spawned = await ctx.spawn(child, 3)
         single = await spawned.result()
         for _ in range(5):
-            await ctx.sleep("20h")  # what has ended is kept for a day
+            await ctx.sleep("20h")  # Finished executions are kept for a day.
         return [*several, fastest, single, await spawned.result()]
 
     async with World(app) as world:
@@ -227,7 +227,7 @@ def _noting(done: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["while it waits for them", "when they have ended"])
-async def test_a_gather_that_got_other_children_by_a_deploy_waits_for_those(
+async def test_a_gather_whose_children_a_deploy_changed_waits_for_the_new_ones(
     caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
     lengths = ["1h", "2h"]
@@ -250,7 +250,7 @@ async def test_a_gather_that_got_other_children_by_a_deploy_waits_for_those(
         world.assert_invariants()
 
 
-async def test_a_gather_that_was_put_before_another_does_not_take_its_children_for_its_own() -> None:
+async def test_a_gather_inserted_before_another_does_not_use_its_children() -> None:
     before = False
 
     @app.task
@@ -268,7 +268,7 @@ async def test_a_gather_that_was_put_before_another_does_not_take_its_children_f
         world.assert_invariants()
 
 
-async def test_a_gather_that_no_longer_has_the_child_that_failed_goes_on() -> None:
+async def test_a_gather_from_which_a_deploy_removed_the_failed_child_continues() -> None:
     calls: list[Call[Any]] = [counted.s(1), broken.s()]
 
     @app.task(retry=Retry(max=3, base="1h"))

@@ -1,4 +1,4 @@
-"""Durable functions: steps run once, waits free the slot, and a crash anywhere loses and doubles nothing."""
+"""Durable functions: steps run once, waits free the slot, and a crash loses and doubles nothing."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_finished_step_does_not_run_again() -> None:
     assert effects == ["charge 3", "charge 3", "charge 5"]
 
 
-async def test_a_sleep_of_days_takes_no_slot_and_no_time() -> None:
+async def test_a_sleep_of_days_occupies_no_slot_and_no_time() -> None:
     async with World(app, slots=1) as world:
         runs = [await nap.submit() for _ in range(5)]
         slept = await asyncio.gather(*(run.result() for run in runs))
@@ -143,14 +143,14 @@ async def test_two_people_approve() -> None:
     assert len(links) == 1
 
 
-async def test_silence_is_a_no() -> None:
+async def test_an_approval_without_an_answer_is_denied() -> None:
     async with World(app) as world:
         run = await deploy.submit(1)
         await world.advance("3d")
         assert await run.result() == "rejected"
 
 
-async def test_links_that_were_mailed_stay_good_after_a_crash() -> None:
+async def test_links_that_were_mailed_stay_valid_after_a_crash() -> None:
     async with World(app) as world:
         world.crash_at("step:mail", "after_effect")
         run = await deploy.submit(2)
@@ -162,7 +162,7 @@ async def test_links_that_were_mailed_stay_good_after_a_crash() -> None:
         assert await run.result() == "applied by ana,bo"
 
 
-async def test_votes_that_nobody_has_read_yet_survive_a_crash() -> None:
+async def test_unread_votes_survive_a_crash() -> None:
     async with World(app) as world:
         run = await deploy.submit(2)
         gate = await world.approval(run, "approve")
@@ -185,7 +185,7 @@ async def test_one_link_cannot_vote_twice() -> None:
         assert await run.result() == "rejected"
 
 
-async def test_a_vote_of_another_kind_than_was_asked_for_is_refused_and_the_run_goes_on() -> None:
+async def test_a_vote_of_the_wrong_type_is_refused_and_the_run_continues() -> None:
     async with World(app) as world:
         run = await deploy.submit(2)
         await world.approval(run, "approve")
@@ -197,7 +197,7 @@ async def test_a_vote_of_another_kind_than_was_asked_for_is_refused_and_the_run_
         assert await run.result() == "applied by ana,bo"
 
 
-async def test_links_are_good_whatever_the_key_is_called() -> None:
+async def test_links_are_valid_whatever_the_name_of_the_key() -> None:
     async with World(app) as world:
         await world.engine.rotate_waitpoint_hmac_secret_all("a&b=c+d %41 #é?/", "77" * 32, 0)
         run = await deploy.submit(2)
@@ -234,12 +234,12 @@ async def test_messages_are_kept_before_between_and_after_receiving() -> None:
         assert await run.result() == [1, 2, 3]
 
 
-async def test_receiving_ends_with_its_timeout() -> None:
+async def test_receiving_times_out() -> None:
     async with World(app):
         assert await (await patient.submit()).result() == "silence"
 
 
-async def test_children_run_and_their_results_come_back_in_order() -> None:
+async def test_children_run_and_their_results_are_returned_in_order() -> None:
     async with World(app) as world:
         assert await (await fan.submit([3, 1, 2])).result() == [6, 2, 4]
         await world.assert_invariants()
@@ -251,7 +251,7 @@ async def test_a_child_that_fails_fails_the_gather() -> None:
             await (await fan.submit([3, -1])).result()
 
 
-async def test_a_quorum_is_enough_and_the_rest_is_cancelled() -> None:
+async def test_a_quorum_of_children_is_enough_and_the_rest_is_cancelled() -> None:
     async with World(app) as world:
         run = await quorum.submit()
         assert await run.result() == 2 + 4
@@ -265,13 +265,13 @@ async def test_the_fastest_child_wins_a_race() -> None:
         assert await (await racing.submit()).result() == 6
 
 
-async def test_a_paying_step_beside_a_long_sleep_is_remembered_before_the_run_parks() -> None:
+async def test_the_step_beside_a_long_sleep_is_recorded_before_the_run_parks() -> None:
     async with World(app):
         assert await (await beside.submit()).result() == "receipt for 7"
     assert effects == ["charge 7"]
 
 
-async def test_branches_that_swap_places_keep_their_own_results() -> None:
+async def test_branches_that_run_in_another_order_keep_their_own_results() -> None:
     async with World(app):
         assert await (await two_branches.submit()).result() == ["receipt for 1", "receipt for 2"]
     assert sorted(effects) == ["charge 1", "charge 2"]

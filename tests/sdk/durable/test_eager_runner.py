@@ -1,4 +1,4 @@
-"""Handlers that share tasks: nobody notices, except by the time that it saves."""
+"""Handlers that share asyncio tasks behave as if each had its own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 
 from flowfabric.sdk.worker.eager_runner import EagerRunner
-from tests.sdk.conftest import until_so
+from tests.sdk.conftest import wait_until_true
 
 Handler = Callable[[], Awaitable[None]]
 
 around: contextvars.ContextVar[str] = contextvars.ContextVar("around", default="nothing")
 
 
-class Stage:
-    """Handlers by their number, with the tasks that they got."""
+class Handlers:
+    """Handlers by their number, with the tasks in which they ran."""
 
     def __init__(self, *handlers: Handler) -> None:
         self.handlers = handlers
@@ -26,11 +26,11 @@ class Stage:
         self.over: list[int] = []
         self.turns = EagerRunner(self._call)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.turns.add(range(len(self.handlers)))
 
-    async def all_over(self) -> None:
-        await until_so(lambda: len(self.over) == len(self.handlers))
+    async def finish_all(self) -> None:
+        await wait_until_true(lambda: len(self.over) == len(self.handlers))
 
     async def _call(self, number: int, task: asyncio.Task[None]) -> None:
         assert asyncio.current_task() is task
@@ -44,15 +44,15 @@ class Stage:
 async def passes() -> None: ...
 
 
-async def test_those_that_wait_for_nothing_share_a_task_in_their_order() -> None:
-    stage = Stage(*[passes] * 5)
-    stage.begin()
-    await stage.all_over()
-    assert stage.over == [0, 1, 2, 3, 4]
-    assert len(set(stage.tasks.values())) == 1
+async def test_handlers_that_do_not_wait_share_a_task_in_order() -> None:
+    handlers = Handlers(*[passes] * 5)
+    handlers.start()
+    await handlers.finish_all()
+    assert handlers.over == [0, 1, 2, 3, 4]
+    assert len(set(handlers.tasks.values())) == 1
 
 
-async def test_what_one_sets_around_itself_the_next_does_not_see() -> None:
+async def test_a_context_variable_of_one_handler_is_invisible_to_the_next() -> None:
     seen: list[str] = []
 
     async def sets() -> None:
@@ -66,89 +66,89 @@ async def test_what_one_sets_around_itself_the_next_does_not_see() -> None:
         seen.append(around.get())
 
     around.set("the worker's")
-    stage = Stage(sets, sets_and_waits, sets)
-    stage.begin()
-    await stage.all_over()
+    handlers = Handlers(sets, sets_and_waits, sets)
+    handlers.start()
+    await handlers.finish_all()
     assert sorted(seen) == ["mine"] * 4 + ["the worker's"] * 3
     assert around.get() == "the worker's"
 
 
-async def test_one_that_waits_is_alone_in_its_task_until_it_is_over() -> None:
+async def test_a_waiting_handler_is_alone_in_its_task_until_it_finishes() -> None:
     go = asyncio.Event()
 
     async def waits() -> None:
         await go.wait()
 
-    stage = Stage(passes, waits, passes, waits, passes)
-    stage.begin()
-    await until_so(lambda: len(stage.over) == 3)
-    assert stage.over == [0, 2, 4]
-    assert stage.tasks[1] is stage.tasks[0], "it found out that it waits when it had begun"
-    assert stage.tasks[1] not in {stage.tasks[number] for number in (2, 3, 4)}
-    assert stage.tasks[3] is not stage.tasks[4]
+    handlers = Handlers(passes, waits, passes, waits, passes)
+    handlers.start()
+    await wait_until_true(lambda: len(handlers.over) == 3)
+    assert handlers.over == [0, 2, 4]
+    assert handlers.tasks[1] is handlers.tasks[0], "it found out that it waits when it had begun"
+    assert handlers.tasks[1] not in {handlers.tasks[number] for number in (2, 3, 4)}
+    assert handlers.tasks[3] is not handlers.tasks[4]
     go.set()
-    await stage.all_over()
+    await handlers.finish_all()
 
 
-async def test_many_that_wait_have_all_begun_after_a_few_turns_of_the_loop() -> None:
+async def test_many_waiting_handlers_have_all_started_after_a_few_loop_iterations() -> None:
     go = asyncio.Event()
 
     async def waits() -> None:
         await go.wait()
 
-    stage = Stage(*[waits] * 100)
-    stage.begin()
+    handlers = Handlers(*[waits] * 100)
+    handlers.start()
     for _ in range(8):
         await asyncio.sleep(0)
-    assert len(stage.tasks) == 100
-    assert len(set(stage.tasks.values())) == 100
+    assert len(handlers.tasks) == 100
+    assert len(set(handlers.tasks.values())) == 100
     go.set()
-    await stage.all_over()
+    await handlers.finish_all()
 
 
-async def test_those_that_come_after_one_that_waited_get_a_task_each_at_once() -> None:
+async def test_handlers_after_one_that_waited_get_a_task_each_at_once() -> None:
     go = asyncio.Event()
 
     async def waits() -> None:
         await go.wait()
 
-    stage = Stage(*[waits] * 7)
+    handlers = Handlers(*[waits] * 7)
     before = asyncio.all_tasks()
-    stage.turns.add([0])
+    handlers.turns.add([0])
     await asyncio.sleep(0)
-    stage.turns.add(range(1, 7))
+    handlers.turns.add(range(1, 7))
     await asyncio.sleep(0)
-    assert len(stage.tasks) == 7
+    assert len(handlers.tasks) == 7
     assert len(asyncio.all_tasks() - before) == 7, "and nobody else does"
     go.set()
-    await stage.all_over()
+    await handlers.finish_all()
 
 
-async def test_they_share_again_after_one_that_did_not_wait() -> None:
+async def test_handlers_share_a_task_again_after_one_that_did_not_wait() -> None:
     async def waits() -> None:
         await asyncio.sleep(0)
 
-    stage = Stage(waits, passes, passes, passes)
+    handlers = Handlers(waits, passes, passes, passes)
     for some in ([0], [1], [2, 3]):
-        stage.turns.add(some)
-        await until_so(partial(stage.over.__contains__, some[-1]))
-    assert stage.tasks[2] is stage.tasks[3]
+        handlers.turns.add(some)
+        await wait_until_true(partial(handlers.over.__contains__, some[-1]))
+    assert handlers.tasks[2] is handlers.tasks[3]
 
 
-async def test_one_that_is_cancelled_while_it_waits_is_the_only_one() -> None:
+async def test_cancelling_a_waiting_handler_affects_no_other() -> None:
     async def waits() -> None:
         await asyncio.sleep(3600)
 
-    stage = Stage(passes, waits, passes)
-    stage.begin()
-    await until_so(lambda: stage.over == [0, 2])
-    stage.tasks[1].cancel("that is enough")
-    await stage.all_over()
+    handlers = Handlers(passes, waits, passes)
+    handlers.start()
+    await wait_until_true(lambda: handlers.over == [0, 2])
+    handlers.tasks[1].cancel("that is enough")
+    await handlers.finish_all()
     with pytest.raises(asyncio.CancelledError):
-        await stage.tasks[1]
+        await handlers.tasks[1]
 
 
-async def test_one_that_cancels_itself_and_does_not_wait_hits_nobody_else() -> None:
+async def test_a_handler_that_cancels_itself_without_waiting_affects_no_other() -> None:
     async def cancels_itself() -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -157,14 +157,14 @@ async def test_one_that_cancels_itself_and_does_not_wait_hits_nobody_else() -> N
     async def waits() -> None:
         await asyncio.sleep(0)
 
-    stage = Stage(cancels_itself, waits, cancels_itself, passes)
-    stage.begin()
-    await stage.all_over()
-    assert not stage.tasks[1].cancelled()
-    assert not stage.tasks[3].cancelled()
+    handlers = Handlers(cancels_itself, waits, cancels_itself, passes)
+    handlers.start()
+    await handlers.finish_all()
+    assert not handlers.tasks[1].cancelled()
+    assert not handlers.tasks[3].cancelled()
 
 
-async def test_the_others_go_on_when_one_is_torn_down() -> None:
+async def test_the_other_handlers_continue_when_one_raises_a_base_exception() -> None:
     class Torn(BaseException): ...
 
     async def tears() -> None:
@@ -174,24 +174,24 @@ async def test_the_others_go_on_when_one_is_torn_down() -> None:
         await asyncio.sleep(0)
         raise Torn
 
-    stage = Stage(tears, passes, waits_and_tears, tears, passes)
-    stage.begin()
-    await stage.all_over()
+    handlers = Handlers(tears, passes, waits_and_tears, tears, passes)
+    handlers.start()
+    await handlers.finish_all()
     for number in (0, 2, 3):
         with pytest.raises(Torn):
-            await stage.tasks[number]
+            await handlers.tasks[number]
 
 
-async def test_one_that_is_dropped_before_its_turn_never_begins() -> None:
-    stage = Stage(passes, passes, passes)
-    stage.begin()
-    stage.turns.discard(1)
-    await until_so(lambda: len(stage.over) == 2)
+async def test_a_handler_that_is_dropped_before_its_turn_never_starts() -> None:
+    handlers = Handlers(passes, passes, passes)
+    handlers.start()
+    handlers.turns.discard(1)
+    await wait_until_true(lambda: len(handlers.over) == 2)
     await asyncio.sleep(0)
-    assert stage.over == [0, 2]
+    assert handlers.over == [0, 2]
 
 
-async def test_errors_that_come_from_what_is_awaited_reach_the_one_that_waits() -> None:
+async def test_errors_of_an_awaited_future_reach_the_waiting_handler() -> None:
     caught: list[str] = []
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -203,9 +203,9 @@ async def test_errors_that_come_from_what_is_awaited_reach_the_one_that_waits() 
             await asyncio.sleep(0)
             caught.append("and went on")
 
-    stage = Stage(waits)
-    stage.begin()
+    handlers = Handlers(waits)
+    handlers.start()
     await asyncio.sleep(0)
     future.set_exception(ValueError("no"))
-    await stage.all_over()
+    await handlers.finish_all()
     assert caught == ["no", "and went on"]

@@ -1,4 +1,4 @@
-"""Flows: the nodes among the arguments are edges and carry results; joins say when a node may run."""
+"""Flows: nodes among the arguments are edges that carry results; joins decide when a node may run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric import AnyOf, Context, Fabric, Quorum, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.world import World
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 
 app = Fabric("sqlite:////nowhere/at/all.db")
 ran: list[str] = []
@@ -96,7 +96,7 @@ async def test_a_failure_that_a_node_waits_for_is_handled() -> None:
         assert (await run.states())["publish"] is PublicState.SKIPPED
 
 
-async def test_a_failure_that_nobody_waits_for_is_raised() -> None:
+async def test_an_unhandled_failure_is_raised() -> None:
     flow = app.flow("nightly")
     flow.add(scrub, flow.add(extract, "monday"), least=-1)
     async with World(app):
@@ -104,7 +104,7 @@ async def test_a_failure_that_nobody_waits_for_is_raised() -> None:
             await (await flow.submit()).result()
 
 
-async def test_a_quorum_is_enough_and_the_rest_is_cancelled() -> None:
+async def test_a_quorum_of_nodes_is_enough_and_the_rest_is_cancelled() -> None:
     flow = app.flow("race")
     parts = [flow.add(slow, n) for n in (2, 3, 500)]
     flow.add(total, parts, join=Quorum(2, cancel_rest=True))
@@ -117,7 +117,7 @@ async def test_a_quorum_is_enough_and_the_rest_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("handled", [True, False])
-async def test_a_failure_is_handled_when_a_join_was_met_without_the_branch_that_it_ended(handled: bool) -> None:
+async def test_a_failure_of_a_branch_that_a_satisfied_join_did_not_need_is_handled(handled: bool) -> None:
     flow = app.flow("branches")
     broken = flow.add(rank, flow.add(scrub, [1], least=-1))
     flow.add(total, [broken, flow.add(slow, 2)] if handled else [flow.add(slow, 2)], join=AnyOf())
@@ -132,7 +132,7 @@ async def test_a_failure_is_handled_when_a_join_was_met_without_the_branch_that_
                 await run.result()
 
 
-async def test_a_key_makes_submitting_idempotent() -> None:
+async def test_a_key_makes_submitting_a_flow_idempotent() -> None:
     flow = app.flow("nightly")
     flow.add(rank, flow.add(extract, "monday"))
     async with World(app):
@@ -144,7 +144,7 @@ async def test_a_key_makes_submitting_idempotent() -> None:
     assert len(ran) == 4
 
 
-async def test_cancelling_ends_everything_that_has_not_ended() -> None:
+async def test_cancelling_a_flow_cancels_everything_unfinished() -> None:
     flow = app.flow("nightly")
     one = flow.add(slow, 3600)
     two = flow.add(total, [one])
@@ -157,7 +157,7 @@ async def test_cancelling_ends_everything_that_has_not_ended() -> None:
         assert (await run[two].describe()).execution_id in str(run[two])
 
 
-def test_the_graph_is_told_and_drawn() -> None:
+def test_the_graph_is_described_and_drawn() -> None:
     flow = app.flow("nightly")
     rows = flow.add(extract, "monday")
     first, second = flow.add(scrub, rows), flow.add(scrub, rows)
@@ -173,7 +173,7 @@ def test_the_graph_is_told_and_drawn() -> None:
     assert graph.mermaid().splitlines()[-1] == "    n2 -. done .-> n3"
 
 
-def test_wrong_input_is_refused_when_a_node_is_added() -> None:
+def test_invalid_input_is_refused_when_a_node_is_added() -> None:
     flow, other = app.flow("one"), app.flow("other")
     with pytest.raises(errors.InvalidInput, match="day"):
         flow.add(extract, 7)
@@ -203,16 +203,16 @@ async def test_flows_run_on_every_store_and_without_await(app: Fabric) -> None:
 
     flow = app.flow("sum")
     last = flow.add(add, [flow.add(give, n) for n in range(5)], flow.add(give, 100))
-    async with working(app, slots=8):
+    async with running_worker(app, slots=8):
         run = await flow.submit()
         assert await run.result(20) == {"add": 110}
         assert await asyncio.to_thread(lambda: flow.sync.submit()[last].result(timeout=20)) == 110
 
 
-async def test_a_node_that_waits_for_days_still_has_its_input_and_finds_the_results_of_others() -> None:
+async def test_a_node_that_waits_for_days_keeps_its_input_and_finds_the_results_of_others() -> None:
     @app.task
     async def patient(ctx: Context, rows: list[int]) -> int:
-        await ctx.sleep("30h")  # results are kept for a day, unless somebody needs them
+        await ctx.sleep("30h")  # Results are kept for a day unless they are needed.
         return len(rows)
 
     flow = app.flow("long")
@@ -232,10 +232,10 @@ async def test_a_node_that_waits_for_days_still_has_its_input_and_finds_the_resu
     del app.tasks[patient.name]
 
 
-async def test_a_node_that_runs_without_some_results_does_so_days_after_their_ends() -> None:
+async def test_a_node_without_some_results_runs_days_after_their_upstreams_finished() -> None:
     @app.task
     async def patient(ctx: Context, parts: list[int | None]) -> int:
-        await ctx.sleep("30h")  # and then its input is read again
+        await ctx.sleep("30h")  # Afterwards its input is read again.
         return sum(part or 0 for part in parts)
 
     flow = app.flow("some")

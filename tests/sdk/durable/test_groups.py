@@ -1,4 +1,4 @@
-"""Several failures at once, as a task group raises them: what is told of them, and what becomes of the run."""
+"""Exception groups, as a task group raises them: what is reported, and the outcome of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _no_calls() -> None:
 
 
 def in_a_group(*failures: BaseException) -> Any:
-    """A handler whose tasks fail together, the first time that it is called."""
+    """Return a handler whose tasks fail together on its first call."""
 
     async def fails(failure: BaseException) -> None:
         await asyncio.sleep(0.01)
@@ -38,7 +38,7 @@ def in_a_group(*failures: BaseException) -> Any:
     return handler
 
 
-async def test_whoever_waits_is_told_every_failure_of_a_group_and_where_it_happened() -> None:
+async def test_a_waiter_receives_every_failure_of_a_group_with_its_traceback() -> None:
     task = app.task(name="group")(in_a_group(ValueError("no good"), KeyError("colour")))
 
     async with World(app):
@@ -51,7 +51,7 @@ async def test_whoever_waits_is_told_every_failure_of_a_group_and_where_it_happe
     assert str(failed.value).count("raise failure") == 2
 
 
-async def test_a_failure_that_no_retry_can_mend_is_none_in_a_group_either() -> None:
+async def test_a_fatal_failure_is_fatal_in_a_group() -> None:
     task = app.task(name="group", retry=Retry(max=3))(in_a_group(ValueError("perhaps"), Fatal("no such card")))
 
     async with World(app):
@@ -61,14 +61,14 @@ async def test_a_failure_that_no_retry_can_mend_is_none_in_a_group_either() -> N
     assert len(calls) == 1
 
 
-async def test_a_retry_of_some_failures_knows_them_in_a_group() -> None:
+async def test_a_retry_policy_for_some_failures_recognises_them_in_a_group() -> None:
     task = app.task(name="group", retry=Retry(max=3, only=("ConnectionError",)))(in_a_group(ConnectionError("away")))
 
     async with World(app):
         assert await (await task.submit()).result() == 2
 
 
-async def test_those_who_ask_to_go_on_later_do_so_after_the_longest_of_their_times() -> None:
+async def test_several_retry_after_errors_use_the_longest_delay() -> None:
     task = app.task(name="group", retry=Retry(max=0))(in_a_group(RetryAfter("5s"), RetryAfter("60s")))
 
     async with World(app) as world:

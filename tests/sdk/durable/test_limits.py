@@ -1,4 +1,4 @@
-"""Budgets and limits: declared by name, counted once, and in nobody else's way."""
+"""Budgets and limits: declared by name, counted once, and independent of other tenants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric import Budget, BudgetExceeded, Context, Fabric, Limit, Retry, Ru
 from flowfabric.model import obstacles
 from flowfabric.model.states import PublicState
 from flowfabric.testing.world import World
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 app = Fabric("sqlite:////nowhere/at/all.db")
 llm = Budget("llm", limits={"usd": 5, "tokens": 1000}, soft=0.8, per="tenant", reset="1d")
@@ -66,21 +66,21 @@ async def usage(world: World, budget: Budget, scope: str = "") -> dict[str, int]
     return (await world.engine.get_budget_status(budget.id(app.namespace, scope))).usage
 
 
-async def test_what_was_spent_is_counted_once_however_often_it_is_retried() -> None:
+async def test_spending_is_counted_once_however_often_it_is_retried() -> None:
     async with World(app) as world:
         assert await (await ask.submit(Question("acme", 40), fails=2)).result() == 2
         assert await usage(world, llm, "acme") == {"tokens": 40, "usd_millionths": 250_000}
         await world.assert_invariants()
 
 
-async def test_a_crash_between_spending_and_remembering_counts_once() -> None:
+async def test_a_crash_between_spending_and_recording_counts_once() -> None:
     async with World(app) as world:
         world.crash_at("spend:llm", "after_effect")
         assert await (await ask.submit(Question("acme", 40))).result() == 1
         assert await usage(world, llm, "acme") == {"tokens": 40, "usd_millionths": 250_000}
 
 
-async def test_each_tenant_has_a_budget_of_its_own() -> None:
+async def test_each_tenant_has_its_own_budget() -> None:
     async with World(app) as world:
         with pytest.raises(RunFailed, match="budget llm: tokens is at 0 of 1000"):
             await (await ask.submit(Question("acme", 1001))).result()
@@ -89,7 +89,7 @@ async def test_each_tenant_has_a_budget_of_its_own() -> None:
         assert (await usage(world, llm, "bolt"))["tokens"] == 1000
 
 
-async def test_an_exhausted_budget_keeps_new_work_of_its_tenant_waiting_until_it_begins_anew() -> None:
+async def test_an_exhausted_budget_blocks_new_work_of_its_tenant_until_its_reset() -> None:
     async with World(app) as world:
         await (await ask.submit(Question("acme", 1000))).result()
         run = await ask.submit(Question("acme", 10))
@@ -102,7 +102,7 @@ async def test_an_exhausted_budget_keeps_new_work_of_its_tenant_waiting_until_it
         assert await run.result() == 0
 
 
-async def test_on_hard_suspend_sleeps_until_there_is_room() -> None:
+async def test_on_hard_suspend_sleeps_until_there_is_capacity() -> None:
     async with World(app) as world:
         await (await think.submit(60)).result()
         run = await think.submit(50)
@@ -115,7 +115,7 @@ async def test_on_hard_suspend_sleeps_until_there_is_room() -> None:
         assert len(await run.attempts()) == 1, "sleeping costs no attempt"
 
 
-async def test_raised_limits_wake_whoever_sleeps() -> None:
+async def test_raised_limits_wake_sleeping_runs() -> None:
     async with World(app) as world:
         await (await think.submit(60)).result()
         run = await think.submit(50)
@@ -127,13 +127,13 @@ async def test_raised_limits_wake_whoever_sleeps() -> None:
         assert await usage(world, patient) == {"tokens": 110}
 
 
-async def test_more_than_a_budget_ever_has_room_for_fails_instead_of_sleeping_for_ever() -> None:
+async def test_a_request_above_the_whole_budget_fails_instead_of_sleeping_for_ever() -> None:
     async with World(app):
         with pytest.raises(RunFailed, match="more than it ever has room for"):
             await (await think.submit(101)).result()
 
 
-async def test_a_plain_handler_spends_too_and_beyond_the_limit_it_fails() -> None:
+async def test_a_plain_handler_spends_and_fails_beyond_the_limit() -> None:
     async with World(app) as world:
         await (await count.submit(3)).result()
         with pytest.raises(RunFailed, match=f"{BudgetExceeded.__name__}: budget shared: calls is at 3 of 3"):
@@ -141,14 +141,14 @@ async def test_a_plain_handler_spends_too_and_beyond_the_limit_it_fails() -> Non
         assert await usage(world, shared) == {"calls": 3}
 
 
-async def test_a_reservation_keeps_room_free_and_gives_the_rest_back() -> None:
+async def test_a_reservation_holds_capacity_and_returns_the_rest() -> None:
     async with World(app) as world:
         assert await (await careful.submit(1)).result() == {"calls": 3}
         status = await world.engine.get_budget_status(shared.id(app.namespace))
         assert (status.usage, status.reserved.get("calls", 0)) == ({"calls": 1}, 0)
 
 
-async def test_what_a_failed_attempt_used_of_its_reservation_counts_and_the_retry_reserves_again() -> None:
+async def test_usage_of_a_failed_attempts_reservation_counts_and_the_retry_reserves_again() -> None:
     async with World(app) as world:
         with pytest.raises(RunFailed, match="budget shared: calls is at 2 of 3"):
             await (await careful.submit(2)).result()
@@ -170,12 +170,12 @@ async def test_what_a_failed_attempt_used_of_its_reservation_counts_and_the_retr
         (lambda: Limit(rate="5/10ms"), "whole seconds"),
     ],
 )
-def test_a_declaration_that_makes_no_sense_says_why(wrong: object, words: str) -> None:
+def test_an_invalid_declaration_is_explained(wrong: object, words: str) -> None:
     with pytest.raises(errors.InvalidInput, match=words):
         wrong()  # type: ignore[operator]
 
 
-async def test_a_call_that_does_not_say_whose_budget_it_is_fails_at_submit() -> None:
+async def test_a_call_without_the_scope_of_its_budget_fails_at_submit() -> None:
     @app.task(name="lost", budgets=[llm])
     async def lost(n: int) -> None: ...
 
@@ -197,7 +197,7 @@ async def test_no_more_run_at_once_than_a_limit_allows(app: Fabric) -> None:
         now[tenant] -= 1
 
     runs = [await busy.submit("ab"[n % 2]) for n in range(12)]
-    async with working(app, slots=10):
+    async with running_worker(app, slots=10):
         await asyncio.gather(*(run.result(30) for run in runs))
     assert most == {"a": 2, "b": 2}
 
@@ -208,8 +208,8 @@ async def test_a_rate_holds(app: Fabric) -> None:
         started.append("call")
 
     runs = [await call.submit() for _ in range(5)]
-    async with working(app, slots=10):
-        await until(lambda: _ended(runs, 3))
+    async with running_worker(app, slots=10):
+        await wait_until(lambda: _ended(runs, 3))
         waiting = [run for run in runs if await run.state() is not PublicState.COMPLETED]
         assert {await run.state() for run in waiting} <= {PublicState.RATE_LIMITED, PublicState.WAITING}
     assert len(started) == 3
@@ -219,7 +219,7 @@ async def _ended(runs: list[Run[None]], count: int) -> bool:
     return sum([await run.state() is PublicState.COMPLETED for run in runs]) >= count
 
 
-async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> None:
+async def test_limits_that_a_deploy_changed_take_effect(app: Fabric) -> None:
     engine = await app.engine()
     before, after = Budget("b", limits={"calls": 3}), Budget("b", limits={"calls": 5})
     budget_id = await app.declare_budget(engine, before)
@@ -227,7 +227,7 @@ async def test_limits_that_were_changed_by_a_deploy_take_effect(app: Fabric) -> 
     assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 5}
 
 
-async def test_a_limit_that_an_operator_set_stays_until_the_declaration_changes(app: Fabric) -> None:
+async def test_a_limit_set_by_an_operator_stays_until_the_declaration_changes(app: Fabric) -> None:
     engine = await app.engine()
     declared = Budget("b", limits={"calls": 3})
     budget_id = await app.declare_budget(engine, declared)
@@ -242,7 +242,7 @@ async def test_a_limit_that_an_operator_set_stays_until_the_declaration_changes(
     assert (await engine.get_budget_status(budget_id)).hard_limits == {"calls": 3}
 
 
-async def test_whoever_has_much_waiting_does_not_keep_others_from_their_turn() -> None:
+async def test_a_tenant_with_a_long_backlog_does_not_delay_others() -> None:
     order: list[str] = []
     fair_app = Fabric("sqlite:////nowhere/at/all.db")
 

@@ -1,4 +1,4 @@
-"""What a handler writes: a function that goes on after a wait does not write again what it wrote before."""
+"""Output of a handler: a function that resumes after a wait does not write its earlier output again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.sdk.durable import output
 from flowfabric.sdk.run import OutputFrame
 from flowfabric.testing import World
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 
 async def texts(run: Run[Any]) -> list[str]:
@@ -22,10 +22,10 @@ async def until_it_waits(run: Run[Any]) -> None:
     async def waits() -> bool:
         return await run.state() is PublicState.SUSPENDED
 
-    await until(waits)
+    await wait_until(waits)
 
 
-async def test_what_was_written_before_a_wait_is_not_written_again_after_it(app: Fabric) -> None:
+async def test_output_before_a_wait_is_not_written_again_after_it(app: Fabric) -> None:
     passes: list[int] = []
 
     @app.task
@@ -38,7 +38,7 @@ async def test_what_was_written_before_a_wait_is_not_written_again_after_it(app:
         await out.write(await ctx.receive("word", str) or "")
         return out.text()
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         for word in ("three ", "four"):
             await until_it_waits(run)
@@ -48,7 +48,7 @@ async def test_what_was_written_before_a_wait_is_not_written_again_after_it(app:
         assert await texts(run) == ["one ", "two ", "three ", "four"]
 
 
-async def test_a_plain_function_does_not_either(app: Fabric) -> None:
+async def test_a_plain_function_does_not_write_its_output_again(app: Fabric) -> None:
     @app.task
     def talk(ctx: Context) -> str:
         out = ctx.sync.stream("answer")
@@ -56,7 +56,7 @@ async def test_a_plain_function_does_not_either(app: Fabric) -> None:
         out.write(ctx.sync.receive("word", str) or "")
         return out.text()
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         await until_it_waits(run)
         await run.signal("word", "two")
@@ -64,7 +64,7 @@ async def test_a_plain_function_does_not_either(app: Fabric) -> None:
         assert await texts(run) == ["one ", "two"]
 
 
-async def test_each_branch_and_each_output_is_counted_on_its_own(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_branch_and_each_output_is_counted_separately(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "PAGE_SIZE", 2)  # so that there is more than one
 
     @app.task
@@ -82,7 +82,7 @@ async def test_each_branch_and_each_output_is_counted_on_its_own(app: Fabric, mo
         await ctx.gather(branch("a", 1), branch("b", 3), asking())
         await out.write("end")
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         await until_it_waits(run)
         await run.signal("word", "w")
@@ -94,7 +94,7 @@ async def test_each_branch_and_each_output_is_counted_on_its_own(app: Fabric, mo
 
 
 @pytest.mark.parametrize("style", ["async", "plain"])
-async def test_what_a_step_writes_is_counted_on_its_own(app: Fabric, style: str) -> None:
+async def test_the_output_of_a_step_is_counted_separately(app: Fabric, style: str) -> None:
     async def note(line: str) -> None:
         await current().stream("answer").write(line)
 
@@ -120,7 +120,7 @@ async def test_what_a_step_writes_is_counted_on_its_own(app: Fabric, style: str)
             ctx.sync.step(note, "another step ")
             ctx.sync.stream("answer").write("end")
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         await until_it_waits(run)
         await run.signal("word", "go on")
@@ -128,7 +128,7 @@ async def test_what_a_step_writes_is_counted_on_its_own(app: Fabric, style: str)
         assert await texts(run) == ["step ", "function ", "another step ", "end"]
 
 
-async def test_a_step_that_is_done_again_does_not_write_again(app: Fabric) -> None:
+async def test_a_repeated_step_does_not_write_its_output_again(app: Fabric) -> None:
     passes: list[int] = []
 
     async def note() -> None:
@@ -142,14 +142,14 @@ async def test_a_step_that_is_done_again_does_not_write_again(app: Fabric) -> No
     async def talk(ctx: Context) -> None:
         await ctx.step(note)
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         await run.result(20)
         assert await texts(run) == ["begun ", "done"]
     assert len(passes) == 2
 
 
-async def test_an_attempt_that_was_put_off_goes_on_with_its_output(app: Fabric) -> None:
+async def test_a_delayed_attempt_continues_its_output(app: Fabric) -> None:
     passes: list[int] = []
 
     @app.task
@@ -161,14 +161,14 @@ async def test_an_attempt_that_was_put_off_goes_on_with_its_output(app: Fabric) 
         await ctx.stream("answer").write("two")
         return ctx.attempt
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         assert await run.result(20) == 0
         assert await texts(run) == ["one", "two"]
     assert passes == [0, 0]
 
 
-async def test_an_attempt_that_takes_the_place_of_another_begins_anew(app: Fabric) -> None:
+async def test_an_attempt_that_replaces_another_starts_its_output_anew(app: Fabric) -> None:
     @app.task
     async def talk(ctx: Context) -> int:
         await ctx.stream("answer").write(f"by {ctx.attempt}")
@@ -179,27 +179,27 @@ async def test_an_attempt_that_takes_the_place_of_another_begins_anew(app: Fabri
         await ctx.stream("answer").write("end")
         return ctx.attempt
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         assert await run.result(20) == 1
         seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]
     assert seen == ["by 0", Reset(attempt=1), "by 1", "end"]
 
 
-async def test_whoever_reads_along_stays_for_the_next_attempt(app: Fabric) -> None:
+async def test_a_reader_continues_with_the_next_attempt(app: Fabric) -> None:
     @app.task(retry=Retry(max=2, base="200ms", jitter=False))
     async def talk(ctx: Context) -> None:
         await ctx.stream("answer").write(f"by {ctx.attempt}")
         if ctx.attempt < 2:
             raise OSError("the provider hung up")
 
-    async with working(app):
+    async with running_worker(app):
         run = await talk.submit()
         seen = [frame if isinstance(frame, Reset) else frame.text async for frame in run.stream("answer")]
     assert seen == ["by 0", Reset(attempt=1), "by 1", Reset(attempt=2), "by 2"]
 
 
-async def test_a_reader_of_a_run_that_writes_nothing_hears_of_its_end_at_once() -> None:
+async def test_a_reader_of_a_run_without_output_is_notified_of_its_end_at_once() -> None:
     mute = Fabric("memory://")
 
     @mute.task

@@ -1,4 +1,4 @@
-"""What a run costs in round trips: the part of its speed that does not depend on the machine."""
+"""The round trips of a run: the part of its cost that does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from flowfabric import Context, Fabric, RetryAfter
 from flowfabric.model.change import Change
 from flowfabric.stores.queries import Read
 from tests.conftest import STORES
-from tests.sdk.conftest import until_so, working
+from tests.sdk.conftest import running_worker, wait_until_true
 
-pytestmark = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's trips are its own
+# The round trips of a server happen in another process.
+pytestmark = pytest.mark.parametrize("url", STORES, indirect=True)
 
 
-class Trips:
-    """Which runs the store was asked about; what the sweeps do meanwhile is about none of them."""
+class RoundTrips:
+    """Records the runs that each store call concerns; sweeps concern none of them."""
 
     def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.commits: list[str] = []
@@ -27,20 +28,20 @@ class Trips:
         monkeypatch.setattr(store, "load", self._loading)
         monkeypatch.setattr(store, "try_load_now", lambda _: None)
 
-    async def _committing(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> Any:
+    async def _committing(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> Any:
         self.commits += {str(guard.key[0]) for change in changes for guard in change.guards}
-        return await self._commit(changes, hint)
+        return await self._commit(changes, topics)
 
-    async def _loading(self, wants: Sequence[Read]) -> Any:
-        self.loads += {str(want.key[0]) for want in wants}
-        return await self._load(wants)
+    async def _loading(self, reads: Sequence[Read]) -> Any:
+        self.loads += {str(want.key[0]) for want in reads}
+        return await self._load(reads)
 
 
-async def counted(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> Trips:
-    """The trips from now on, on a lane that is known: whatever comes first on a lane looks before."""
+async def counted(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> RoundTrips:
+    """The round trips from now on, on a registered lane: the first call on a lane loads more."""
     engine: Any = await app.engine()
     await engine.create_execution(execution_id=engine.new_execution_id(), delay_until=await engine.ping() + 10**9)
-    return Trips(engine.store, monkeypatch)
+    return RoundTrips(engine.store, monkeypatch)
 
 
 async def one(n: int) -> int:
@@ -53,15 +54,15 @@ async def test_a_plain_run_is_created_completed_and_read_once(app: Fabric, monke
         return n
 
     trips = await counted(app, monkeypatch)
-    async with working(app) as worker:
+    async with running_worker(app) as worker:
         run = await plain.submit(1)
-        await until_so(lambda: worker.done == 1)
+        await wait_until_true(lambda: worker.done == 1)
         assert (trips.commits.count(run.id), trips.loads.count(run.id)) == (2, 0)
         assert await run.result(20) == 1
         assert trips.loads.count(run.id) == 1
 
 
-async def test_a_step_costs_one_commit_and_having_none_to_remember_costs_nothing(
+async def test_a_step_costs_one_commit_and_having_no_recorded_steps_costs_nothing(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @app.task
@@ -69,14 +70,14 @@ async def test_a_step_costs_one_commit_and_having_none_to_remember_costs_nothing
         return sum([await ctx.step(one, n) for n in range(10)])
 
     trips = await counted(app, monkeypatch)
-    async with working(app) as worker:
+    async with running_worker(app) as worker:
         run = await ten.submit()
-        await until_so(lambda: worker.done == 1)
+        await wait_until_true(lambda: worker.done == 1)
         assert (trips.commits.count(run.id), trips.loads.count(run.id)) == (12, 0), "created, ten steps, completed"
         assert await run.result(20) == 45
 
 
-async def test_a_second_attempt_reads_all_its_steps_at_once(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_attempt_loads_all_its_steps_at_once(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
 
     @app.task
@@ -88,9 +89,9 @@ async def test_a_second_attempt_reads_all_its_steps_at_once(app: Fabric, monkeyp
         return total
 
     trips = await counted(app, monkeypatch)
-    async with working(app) as worker:
+    async with running_worker(app) as worker:
         run = await ten.submit()
-        await until_so(lambda: worker.done == 1, 20)
+        await wait_until_true(lambda: worker.done == 1, 20)
         assert passes == [45, 45]
         assert trips.commits.count(run.id) <= 14, "created, ten steps, put away, promoted, completed"
         assert trips.loads.count(run.id) <= 2, "one for the steps, one for whoever promoted it"

@@ -1,4 +1,4 @@
-"""The waits of a durable function under fire: killed, taken over, cut off from the store, changed by a deploy."""
+"""Waits of a durable function under faults: killed workers, takeovers, an unavailable store, a deploy."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def _changing(ctx: Context) -> list[str]:
     return done
 
 
-async def test_votes_that_come_while_no_worker_lives_are_read_by_the_next() -> None:
+async def test_votes_that_arrive_while_no_worker_runs_are_read_by_the_next() -> None:
     async with World(app, workers=0) as world:
         doomed = world.start_worker()
         run = await deploy.submit()
@@ -133,7 +133,7 @@ async def test_votes_that_come_while_no_worker_lives_are_read_by_the_next() -> N
     assert len(links) == 1
 
 
-async def test_a_process_that_dies_after_the_links_were_remembered_mails_them_once() -> None:
+async def test_a_process_that_dies_after_recording_the_links_mails_them_once() -> None:
     async with World(app) as world:
         world.crash_at("step:mail", "after_commit")
         run = await deploy.submit()
@@ -154,7 +154,7 @@ async def test_two_quorums_in_one_function_do_not_mix_their_children() -> None:
         world.assert_invariants()
 
 
-async def test_a_paying_step_beside_long_waits_survives_the_death_of_its_process() -> None:
+async def test_the_step_beside_long_waits_survives_the_death_of_its_process() -> None:
     async with World(app) as world:
         world.crash_at("step:charge", "after_commit")
         run = await beside.submit()
@@ -166,14 +166,14 @@ async def test_a_paying_step_beside_long_waits_survives_the_death_of_its_process
     assert effects == ["beside"]
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("moment", "paid", "attempts"),
     [("before_effect", 1, 2), ("after_effect", 2, 2), ("after_commit", 1, 2), ("lease_expired", 2, 2)],
 )
-async def test_whatever_goes_wrong_at_a_step_the_run_ends_well(moment: str, paid: int, attempts: int) -> None:
+async def test_the_run_completes_whatever_fault_hits_a_step(moment: str, paid: int, attempts: int) -> None:
     async with World(app) as world:
         world.crash_at("step:charge", moment)  # type: ignore[arg-type]
         run = await pay.submit()
@@ -183,7 +183,7 @@ async def test_whatever_goes_wrong_at_a_step_the_run_ends_well(moment: str, paid
     assert effects == ["once"] * paid
 
 
-async def test_a_handler_whose_work_was_taken_over_cannot_write_any_more(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_handler_whose_run_was_taken_over_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "flowfabric.worker")
     async with World(app) as world:
         world.crash_at("step:charge", "lease_expired")
@@ -198,7 +198,7 @@ async def test_a_handler_whose_work_was_taken_over_cannot_write_any_more(caplog:
 
 
 @pytest.mark.parametrize("lasts", ["3s", "40s"])
-async def test_a_store_that_is_away_for_a_while_loses_nothing(lasts: str) -> None:
+async def test_an_unavailable_store_loses_nothing(lasts: str) -> None:
     async with World(app) as world:
         world.crash_at("step:charge", "store_down", lasts=lasts)
         run = await pay.submit()
@@ -208,7 +208,7 @@ async def test_a_store_that_is_away_for_a_while_loses_nothing(lasts: str) -> Non
     assert 1 <= len(effects) <= 2
 
 
-async def test_a_question_can_be_answered_in_its_own_terms_although_its_process_died_while_asking() -> None:
+async def test_a_question_can_be_answered_with_its_own_type_after_its_process_died_while_asking() -> None:
     async def asking(ctx: Context) -> str:
         async def deciding() -> bool:
             [vote] = await (await ctx.approval("approve", Answer))
@@ -227,7 +227,7 @@ async def test_a_question_can_be_answered_in_its_own_terms_although_its_process_
     del app.tasks[made.name]
 
 
-async def test_a_fault_that_nothing_came_to_is_told() -> None:
+async def test_an_injected_fault_that_was_never_reached_is_reported() -> None:
     world = World(app)
     await world.__aenter__()
     world.crash_at("step:never", "before_effect")
@@ -236,12 +236,12 @@ async def test_a_fault_that_nothing_came_to_is_told() -> None:
         await world.__aexit__(None, None, None)
 
 
-def test_an_unknown_moment_is_refused() -> None:
+def test_an_unknown_fault_point_is_refused() -> None:
     with pytest.raises(ValueError, match="none of before_effect"):
         World(app).crash_at("step:x", "someday")  # type: ignore[arg-type]
 
 
-async def test_stubs_stand_for_steps_and_tasks_and_keep_count() -> None:
+async def test_stubs_replace_steps_and_tasks_and_count_calls() -> None:
     async with World(app) as world:
         stub = world.stub(charge, returns="paid nothing")
         assert await (await pay.submit()).result() == "paid nothing"
@@ -270,7 +270,7 @@ async def test_stubs_stand_for_steps_and_tasks_and_keep_count() -> None:
         (4, "'first' (number 0) is recorded with another input", ["paid a", "paid b"]),
     ],
 )
-async def test_a_function_that_was_changed_meanwhile_is_noticed(
+async def test_a_function_that_a_deploy_changed_is_detected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, new: int, words: str, result: list[str]
 ) -> None:
     async with World(app) as world:

@@ -1,4 +1,4 @@
-"""How a worker tells the ends of its attempts: together, once, and never for what it lost."""
+"""How a worker reports completions: in batches, once, and never for an execution whose lease it lost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flowfabric.sdk.worker.outcome import Outcome
 from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
 from tests.conftest import STORES
-from tests.sdk.conftest import until, until_so, working
+from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
-on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # a server's store is out of reach
+on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # The store of a server is in another process.
 
 OTHERS: contextvars.ContextVar[str] = contextvars.ContextVar("others", default="nobody's")
 
@@ -31,8 +31,8 @@ async def store_of(app: Fabric) -> Any:
     return engine.store
 
 
-def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], Any]) -> None:
-    """Have `before` awaited before a commit that ends so many."""
+def intercept_completions(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], Any]) -> None:
+    """Await `before` ahead of every commit that completes executions, with their number."""
     commit = store.commit
 
     async def committing(changes: Sequence[Change], *hint: Any) -> list[int | None]:
@@ -45,7 +45,7 @@ def watch_ends(store: Any, monkeypatch: pytest.MonkeyPatch, before: Callable[[in
 
 
 @on_stores
-async def test_what_ends_in_one_moment_is_told_in_one_commit(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_completions_of_one_moment_are_one_commit(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     @app.task
     async def work(number: int) -> int:
         return number
@@ -56,14 +56,14 @@ async def test_what_ends_in_one_moment_is_told_in_one_commit(app: Fabric, monkey
         told.append(ends)
 
     runs = await work.submit_many(range(20))
-    watch_ends(await store_of(app), monkeypatch, count)
-    async with working(app, slots=20):
+    intercept_completions(await store_of(app), monkeypatch, count)
+    async with running_worker(app, slots=20):
         assert [await run.result(20) for run in runs] == [*range(20)]
     assert told == [20]
 
 
 @on_stores
-async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
+async def test_single_completions_are_batched_while_others_are_in_flight(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = [asyncio.Event() for _ in range(6)]
@@ -81,14 +81,14 @@ async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
         await may_land.wait()
 
     runs = await work.submit_many(range(6))
-    watch_ends(await store_of(app), monkeypatch, hold)
-    async with working(app, slots=6) as worker:
+    intercept_completions(await store_of(app), monkeypatch, hold)
+    async with running_worker(app, slots=6) as worker:
         for number, event in enumerate(may_end[:2]):
             event.set()
-            await until_so(lambda count=number + 1: len(told) == count)  # type: ignore[misc]
+            await wait_until_true(lambda count=number + 1: len(told) == count)  # type: ignore[misc]
         for event in may_end[2:]:
             event.set()
-        await until_so(lambda: worker.running == 0)
+        await wait_until_true(lambda: worker.running == 0)
         assert told == [1, 1], "two are under way, and the others wait for them"
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(6)]
@@ -96,7 +96,7 @@ async def test_ends_that_come_one_by_one_gather_while_others_are_on_their_way(
 
 
 @on_stores
-async def test_behind_many_on_their_way_the_others_wait_for_each_other(
+async def test_completions_wait_for_each_other_behind_a_large_batch_in_flight(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
@@ -116,16 +116,16 @@ async def test_behind_many_on_their_way_the_others_wait_for_each_other(
         await may_land.wait()
 
     runs = await work.submit_many(range(12))
-    watch_ends(await store_of(app), monkeypatch, hold)
-    async with working(app, slots=12) as worker:
-        await until_so(lambda: len(begun) == 12)
+    intercept_completions(await store_of(app), monkeypatch, hold)
+    async with running_worker(app, slots=12) as worker:
+        await wait_until_true(lambda: len(begun) == 12)
         may_end[0].set()
-        await until_so(lambda: told == [10])
+        await wait_until_true(lambda: told == [10])
         for event in may_end[1:]:
             event.set()
-            for _ in range(100):  # turns enough to be told by itself
+            for _ in range(100):  # enough loop iterations to be sent alone
                 await asyncio.sleep(0)
-        await until_so(lambda: worker.running == 0)
+        await wait_until_true(lambda: worker.running == 0)
         assert told == [10]
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(12)]
@@ -133,7 +133,7 @@ async def test_behind_many_on_their_way_the_others_wait_for_each_other(
 
 
 @on_stores
-async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
+async def test_a_worker_claims_no_more_while_too_many_completions_are_unsent(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
@@ -150,27 +150,25 @@ async def test_a_worker_takes_no_more_while_too_many_ends_are_not_told(
 
     runs = await work.submit_many(range(20))
     engine: Any = await app.engine()
-    watch_ends(engine.store, monkeypatch, hold)
-    async with working(app, slots=2):
-        await until_so(lambda: len(started) == 6)
-        await until_so(lambda: engine.metrics.counter_value("ff_worker_at_capacity") > 0)
-        for _ in range(10):  # as often as this, it could have taken more
+    intercept_completions(engine.store, monkeypatch, hold)
+    async with running_worker(app, slots=2):
+        await wait_until_true(lambda: len(started) == 6)
+        await wait_until_true(lambda: engine.metrics.counter_value("ff_worker_at_capacity") > 0)
+        for _ in range(10):  # It had this many opportunities to claim more.
             assert await engine.claim("another", worker_id="w", worker_instance_id="w-1") is None
         assert len(started) == 6, "two rounds are not told, and the third one was begun when there was one less"
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(20)]
 
 
-async def test_a_result_that_is_too_large_fails_the_run_and_nothing_else(
-    app: Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_result_that_is_too_large_fails_its_run_only(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_PAYLOAD_BYTES", 1000)
 
     @app.task
     async def say(length: int) -> str:
         return "x" * length
 
-    async with working(app):
+    async with running_worker(app):
         large, small = await say.submit_many([2000, 3])
         with pytest.raises(RunFailed, match="result_payload: 2002 bytes, the limit is 1000"):
             await large.result(20)
@@ -179,10 +177,8 @@ async def test_a_result_that_is_too_large_fails_the_run_and_nothing_else(
 
 
 @on_stores
-async def test_a_worker_that_stops_waits_for_the_ends_on_their_way(
-    app: Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, worker, working, may_land = await _with_an_end_on_its_way(app, monkeypatch)
+async def test_a_stopping_worker_waits_for_completions_in_flight(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, worker, working, may_land = await _with_completion_in_flight(app, monkeypatch)
     worker.stop()
     done, _ = await asyncio.wait((working,), timeout=0.05)
     assert not done
@@ -192,10 +188,10 @@ async def test_a_worker_that_stops_waits_for_the_ends_on_their_way(
 
 
 @on_stores
-async def test_an_end_that_does_not_arrive_is_given_up_in_a_hurry_and_the_run_handed_back(
+async def test_a_completion_that_does_not_arrive_is_abandoned_at_a_fast_stop_and_the_run_released(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, worker, working, may_land = await _with_an_end_on_its_way(app, monkeypatch)
+    run, worker, working, may_land = await _with_completion_in_flight(app, monkeypatch)
     worker.stop()
     worker.stop()
     await working
@@ -208,10 +204,10 @@ async def test_an_end_that_does_not_arrive_is_given_up_in_a_hurry_and_the_run_ha
     await again
 
 
-async def _with_an_end_on_its_way(
+async def _with_completion_in_flight(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Run[str], Worker, asyncio.Task[None], asyncio.Event]:
-    """A run whose handler is over, and whose end lands when the event says so."""
+    """A run whose handler has finished and whose completion is committed when the event is set."""
 
     @app.task
     async def work() -> str:
@@ -224,7 +220,7 @@ async def _with_an_end_on_its_way(
         await may_land.wait()
 
     run = await work.submit()
-    watch_ends(await store_of(app), monkeypatch, hold)
+    intercept_completions(await store_of(app), monkeypatch, hold)
     worker = Worker(app)
     task = asyncio.create_task(worker.work())
     async with asyncio.timeout(20):
@@ -236,9 +232,7 @@ async def _with_an_end_on_its_way(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_attempt_that_is_cancelled_ends_once_whether_or_not_it_had_begun(
-    file_app: Fabric, begun: bool
-) -> None:
+async def test_a_cancelled_attempt_finishes_once_whether_or_not_it_had_started(file_app: Fabric, begun: bool) -> None:
     ran: list[str] = []
 
     @file_app.task
@@ -260,16 +254,16 @@ async def test_an_attempt_that_is_cancelled_ends_once_whether_or_not_it_had_begu
     assert claimed is not None
     [own] = attempts.start([claimed])
     if begun:
-        await until_so(lambda: bool(ran))
+        await wait_until_true(lambda: bool(ran))
     attempts.cancel(own, "lease lost")
-    await until_so(lambda: bool(ended))
+    await wait_until_true(lambda: bool(ended))
     await asyncio.sleep(0)
     assert ended == [(claimed, None)]
     assert bool(ran) is begun
     attempts.close()
 
 
-async def test_what_a_handler_sets_around_itself_stays_there(app: Fabric) -> None:
+async def test_a_context_variable_of_a_handler_stays_in_it(app: Fabric) -> None:
     seen: list[str] = []
 
     @app.task
@@ -277,14 +271,14 @@ async def test_what_a_handler_sets_around_itself_stays_there(app: Fabric) -> Non
         seen.append(OTHERS.get())
         OTHERS.set(name)
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         for name in ("ana", "bo"):
             await (await work.submit(name)).result(20)
     assert seen == ["nobody's"] * 2
     assert OTHERS.get() == "nobody's"
 
 
-async def test_the_current_context_is_there_for_a_handler_that_asked_for_none(app: Fabric) -> None:
+async def test_the_current_context_exists_for_a_handler_that_did_not_request_it(app: Fabric) -> None:
     @app.task
     async def below() -> tuple[str, bool]:
         from_threads: list[Context] = []
@@ -302,12 +296,12 @@ async def test_the_current_context_is_there_for_a_handler_that_asked_for_none(ap
     async def _deep_down() -> Context:
         return current()
 
-    async with working(app):
+    async with running_worker(app):
         run = await below.submit()
         assert await run.result(20) == (run.id, True)
 
 
-async def test_a_durable_function_that_found_its_context_by_itself_parks(app: Fabric) -> None:
+async def test_a_durable_function_that_uses_the_current_context_parks(app: Fabric) -> None:
     @app.task
     async def wait() -> str:
         got = await asyncio.create_task(_receive())
@@ -319,8 +313,8 @@ async def test_a_durable_function_that_found_its_context_by_itself_parks(app: Fa
     async def parked() -> bool:
         return await run.state() is PublicState.SUSPENDED
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await wait.submit()
-        await until(parked)
+        await wait_until(parked)
         await run.signal("word", "go")
         assert await run.result(20) == "go"

@@ -1,4 +1,4 @@
-"""What a worker knows of its leases: their ends as claimed, then as renewed, and nothing once they are let go."""
+"""The lease expiries that a worker knows: as claimed, then as renewed, and none after the release."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric.stores.port import Store
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 
 
-async def test_the_end_of_a_lease_is_that_of_its_claim_then_of_its_renewal_then_none(store: Store) -> None:
+async def test_the_expiry_of_a_lease_is_that_of_its_claim_then_of_its_renewal_then_none(store: Store) -> None:
     engine = Engine(store)
     for _ in range(2):
         await engine.create_execution(execution_id=engine.new_execution_id())

@@ -1,4 +1,4 @@
-"""What a worker does not complain about: its own parks, leases that others took over, a store that comes up late."""
+"""What a worker does not log as a problem: its own parks, leases that others took over, a store that starts late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowfabric.sdk.worker.heartbeat import HeldLeases
 from flowfabric.sdk.worker.registration import WorkerRegistrar
 from flowfabric.sdk.worker.worker import Worker
 from tests.client.server_thread import ServerThread
-from tests.sdk.conftest import until_so, working
+from tests.sdk.conftest import running_worker, wait_until_true
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-class Slow:
-    """Makes the answer to the first park wait until a renewal has come between."""
+class SlowPark:
+    """Delays the reply to the first park until a renewal has been answered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
         self.parked, self.renewed = asyncio.Event(), asyncio.Event()
@@ -38,7 +38,7 @@ class Slow:
             if not self.parked.is_set():
                 self.parked.set()
                 await self.renewed.wait()
-                await asyncio.sleep(0)  # what the renewal found out comes first
+                await asyncio.sleep(0)  # The result of the renewal is processed first.
             return answer
 
         async def noted(leases: HeldLeases, *given: Any) -> Any:
@@ -52,16 +52,16 @@ class Slow:
         monkeypatch.setattr(HeldLeases, "renew_all", noted)
 
 
-async def test_a_renewal_that_races_a_park_is_no_loss(
+async def test_a_renewal_that_races_with_a_park_is_no_lost_lease(
     app: Fabric, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    slow = Slow(monkeypatch, type(await app.engine()))
+    slow = SlowPark(monkeypatch, type(await app.engine()))
 
     @app.task
     async def waits(ctx: Context) -> str:
         return await ctx.receive("go", str)
 
-    async with working(app, lease_ttl="2s"):
+    async with running_worker(app, lease_ttl="2s"):
         run = await waits.submit()
         await asyncio.wait_for(slow.renewed.wait(), 20)
         await run.signal("go", "on")
@@ -70,10 +70,10 @@ async def test_a_renewal_that_races_a_park_is_no_loss(
     assert [one for one in log.messages if "lost its lease" in one or "not known" in one] == []
 
 
-async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
+async def test_an_attempt_that_was_suspended_by_another_caller_ends(
     app: Fabric, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    """A budget may suspend a run while its handler goes on: the handler is cancelled, a moment later."""
+    """A budget may suspend a run while its handler runs: the handler is cancelled a moment later."""
     monkeypatch.setattr(worker_page, "PARK_ANSWER_S", 0.1)
     begun, cancelled = asyncio.Event(), asyncio.Event()
     handles: list[Any] = []
@@ -88,7 +88,7 @@ async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
             cancelled.set()
             raise
 
-    async with working(app, lease_ttl="600ms"):
+    async with running_worker(app, lease_ttl="600ms"):
         await endless.submit()
         await asyncio.wait_for(begun.wait(), 20)
         engine = await app.engine()
@@ -99,7 +99,7 @@ async def test_an_attempt_that_was_suspended_by_somebody_else_ends_all_the_same(
 
 
 @pytest.mark.parametrize("wraps", [False, True])
-async def test_a_step_that_meets_a_lost_lease_is_no_failed_attempt(
+async def test_a_step_that_finds_its_lease_lost_is_no_failed_attempt(
     app: Fabric, log: pytest.LogCaptureFixture, wraps: bool
 ) -> None:
     attempts: list[int] = []
@@ -117,16 +117,16 @@ async def test_a_step_that_meets_a_lost_lease_is_no_failed_attempt(
                 raise
         return ctx.attempt
 
-    async with working(app, lease_ttl="30s"):
+    async with running_worker(app, lease_ttl="30s"):
         run = await loses.submit()
-        # The step or the next renewal meets it first; either says so in one line.
-        await until_so(lambda: any("is over:" in one or "lost its lease" in one for one in log.messages))
+        # The step or the next renewal finds it first; either logs one line.
+        await wait_until_true(lambda: any("is over:" in one or "lost its lease" in one for one in log.messages))
     assert await run.state() == "cancelled"
     assert not any("failed" in one for one in log.messages)
     assert not any(one.exc_info for one in log.records)
 
 
-async def test_a_refusal_about_another_run_is_a_failure_as_before(app: Fabric, log: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_about_another_run_is_a_failure(app: Fabric, log: pytest.LogCaptureFixture) -> None:
     @app.task
     async def ends_other(ctx: Context, other: str) -> None:
         await (await app.engine()).cancel_execution(other)
@@ -135,7 +135,7 @@ async def test_a_refusal_about_another_run_is_a_failure_as_before(app: Fabric, l
     async def idle() -> None: ...
 
     other = await idle.submit()
-    async with working(app, lanes=["default"]):
+    async with running_worker(app, lanes=["default"]):
         done = await ends_other.submit(other.id)
         await done.result(20)
         run = await ends_other.submit("{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d")
@@ -144,7 +144,7 @@ async def test_a_refusal_about_another_run_is_a_failure_as_before(app: Fabric, l
     assert any("failed" in one for one in log.messages)
 
 
-async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_waits_for_a_store_that_starts_late(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     server = ServerThread(f"sqlite:///{tmp_path / 'app.db'}")
     app = Fabric(server.url)
 
@@ -154,7 +154,7 @@ async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log
 
     worker = Worker(app)
     task = asyncio.create_task(worker.work())
-    await until_so(lambda: any("not started yet" in one for one in log.messages), 20)
+    await wait_until_true(lambda: any("not started yet" in one for one in log.messages), 20)
     await asyncio.to_thread(server.start)
     try:
         assert await (await double.submit(4)).result(20) == 8
@@ -165,7 +165,7 @@ async def test_a_worker_waits_for_a_store_that_comes_up_late(tmp_path: Path, log
         await asyncio.to_thread(server.stop)
 
 
-async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
+async def test_a_worker_whose_connection_breaks_during_its_start_retries(
     database: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     announce, calls = WorkerRegistrar.register, list[int]()
@@ -183,12 +183,12 @@ async def test_a_worker_whose_connection_breaks_while_it_starts_tries_again(
     async def double(n: int) -> int:
         return n * 2
 
-    async with app, working(app):
+    async with app, running_worker(app):
         assert await (await double.submit(4)).result(20) == 8
     assert sum("not started yet" in one for one in log.messages) == 1
 
 
-async def test_a_worker_that_is_told_to_stop_before_its_store_is_there_stops(
+async def test_a_worker_that_is_stopped_before_its_store_is_available_stops(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.05)
@@ -199,12 +199,12 @@ async def test_a_worker_that_is_told_to_stop_before_its_store_is_there_stops(
 
     worker = Worker(app)
     task = asyncio.create_task(worker.work())
-    await until_so(lambda: any("not started yet" in one for one in log.messages), 20)
+    await wait_until_true(lambda: any("not started yet" in one for one in log.messages), 20)
     worker.stop()
     await asyncio.wait_for(task, 20)
 
 
-async def test_a_worker_whose_address_is_wrong_for_good_says_so_and_ends() -> None:
+async def test_a_worker_with_an_invalid_url_reports_it_and_exits() -> None:
     app = Fabric("postgresql://postgres@127.0.0.1:1/x?command_timeout=never")
 
     @app.task

@@ -1,4 +1,4 @@
-"""Handlers in processes of their own: they keep processors busy, survive nothing they should not, and can be killed."""
+"""Handlers in subprocesses: they use several processors, can be killed, and their death is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowfabric import Fabric, RunFailed, errors
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.worker import subprocesses
 from tests.sdk import service
-from tests.sdk.conftest import until, until_so, working
+from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def shared(shared_app: Fabric, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 
 async def test_a_handler_runs_in_a_process_and_its_context_works_there(shared: Fabric) -> None:
-    async with working(shared, slots=2):
+    async with running_worker(shared, slots=2):
         total, pid = await (await service.squares.submit(1000)).result(30)
         again, same = await (await service.squares.submit(1000)).result(30)
     assert total == again == 2 * sum(n * n for n in range(1000))
@@ -43,13 +43,13 @@ async def test_a_handler_runs_in_a_process_and_its_context_works_there(shared: F
 
 
 async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with working(local):
+    async with running_worker(local):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         with pytest.raises(RunFailed, match="has not returned after 0.7 s; its process was killed"):
             await run.result(30)
         [attempt] = await run.attempts()
         assert attempt.failure_category == "timeout"
-        await until_so(lambda: _is_gone(tmp_path / "pid"))
+        await wait_until_true(lambda: _is_gone(tmp_path / "pid"))
     assert f"{run.id}: attempt 0 of {service.stubborn.name} failed: TimeoutError" in caplog.text
 
 
@@ -57,29 +57,29 @@ async def test_a_cancelled_run_kills_its_process(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.stubborn, "timeout_s", None)
-    async with working(local, lease_ttl="300ms"):
+    async with running_worker(local, lease_ttl="300ms"):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
-        await until_so(lambda: _is_written(tmp_path / "pid"), 30)
+        await wait_until_true(lambda: _is_written(tmp_path / "pid"), 30)
         await run.cancel("no longer needed")
-        await until_so(lambda: _is_gone(tmp_path / "pid"))
+        await wait_until_true(lambda: _is_gone(tmp_path / "pid"))
 
 
-async def test_a_process_that_was_killed_leaves_nothing_behind(local: Fabric, tmp_path: Path) -> None:
-    """Not until Python collects its cycles, which a worker does seldom, but at once."""
+async def test_a_killed_process_leaves_nothing_behind(local: Fabric, tmp_path: Path) -> None:
+    """Its resources are released at once, not at the next garbage collection, which is rare in a worker."""
     gc.disable()
     try:
-        async with working(local):
+        async with running_worker(local):
             await _is_killed_by_its_timeout(tmp_path / "pid")
             before = _open_files()
             for _ in range(3):
                 await _is_killed_by_its_timeout(tmp_path / "pid")
-            await until_so(lambda: _open_files() <= before)
-            await until_so(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists())
+            await wait_until_true(lambda: _open_files() <= before)
+            await wait_until_true(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists())
     finally:
         gc.enable()
 
 
-async def test_a_process_that_nobody_waits_for_any_more_is_killed_once_it_is_there(
+async def test_a_process_whose_caller_left_is_killed_once_it_has_started(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_start = threading.Event(), threading.Event()
@@ -93,16 +93,16 @@ async def test_a_process_that_nobody_waits_for_any_more_is_killed_once_it_is_the
             made.append(self._process.pid or 0)
 
     monkeypatch.setattr(subprocesses, "_Subprocess", Slow)
-    async with working(local, lease_ttl="300ms") as worker:
+    async with running_worker(local, lease_ttl="300ms") as worker:
         run = await service.stubborn.submit(str(tmp_path / "pid"))
-        await until_so(asked.is_set, 30)
+        await wait_until_true(asked.is_set, 30)
         await run.cancel("no longer needed")
-        await until_so(lambda: not worker.running)
+        await wait_until_true(lambda: not worker.running)
         may_start.set()
-        await until_so(lambda: bool(made) and not Path(f"/proc/{made[0]}").exists())
+        await wait_until_true(lambda: bool(made) and not Path(f"/proc/{made[0]}").exists())
 
 
-async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
+async def test_the_start_of_a_process_does_not_count_against_the_timeout(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_begin = threading.Event()
@@ -113,7 +113,7 @@ async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
 
     monkeypatch.setattr(subprocesses._Subprocess, "start_call", slow)
     ttl_ms = 3000  # renewed every second; a busy machine must not cost the lease
-    async with working(local, lease_ttl=f"{ttl_ms}ms"):
+    async with running_worker(local, lease_ttl=f"{ttl_ms}ms"):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         began = await (await local.engine()).ping()
 
@@ -121,28 +121,28 @@ async def test_the_time_in_which_a_process_starts_is_not_its_handlers(
             lease = (await run.describe()).current_lease
             return lease is not None and lease.expires_at > began + 700 + ttl_ms
 
-        await until(is_renewed_after_the_timeout, 30)
+        await wait_until(is_renewed_after_the_timeout, 30)
         may_begin.set()
         with pytest.raises(RunFailed, match="has not returned after 0.7 s; its process was killed"):
             await run.result(30)
     assert len(await run.attempts()) == 1
 
 
-async def test_a_process_that_never_begins_is_killed(
+async def test_a_process_that_never_starts_its_handler_is_killed(
     local: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
     monkeypatch.setattr(subprocesses, "START_TIMEOUT_S", 0.2)
     monkeypatch.setattr(subprocesses._Subprocess, "start_call", lambda *_: over.wait(30) and False)
-    async with working(local):
+    async with running_worker(local):
         run = await service.stubborn.submit(str(tmp_path / "pid"))
         with pytest.raises(RunFailed, match=r"the process of .*stubborn has not begun after 0.2 s; it was killed"):
             await run.result(30)
         over.set()
 
 
-async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons(local: Fabric) -> None:
-    async with working(local, slots=1):
+async def test_a_failure_and_the_death_of_a_process_are_reported_with_their_reasons(local: Fabric) -> None:
+    async with running_worker(local, slots=1):
         failed = await service.wrong.submit()
         with pytest.raises(RunFailed, match="ValueError: no good"):
             await failed.result(30)
@@ -157,28 +157,28 @@ async def test_a_failure_and_the_death_of_a_process_come_back_with_their_reasons
         assert (await (await service.squares.submit(3)).result(30))[0] == 10
 
 
-async def test_a_durable_function_parks_in_its_process_and_goes_on(local: Fabric, tmp_path: Path) -> None:
+async def test_a_durable_function_parks_in_its_process_and_resumes(local: Fabric, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    async with working(local):
+    async with running_worker(local):
         run = await service.sleeper.submit(str(marks))
 
         async def suspended() -> bool:
             return await run.state() is PublicState.SUSPENDED
 
-        await until(suspended, 30)
+        await wait_until(suspended, 30)
         await run.signal("go", "hello")
         assert await run.result(30) == "slept after hello"
     assert marks.read_text() == "step\n"
 
 
-async def test_async_handlers_can_have_processes_too_and_two_work_at_once(local: Fabric) -> None:
-    async with working(local, slots=2):
+async def test_async_handlers_may_run_in_processes_and_two_run_at_once(local: Fabric) -> None:
+    async with running_worker(local, slots=2):
         runs = [await service.awaiting.submit(0.05) for _ in range(2)]
         pids = await asyncio.gather(*(run.result(30) for run in runs))
     assert len({*pids, os.getpid()}) == 3
 
 
-def test_a_function_that_no_process_could_find_is_refused() -> None:
+def test_a_function_that_a_process_could_not_import_is_refused() -> None:
     app = Fabric("memory://")
     with pytest.raises(errors.InvalidInput, match="top level of a module"):
 

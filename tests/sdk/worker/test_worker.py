@@ -17,7 +17,7 @@ from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
 from tests.conftest import STORES
-from tests.sdk.conftest import until, working
+from tests.sdk.conftest import running_worker, wait_until
 
 
 async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
@@ -32,14 +32,14 @@ async def test_no_more_runs_at_once_than_there_are_slots(app: Fabric) -> None:
         now -= 1
 
     runs = [await busy.submit() for _ in range(20)]
-    async with working(app, slots=3):
+    async with running_worker(app, slots=3):
         await asyncio.gather(*(run.result(30) for run in runs))
 
     assert most == 3
 
 
-@pytest.mark.parametrize("url", STORES, indirect=True)  # a server's store is out of reach
-async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
+@pytest.mark.parametrize("url", STORES, indirect=True)  # The store of a server is in another process.
+async def test_the_next_run_starts_while_the_completion_of_the_last_one_is_in_flight(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
@@ -65,14 +65,14 @@ async def test_the_next_one_runs_while_the_end_of_the_last_one_is_on_its_way(
     async def both_have_begun() -> bool:
         return len(begun) == 2
 
-    async with working(app, slots=1):
-        await until(both_have_begun)
+    async with running_worker(app, slots=1):
+        await wait_until(both_have_begun)
         assert [await run.state() for run in runs] == [PublicState.ACTIVE] * 2, "nothing is told before it is on disk"
         may_land.set()
         assert [await run.result(20) for run in runs] == [0, 1]
 
 
-async def test_a_worker_without_a_free_slot_says_so_to_whoever_counts(app: Fabric) -> None:
+async def test_a_worker_without_a_free_slot_reports_it(app: Fabric) -> None:
     go_on = asyncio.Event()
 
     @app.task
@@ -85,8 +85,8 @@ async def test_a_worker_without_a_free_slot_says_so_to_whoever_counts(app: Fabri
     async def is_full() -> bool:
         return engine.metrics.counter_value("ff_worker_at_capacity") > 0
 
-    async with working(app, slots=1):
-        await until(is_full)
+    async with running_worker(app, slots=1):
+        await wait_until(is_full)
         go_on.set()
         await run.result(20)
 
@@ -99,7 +99,7 @@ async def test_a_loop_that_is_blocked_for_three_leases_does_not_lose_its_work(
         time.sleep(6)  # noqa: ASYNC251 - three times the lease
         return ctx.attempt
 
-    async with working(shared_app, lease_ttl="2s"):
+    async with running_worker(shared_app, lease_ttl="2s"):
         run = await rude.submit()
         assert await run.result(20) == 0
 
@@ -116,14 +116,14 @@ async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
             time.sleep(1.5)  # noqa: ASYNC251
         return ctx.attempt
 
-    async with working(file_app, lease_ttl="300ms", stall_limit="500ms"):
+    async with running_worker(file_app, lease_ttl="300ms", stall_limit="500ms"):
         run = await dead.submit()
         assert await run.result(20) == 1, "somebody else could have had it"
     assert "no longer renewed" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["blocks the loop", "does not listen"])
-async def test_a_handler_that_goes_on_after_its_timeout_loses_its_work(
+async def test_a_handler_that_runs_after_its_timeout_loses_its_work(
     shared_app: Fabric, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     over = asyncio.Event()
@@ -139,7 +139,7 @@ async def test_a_handler_that_goes_on_after_its_timeout_loses_its_work(
                 await over.wait()
         return 99
 
-    async with working(shared_app, lease_ttl="1s"):
+    async with running_worker(shared_app, lease_ttl="1s"):
         run = await deaf.submit()
         try:
             assert await run.result(20) == 1, "somebody else could have had it"
@@ -150,9 +150,7 @@ async def test_a_handler_that_goes_on_after_its_timeout_loses_its_work(
     assert "is still running after its 0.2 s" in caplog.text
 
 
-async def test_an_end_that_is_late_in_being_told_keeps_its_lease(
-    file_app: Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_completion_keeps_its_lease(file_app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     @file_app.task(timeout="100ms")
     async def quick(ctx: Context) -> int:
         return ctx.attempt
@@ -166,7 +164,7 @@ async def test_an_end_that_is_late_in_being_told_keeps_its_lease(
         return await tell(*given, **ways)
 
     monkeypatch.setattr(engine, "complete_many", slow)
-    async with working(file_app, lease_ttl="300ms"):
+    async with running_worker(file_app, lease_ttl="300ms"):
         run = await quick.submit()
 
         async def was_renewed_long_after_its_time() -> bool:
@@ -174,12 +172,12 @@ async def test_an_end_that_is_late_in_being_told_keeps_its_lease(
                 ends.add(lease.expires_at)
             return len(ends) > 8
 
-        await until(was_renewed_long_after_its_time, 20)
+        await wait_until(was_renewed_long_after_its_time, 20)
         lands.set()
         assert await run.result(20) == 0
 
 
-async def test_a_heartbeat_that_stumbles_goes_on(
+async def test_a_heartbeat_survives_a_failure(
     file_app: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults: list[Exception] = [RuntimeError("a bug"), errors.StoreUnavailable("away", backend="x", source="other")]
@@ -203,7 +201,7 @@ async def test_a_heartbeat_that_stumbles_goes_on(
         await asyncio.sleep(1.5)
         return ctx.attempt
 
-    async with working(file_app, lease_ttl="900ms"):
+    async with running_worker(file_app, lease_ttl="900ms"):
         assert await (await long.submit()).result(20) == 0
     assert not faults
     assert "no connection" in caplog.text
@@ -222,14 +220,14 @@ async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:
     async def send() -> None: ...
 
     engine = await app.engine()
-    async with working(app, capabilities={"smtp"}, presence_ttl="150ms") as worker:
+    async with running_worker(app, capabilities={"smtp"}, presence_ttl="150ms") as worker:
         listed: list[WorkerEntry] = []
 
         async def is_listed() -> bool:
             listed[:] = (await engine.list_workers(app.namespace)).entries
             return bool(listed)
 
-        await until(is_listed)
+        await wait_until(is_listed)
         [entry] = listed
         assert (entry.worker_instance_id, entry.worker_id) == (worker.instance_id, worker.worker_id)
         assert set(entry.lanes) == {"mail"}
@@ -239,7 +237,7 @@ async def test_a_worker_is_in_the_registry_while_it_works(app: Fabric) -> None:
             page = await engine.list_workers(app.namespace)
             return bool(page.entries) and page.entries[0].last_heartbeat_ms >= entry.last_heartbeat_ms + 150
 
-        await until(has_beaten_since)
+        await wait_until(has_beaten_since)
     assert (await engine.list_workers(app.namespace)).entries == []
 
 
@@ -249,33 +247,33 @@ async def test_a_worker_stays_in_the_registry_for_two_leases(app: Fabric, lease_
     async def send() -> None: ...
 
     engine = await app.engine()
-    async with working(app, lease_ttl=lease_ttl):
+    async with running_worker(app, lease_ttl=lease_ttl):
         ttls: list[int] = []
 
         async def is_listed() -> bool:
             ttls[:] = [entry.liveness_ttl_ms for entry in (await engine.list_workers(app.namespace)).entries]
             return bool(ttls)
 
-        await until(is_listed)
+        await wait_until(is_listed)
     assert ttls == [stays_ms]
 
 
-async def test_a_worker_that_the_registry_forgot_comes_back(app: Fabric) -> None:
+async def test_a_worker_that_the_registry_lost_registers_again(app: Fabric) -> None:
     @app.task
     async def send() -> None: ...
 
     engine = await app.engine()
-    async with working(app, presence_ttl="150ms") as worker:
+    async with running_worker(app, presence_ttl="150ms") as worker:
 
         async def is_listed() -> bool:
             return bool((await engine.list_workers(app.namespace)).entries)
 
-        await until(is_listed)
+        await wait_until(is_listed)
         await engine.mark_worker_dead(namespace=app.namespace, worker_instance_id=worker.instance_id)
-        await until(is_listed)
+        await wait_until(is_listed)
 
 
-async def test_a_thread_that_does_not_listen_keeps_its_slot_until_it_returns(
+async def test_a_thread_that_ignores_cancellation_keeps_its_slot_until_it_returns(
     app: Fabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard, go_on = threading.Event(), threading.Event()
@@ -291,7 +289,7 @@ async def test_a_thread_that_does_not_listen_keeps_its_slot_until_it_returns(
     async def quick() -> str:
         return "ran"
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await deaf.submit()
         with pytest.raises(RunFailed, match="has not returned after 0.05 s"):
             await run.result(20)
@@ -311,11 +309,11 @@ async def test_a_handler_knows_how_long_its_lease_lasts(app: Fabric) -> None:
         assert not ctx.cancelled
         return ctx.lease_seconds_left
 
-    async with working(app, lease_ttl="20s"):
+    async with running_worker(app, lease_ttl="20s"):
         assert 15 < await (await look.submit()).result(20) <= 20
 
 
-async def test_a_handler_whose_lease_was_taken_away_is_cancelled(app: Fabric) -> None:
+async def test_a_handler_whose_lease_was_revoked_is_cancelled(app: Fabric) -> None:
     cancelled = asyncio.Event()
 
     @app.task
@@ -329,16 +327,16 @@ async def test_a_handler_whose_lease_was_taken_away_is_cancelled(app: Fabric) ->
             raise
         return 0
 
-    async with working(app, lease_ttl="300ms"):
+    async with running_worker(app, lease_ttl="300ms"):
         run = await long.submit()
         engine = await app.engine()
-        await until(lambda: _is(run, PublicState.ACTIVE))
+        await wait_until(lambda: _is(run, PublicState.ACTIVE))
         await engine.revoke_lease(run.id, reason="bad node")
         await asyncio.wait_for(cancelled.wait(), 10)
         assert await run.result(20) == 1
 
 
-async def test_draining_finishes_what_runs_and_hands_back_the_rest_without_costing_an_attempt(app: Fabric) -> None:
+async def test_draining_finishes_running_handlers_and_releases_the_rest_without_costing_an_attempt(app: Fabric) -> None:
     running: list[str] = []
 
     @app.task
@@ -358,17 +356,17 @@ async def test_draining_finishes_what_runs_and_hands_back_the_rest_without_costi
         return len(running) == 2
 
     first, second = await quick.submit(), await endless.submit()
-    async with working(app, grace="300ms"):
-        await until(both_run)
+    async with running_worker(app, grace="300ms"):
+        await wait_until(both_run)
     assert await first.result(5) == "done"
     assert await second.state() in (PublicState.DELAYED, PublicState.WAITING)
 
-    async with working(app):
+    async with running_worker(app):
         assert await second.result(20) == "attempt 0"
     assert len(await second.attempts()) == 1
 
 
-async def test_work_of_an_unknown_kind_is_left_for_others(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
+async def test_work_of_an_unknown_kind_is_left_to_others(app: Fabric, caplog: pytest.LogCaptureFixture) -> None:
     @app.task
     async def known() -> None: ...
 
@@ -379,8 +377,8 @@ async def test_work_of_an_unknown_kind_is_left_for_others(app: Fabric, caplog: p
     async def delayed() -> bool:
         return await engine.read_execution_state(stranger) is PublicState.DELAYED
 
-    async with working(app):
-        await until(delayed)
+    async with running_worker(app):
+        await wait_until(delayed)
     assert "no task 'not.here' here" in caplog.text
     assert "the worker that had it knows no task 'not.here'" in (await engine.explain(stranger)).sentence
     assert await engine.read_total_attempt_count(stranger) == 1

@@ -1,4 +1,4 @@
-"""The code of sdk.md, block by block: names, shapes and behaviour as they were promised."""
+"""The code of sdk.md, block by block: names, shapes and behaviour as documented."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def send(ctx: Context, mail: Mail) -> Receipt:
 
 @pytest.fixture
 async def mailing() -> AsyncIterator[World]:
-    """A world whose worker can do smtp."""
+    """A world whose worker offers smtp."""
     from flowfabric.sdk.worker.worker import Worker
 
     async with World(app, workers=0) as world:
@@ -154,7 +154,7 @@ async def test_options_of_a_submit(mailing: World) -> None:
         await late.result()
 
 
-async def test_what_a_run_can_be_asked(mailing: World) -> None:
+async def test_a_run_exposes_its_state_and_history(mailing: World) -> None:
     replies[:] = [(200, "r1")]
     run = await send.options(delay="1h").submit(Mail("a"))
     assert await run.state() is PublicState.DELAYED
@@ -226,13 +226,13 @@ async def test_an_approved_deploy_survives_a_crash() -> None:
     assert applied == ["v2", "v2"], "its memo was lost with the process, so it ran again"
 
 
-async def test_silence_is_a_no(world: World) -> None:
+async def test_an_approval_of_the_contract_without_an_answer_is_denied(world: World) -> None:
     run = await deploy.submit(request_)
     await world.advance("3d")
     assert await run.result() == "rejected"
 
 
-async def test_a_no_is_a_no(world: World) -> None:
+async def test_a_denied_approval_is_reported(world: World) -> None:
     run = await deploy.submit(request_)
     gate = await world.approval(run, "approve")
     await gate.approve_as("ana")
@@ -291,7 +291,7 @@ def plainly(ctx: Context, n: int) -> tuple[list[int | None], int, bool]:
     return ctx.sync.gather([child.s(number) for number in range(n)]), doubled, ctx.sync.now() > 0
 
 
-async def test_children_joins_and_what_a_context_knows(world: World) -> None:
+async def test_children_joins_and_the_context(world: World) -> None:
     run = await parent.submit()
     await world.advance("1s")
     await run.signal("steer", 5)

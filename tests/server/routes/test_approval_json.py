@@ -18,7 +18,7 @@ from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.rules.execution.tags import encode_tags
 from flowfabric.server.routing import SIGNAL_LIMIT
 from tests.rules.durable.test_schema_limits import BAD, CIRCLES, ODD, choosing
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 from tests.server.api_client import ApiClient, path, wait_until
 from tests.server.routes.test_approval_pages import api, app
 
@@ -50,7 +50,7 @@ async def open_approval(app: Fabric, shape: Any, *, count: int = 1, show: Any = 
         links.extend(map(str, approval.links[len(links) :]))  # in later attempts the links have no tokens
         return [(vote.value, vote.by) for vote in await approval]
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await checkout.submit()
         await wait_until(lambda: len(links) == count)
         yield OpenApproval(run, links)
@@ -216,7 +216,7 @@ async def test_a_type_whose_schema_is_out_of_bounds_is_refused_before_the_approv
         except InvalidInput as refused:
             refusals.append(refused)
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await large.submit()
         await result(run)
     assert "schema: " in refusals[0].detail

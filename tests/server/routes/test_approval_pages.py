@@ -15,7 +15,7 @@ import pytest
 
 from flowfabric import Context, Fabric
 from flowfabric.engine.engine import Engine
-from tests.sdk.conftest import working
+from tests.sdk.conftest import running_worker
 from tests.server.api_client import ApiClient, path, wait_until
 
 NASTY = "<script>alert(1)</script>\"'&"
@@ -72,7 +72,7 @@ async def approval_run(app: Fabric) -> AsyncIterator[OpenApproval]:
         approval_run.votes = [(vote.value, vote.by) for vote in votes]
         return len(votes)
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         approval_run.run = await decide.submit()
         async with asyncio.timeout(10):
             await approval_run.opened.wait()
@@ -183,7 +183,7 @@ async def test_a_second_vote_with_one_link_is_a_conflict(app: Fabric, api: ApiCl
         answer = await post(api, link, hidden(page) | {"value": option(page, words)})
         return answer.status_code, answer.text
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await both.submit()
         await wait_until(lambda: len(links) == 2)
         assert (await votes(links[0], "yes"))[0] == 200
@@ -205,7 +205,7 @@ async def test_a_link_works_with_special_characters_in_the_key_id(app: Fabric, a
         [vote] = await approval
         return vote.value
 
-    async with working(app, slots=1):
+    async with running_worker(app, slots=1):
         run = await oddly.submit()
         await wait_until(lambda: len(links) == 1)
         page = await api.get(links[0])

@@ -1,4 +1,4 @@
-"""Copies: many new rows of which only a few columns differ are what the same rows would be one by one."""
+"""Bulk inserts: many new rows that differ in a few columns equal the same rows inserted one by one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flowfabric.model.change import BulkInsert, Delete, FromNow, Insert, Patch, 
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
-from tests.stores.samples import a_take, change, execution, one, payload, waiting, write
+from tests.stores.sample_rows import change, claim_request, execution, one, payload, queued, write
 
 NAMES = [f"{{fp:7}}:{number}" for number in range(300)]
 
 
 def rows_of(names: list[str], **fields: Any) -> BulkInsert:
-    return BulkInsert(waiting("model", **fields), {"execution_id": names})
+    return BulkInsert(queued("model", **fields), {"execution_id": names})
 
 
 def payloads_of(names: list[str], contents: list[bytes | None]) -> BulkInsert:
     return BulkInsert(payload("model"), {"execution_id": names, "input_payload": contents})
 
 
-async def test_they_are_what_the_same_rows_would_be_one_by_one(store: Store, clock: ManualClock) -> None:
-    model = waiting(
+async def test_bulk_inserted_rows_equal_rows_inserted_one_by_one(store: Store, clock: ManualClock) -> None:
+    model = queued(
         "model",
         line=QueueKey("mail", "gpu", "tenant-1", 3),
         rank=from_now(-7),
@@ -52,18 +52,18 @@ async def test_they_are_what_the_same_rows_would_be_one_by_one(store: Store, clo
         await write(store, Delete(Execution, ("other",)))
 
 
-async def test_they_can_be_taken_in_their_order(store: Store) -> None:
+async def test_bulk_inserted_rows_are_claimed_in_order(store: Store) -> None:
     names = sorted(NAMES[:20])
     await write(store, rows_of(names), payloads_of(names, [name.encode() for name in names]))
 
-    taken = await store.claim_rows(a_take(30))
+    claimed = await store.claim_rows(claim_request(30))
 
-    assert [row.execution_id for row, _ in taken.rows] == names
-    assert [given.input_payload for _, given in taken.rows] == [name.encode() for name in names]
+    assert [row.execution_id for row, _ in claimed.rows] == names
+    assert [given.input_payload for _, given in claimed.rows] == [name.encode() for name in names]
 
 
 @pytest.mark.parametrize("known", [NAMES[0], NAMES[150], NAMES[299]])
-async def test_one_that_exists_already_refuses_them_all(store: Store, known: str) -> None:
+async def test_one_existing_row_refuses_the_whole_bulk_insert(store: Store, known: str) -> None:
     await write(store, Insert(execution(known)))
 
     with pytest.raises(Collision):
@@ -74,14 +74,14 @@ async def test_one_that_exists_already_refuses_them_all(store: Store, known: str
     assert await one(store, Payload, known) is None
 
 
-async def test_two_of_one_name_are_refused(store: Store) -> None:
+async def test_two_rows_with_one_key_are_refused(store: Store) -> None:
     with pytest.raises(Collision):
         await store.commit([change(rows_of(["a", "b", "a"]))])
 
     assert await one(store, Execution, "b") is None
 
 
-async def test_a_change_that_does_not_hold_writes_none_of_its_copies(store: Store, clock: ManualClock) -> None:
+async def test_a_change_whose_guard_fails_inserts_none_of_its_rows(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution("there")))
 
     verdicts = await store.commit(
@@ -98,7 +98,7 @@ async def test_a_change_that_does_not_hold_writes_none_of_its_copies(store: Stor
     assert found == ["c", "d", "f"]
 
 
-async def test_they_stand_beside_other_writes(store: Store) -> None:
+async def test_a_bulk_insert_may_be_combined_with_other_writes(store: Store) -> None:
     await write(store, Insert(execution("there")), Insert(attempt("there")))
 
     await write(
@@ -116,7 +116,9 @@ async def test_they_stand_beside_other_writes(store: Store) -> None:
     assert (await one(store, Attempt, "there", 5)).attempt_index == 5
 
 
-async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Store, clock: ManualClock) -> None:
+async def test_a_column_may_hold_an_instant_in_one_bulk_insert_and_an_offset_in_the_next(
+    store: Store, clock: ManualClock
+) -> None:
     await write(store, rows_of(["a", "b"], delay_until=FromNow(9)))
     await write(store, rows_of(["c", "d"], delay_until=5))
     await write(store, rows_of(["e", "f"], delay_until=None))
@@ -135,7 +137,7 @@ async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Sto
         {"execution_id": ["a", "b"], "priority": [1, "two"]},
     ],
 )
-async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str, Any]) -> None:
+async def test_a_value_that_no_store_can_keep_refuses_the_whole_bulk_insert(store: Store, own: dict[str, Any]) -> None:
     with pytest.raises((Unstorable, TypeError)):
         await store.commit([change(BulkInsert(execution("model"), own))])
 
@@ -143,7 +145,7 @@ async def test_what_no_store_keeps_is_refused_whole(store: Store, own: dict[str,
 
 
 @pytest.mark.parametrize("own", [{}, {"execution_id": ["a", "b"], "priority": [1]}])
-def test_columns_of_unequal_length_are_a_mistake(own: dict[str, Any]) -> None:
+def test_columns_of_unequal_length_are_a_programming_error(own: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a bulk insert needs equally many values"):
         BulkInsert(execution("model"), own)
 

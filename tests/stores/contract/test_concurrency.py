@@ -1,4 +1,4 @@
-"""Many callers at once: nothing is handed out twice, nothing tears, nobody sees half of a change."""
+"""Many concurrent callers: no row is claimed twice, and changes are atomic and isolated."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey, Result
 from flowfabric.stores.port import Collision, Store
 from flowfabric.stores.queries import Read
-from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
+from tests.stores.sample_rows import (
+    MAIL,
+    change,
+    claim_request,
+    event,
+    execution,
+    insert_queued,
+    one,
+    payload,
+    queued,
+    write,
+)
 
 
-async def test_no_row_is_taken_twice(store: Store) -> None:
+async def test_no_row_is_claimed_twice(store: Store) -> None:
     lines = [MAIL, QueueKey("mail", "gpu"), QueueKey("mail", "", "tenant")]
-    rows = [waiting(f"n{number:03}", number % 17, line=lines[number % 3]) for number in range(100)]
-    await line_up(store, *rows)
+    rows = [queued(f"n{number:03}", number % 17, line=lines[number % 3]) for number in range(100)]
+    await insert_queued(store, *rows)
 
-    takes = await asyncio.gather(*(store.claim_rows(a_take(7, *lines, prefix=f"{n}-")) for n in range(50)))
-    taken = [row for row, _ in chain.from_iterable(take.rows for take in takes)]
-    assert sorted(row.execution_id for row in taken) == [row.execution_id for row in rows]
-    assert len({row.lease_id for row in taken}) == 100
-    assert {row.lease_epoch for row in taken} == {1}
+    claims = await asyncio.gather(*(store.claim_rows(claim_request(7, *lines, prefix=f"{n}-")) for n in range(50)))
+    claimed = [row for row, _ in chain.from_iterable(request.rows for request in claims)]
+    assert sorted(row.execution_id for row in claimed) == [row.execution_id for row in rows]
+    assert len({row.lease_id for row in claimed}) == 100
+    assert {row.lease_epoch for row in claimed} == {1}
     told = (await store.feed(Topic.LEASE, 0, 1000)).events
-    assert sorted(one.event.lease_id or "" for one in told) == sorted(row.lease_id or "" for row in taken)
+    assert sorted(one.event.lease_id or "" for one in told) == sorted(row.lease_id or "" for row in claimed)
 
 
-async def test_of_many_changes_decided_on_one_revision_one_is_written(store: Store) -> None:
+async def test_one_of_many_changes_decided_on_one_revision_is_written(store: Store) -> None:
     revision = await write(store, Insert(execution("a")))
     guard = Guard(Execution, ("a",), revision)
     rivals = [change(Patch(Execution, ("a",), {"priority": number}), guards=[guard]) for number in range(30)]
@@ -40,11 +51,9 @@ async def test_of_many_changes_decided_on_one_revision_one_is_written(store: Sto
     assert (await one(store, Execution, "a")).revision == winners[0].id
 
 
-async def test_a_cancel_and_a_take_of_one_row_do_not_both_succeed(store: Store) -> None:
+async def test_a_cancel_and_a_claim_of_one_row_do_not_both_succeed(store: Store) -> None:
     names = [f"n{number}" for number in range(40)]
-    revision = await write(
-        store, *(Insert(waiting(name)) for name in names), *(Insert(payload(name)) for name in names)
-    )
+    revision = await write(store, *(Insert(queued(name)) for name in names), *(Insert(payload(name)) for name in names))
 
     async def cancel(name: str) -> str | None:
         gone = change(
@@ -52,17 +61,19 @@ async def test_a_cancel_and_a_take_of_one_row_do_not_both_succeed(store: Store) 
         )
         return name if await store.commit([gone]) != [None] else None
 
-    answers = await asyncio.gather(*(cancel(name) for name in names), *(store.claim_rows(a_take(3)) for _ in range(5)))
+    answers = await asyncio.gather(
+        *(cancel(name) for name in names), *(store.claim_rows(claim_request(3)) for _ in range(5))
+    )
     cancelled = {answer for answer in answers if isinstance(answer, str)}
-    taken = {row.execution_id for answer in answers if not isinstance(answer, str | None) for row, _ in answer.rows}
-    assert not cancelled & taken
+    claimed = {row.execution_id for answer in answers if not isinstance(answer, str | None) for row, _ in answer.rows}
+    assert not cancelled & claimed
     for name in names:
         row = await one(store, Execution, name)
-        assert (row.priority == -1, row.lease_id is not None) == (name in cancelled, name in taken)
+        assert (row.priority == -1, row.lease_id is not None) == (name in cancelled, name in claimed)
 
 
-async def test_changes_about_two_rows_never_tear(store: Store) -> None:
-    """Transfers between random pairs keep the sum; each is decided on both rows as they were read."""
+async def test_changes_of_two_rows_are_atomic(store: Store) -> None:
+    """Transfers between random pairs keep the sum; each is decided on both rows as they were loaded."""
     names = [f"n{number}" for number in range(6)]
     await write(store, *(Insert(execution(name, priority=10)) for name in names))
     chance = random.Random(5)
@@ -87,7 +98,7 @@ async def test_changes_about_two_rows_never_tear(store: Store) -> None:
     assert sum(row.priority for row in rows) == 60
 
 
-async def test_a_load_sees_a_change_whole_or_not_at_all(store: Store) -> None:
+async def test_a_load_sees_a_whole_change_or_none_of_it(store: Store) -> None:
     await write(store, Insert(execution("a")), Upsert(Result("a", b"0")))
     ended = False
 
@@ -98,23 +109,23 @@ async def test_a_load_sees_a_change_whole_or_not_at_all(store: Store) -> None:
             await store.commit([step])
         ended = True
 
-    async def look() -> None:
+    async def check() -> None:
         while not ended:
             ((row,), (result,)) = (await store.load([Read(Execution, ("a",)), Read(Result, ("a",))])).rows
             assert str(row.priority).encode() == result.payload
             await asyncio.sleep(0)
 
-    await asyncio.gather(write_on(), look(), look())
+    await asyncio.gather(write_on(), check(), check())
 
 
-async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, clock: ManualClock) -> None:
-    await write(store, Insert(execution("taken")))
+async def test_an_unstorable_commit_does_not_affect_concurrent_ones(store: Store, clock: ManualClock) -> None:
+    await write(store, Insert(execution("claimed")))
 
     def commit(number: int) -> asyncio.Future[list[int | None]]:
-        line = QueueKey(f"lane-{number // 3}")  # first seen by one that fails, then written to by others
+        line = QueueKey(f"lane-{number // 3}")  # The first insert fails; others write to the row afterwards.
         made = [change(Insert(execution(f"n{number}", line=line)), events=[event(lease="x")])]
         if number % 3 == 0:
-            made.append(change(Insert(payload(f"n{number}")), Insert(execution("taken"))))
+            made.append(change(Insert(payload(f"n{number}")), Insert(execution("claimed"))))
         return asyncio.ensure_future(store.commit(made))
 
     answers = await asyncio.gather(*(commit(number) for number in range(30)), return_exceptions=True)
@@ -127,7 +138,7 @@ async def test_a_poisoned_commit_does_not_disturb_those_beside_it(store: Store, 
             assert answer == [clock.now]
             assert row.line == QueueKey(f"lane-{number // 3}")
     told: list[FeedEvent] = []
-    async with asyncio.timeout(20):  # what is told waits for transactions that began before, whoever's they are
+    async with asyncio.timeout(20):  # The feed waits for transactions that began before, whoever runs them.
         while len(told) < 20:
             told = (await store.feed(Topic.LEASE, 0, 100)).events
     assert len(told) == 20

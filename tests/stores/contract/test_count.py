@@ -1,4 +1,4 @@
-"""Counts by the columns of executions: found by an index, within a limit."""
+"""Counts by columns of executions: answered by an index, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.model.suspension import Suspension
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import GroupedCount
-from tests.stores.samples import execution, payload, waiting
+from tests.stores.sample_rows import execution, payload, queued
 
 MAIL, GPU, SMS = QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms")
 BY = ("lane_id", "public_state")
@@ -20,10 +20,10 @@ WAITING, ACTIVE, SUSPENDED = PublicState.WAITING, PublicState.ACTIVE, PublicStat
 
 @pytest.fixture
 async def filled(store: Store) -> Store:
-    """Seven rows in three lines of two lanes, three held ones, two suspended ones."""
-    rows = [waiting(f"a{n}", n, line=MAIL) for n in range(4)]
-    rows += [waiting(f"b{n}", n, line=GPU) for n in range(2)]
-    rows += [waiting("c0", 0, line=SMS, lane_id="sms")]
+    """Insert seven rows in three queues of two lanes, three leased ones and two suspended ones."""
+    rows = [queued(f"a{n}", n, line=MAIL) for n in range(4)]
+    rows += [queued(f"b{n}", n, line=GPU) for n in range(2)]
+    rows += [queued("c0", 0, line=SMS, lane_id="sms")]
     rows += [execution(f"d{n}", public_state=ACTIVE, lease_expires_at=100 + n) for n in range(3)]
     rows += [execution(f"e{n}", public_state=SUSPENDED, lane_id="sms") for n in range(2)]
     further = [Suspension(name, 7, due_at=5) for name in ("e0", "e1", "purged")] + [Suspension("a0", 7)]
@@ -33,7 +33,7 @@ async def filled(store: Store) -> Store:
     return store
 
 
-async def test_rows_that_are_set_in_a_column_are_counted(filled: Store) -> None:
+async def test_rows_with_a_value_in_a_column_are_counted(filled: Store) -> None:
     assert await filled.count_grouped(GroupedCount(Execution, "line", BY, 100)) == {
         ("mail", WAITING): 6,
         ("sms", WAITING): 1,

@@ -1,4 +1,4 @@
-"""A list of the first rows for each of many values, in one trip."""
+"""A list of the first rows for each of many values, in one round trip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowfabric.model.change import Change, Guard, Insert, Patch
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
-from tests.stores.samples import payload, waiting
+from tests.stores.sample_rows import payload, queued
 
 A, B, UNKNOWN = QueueKey("mail", "a"), QueueKey("mail", "b"), QueueKey("mail", "nobody stands here")
 BY_RANK = ("rank", "execution_id")
@@ -16,9 +16,9 @@ BY_RANK = ("rank", "execution_id")
 
 @pytest.fixture
 async def filled(store: Store) -> Store:
-    """Ten rows in one line, three in another, one in a third."""
-    rows = [waiting(f"a{n}", n, line=A) for n in range(10)] + [waiting(f"b{n}", n, line=B) for n in range(3)]
-    rows.append(waiting("c0", 0))
+    """Insert ten rows in one queue, three in another, one in a third."""
+    rows = [queued(f"a{n}", n, line=A) for n in range(10)] + [queued(f"b{n}", n, line=B) for n in range(3)]
+    rows.append(queued("c0", 0))
     changes = [
         Change(guards=(), writes=(Insert(row), Insert(payload(row.execution_id))), id=n + 1)
         for n, row in enumerate(rows)
@@ -32,18 +32,18 @@ async def names(store: Store, *lines: QueueKey, limit: int, where: tuple[Where, 
     return [row.execution_id for row in await store.scan(scan)]
 
 
-async def test_the_limit_holds_for_each_value_and_all_come_in_order(filled: Store) -> None:
+async def test_the_limit_holds_for_each_value_and_all_rows_are_in_order(filled: Store) -> None:
     assert await names(filled, A, B, limit=2) == ["a0", "b0", "a1", "b1"]
     assert await names(filled, B, A, limit=4) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3"]
 
 
-async def test_a_value_named_twice_or_unknown_adds_nothing(filled: Store) -> None:
+async def test_a_repeated_or_unknown_value_adds_nothing(filled: Store) -> None:
     assert await names(filled, A, A, UNKNOWN, limit=1) == ["a0"]
     assert await names(filled, UNKNOWN, limit=1) == []
     assert await names(filled, limit=1) == []
 
 
-async def test_other_conditions_hold_too(filled: Store) -> None:
+async def test_other_conditions_are_applied(filled: Store) -> None:
     assert await names(filled, A, B, limit=1, where=(Where("rank", ">", 1),)) == ["a2", "b2"]
 
 

@@ -1,4 +1,4 @@
-"""The feed: committed facts in an order that never changes; and the lines that were ever written to."""
+"""The feed of committed events in an order that never changes; and the registry of queues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import FeedPage
-from tests.stores.samples import change, event, execution, waiting, write
+from tests.stores.sample_rows import change, event, execution, queued, write
 
 
 async def texts(store: Store, topic: Topic, after: int = 0, limit: int = 100) -> list[str]:
@@ -21,7 +21,7 @@ def lease(text: str, name: str = "a") -> Event:
     return event(name, lease="acquired", details=text)
 
 
-async def test_events_come_in_the_order_in_which_they_were_committed(store: Store, clock: ManualClock) -> None:
+async def test_events_are_in_the_order_of_their_commits(store: Store, clock: ManualClock) -> None:
     await store.commit([change(events=[lease("1"), lease("2")]), change(events=[lease("3")])])
     clock.advance_ms(5)
     await store.commit([change(events=[lease("4")])])
@@ -34,7 +34,7 @@ async def test_events_come_in_the_order_in_which_they_were_committed(store: Stor
     assert positions[0] > 0
 
 
-async def test_an_event_comes_back_as_it_was_told(store: Store) -> None:
+async def test_an_event_is_read_back_as_it_was_emitted(store: Store) -> None:
     full = Event(
         "a", "ns", "{}", "f", "acquired", "l", 2**62, "t", 0, "w", "i", "because", "success", "cancel", "go", "é"
     )
@@ -44,7 +44,7 @@ async def test_an_event_comes_back_as_it_was_told(store: Store) -> None:
     assert (await store.feed(Topic.SIGNAL, 0, 10)).events[1].event == Event("a", "ns", signal="")
 
 
-async def test_an_event_is_in_the_feed_of_each_topic_that_it_names(store: Store) -> None:
+async def test_an_event_is_in_the_feed_of_each_of_its_topics(store: Store) -> None:
     await write(
         store,
         events=[
@@ -76,7 +76,7 @@ async def test_pages_of_a_feed_hold_every_event_once(store: Store) -> None:
     assert seen == [str(number) for number in range(25) if number % 3]
 
 
-async def test_reading_goes_on_past_what_belongs_to_other_topics(store: Store) -> None:
+async def test_reading_continues_past_events_of_other_topics(store: Store) -> None:
     await write(store, events=[lease("1")])
     page = await store.feed(Topic.OPERATOR, 0, 10)
     assert page.events == []
@@ -102,7 +102,7 @@ async def test_a_position_never_goes_back(store: Store) -> None:
     assert (await store.feed(Topic.LEASE, end, 0)).position == end
 
 
-async def test_everything_committed_after_the_end_was_asked_for_lies_behind_it(store: Store) -> None:
+async def test_every_commit_after_the_end_was_read_is_behind_it(store: Store) -> None:
     await write(store, events=[lease("before")])
     end = await store.feed_end()
     await write(store, events=[lease("after")])
@@ -111,7 +111,7 @@ async def test_everything_committed_after_the_end_was_asked_for_lies_behind_it(s
     assert await store.feed_end() > end
 
 
-async def test_a_refused_change_tells_nothing(store: Store) -> None:
+async def test_a_refused_change_emits_nothing(store: Store) -> None:
     await write(store, Insert(execution("a")))
 
     await store.commit(
@@ -137,7 +137,7 @@ async def test_the_history_of_an_execution_holds_its_newest_events_oldest_first(
     assert await store.history("a", Topic.LEASE, 0) == []
 
 
-async def test_what_a_history_leaves_out_takes_no_room_in_it(store: Store) -> None:
+async def test_events_that_a_history_omits_do_not_count_against_its_limit(store: Store) -> None:
     await write(store, events=[event(lease="acquired")])
     for _ in range(3):
         await write(store, events=[event(lease="renewed")])
@@ -149,7 +149,7 @@ async def test_what_a_history_leaves_out_takes_no_room_in_it(store: Store) -> No
     assert len(await store.history("a", Topic.OPERATOR, 2, "renewed")) == 1
 
 
-async def test_two_partitions_may_have_the_same_uuid_and_not_the_same_history(store: Store) -> None:
+async def test_executions_of_two_partitions_with_one_uuid_have_separate_histories(store: Store) -> None:
     names = [f"{{fp:{partition}}}:11111111-1111-4111-8111-111111111111" for partition in (3, 4)]
     await write(store, events=[event(name, lease=name) for name in names])
 
@@ -157,14 +157,14 @@ async def test_two_partitions_may_have_the_same_uuid_and_not_the_same_history(st
         assert [told.event.lease for told in await store.history(name, Topic.LEASE, 10)] == [name]
 
 
-async def test_history_and_feed_tell_the_same(store: Store, clock: ManualClock) -> None:
+async def test_history_and_feed_agree(store: Store, clock: ManualClock) -> None:
     await write(store, events=[lease("1"), lease("2", "b"), lease("3")])
 
     fed = [told for told in (await store.feed(Topic.LEASE, 0, 10)).events if told.event.execution_id == "a"]
     assert await store.history("a", Topic.LEASE, 10) == fed
 
 
-async def test_events_outlive_what_they_tell_of(store: Store) -> None:
+async def test_events_outlive_their_execution(store: Store) -> None:
     await write(store, Insert(execution("a")), events=[lease("1")])
     await write(store, Delete(Execution, ("a",)))
 
@@ -181,11 +181,11 @@ LINES = [
 ]
 
 
-async def test_every_line_that_was_written_to_is_remembered(store: Store) -> None:
+async def test_every_queue_that_was_written_to_is_registered(store: Store) -> None:
     assert await store.queues() == []
     for number, line in enumerate(reversed(LINES)):
-        await write(store, Insert(waiting(f"n{number}", line=line)))
-    await write(store, Insert(waiting("again", line=LINES[0])), Insert(execution("none")))
+        await write(store, Insert(queued(f"n{number}", line=line)))
+    await write(store, Insert(queued("again", line=LINES[0])), Insert(execution("none")))
 
     assert sorted(await store.queues()) == LINES
     assert sorted(await store.queues("mail")) == LINES[:5]
@@ -193,7 +193,7 @@ async def test_every_line_that_was_written_to_is_remembered(store: Store) -> Non
     assert await store.queues("none") == []
 
 
-async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: Store) -> None:
+async def test_a_queue_stays_registered_when_it_is_empty(store: Store) -> None:
     await write(store, Insert(execution("a")))
     await write(store, Patch(Execution, ("a",), {"line": LINES[0]}))
     await write(store, Delete(Execution, ("a",)))
@@ -201,9 +201,9 @@ async def test_a_line_is_remembered_when_nothing_stands_in_it_any_more(store: St
     assert await store.queues() == [LINES[0]]
 
 
-async def test_the_lines_in_which_something_stands_are_told_apart(store: Store) -> None:
+async def test_queues_with_rows_are_distinguished_from_empty_ones(store: Store) -> None:
     for number, line in enumerate(LINES):
-        await write(store, Insert(waiting(f"n{number}", line=line)), Insert(waiting(f"m{number}", line=line)))
+        await write(store, Insert(queued(f"n{number}", line=line)), Insert(queued(f"m{number}", line=line)))
     await write(store, Delete(Execution, ("n0",)), Patch(Execution, ("m0",), {"line": None}))
     await write(store, Delete(Execution, ("n3",)))
     await write(store, Patch(Execution, ("n4",), {"line": LINES[1]}), Patch(Execution, ("m4",), {"line": LINES[1]}))
@@ -213,13 +213,13 @@ async def test_the_lines_in_which_something_stands_are_told_apart(store: Store) 
     assert await store.nonempty_queues("none") == []
 
 
-async def test_nothing_stands_in_an_empty_store(store: Store) -> None:
+async def test_an_empty_store_has_no_queues(store: Store) -> None:
     await write(store, Insert(execution("none")))
 
     assert await store.nonempty_queues("mail") == []
 
 
-async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: Store) -> None:
+async def test_a_change_may_register_empty_queues(store: Store) -> None:
     known, refused = change(queues=(LINES[3], LINES[5])), change(queues=(LINES[0],), not_before=2**62)
     assert (await store.commit([known, refused]))[1] is None
 
@@ -233,12 +233,12 @@ async def test_a_change_may_make_lines_known_in_which_nothing_stands_yet(store: 
 async def test_lanes_are_listed_in_order(store: Store, after: str | None, limit: int, expected: str) -> None:
     for lane in "cabd":
         for capability in ("", "gpu"):
-            await write(store, Insert(waiting(f"{lane}{capability}", line=QueueKey(lane, capability))))
+            await write(store, Insert(queued(f"{lane}{capability}", line=QueueKey(lane, capability))))
 
     assert await store.lanes(after, limit) == list(expected)
 
 
-async def test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end(store: Store) -> None:
+async def test_a_position_beyond_the_feed_is_reported_and_reading_continues_at_the_end(store: Store) -> None:
     await write(store, events=[lease("before")])
     end = await store.feed_end()
 
@@ -249,7 +249,7 @@ async def test_a_place_beyond_the_feed_is_told_and_reading_goes_on_at_the_end(st
     assert await texts(store, Topic.LEASE, page.position) == ["after"]
 
 
-async def test_every_place_that_was_handed_out_can_be_gone_on_from(store: Store, clock: ManualClock) -> None:
+async def test_reading_can_continue_from_every_position_that_was_returned(store: Store, clock: ManualClock) -> None:
     places = [0, await store.feed_end()]
     for number in range(5):
         await write(store, events=[lease(str(number)), event(operator="x")])

@@ -1,4 +1,4 @@
-"""A change is written when all it was decided on still holds, judged by the store's own clock; else nothing is."""
+"""A change is written if all its guards hold by the store's own clock; otherwise nothing is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Paylo
 from flowfabric.model.states import AttemptRecordState, AttemptType, BlockingReason
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
-from tests.stores.samples import change, event, execution, one, payload, write
+from tests.stores.sample_rows import change, event, execution, one, payload, write
 
 HELD: dict[str, Any] = {"lease_id": "lease", "lease_epoch": 3}
 
@@ -42,7 +42,7 @@ async def is_marked(store: Store, name: str = "a") -> bool:
     return bool((await one(store, Execution, name)).blocking_text == "marked")
 
 
-async def test_a_change_decided_on_the_present_revision_is_written(store: Store, clock: ManualClock) -> None:
+async def test_a_change_decided_on_the_current_revision_is_written(store: Store, clock: ManualClock) -> None:
     revision = await write(store, Insert(execution()))
 
     assert await store.commit([change(mark(), guards=[seen(revision)])]) == [clock.now]
@@ -56,19 +56,19 @@ async def test_a_change_decided_on_another_revision_is_refused(store: Store) -> 
     assert not await is_marked(store)
 
 
-async def test_a_change_decided_on_a_row_that_is_gone_is_refused(store: Store) -> None:
+async def test_a_change_decided_on_a_deleted_row_is_refused(store: Store) -> None:
     assert await store.commit([change(Insert(payload("a")), guards=[seen(1)])]) == [None]
     assert await one(store, Payload, "a") is None
 
 
-async def test_a_row_that_is_absent_can_be_guarded(store: Store) -> None:
+async def test_the_absence_of_a_row_can_be_guarded(store: Store) -> None:
     create = [absent(Execution, "a")]
 
     assert await store.commit([change(Insert(execution()), guards=create)]) != [None]
     assert await store.commit([change(Insert(execution()), guards=create)]) == [None]
 
 
-async def test_every_root_that_a_change_writes_shows_its_id(store: Store) -> None:
+async def test_every_root_that_a_change_writes_gets_the_id_of_the_change(store: Store) -> None:
     first = await write(store, Insert(execution()), Insert(IdempotencyKey(7, "digest", "a", 5)))
     assert (await one(store, Execution, "a")).revision == first
     assert (await one(store, IdempotencyKey, 7, "digest")).revision == first
@@ -78,7 +78,7 @@ async def test_every_root_that_a_change_writes_shows_its_id(store: Store) -> Non
     assert (await one(store, IdempotencyKey, 7, "digest")).revision == first
 
 
-async def test_writing_what_belongs_to_a_root_leaves_the_roots_revision_alone(store: Store) -> None:
+async def test_writing_a_row_of_an_aggregate_leaves_the_revision_of_its_root_unchanged(store: Store) -> None:
     revision = await write(store, Insert(execution()))
 
     fenced = change(Insert(Result("a", b"done")), guards=[seen(revision)])
@@ -86,7 +86,7 @@ async def test_writing_what_belongs_to_a_root_leaves_the_roots_revision_alone(st
     assert (await one(store, Execution, "a")).revision == revision
 
 
-async def test_a_guard_alone_can_be_asked(store: Store, clock: ManualClock) -> None:
+async def test_a_change_may_consist_of_a_guard_alone(store: Store, clock: ManualClock) -> None:
     revision = await write(store, Insert(execution()))
 
     assert await store.commit([change(guards=[seen(revision)])]) == [clock.now]
@@ -100,7 +100,7 @@ async def test_a_change_without_guards_is_written(store: Store, clock: ManualClo
 @pytest.mark.parametrize(
     ("want", "early", "on_time"), [(LeaseRequirement.LIVE, True, False), (LeaseRequirement.EXPIRED, False, True)]
 )
-async def test_a_lease_is_live_until_its_end_and_lapsed_from_then_on(
+async def test_a_lease_is_live_until_its_expiry_and_expired_from_then_on(
     store: Store, clock: ManualClock, want: LeaseRequirement, early: bool, on_time: bool
 ) -> None:
     revision = await write(store, Insert(execution(**HELD, lease_expires_at=FromNow(100))))
@@ -117,7 +117,7 @@ async def test_a_lease_is_live_until_its_end_and_lapsed_from_then_on(
     ("fields", "revision_off"),
     [({"lease_id": "other"}, 0), ({"lease_epoch": 4}, 0), ({"lease_expires_at": None}, 0), ({}, 1)],
 )
-async def test_a_lease_counts_only_when_all_of_it_matches(
+async def test_a_lease_check_requires_every_field_to_match(
     store: Store, clock: ManualClock, want: LeaseRequirement, fields: dict[str, Any], revision_off: int
 ) -> None:
     ends = FromNow(100) if want is LeaseRequirement.LIVE else FromNow(0)
@@ -174,7 +174,7 @@ async def test_a_refused_change_leaves_no_write_and_no_event(store: Store) -> No
     assert (await store.feed(Topic.LEASE, end, 10)).events == []
 
 
-async def test_a_refused_change_does_not_disturb_its_neighbours(store: Store, clock: ManualClock) -> None:
+async def test_a_refused_change_does_not_affect_its_neighbours(store: Store, clock: ManualClock) -> None:
     names = [f"n{number}" for number in range(10)]
     revision = await write(store, *(Insert(execution(name)) for name in names))
 
@@ -194,7 +194,7 @@ async def test_a_refused_change_does_not_disturb_its_neighbours(store: Store, cl
 
 
 @pytest.mark.parametrize("stale", ["a", "b"])
-async def test_a_change_about_two_rows_is_written_whole_or_not_at_all(store: Store, stale: str) -> None:
+async def test_a_change_of_two_rows_is_atomic(store: Store, stale: str) -> None:
     revision = await write(store, Insert(execution("a")), Insert(execution("b")))
     both = [seen(revision, "a"), seen(revision, "b")]
     await write(store, Patch(Execution, (stale,), {"priority": 5}))
@@ -204,7 +204,7 @@ async def test_a_change_about_two_rows_is_written_whole_or_not_at_all(store: Sto
     assert not await is_marked(store, "b")
 
 
-async def test_one_guard_may_want_presence_and_another_absence(store: Store) -> None:
+async def test_one_guard_may_require_presence_and_another_absence(store: Store) -> None:
     revision = await write(store, Insert(execution("a")))
 
     def adopt() -> Any:
@@ -234,7 +234,7 @@ async def test_a_guard_compares_keys_of_several_columns(store: Store) -> None:
     assert await store.commit([change(guards=[Guard(IdempotencyKey, (7, "digest"), revision)])]) != [None]
 
 
-async def test_what_one_commit_wrote_the_next_one_sees(store: Store) -> None:
+async def test_a_commit_is_visible_to_the_next_one(store: Store) -> None:
     revision = await write(store, Insert(execution()))
     step = change(mark(), guards=[seen(revision)])
 
@@ -245,7 +245,7 @@ async def test_what_one_commit_wrote_the_next_one_sees(store: Store) -> None:
     assert await store.commit([step]) == [None]
 
 
-async def test_an_empty_batch_is_answered(store: Store) -> None:
+async def test_an_empty_batch_returns_no_verdicts(store: Store) -> None:
     assert await store.commit([]) == []
 
 
@@ -253,7 +253,7 @@ SLEEPS = Expected({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_
 AS_IT_SLEEPS: dict[str, Any] = {"blocking_reason": BlockingReason.WAITING_FOR_BUDGET, "delay_until": 50}
 
 
-async def test_a_row_that_nobody_saw_is_guarded_by_its_looks(store: Store, clock: ManualClock) -> None:
+async def test_an_unloaded_row_can_be_guarded_by_its_columns(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))
     as_supposed = change(mark(), guards=[expect(Execution, SLEEPS, "a")])
 
@@ -268,7 +268,7 @@ async def test_a_row_that_nobody_saw_is_guarded_by_its_looks(store: Store, clock
     [{"blocking_reason": BlockingReason.NONE}, {"delay_until": 51}, {"delay_until": None}, {"tags": "{}"}],
     ids=str,
 )
-async def test_a_row_that_looks_otherwise_is_left_alone(store: Store, otherwise: dict[str, Any]) -> None:
+async def test_a_row_with_other_column_values_is_left_unchanged(store: Store, otherwise: dict[str, Any]) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS | otherwise)), Insert(execution("b", **AS_IT_SLEEPS)))
     other = await one(store, Execution, "a")
     guards = [expect(Execution, SLEEPS, name) for name in "ab"]
@@ -280,12 +280,12 @@ async def test_a_row_that_looks_otherwise_is_left_alone(store: Store, otherwise:
 
 
 @pytest.mark.parametrize("like", [SLEEPS, Expected({"tags": None})], ids=["values", "nothing but gaps"])
-async def test_a_row_that_is_gone_looks_like_nothing(store: Store, like: Expected) -> None:
+async def test_a_deleted_row_matches_no_column_guard(store: Store, like: Expected) -> None:
     assert await store.commit([change(Insert(payload("a")), guards=[expect(Execution, like, "a")])]) == [None]
     assert await one(store, Payload, "a") is None
 
 
-async def test_looks_are_asked_of_rows_that_a_change_does_not_write(store: Store, clock: ManualClock) -> None:
+async def test_columns_of_rows_that_a_change_does_not_write_can_be_guarded(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)))
 
     assert await store.commit([change(Insert(payload("a")), guards=[expect(Execution, SLEEPS, "a")])]) == [clock.now]
@@ -296,7 +296,7 @@ EACH = Expected({"blocking_reason": BlockingReason.WAITING_FOR_BUDGET}, per_row=
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "each its own"])
-async def test_looks_may_be_each_root_s_own(store: Store, clock: ManualClock, alike: bool) -> None:
+async def test_column_guards_may_differ_per_root(store: Store, clock: ManualClock, alike: bool) -> None:
     holds = {name: (50 if alike else 50 + place, None) for place, name in enumerate("abc")}
     for name, (delay, tags) in holds.items():
         await write(store, Insert(execution(name, **AS_IT_SLEEPS | {"delay_until": delay, "tags": tags})))
@@ -310,7 +310,7 @@ async def test_looks_may_be_each_root_s_own(store: Store, clock: ManualClock, al
 
 
 @pytest.mark.parametrize("own", [(51, None), (None, None), (50, "{}")], ids=str)
-async def test_a_root_that_holds_something_else_is_left_alone(
+async def test_a_root_with_other_values_is_left_unchanged(
     store: Store, clock: ManualClock, own: tuple[Any, ...]
 ) -> None:
     await write(store, Insert(execution(**AS_IT_SLEEPS)), Insert(execution("b", **AS_IT_SLEEPS)))

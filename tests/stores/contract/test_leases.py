@@ -1,4 +1,4 @@
-"""Renewing moves the end of a lease that is in force, and touches nothing else."""
+"""Renewal moves the expiry of a live lease and changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store
-from tests.stores.samples import a_take, change, line_up, one, waiting, write
+from tests.stores.sample_rows import change, claim_request, insert_queued, one, queued, write
 
 
 async def held(store: Store, *names: str, ttl: int = 100) -> list[LeaseRef]:
-    """Leases on fresh rows of these names."""
-    await line_up(store, *(waiting(name, rank, tags="{}", flow_id="f") for rank, name in enumerate(names)))
-    taken = await store.claim_rows(a_take(len(names), ttl=ttl))
+    """Insert claimed rows and return their leases."""
+    await insert_queued(store, *(queued(name, rank, tags="{}", flow_id="f") for rank, name in enumerate(names)))
+    claimed = await store.claim_rows(claim_request(len(names), ttl=ttl))
     return [
         LeaseRef(
             row.execution_id, row.attempt_index or 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, ttl
         )
-        for row, _ in taken.rows
+        for row, _ in claimed.rows
     ]
 
 
-async def test_a_lease_in_force_gets_a_new_end(store: Store, clock: ManualClock) -> None:
+async def test_a_live_lease_gets_a_new_expiry(store: Store, clock: ManualClock) -> None:
     (lease,) = await held(store, "a")
     before = await one(store, Execution, "a")
     clock.advance_ms(60)
@@ -60,7 +60,7 @@ async def test_a_lease_can_be_renewed_until_the_last_millisecond(store: Store, c
     ],
     ids=lambda difference: next(iter(difference)),
 )
-async def test_a_lease_that_differs_in_anything_is_not_renewed(
+async def test_a_lease_that_differs_in_any_field_is_not_renewed(
     store: Store, clock: ManualClock, difference: Any
 ) -> None:
     (lease,) = await held(store, "a")
@@ -99,7 +99,7 @@ async def test_a_renewal_may_shorten_a_lease(store: Store, clock: ManualClock) -
     assert (await one(store, Execution, "a")).lease_expires_at == clock.now + 10
 
 
-async def test_each_lease_of_a_batch_is_judged_by_itself(store: Store, clock: ManualClock) -> None:
+async def test_each_lease_of_a_batch_is_renewed_independently(store: Store, clock: ManualClock) -> None:
     leases = await held(store, *(f"n{number:03}" for number in range(150)))
     asked = [
         msgspec.structs.replace(lease, lease_ttl_ms=number + 1, lease_epoch=1 + number % 3 // 2)
@@ -114,7 +114,7 @@ async def test_each_lease_of_a_batch_is_judged_by_itself(store: Store, clock: Ma
     assert await store.renew([]) == []
 
 
-async def test_each_renewal_is_told_of(store: Store, clock: ManualClock) -> None:
+async def test_each_renewal_emits_an_event(store: Store, clock: ManualClock) -> None:
     first, second = await held(store, "a", "b")
     end = await store.feed_end()
     clock.advance_ms(5)
@@ -138,7 +138,7 @@ async def test_each_renewal_is_told_of(store: Store, clock: ManualClock) -> None
     )
 
 
-async def test_a_change_decided_before_a_renewal_is_still_good_after_it(store: Store, clock: ManualClock) -> None:
+async def test_a_change_decided_before_a_renewal_is_still_valid_after_it(store: Store, clock: ManualClock) -> None:
     (lease,) = await held(store, "a")
     row = await one(store, Execution, "a")
     clock.advance_ms(90)

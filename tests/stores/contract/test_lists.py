@@ -1,4 +1,4 @@
-"""Rows that are due, and lists for people."""
+"""Scans of due rows, and lists for users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Queue
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Due, Scan, Where
-from tests.stores.samples import MAIL, execution, waiting, write
+from tests.stores.sample_rows import MAIL, execution, queued, write
 
 
 def names(rows: list[Any]) -> list[str]:
@@ -34,7 +34,7 @@ async def test_a_row_is_due_from_its_instant_on(store: Store, clock: ManualClock
     assert (found.now, names(found.rows), found.next_at) == (instant, ["a"], None)
 
 
-async def test_due_rows_come_earliest_first_and_then_by_key(store: Store, clock: ManualClock) -> None:
+async def test_due_rows_are_ordered_by_instant_and_then_by_key(store: Store, clock: ManualClock) -> None:
     rows = [("d", 5), ("b", 1), ("c", 3), ("a", 3), ("later", 90), ("latest", 95)]
     await write(store, *(Insert(execution(name, delay_until=FromNow(offset))) for name, offset in rows))
     clock.advance_ms(10)
@@ -44,7 +44,7 @@ async def test_due_rows_come_earliest_first_and_then_by_key(store: Store, clock:
     assert found.next_at == clock.now + 80
 
 
-async def test_no_more_due_rows_come_than_were_asked_for(store: Store, clock: ManualClock) -> None:
+async def test_no_more_due_rows_are_returned_than_requested(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(execution(f"n{number}", delay_until=FromNow(number))) for number in range(5)))
     clock.advance_ms(3)
 
@@ -53,7 +53,7 @@ async def test_no_more_due_rows_come_than_were_asked_for(store: Store, clock: Ma
     assert (await due(store, 0)).rows == []
 
 
-async def test_due_rows_may_have_to_meet_conditions(store: Store, clock: ManualClock) -> None:
+async def test_due_rows_can_be_filtered_by_conditions(store: Store, clock: ManualClock) -> None:
     lanes = ["x", "y"]
     rows = [execution(f"n{number}", delay_until=FromNow(number), lane_id=lanes[number % 2]) for number in range(8)]
     await write(store, *(Insert(row) for row in rows))
@@ -65,7 +65,7 @@ async def test_due_rows_may_have_to_meet_conditions(store: Store, clock: ManualC
     assert await due(store, where=(Where("lane_id", "in", ()),)) == Due(clock.now, [], None)
 
 
-async def test_a_row_that_moved_on_is_no_longer_due(store: Store, clock: ManualClock) -> None:
+async def test_a_row_that_was_rescheduled_is_no_longer_due(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(execution(name, delay_until=FromNow(0))) for name in "abc"))
     await write(
         store,
@@ -90,8 +90,8 @@ async def fill(store: Store) -> None:
         store,
         Insert(execution("a", priority=1, tags="red", lifecycle_phase=LifecyclePhase.ACTIVE)),
         Insert(execution("b", priority=2, tags="red-ish", lifecycle_phase=LifecyclePhase.TERMINAL)),
-        Insert(waiting("c", priority=3, tags="Red")),
-        Insert(waiting("d", priority=4, line=QueueKey("other"))),
+        Insert(queued("c", priority=3, tags="Red")),
+        Insert(queued("d", priority=4, line=QueueKey("other"))),
     )
 
 
@@ -119,13 +119,13 @@ CONDITIONS: list[tuple[Where, list[str]]] = [
 
 
 @pytest.mark.parametrize(("where", "expected"), CONDITIONS, ids=lambda value: repr(value)[:60])
-async def test_a_list_holds_the_rows_that_meet_a_condition(store: Store, where: Where, expected: list[str]) -> None:
+async def test_a_list_holds_the_rows_that_match_a_condition(store: Store, where: Where, expected: list[str]) -> None:
     await fill(store)
 
     assert names(await store.scan(Scan(Execution, (where,)))) == expected
 
 
-async def test_a_list_holds_only_rows_that_meet_all_conditions(store: Store) -> None:
+async def test_a_list_holds_only_rows_that_match_all_conditions(store: Store) -> None:
     await fill(store)
 
     both = (Where("priority", ">", 1), Where("tags", "starts", "red"))
@@ -134,14 +134,14 @@ async def test_a_list_holds_only_rows_that_meet_all_conditions(store: Store) -> 
 
 
 @pytest.mark.parametrize("prefix", ["%", "_", "*", "\\", "[a", "'", "\ud7ff", "\U0010ffff", "\U0010ffff\U0010ffff"])
-async def test_a_prefix_is_taken_literally(store: Store, prefix: str) -> None:
+async def test_a_prefix_is_matched_literally(store: Store, prefix: str) -> None:
     tags = {"exact": prefix, "longer": prefix + "\U0010ffffx", "other": "xyz", "before": "x" + prefix}
     await write(store, *(Insert(execution(name, tags=text)) for name, text in tags.items()))
 
     assert names(await store.scan(Scan(Execution, (Where("tags", "starts", prefix),)))) == ["exact", "longer"]
 
 
-async def test_a_list_is_ordered_as_asked_and_then_by_key(store: Store) -> None:
+async def test_a_list_has_the_requested_order_and_then_the_order_of_keys(store: Store) -> None:
     rows = [("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
     await write(store, *(Insert(execution(name, priority=priority)) for name, priority in rows))
 
@@ -156,7 +156,7 @@ async def test_texts_are_ordered_by_their_code_points(store: Store) -> None:
     assert names(await store.scan(Scan(Execution))) == sorted(words)
 
 
-async def test_a_list_goes_on_strictly_after_a_place(store: Store) -> None:
+async def test_a_list_continues_strictly_after_a_position(store: Store) -> None:
     rows = [("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
     await write(store, *(Insert(execution(name, priority=priority)) for name, priority in rows))
 
@@ -168,7 +168,7 @@ async def test_a_list_goes_on_strictly_after_a_place(store: Store) -> None:
     assert names(await store.scan(Scan(Execution, order=by_both, after=(2, "c")))) == []
 
 
-async def test_a_list_is_as_long_as_asked(store: Store) -> None:
+async def test_a_list_has_at_most_the_requested_length(store: Store) -> None:
     await fill(store)
 
     assert names(await store.scan(Scan(Execution, limit=3))) == ["a", "b", "c"]

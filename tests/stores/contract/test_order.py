@@ -1,4 +1,4 @@
-"""What may be seen without waiting, and what is seen of changes that are still on their way."""
+"""Loads without waiting, and the visibility of changes in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowfabric.stores.port import Collision, Store
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from tests.scenarios.waits import until
-from tests.stores.samples import a_take, change, execution, payload, waiting, write
+from tests.stores.sample_rows import change, claim_request, execution, payload, queued, write
 
 WANTS = (
     Read(Execution, ("a",)),
@@ -39,7 +39,9 @@ async def filled(store: Store) -> Store:
 
 
 @pytest.mark.parametrize("also", [(), (Read(Payload, ("a",)),)], ids=["texts", "bytes"])
-async def test_a_peek_shows_what_a_load_shows_or_nothing(filled: Store, also: tuple[Read, ...]) -> None:
+async def test_a_load_without_waiting_returns_what_a_load_returns_or_none(
+    filled: Store, also: tuple[Read, ...]
+) -> None:
     loaded = await filled.load([*WANTS, *also])
     few = [WANTS[0], WANTS[1], WANTS[3], *also]
     peeked = filled.try_load_now(few)
@@ -75,7 +77,7 @@ async def test_many_rows_of_several_kinds_are_loaded_like_few(filled: Store) -> 
     assert loaded.now == (await filled.load(few)).now
 
 
-async def test_every_kind_of_row_is_loaded_by_itself_and_by_the_hundred(store: Store) -> None:
+async def test_every_kind_of_row_is_loaded_alone_and_by_the_hundred(store: Store) -> None:
     for row, table in TABLE.items():
         kinds = get_type_hints(row)
         key = tuple("nobody" if kinds[name] is str else 1 for name in table.key)
@@ -84,14 +86,14 @@ async def test_every_kind_of_row_is_loaded_by_itself_and_by_the_hundred(store: S
         assert (await store.load([Read(row, key)] * 80)).rows == [[]] * 80
 
 
-async def test_a_take_sees_the_commit_that_was_called_before_it_where_the_store_says_so(store: Store) -> None:
-    await write(store, Insert(waiting("first", 1)), Insert(payload("first")))
-    steps = change(Insert(waiting("second", 2)), Insert(payload("second")))
+async def test_a_claim_sees_the_commit_called_before_it_on_stores_that_execute_in_order(store: Store) -> None:
+    await write(store, Insert(queued("first", 1)), Insert(payload("first")))
+    steps = change(Insert(queued("second", 2)), Insert(payload("second")))
 
-    verdicts, taken = await asyncio.gather(store.commit([steps]), store.claim_rows(a_take(2)))
+    verdicts, claimed = await asyncio.gather(store.commit([steps]), store.claim_rows(claim_request(2)))
 
-    found = [row.execution_id for row, _ in taken.rows]
-    assert verdicts == [taken.now] or not store.executes_in_order
+    found = [row.execution_id for row, _ in claimed.rows]
+    assert verdicts == [claimed.now] or not store.executes_in_order
     assert found == ["first", "second"] or (not store.executes_in_order and found == ["first"])
 
 
@@ -110,30 +112,30 @@ async def commits(tmp_path: Path) -> tuple[SQLiteStore, list[None]]:
     return store, commits
 
 
-async def test_what_a_turn_of_the_loop_brings_is_one_transaction(
+async def test_the_calls_of_one_loop_iteration_are_one_transaction(
     commits: tuple[SQLiteStore, list[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, committed = commits
     monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_S", 60)  # however slow the machine is
-    steps = [change(Insert(waiting(name)), Insert(payload(name))) for name in "abc"]
+    steps = [change(Insert(queued(name)), Insert(payload(name))) for name in "abc"]
     brought = threading.Event()
 
     def wait(_: object) -> None:
         assert brought.wait(60)
 
     committing = asyncio.gather(store._writer.run(wait), *(store.commit([step]) for step in steps))
-    taking = asyncio.ensure_future(store.claim_rows(a_take(3)))
+    taking = asyncio.ensure_future(store.claim_rows(claim_request(3)))
     await until(lambda: store._writer._queue.qsize() == len(steps) + 1)
     brought.set()
-    _, taken = await asyncio.gather(committing, taking)
+    _, claimed = await asyncio.gather(committing, taking)
     await store.close()
 
-    assert [row.execution_id for row, _ in taken.rows] == [*"abc"]
+    assert [row.execution_id for row, _ in claimed.rows] == [*"abc"]
     assert len(committed) == 1
 
 
 @pytest.mark.parametrize("at_fault", [0, 1, 2])
-async def test_a_piece_that_fails_takes_back_itself_and_nothing_else(
+async def test_a_failing_part_of_a_transaction_rolls_back_only_itself(
     commits: tuple[SQLiteStore, list[None]], at_fault: int
 ) -> None:
     store, _ = commits
@@ -149,7 +151,7 @@ async def test_a_piece_that_fails_takes_back_itself_and_nothing_else(
     assert [bool(found) for found in kept] == [False, *(place != at_fault for place in range(3))]
 
 
-async def test_work_that_is_handed_over_just_before_the_end_is_done(tmp_path: Path) -> None:
+async def test_a_job_submitted_just_before_close_is_executed(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     committing = asyncio.ensure_future(store.commit([change(Insert(execution("last")))]))
@@ -159,7 +161,7 @@ async def test_work_that_is_handed_over_just_before_the_end_is_done(tmp_path: Pa
     assert [verdict is not None for verdict in await committing] == [True]
 
 
-async def test_what_cannot_be_seen_at_once_is_left_to_a_load(tmp_path: Path, clock: ManualClock) -> None:
+async def test_rows_that_cannot_be_read_without_waiting_are_left_to_a_load(tmp_path: Path, clock: ManualClock) -> None:
     store = SQLiteStore(tmp_path / "ff.db", clock)
     wants = [Read(Execution, ("a",))]
     assert store.try_load_now(wants) is None, "it is not open"

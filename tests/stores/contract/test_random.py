@@ -1,4 +1,4 @@
-"""Random sequences of calls get the same answers from every store as from the plainest one."""
+"""Random sequences of calls get the same answers from every store as from the memory store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Collision, Store, Unstorable
 from flowfabric.stores.queries import Read, Scan, Where
-from tests.stores.samples import BECOMES, execution, payload
+from tests.stores.sample_rows import CLAIM_PATCH, execution, payload
 
 NAMES = ["a", "b", "c", "d"]
 LINES = [QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms", "", "t", 2, True)]
@@ -69,7 +69,7 @@ fields = st.fixed_dictionaries(
 
 @cache
 def writes_about(name: str) -> st.SearchStrategy[Write]:
-    """Writes about one execution, so that no two changes of a batch meet."""
+    """Writes of one execution, so that no two changes of a batch overlap."""
     indexes = st.integers(0, 2)
     attempts = st.builds(
         lambda index, kind, state, offset, text: Attempt(
@@ -116,12 +116,12 @@ events = st.builds(
 
 
 class Play:
-    """One world: a store, its clock, and what was seen of it."""
+    """A store, its clock, and what was observed of it."""
 
     def __init__(self, store: Store, clock: ManualClock, begin: int) -> None:
         self.store = store
         self.clock = clock
-        self.begin = begin  # where the feed stood
+        self.begin = begin  # the position of the feed
         self.answers: list[Any] = []
         self.step = 0
 
@@ -131,8 +131,8 @@ class Play:
         except Unstorable as refusal:
             self.answers.append(Collision if isinstance(refusal, Collision) else Unstorable)
 
-    async def see(self) -> None:
-        """Everything that can be read."""
+    async def observe(self) -> None:
+        """Record everything that can be read."""
         self.answers.append((await self.store.load([Read(row, ()) for row in TABLES])).rows)
         for topic in Topic:
             page = await self.store.feed(topic, self.begin, 1000)
@@ -146,7 +146,7 @@ Act = Callable[[Play], Awaitable[None]]
 
 @st.composite
 def commits(draw: st.DrawFn) -> Act:
-    """Changes about different executions; guards lean on what is there, sometimes wrongly."""
+    """Changes of different executions; the guards are mostly right and sometimes wrong."""
     made = []
     for name in draw(st.lists(names, unique=True, min_size=1)):
         owned = draw(st.lists(writes_about(name), max_size=4))
@@ -180,16 +180,16 @@ def _guards(name: str, kind: str, row: Execution | None) -> tuple[Guard, ...]:
 
 
 @st.composite
-def takes(draw: st.DrawFn) -> Act:
+def claims(draw: st.DrawFn) -> Act:
     asked = tuple(draw(st.lists(lines, unique=True, max_size=3)))
     number, ttl = draw(st.integers(0, 3)), draw(st.integers(1, 40))
 
     async def act(play: Play) -> None:
         there = {row.execution_id for row in (await play.store.load([Read(Payload, ())])).rows[0]}
         missing = [Upsert(payload(name, name.encode())) for name in NAMES if name not in there]
-        await play.store.commit([Change((), tuple(missing))])  # every execution has a payload
-        stamps = tuple(LeaseIds(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
-        await play.note(play.store.claim_rows(ClaimRequest(asked, stamps, "w", "i", ttl, BECOMES)))
+        await play.store.commit([Change((), tuple(missing))])  # Every execution has a payload.
+        lease_ids = tuple(LeaseIds(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
+        await play.note(play.store.claim_rows(ClaimRequest(asked, lease_ids, "w", "i", ttl, CLAIM_PATCH)))
 
     return act
 
@@ -247,30 +247,30 @@ def scans(draw: st.DrawFn) -> Act:
 
 
 lives = st.lists(
-    st.one_of(commits(), commits(), commits(), takes(), takes(), renewals(), passings(), scans()), max_size=12
+    st.one_of(commits(), commits(), commits(), claims(), claims(), renewals(), passings(), scans()), max_size=12
 )
 
 
-async def _play(store: Store, clock: ManualClock, life: list[Act]) -> list[Any]:
-    """A life on a store that may have seen others: it is emptied first."""
+async def _play(store: Store, clock: ManualClock, sequence: list[Act]) -> list[Any]:
+    """Play a sequence on a store that is emptied first."""
     await store.commit([Change((), tuple(Delete(row, ()) for row in TABLES))])
     play = Play(store, clock, await store.feed_end())
-    for act in life:
+    for act in sequence:
         play.step += 1
         await act(play)
-        await play.see()
+        await play.observe()
     return play.answers
 
 
-async def test_every_store_answers_like_the_plainest(store: Store, clock: ManualClock) -> None:
+async def test_every_store_answers_like_the_memory_store(store: Store, clock: ManualClock) -> None:
     begin = clock.now
     loop = asyncio.get_running_loop()
 
-    def live(life: list[Act]) -> None:
+    def live(sequence: list[Act]) -> None:
         other = ManualClock(begin)
-        expected = asyncio.run(_play(MemoryStore(other), other, life))
+        expected = asyncio.run(_play(MemoryStore(other), other, sequence))
         clock.now = begin
-        answers = asyncio.run_coroutine_threadsafe(_play(store, clock, life), loop).result(60)
+        answers = asyncio.run_coroutine_threadsafe(_play(store, clock, sequence), loop).result(60)
         assert answers == expected
 
     relaxed = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -1,4 +1,4 @@
-"""Forms: a store fills them in from the roots, which gives the same rows as the change spelled out."""
+"""Templates: a store expands them from the roots, with the same rows as the full change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from flowfabric.rules.execution.cancel import QUORUM_SATISFIED, cancel
 from flowfabric.rules.execution.lease import CLAIMED_FIELDS, Fence
 from flowfabric.rules.execution.transitions import success_template
 from flowfabric.stores.port import Store
-from tests.stores.samples import a_take, change, event, line_up, one, waiting
+from tests.stores.sample_rows import change, claim_request, event, insert_queued, one, queued
 
 TAGS = '{"it\'s":"a \\"tag\\""}'
 
 
 async def claimed(store: Store, *names: str, **fields: Any) -> list[Execution]:
-    await line_up(store, *(waiting(name, rank, **fields) for rank, name in enumerate(names)))
-    return [row for row, _ in (await store.claim_rows(a_take(len(names), prefix=names[0], **CLAIMED_FIELDS))).rows]
+    await insert_queued(store, *(queued(name, rank, **fields) for rank, name in enumerate(names)))
+    return [
+        row for row, _ in (await store.claim_rows(claim_request(len(names), prefix=names[0], **CLAIMED_FIELDS))).rows
+    ]
 
 
 def finished(row: Execution, revision: int | None = None) -> Change:
@@ -32,11 +34,11 @@ def finished(row: Execution, revision: int | None = None) -> Change:
     return msgspec.structs.replace(change(result, guards=[seen]), template=success_template(row))
 
 
-async def told(store: Store, after: int) -> list[FeedEvent]:
+async def leases_since(store: Store, after: int) -> list[FeedEvent]:
     return (await store.feed(Topic.COMPLETION, after, 100)).events
 
 
-async def test_a_form_ends_its_root_and_tells_of_it(store: Store, clock: ManualClock) -> None:
+async def test_a_template_finishes_its_root_and_emits_an_event(store: Store, clock: ManualClock) -> None:
     (row,) = await claimed(store, "a", tags=TAGS, lineage='{"retry_reason":"it\'s"}', next_timeout_ms=50)
     clock.advance_ms(5)
     made = finished(row)
@@ -49,12 +51,12 @@ async def test_a_form_ends_its_root_and_tells_of_it(store: Store, clock: ManualC
     assert (ended.completed_at, ended.lease_expires_at, ended.attempt_timeout_at) == (clock.now, None, None)
     assert (ended.attempt_id, ended.lease_id, ended.lineage) == (row.attempt_id, row.lease_id, row.lineage)
     assert (await one(store, Result, "a")).payload == b"R"
-    (fed,) = await told(store, 0)
+    (fed,) = await leases_since(store, 0)
     assert (fed.at, fed.event.tags, fed.event.lease_id, fed.event.outcome) == (clock.now, TAGS, row.lease_id, "success")
 
 
-async def test_a_form_ends_a_root_that_was_never_taken(store: Store, clock: ManualClock) -> None:
-    await line_up(store, waiting("a"), waiting("b"))
+async def test_a_template_finishes_a_root_that_was_never_claimed(store: Store, clock: ManualClock) -> None:
+    await insert_queued(store, queued("a"), queued("b"))
     row = await one(store, Execution, "a")
     cancelled = cancel(row, Fence(), "operator_override", QUORUM_SATISFIED).change
     assert cancelled is not None
@@ -65,19 +67,19 @@ async def test_a_form_ends_a_root_that_was_never_taken(store: Store, clock: Manu
     ended = await one(store, Execution, "a")
     assert (ended.lifecycle_phase, ended.line, ended.revision) == (LifecyclePhase.TERMINAL, None, 77)
     assert (ended.cancellation_reason, ended.cancelled_by) == (QUORUM_SATISFIED, "operator_override")
-    (fed,) = await told(store, 0)
+    (fed,) = await leases_since(store, 0)
     assert (fed.event.outcome, fed.event.lease_id, fed.event.details) == (
         "cancelled",
         None,
         '{"revoked_by":"operator"}',
     )
-    assert [row.execution_id for row, _ in (await store.claim_rows(a_take(2, **CLAIMED_FIELDS))).rows] == ["b"]
+    assert [row.execution_id for row, _ in (await store.claim_rows(claim_request(2, **CLAIMED_FIELDS))).rows] == ["b"]
 
 
-async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(store: Store) -> None:
+async def test_templates_share_a_batch_with_refused_and_with_ordinary_changes(store: Store) -> None:
     first, stale, second = await claimed(store, "a", "b", "c")
     (timed,) = await claimed(store, "d", next_timeout_ms=50)
-    other = change(Insert(waiting("x")), events=[event("x", outcome="failed"), event("x", outcome="skipped")])
+    other = change(Insert(queued("x")), events=[event("x", outcome="failed"), event("x", outcome="skipped")])
     batch = [finished(first), finished(stale, revision=1), other, finished(timed), finished(second)]
     assert len({made.template for made in batch if made.template is not None}) == 2
 
@@ -86,14 +88,14 @@ async def test_forms_share_a_batch_with_refused_ones_and_with_ordinary_changes(s
     assert [verdict is not None for verdict in verdicts] == [True, False, True, True, True]
     assert await one(store, Execution, "b") == stale
     assert await one(store, Result, "b") is None
-    fed = await told(store, 0)
+    fed = await leases_since(store, 0)
     assert sorted(one.event.execution_id for one in fed) == ["a", "c", "d", "x", "x"]
     assert len({one.position for one in fed}) == 5
 
 
-async def test_a_form_about_a_lapsed_lease_is_refused(store: Store, clock: ManualClock) -> None:
+async def test_a_template_with_an_expired_lease_is_refused(store: Store, clock: ManualClock) -> None:
     (row,) = await claimed(store, "a")
     clock.advance_ms(row.lease_expires_at - clock.now)  # type: ignore[operator]
     assert await store.commit([finished(row)]) == [None]
     assert await one(store, Execution, "a") == row
-    assert await told(store, 0) == []
+    assert await leases_since(store, 0) == []

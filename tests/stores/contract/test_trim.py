@@ -1,4 +1,4 @@
-"""Trimming the feed: the oldest events go, nothing else moves, and what is lost can be told."""
+"""Trimming the feed: the oldest events are removed, nothing else changes, and the loss can be detected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowfabric.stores.port import Store
 MANY = 10_000
 
 
-async def tell(store: Store, *events: Event) -> None:
+async def emit(store: Store, *events: Event) -> None:
     await store.commit([Change(guards=(), events=events, id=1)])
 
 
@@ -22,54 +22,54 @@ def completion(name: str) -> Event:
     return Event(name, "n", outcome="success")
 
 
-async def told(store: Store, topic: Topic, after: int = 0) -> list[str]:
+async def events_since(store: Store, topic: Topic, after: int = 0) -> list[str]:
     return [one.event.execution_id for one in (await store.feed(topic, after, MANY)).events]
 
 
-async def test_only_events_from_before_the_instant_go(store: Store, clock: ManualClock) -> None:
-    await tell(store, lease("old"))
+async def test_only_events_before_the_instant_are_removed(store: Store, clock: ManualClock) -> None:
+    await emit(store, lease("old"))
     clock.advance_ms(10)
-    await tell(store, lease("new"))
+    await emit(store, lease("new"))
 
     assert await store.trim_feed(clock.now - 10, MANY) == 0
     assert await store.trim_feed(clock.now, MANY) == 1
     assert await store.trim_feed(clock.now, MANY) == 0
-    assert await told(store, Topic.LEASE) == ["new"]
+    assert await events_since(store, Topic.LEASE) == ["new"]
 
 
 async def test_an_event_that_must_stay_keeps_those_after_it(store: Store, clock: ManualClock) -> None:
-    """A clock that stepped back makes later events look older; they keep their place behind the one that stays."""
+    """A clock that stepped back makes later events look older; they keep their position behind the one that stays."""
     now = clock.now
-    await tell(store, lease("a"))
+    await emit(store, lease("a"))
     clock.now = now + 100
-    await tell(store, lease("b"))
+    await emit(store, lease("b"))
     clock.now = now
-    await tell(store, lease("c"))
+    await emit(store, lease("c"))
 
     assert await store.trim_feed(now + 50, MANY) == 1
-    assert await told(store, Topic.LEASE) == ["b", "c"]
+    assert await events_since(store, Topic.LEASE) == ["b", "c"]
 
 
-async def test_positions_are_never_given_again(store: Store, clock: ManualClock) -> None:
-    await tell(store, lease("a"))
+async def test_positions_are_never_reused(store: Store, clock: ManualClock) -> None:
+    await emit(store, lease("a"))
     end = await store.feed_end()
     clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
 
     assert await store.feed_end() == end
-    await tell(store, lease("b"))
-    assert await told(store, Topic.LEASE, end) == ["b"]
+    await emit(store, lease("b"))
+    assert await events_since(store, Topic.LEASE, end) == ["b"]
     assert not (await store.feed(Topic.LEASE, end, MANY)).has_gap
 
 
-async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: ManualClock) -> None:
+async def test_a_reader_learns_what_its_own_topic_lost(store: Store, clock: ManualClock) -> None:
     start = await store.feed_end()
-    await tell(store, completion("a"))
+    await emit(store, completion("a"))
     between = await store.feed_end()
-    await tell(store, lease("b"))
+    await emit(store, lease("b"))
     clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
-    await tell(store, completion("c"), lease("d"))
+    await emit(store, completion("c"), lease("d"))
 
     lost = {
         (topic, after): (await store.feed(topic, after, MANY)).has_gap
@@ -82,37 +82,37 @@ async def test_a_reader_is_told_what_its_own_topic_lost(store: Store, clock: Man
         (Topic.LEASE, start),
         (Topic.LEASE, between),
     }
-    assert await told(store, Topic.COMPLETION, start) == ["c"]
+    assert await events_since(store, Topic.COMPLETION, start) == ["c"]
 
 
-async def test_the_history_of_an_execution_forgets_what_was_trimmed(store: Store, clock: ManualClock) -> None:
-    await tell(store, lease("a"))
+async def test_the_history_of_an_execution_omits_what_was_trimmed(store: Store, clock: ManualClock) -> None:
+    await emit(store, lease("a"))
     clock.advance_ms(1)
     await store.trim_feed(clock.now, MANY)
-    await tell(store, lease("a"))
+    await emit(store, lease("a"))
 
     history = await store.history("a", Topic.LEASE, MANY)
 
     assert [one.at for one in history] == [clock.now]
 
 
-async def test_a_small_limit_takes_the_oldest_first(store: Store, clock: ManualClock) -> None:
+async def test_a_small_limit_removes_the_oldest_first(store: Store, clock: ManualClock) -> None:
     for name in "abc":
-        await tell(store, lease(name))
+        await emit(store, lease(name))
     clock.advance_ms(1)
 
     assert await store.trim_feed(clock.now, 1) == 1
-    assert await told(store, Topic.LEASE) == ["b", "c"]
+    assert await events_since(store, Topic.LEASE) == ["b", "c"]
 
 
-async def test_a_reader_far_behind_comes_to_what_is_left(store: Store, clock: ManualClock) -> None:
+async def test_a_reader_far_behind_reaches_what_is_left(store: Store, clock: ManualClock) -> None:
     start = await store.feed_end()
     for n in range(40):
-        await tell(store, *(lease(f"{n}-{m}") for m in range(60)))
+        await emit(store, *(lease(f"{n}-{m}") for m in range(60)))
     clock.advance_ms(1)
     while await store.trim_feed(clock.now, 500):
         pass
-    await tell(store, lease("last"))
+    await emit(store, lease("last"))
 
     page = await store.feed(Topic.LEASE, start, MANY)
 

@@ -1,4 +1,4 @@
-"""What the four kinds of writes do, how instants are filled in, and what no store keeps."""
+"""The four kinds of writes, how instants are filled in, and which values no store keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
 from flowfabric.stores.queries import Read
-from tests.stores.samples import change, event, execution, one, payload, waiting, write
+from tests.stores.sample_rows import change, event, execution, one, payload, queued, write
 
 
 def attempt(name: str, index: int, **fields: Any) -> Attempt:
@@ -28,8 +28,8 @@ async def attempts_of(store: Store, name: str) -> list[Attempt]:
     return (await store.load([Read(Attempt, (name,))])).rows[0]
 
 
-async def test_a_row_comes_back_as_it_was_written(store: Store, clock: ManualClock) -> None:
-    row = waiting(
+async def test_a_row_is_read_back_as_it_was_written(store: Store, clock: ManualClock) -> None:
+    row = queued(
         "{fp:7}:é",
         rank=-(2**62),
         line=QueueKey("mail", "gpu,ram", "tenant-1", 3, True),
@@ -49,7 +49,7 @@ async def test_a_row_comes_back_as_it_was_written(store: Store, clock: ManualClo
     assert type(found.public_state) is PublicState
 
 
-async def test_yes_and_no_come_back_as_such(store: Store) -> None:
+async def test_booleans_are_read_back(store: Store) -> None:
     await write(store, Insert(SigningKey("k1", "00", True)), Insert(SigningKey("k2", "00", False)))
 
     found = (await store.load([Read(SigningKey, ())])).rows[0]
@@ -58,7 +58,7 @@ async def test_yes_and_no_come_back_as_such(store: Store) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0", b"a\0b\0", b"\xff\xfe\x80", bytes(range(256)) * 300])
-async def test_bytes_come_back_exactly(store: Store, content: bytes | None) -> None:
+async def test_bytes_are_read_back_exactly(store: Store, content: bytes | None) -> None:
     await write(store, Insert(payload("a", content)))
 
     assert (await one(store, Payload, "a")).input_payload == content
@@ -84,7 +84,7 @@ async def test_instants_are_filled_in_with_one_reading_of_the_stores_clock(store
     assert row.created_at == clock.now - 10
 
 
-async def test_a_clock_that_runs_is_read_once_a_commit(store: Store, clock: ManualClock, monkeypatch: Any) -> None:
+async def test_a_running_clock_is_read_once_per_commit(store: Store, clock: ManualClock, monkeypatch: Any) -> None:
     def tick(self: ManualClock) -> int:
         self.now += 1
         return self.now
@@ -99,7 +99,7 @@ async def test_a_clock_that_runs_is_read_once_a_commit(store: Store, clock: Manu
     assert {told.at for told in (await store.feed(Topic.LEASE, 0, 100)).events} == set(committed)
 
 
-async def test_a_put_makes_a_row_or_replaces_it_whole(store: Store) -> None:
+async def test_an_upsert_inserts_a_row_or_replaces_it_whole(store: Store) -> None:
     await write(store, Upsert(attempt("a", 0, lineage="{}", ended_at=5)))
     await write(store, Upsert(attempt("a", 0, suspension_id="s")))
 
@@ -108,7 +108,7 @@ async def test_a_put_makes_a_row_or_replaces_it_whole(store: Store) -> None:
 
 
 async def test_a_patch_changes_its_fields_and_no_others(store: Store) -> None:
-    await write(store, Insert(waiting("a", rank=5, tags="{}")))
+    await write(store, Insert(queued("a", rank=5, tags="{}")))
     before = await one(store, Execution, "a")
     revision = await write(
         store, Patch(Execution, ("a",), {"line": None, "priority": 3, "public_state": PublicState.ACTIVE})
@@ -118,12 +118,12 @@ async def test_a_patch_changes_its_fields_and_no_others(store: Store) -> None:
     assert await one(store, Execution, "a") == msgspec.structs.replace(before, **expected)
 
 
-async def test_a_patch_of_a_row_that_does_not_exist_is_passed_over(store: Store, clock: ManualClock) -> None:
+async def test_a_patch_of_a_missing_row_is_ignored(store: Store, clock: ManualClock) -> None:
     assert await store.commit([change(Patch(Execution, ("a",), {"priority": 1}))]) == [clock.now]
     assert await one(store, Execution, "a") is None
 
 
-async def test_a_patch_may_be_passed_over_when_a_field_is_already_set(store: Store) -> None:
+async def test_a_patch_may_be_ignored_if_a_field_is_already_set(store: Store) -> None:
     first = await write(store, Insert(execution("a")))
     closing = await write(store, Patch(Execution, ("a",), {"completed_at": 1}, unless_set="completed_at"))
     assert closing != first
@@ -133,7 +133,7 @@ async def test_a_patch_may_be_passed_over_when_a_field_is_already_set(store: Sto
     assert (row.completed_at, row.revision) == (1, closing)
 
 
-async def test_a_delete_takes_all_rows_whose_key_begins_alike(store: Store) -> None:
+async def test_a_delete_removes_all_rows_with_a_key_prefix(store: Store) -> None:
     rows = [attempt(name, index) for name in ("a", "ab", "b") for index in range(3)]
     await write(store, *(Insert(row) for row in rows))
 
@@ -146,7 +146,7 @@ async def test_a_delete_takes_all_rows_whose_key_begins_alike(store: Store) -> N
 
 
 @pytest.mark.parametrize("beside", ["before", "after"])
-async def test_a_delete_takes_a_root_that_its_neighbour_in_the_batch_patches(
+async def test_a_delete_removes_a_root_that_another_change_of_the_batch_patches(
     store: Store, clock: ManualClock, beside: str
 ) -> None:
     edge = Dependency("child", "edge", "flow", "above", DependencyKind.SUCCESS_ONLY)
@@ -162,7 +162,7 @@ async def test_a_delete_takes_a_root_that_its_neighbour_in_the_batch_patches(
     assert (await one(store, Execution, "above")).priority == 5
 
 
-async def test_the_writes_of_a_change_happen_in_their_order(store: Store) -> None:
+async def test_the_writes_of_a_change_are_applied_in_order(store: Store) -> None:
     await write(store, Insert(attempt("a", 0)), Insert(attempt("a", 1)))
     await write(
         store,
@@ -205,7 +205,7 @@ POISON: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", [fields for _, fields in POISON], ids=[name for name, _ in POISON])
-async def test_what_cannot_be_kept_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
+async def test_an_unstorable_row_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
     await write(store, Insert(execution("c")))
     end = await store.feed_end()
     good = change(Insert(execution("a", line=QueueKey("new"))), events=[event(lease="x")])
@@ -220,15 +220,13 @@ async def test_what_cannot_be_kept_is_refused_with_its_whole_batch(store: Store,
 
 
 @pytest.mark.parametrize("fields", [{"lease_epoch": 2**63}, {"reason": "a\0b"}, {"reason": "\udfff"}])
-async def test_an_event_that_cannot_be_kept_is_refused_with_its_whole_batch(
-    store: Store, fields: dict[str, Any]
-) -> None:
+async def test_an_unstorable_event_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
     with pytest.raises(Unstorable):
         await store.commit([change(Insert(execution())), change(events=[event(lease="x", **fields)])])
     assert await one(store, Execution, "a") is None
 
 
-async def test_a_row_that_appeared_meanwhile_is_a_collision_and_nothing_is_written(store: Store) -> None:
+async def test_a_row_that_was_inserted_meanwhile_is_a_collision_and_nothing_is_written(store: Store) -> None:
     await write(store, Insert(execution("a")))
 
     with pytest.raises(Collision):
@@ -244,7 +242,7 @@ async def test_a_refused_insert_is_no_collision(store: Store) -> None:
 
 
 @pytest.mark.parametrize("first", [Upsert, Insert])
-async def test_a_row_that_has_to_be_absent_can_be_written_and_replaced(
+async def test_a_row_that_must_be_absent_can_be_inserted_and_replaced(
     store: Store, clock: ManualClock, first: type[Upsert | Insert]
 ) -> None:
     twice = (first(execution("a")), Upsert(execution("a", priority=7)))
@@ -253,7 +251,7 @@ async def test_a_row_that_has_to_be_absent_can_be_written_and_replaced(
     assert (await one(store, Execution, "a")).priority == 7
 
 
-async def test_a_poisoned_change_whose_guard_fails_does_no_harm_by_its_rows(store: Store, clock: ManualClock) -> None:
+async def test_an_unstorable_change_whose_guard_fails_has_no_effect(store: Store, clock: ManualClock) -> None:
     await write(store, Insert(execution("a")))
 
     refused = change(Insert(execution("a")), guards=[absent(Execution, "a")])
@@ -261,7 +259,7 @@ async def test_a_poisoned_change_whose_guard_fails_does_no_harm_by_its_rows(stor
     assert await store.commit([refused, good]) == [None, clock.now]
 
 
-async def test_loading_gives_the_rows_of_each_want_in_key_order_and_the_time(store: Store, clock: ManualClock) -> None:
+async def test_a_load_returns_the_rows_of_each_read_in_key_order_and_the_time(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(attempt("a", index)) for index in (10, 2, 1)), Insert(execution("a")))
     await write(store, Insert(IdempotencyKey(1, "x", "a", 5)), Insert(IdempotencyKey(2, "x", "a", 5)))
 
@@ -277,7 +275,7 @@ async def test_loading_gives_the_rows_of_each_want_in_key_order_and_the_time(sto
     assert (await store.load([])).rows == []
 
 
-async def test_the_time_can_be_asked_for(store: Store, clock: ManualClock) -> None:
+async def test_the_time_can_be_read(store: Store, clock: ManualClock) -> None:
     assert await store.ping() == clock.now
     clock.advance_ms(5)
     assert await store.ping() == clock.now

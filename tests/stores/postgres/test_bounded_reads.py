@@ -1,5 +1,6 @@
-"""Claims by plan, lists of blocked work, and looks for due rows beside many dead index entries: bounded, and complete
-after some reads."""
+"""Claims by plan, lists of blocked work and scans of due rows beside many dead index entries: each read is bounded, and
+some reads find everything.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from flowfabric.stores.postgres.dead_entries import BLOAT_THRESHOLD, ENTRIES_PER
 from flowfabric.stores.postgres.queue_ids import queue_id
 from flowfabric.stores.queries import Scan, Where
 from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
-from tests.stores.samples import line_up, waiting
+from tests.stores.sample_rows import insert_queued, queued
 
 pytestmark = pytest.mark.slow
 
 DEAD = 6000  # of each queue; the second measurement has four times as many
 MOST = BLOAT_THRESHOLD + 2 * SLICE_ENTRIES  # entries of one read of a queue
-WARM_UP = 40  # reads in which slices become small
-ROUNDS = 60  # reads that are more than a round has
+WARM_UP = 40  # the number of reads after which slices are small
+ROUNDS = 60  # more reads than a round has
 DUE = [
     (Execution, "lease_expires_at"),
     (Execution, "delay_until"),
@@ -54,8 +55,8 @@ DUE = [
 
 
 @pytest.fixture
-async def holder(database: str) -> AsyncIterator[None]:
-    """Somebody with an idle transaction that has a snapshot."""
+async def snapshot_holder(database: str) -> AsyncIterator[None]:
+    """A connection with an idle transaction that holds a snapshot."""
     async with connected(database) as connection:
         await connection.execute("begin isolation level repeatable read")
         await connection.fetch("select count(*) from ff_exec_core")
@@ -78,7 +79,7 @@ async def claim(engine: Engine, count: int) -> list[str]:
 
 
 async def dead_work(pg: PostgresStore, clock: ManualClock, queues: list[QueueKey]) -> None:
-    """Leave `DEAD` entries of work that is gone in each queue, a millisecond apart."""
+    """Leave `DEAD` entries of deleted work in each queue, a millisecond apart."""
     await pg._queue_ids.register(queues)
     for queue in queues:
         rank = f"{clock.now} + n"
@@ -87,7 +88,7 @@ async def dead_work(pg: PostgresStore, clock: ManualClock, queues: list[QueueKey
 
 
 class Claims:
-    """New work in some queues, each time claimed at once."""
+    """New work in some queues that is claimed at once."""
 
     def __init__(self, engine: Engine, clock: ManualClock, queues: list[QueueKey], meter: Meter) -> None:
         self.engine, self.clock, self.queues, self.meter = engine, clock, queues, meter
@@ -102,21 +103,21 @@ class Claims:
         store: Any = self.engine.store
         names = [f"{self.count:06}-{place}" for place, _ in enumerate(self.queues)]
         rows = zip(names, self.queues, strict=True)
-        await line_up(store, *(waiting(name, self.clock.now, line=queue) for name, queue in rows))
-        afford(store)
+        await insert_queued(store, *(queued(name, self.clock.now, line=queue) for name, queue in rows))
+        refill_read_quota(store)
         assert sorted(await claim(self.engine, len(names))) == names
 
 
-def afford(pg: PostgresStore) -> None:
-    """Let time pass, as far as it limits what a process reads."""
+def refill_read_quota(pg: PostgresStore) -> None:
+    """Let time pass as far as it limits the reads of a process."""
     pg._dead_entries._allowance = ENTRIES_PER_S
 
 
-async def until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]], wanted: str) -> None:
+async def read_until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]], wanted: str) -> None:
     """Read until the row is found, or a whole round has not found it."""
     found = list[str]()
     for _ in range(ROUNDS):
-        afford(pg)
+        refill_read_quota(pg)
         found = await read()
         if wanted in found:
             return
@@ -125,7 +126,7 @@ async def until_found(pg: PostgresStore, read: Callable[[], Awaitable[list[str]]
 
 @pytest.mark.parametrize("decided", [False, True], ids=["fairness keys", "work with limits or ended leases"])
 async def test_a_claim_by_plan_steps_over_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter, decided: bool
+    pg: PostgresStore, clock: ManualClock, engine: Engine, snapshot_holder: None, meter: Meter, decided: bool
 ) -> None:
     queues = [msgspec.structs.replace(queue, guarded=decided) for queue in keyed("a", "b", "c")]
     most = (1 + 2 * len(queues)) * MOST
@@ -141,22 +142,22 @@ async def test_a_claim_by_plan_steps_over_a_bounded_number_of_entries(
     assert max(before) < most
     assert max(after) < most
 
-    early = waiting("returned", 1_600_000_000_000, line=queues[1])
-    await line_up(pg, early)
-    await until_found(pg, lambda: claim(engine, 1), "returned")
+    early = queued("returned", 1_600_000_000_000, line=queues[1])
+    await insert_queued(pg, early)
+    await read_until_found(pg, lambda: claim(engine, 1), "returned")
 
 
-async def test_which_queues_have_work_is_found_in_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+async def test_queues_with_work_are_found_in_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: None, meter: Meter
 ) -> None:
     queues = keyed("a", "b", "c")
     await dead_work(pg, clock, queues)
 
     async def look() -> list[str]:
-        afford(pg)
+        refill_read_quota(pg)
         return [queue.fairness_key for queue in await pg.nonempty_queues("mail")]
 
-    await line_up(pg, waiting("new", clock.now, line=queues[2]))
+    await insert_queued(pg, queued("new", clock.now, line=queues[2]))
     for _ in range(WARM_UP):
         assert await look() == ["c"]
     before = max([await meter.cost(look()) for _ in range(10)])
@@ -168,14 +169,14 @@ async def test_which_queues_have_work_is_found_in_a_bounded_number_of_entries(
 
     assert before < 2 * MOST
     assert after < 2 * MOST
-    await line_up(pg, waiting("returned", 1_600_000_000_000, line=queues[0]))
-    await until_found(pg, look, "a")
+    await insert_queued(pg, queued("returned", 1_600_000_000_000, line=queues[0]))
+    await read_until_found(pg, look, "a")
 
 
 async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, engine: Engine, holder: None, meter: Meter
+    pg: PostgresStore, clock: ManualClock, engine: Engine, snapshot_holder: None, meter: Meter
 ) -> None:
-    """With a key for each user the queues are searched for those that have work."""
+    """With a fairness key for each user, the store searches for the queues that have work."""
     queues = keyed(*(f"user-{number:03}" for number in range(ready_queues.MAX_QUEUES_PER_CLAIM + 6)))
     await pg._queue_ids.register(queues)
     await dead_work(pg, clock, queues[:2])
@@ -189,18 +190,18 @@ async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entri
 
     assert max(before) < 10 * MOST
     assert max(after) < 10 * MOST
-    await line_up(pg, waiting("returned", 1_600_000_000_000, line=queues[0]))
-    await until_found(pg, lambda: claim(engine, 1), "returned")
+    await insert_queued(pg, queued("returned", 1_600_000_000_000, line=queues[0]))
+    await read_until_found(pg, lambda: claim(engine, 1), "returned")
 
 
 async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: None, meter: Meter
 ) -> None:
     where = (Where("blocked_on", "in", ("quota:q", "asleep:q")),)
     scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, limit_by="blocked_on", partial=True)
 
     async def listed() -> list[str]:
-        afford(pg)
+        refill_read_quota(pg)
         return [row.execution_id for row in await pg.scan(scan)]
 
     async def dead(times: int) -> int:
@@ -208,7 +209,7 @@ async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
             rank = f"{clock.now} + n"
             await leave_dead(pg._pool.dsn, Execution, DEAD, blocked_on="'quota:q'", rank=rank)
             clock.advance_ms(DEAD + 1000)
-        await line_up(pg, waiting(f"new-{times}", clock.now, line=None, blocked_on="quota:q"))
+        await insert_queued(pg, queued(f"new-{times}", clock.now, line=None, blocked_on="quota:q"))
         for _ in range(WARM_UP):
             assert f"new-{times}" in await listed()
         return max([await meter.cost(listed()) for _ in range(10)])
@@ -217,18 +218,18 @@ async def test_blocked_work_is_listed_in_a_bounded_number_of_entries(
 
     assert before < 2 * MOST
     assert after < 2 * MOST
-    await line_up(pg, waiting("returned", 1_600_000_000_000, line=None, blocked_on="quota:q"))
-    await until_found(pg, listed, "returned")
+    await insert_queued(pg, queued("returned", 1_600_000_000_000, line=None, blocked_on="quota:q"))
+    await read_until_found(pg, listed, "returned")
 
 
 @pytest.mark.parametrize(("row", "column"), DUE, ids=[f"{row.__name__}-{column}" for row, column in DUE])
 async def test_due_rows_are_found_in_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter, row: Any, column: str
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: None, meter: Meter, row: Any, column: str
 ) -> None:
     dsn = pg._pool.dsn
 
     async def look() -> list[Any]:
-        afford(pg)
+        refill_read_quota(pg)
         return [getattr(one, column) for one in (await pg.due(row, column, limit=10)).rows]
 
     async def dead(times: int) -> int:

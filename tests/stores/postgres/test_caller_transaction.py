@@ -8,13 +8,13 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
-from tests.stores.samples import line_up, waiting
+from tests.stores.sample_rows import insert_queued, queued
 
 
-async def test_a_row_in_a_line_that_another_process_made_can_be_read(
+async def test_a_row_in_a_queue_that_another_process_registered_can_be_read(
     pg: PostgresStore, database: str, clock: ManualClock
 ) -> None:
-    await line_up(pg, waiting("a", line=QueueKey("made by another")))
+    await insert_queued(pg, queued("a", line=QueueKey("made by another")))
     fresh = PostgresStore(database, clock)
     connection = await asyncpg.connect(database)
     try:

@@ -1,4 +1,4 @@
-"""Claims beside a transaction that keeps dead index entries alive: bounded work, and nothing is left behind."""
+"""Claims beside a transaction that keeps dead index entries alive: bounded work, and no row is missed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from flowfabric.stores.postgres.dead_entries import (
     DeadEntries,
 )
 from flowfabric.stores.postgres.queue_ids import queue_id
-from tests.stores.samples import MAIL, a_take, execution, line_up, one, payload, waiting, write
+from tests.stores.sample_rows import MAIL, claim_request, execution, insert_queued, one, payload, queued, write
 
 TASKS = 3000
 BATCH = 20
 
 
-class Counting(DeadEntries):
-    """Also remembers how many index entries each claim stepped over, as the server counted them."""
+class CountingFloors(DeadEntries):
+    """Records how many index entries each claim stepped over, as the server counted them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Counting(DeadEntries):
 
 
 @pytest.fixture
-async def holder(database: str) -> AsyncIterator[Any]:
-    """Somebody with an idle transaction that has a snapshot."""
+async def snapshot_holder(database: str) -> AsyncIterator[Any]:
+    """A connection with an idle transaction that holds a snapshot."""
     connection: Any = await asyncpg.connect(database)
     await connection.execute("begin isolation level repeatable read")
     await connection.fetch("select count(*) from ff_exec_core")
@@ -52,51 +52,52 @@ async def holder(database: str) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-async def counted(pg: PostgresStore) -> Counting:
-    pg._dead_entries = Counting()
+async def counted(pg: PostgresStore) -> CountingFloors:
+    pg._dead_entries = CountingFloors()
     return pg._dead_entries
 
 
 async def enqueue(store: PostgresStore, clock: ManualClock, start: int, count: int = BATCH) -> None:
-    """Create work at ranks that follow the clock."""
-    rows = [waiting(f"{start + number:06}", clock.now) for number in range(count)]
-    await line_up(store, *rows)
+    """Create work at positions that follow the clock."""
+    rows = [queued(f"{start + number:06}", clock.now) for number in range(count)]
+    await insert_queued(store, *rows)
 
 
 async def drain(store: PostgresStore, clock: ManualClock, tasks: int, start: int = 0) -> None:
-    """Enqueue and claim so many, and look once more after each batch, as a worker does."""
+    """Enqueue and claim this many, and claim once more after each batch, as a worker does."""
     for first in range(start, start + tasks, BATCH):
         clock.advance_ms(50)
         await enqueue(store, clock, first)
-        assert len((await store.claim_rows(a_take(BATCH, MAIL))).rows) == BATCH
-        await store.claim_rows(a_take(1, MAIL))
+        assert len((await store.claim_rows(claim_request(BATCH, MAIL))).rows) == BATCH
+        await store.claim_rows(claim_request(1, MAIL))
 
 
 @pytest.mark.slow
 async def test_a_claim_steps_over_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: Any, counted: CountingFloors
 ) -> None:
     await drain(pg, clock, TASKS)
 
     assert max(counted.entries) <= BLOAT_THRESHOLD + 2 * SLICE_ENTRIES + 5 * BATCH
     half = len(counted.entries) // 2
-    assert sum(counted.entries[half:]) < 2 * sum(counted.entries[:half])  # it would be three times as many, and grow
+    # Without the bound it would be three times as many, and grow.
+    assert sum(counted.entries[half:]) < 2 * sum(counted.entries[:half])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, -(10**12)], ids=["an old position", "a higher priority"])
 async def test_a_row_that_is_enqueued_before_the_floor_is_claimed_within_one_round(
-    pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting, rank: int
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: Any, counted: CountingFloors, rank: int
 ) -> None:
     await drain(pg, clock, TASKS)
     assert counted.may_hide_rows([queue_id(MAIL)])
-    await line_up(pg, waiting("returned", rank))
+    await insert_queued(pg, queued("returned", rank))
 
     round_of = len(counted._queues[queue_id(MAIL)].slices)
     found = list[str]()
     for _ in range(round_of + 1):
         counted._allowance = ENTRIES_PER_S  # as time passes
-        found = [row.execution_id for row, _ in (await pg.claim_rows(a_take(1, MAIL))).rows]
+        found = [row.execution_id for row, _ in (await pg.claim_rows(claim_request(1, MAIL))).rows]
         if found:
             break
     assert found == ["returned"]
@@ -104,25 +105,25 @@ async def test_a_row_that_is_enqueued_before_the_floor_is_claimed_within_one_rou
 
 @pytest.mark.slow
 async def test_claims_read_from_the_head_again_when_the_transaction_has_ended(
-    pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: Any, counted: CountingFloors
 ) -> None:
     await drain(pg, clock, TASKS)
-    await holder.execute("rollback")
-    await holder.execute("vacuum ff_exec_core")  # as autovacuum does after a while
+    await snapshot_holder.execute("rollback")
+    await snapshot_holder.execute("vacuum ff_exec_core")  # as autovacuum does after a while
 
     for _ in range(100):
         counted._allowance = ENTRIES_PER_S
-        await pg.claim_rows(a_take(1, MAIL))
+        await pg.claim_rows(claim_request(1, MAIL))
         if not counted.may_hide_rows([queue_id(MAIL)]):
             break
     assert not counted.may_hide_rows([queue_id(MAIL)])
 
 
 @pytest.mark.slow
-async def test_a_lease_that_ends_beside_dead_entries_is_found(
-    pg: PostgresStore, clock: ManualClock, holder: Any, counted: Counting
+async def test_an_expired_lease_beside_dead_entries_is_found(
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: Any, counted: CountingFloors
 ) -> None:
-    """Every claim looks for such leases, in an index of its own."""
+    """Every claim looks for expired leases in a separate index."""
     rows = [execution(f"{number:06}", lease_expires_at=clock.now + number) for number in range(2 * BLOAT_THRESHOLD)]
     for row in rows:
         await write(pg, Insert(row), Insert(payload(row.execution_id)))
@@ -148,14 +149,14 @@ async def test_a_lease_that_ends_beside_dead_entries_is_found(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_and_the_part_behind_the_floor_cover_the_whole_queue(seed: int) -> None:
-    dice = random.Random(seed)
+    chance = random.Random(seed)
     known = BloatedQueue((10**12, ""), 5000)
     for _ in range(200):
-        if dice.random() < 0.5:
-            known.raise_floor((known.floor[0] + dice.randint(-5, 500), dice.choice("abc")), dice.randint(0, 800))
+        if chance.random() < 0.5:
+            known.raise_floor((known.floor[0] + chance.randint(-5, 500), chance.choice("abc")), chance.randint(0, 800))
         else:
             known.begin_round()
-            known.record_read(known.slices[0], dice.randint(0, 3 * SLICE_ENTRIES))
+            known.record_read(known.slices[0], chance.randint(0, 3 * SLICE_ENTRIES))
         parts = sorted((part.low, part.high) for part in known.slices)
         ends = [LOWEST, *(high for _, high in parts)]
         assert [low for low, _ in parts] == ends[:-1]
@@ -163,7 +164,7 @@ def test_slices_and_the_part_behind_the_floor_cover_the_whole_queue(seed: int) -
     assert known.floor < HIGHEST
 
 
-def test_a_process_reads_no_more_before_its_floors_than_it_may_afford(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_does_not_exceed_its_quota_of_reads_before_its_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(dead_entries, "monotonic", lambda: now)
     entries = DeadEntries()

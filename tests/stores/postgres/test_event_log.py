@@ -1,4 +1,4 @@
-"""How events get their places on Postgres: in the order of commits, dense, whatever else goes on."""
+"""How events get their positions on Postgres: in the order of commits and without gaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowfabric.stores.postgres import PostgresStore
 from tests.conftest import Rival
 from tests.postgres_install import environment, programs
 from tests.servers import postgres
-from tests.stores.samples import change, event, execution, write
+from tests.stores.sample_rows import change, event, execution, write
 
 # A batch as any process commits it, with one event of the given execution.
 BATCH = """
@@ -35,16 +35,16 @@ def names(events: list[FeedEvent]) -> list[str]:
     return [one.event.execution_id for one in events]
 
 
-async def tell(store: PostgresStore, name: str) -> None:
+async def emit(store: PostgresStore, name: str) -> None:
     await write(store, events=[event(name, lease="told")])
 
 
 async def test_a_batch_that_commits_late_is_not_skipped(pg: PostgresStore, rival: Rival) -> None:
-    await rival.begin(BATCH.format("late"))  # has its number, is not committed
-    await tell(pg, "early")
+    await rival.begin(BATCH.format("late"))  # It has its number and is not committed.
+    await emit(pg, "early")
     first = await pg.feed(Topic.LEASE, 0, 10)
     await rival.end()
-    await tell(pg, "last")
+    await emit(pg, "last")
 
     second = await pg.feed(Topic.LEASE, first.position, 10)
 
@@ -53,9 +53,9 @@ async def test_a_batch_that_commits_late_is_not_skipped(pg: PostgresStore, rival
     assert names((await pg.feed(Topic.LEASE, 0, 10)).events) == ["early", "late", "last"]
 
 
-async def test_the_end_lies_before_a_batch_that_commits_late(pg: PostgresStore, rival: Rival) -> None:
+async def test_the_end_of_the_feed_is_before_a_batch_that_commits_late(pg: PostgresStore, rival: Rival) -> None:
     await rival.begin(BATCH.format("late"))
-    await tell(pg, "early")
+    await emit(pg, "early")
     end = await pg.feed_end()
     await rival.end()
 
@@ -63,10 +63,10 @@ async def test_the_end_lies_before_a_batch_that_commits_late(pg: PostgresStore, 
 
 
 async def test_a_batch_that_is_rolled_back_leaves_no_gap(pg: PostgresStore, rival: Rival) -> None:
-    await tell(pg, "a")
+    await emit(pg, "a")
     await rival.begin(BATCH.format("never"))
     await rival.end("rollback")
-    await tell(pg, "b")
+    await emit(pg, "b")
 
     await pg.feed_end()
 
@@ -74,10 +74,8 @@ async def test_a_batch_that_is_rolled_back_leaves_no_gap(pg: PostgresStore, riva
     assert positions[1] == positions[0] + 1
 
 
-async def test_two_batches_about_one_row_are_told_in_the_order_of_their_commits(
-    pg: PostgresStore, rival: Rival
-) -> None:
-    """The second statement began first; it gets its number only when it has the row."""
+async def test_two_batches_about_one_row_are_in_the_order_of_their_commits(pg: PostgresStore, rival: Rival) -> None:
+    """The second statement began first; it gets its number only when it has the row lock."""
     revision = await write(pg, Insert(execution("a")))
     await rival.begin("update ff_exec_core set revision = 5 where execution_id = 'a'")
     second = change(
@@ -96,13 +94,13 @@ async def test_two_batches_about_one_row_are_told_in_the_order_of_their_commits(
     assert revision
 
 
-async def test_readers_and_writers_together_skip_nothing_and_repeat_nothing(database: str, clock: ManualClock) -> None:
+async def test_concurrent_readers_and_writers_skip_and_repeat_nothing(database: str, clock: ManualClock) -> None:
     stores = [PostgresStore(database, clock) for _ in range(4)]
     written = asyncio.Event()
 
     async def write_some(store: PostgresStore, writer: int) -> None:
         for number in range(40):
-            await tell(store, f"{writer}-{number:02}")
+            await emit(store, f"{writer}-{number:02}")
 
     async def read_all(store: PostgresStore) -> list[FeedEvent]:
         position, found = 0, list[FeedEvent]()
@@ -123,15 +121,15 @@ async def test_readers_and_writers_together_skip_nothing_and_repeat_nothing(data
 
     assert all(one == told[0] for one in told)
     assert sorted(names(told[0])) == sorted(f"{writer}-{number:02}" for writer in range(8) for number in range(40))
-    for writer in range(8):  # what one caller wrote one after the other stays in that order
+    for writer in range(8):  # The sequential writes of one caller stay in order.
         own = [name for name in names(told[0]) if name.startswith(f"{writer}-")]
         assert own == sorted(own)
     for store in stores:
         await store.close()
 
 
-async def test_numberers_wait_for_each_other(pg: PostgresStore, rival: Rival) -> None:
-    await tell(pg, "a")
+async def test_processes_that_number_batches_wait_for_each_other(pg: PostgresStore, rival: Rival) -> None:
+    await emit(pg, "a")
     await rival.begin("select numbered from ff_feed for update")
     page = asyncio.create_task(pg.feed(Topic.LEASE, 0, 10))
     await rival.blocks()
@@ -142,34 +140,37 @@ async def test_numberers_wait_for_each_other(pg: PostgresStore, rival: Rival) ->
     await rival.end()
 
     assert names((await page).events) == ["a"]
-    await tell(pg, "b")
+    await emit(pg, "b")
     assert names((await pg.feed(Topic.LEASE, (await page).position, 10)).events) == ["b"]
 
 
-async def test_more_than_one_helping_of_batches_is_numbered(pg: PostgresStore, rival: Rival) -> None:
+async def test_more_batches_than_one_numbering_pass_holds_are_numbered(pg: PostgresStore, rival: Rival) -> None:
     await rival.connection.execute(
         "insert into ff_batch (at, events) select 0, '{}' from generate_series(1, 2500)",
     )
     await write(pg, events=[event("a", operator="paused")])
 
     end = await pg.feed_end()
-    page = await pg.feed(Topic.OPERATOR, 0, 10)  # a long way without an event of this topic
+    page = await pg.feed(Topic.OPERATOR, 0, 10)  # a long stretch without an event of this topic
 
     assert names(page.events) == ["a"]
     assert page.position == end
     assert (await rival.fetch("select count(*) from ff_batch where position is null"))[0][0] == 0
 
 
-async def test_an_idle_transaction_elsewhere_does_not_stall_the_feed(pg: PostgresStore, database: str) -> None:
+async def test_an_idle_transaction_in_another_database_does_not_stall_the_feed(
+    pg: PostgresStore, database: str
+) -> None:
     elsewhere = await asyncpg.connect(postgres().dsn())  # another database of the same server
     here = await asyncpg.connect(database)
     for connection in (elsewhere, here):
         await connection.execute("begin isolation level repeatable read")
-        await connection.fetch("select pg_current_xact_id()")  # has a snapshot and an xid, and does nothing with them
+        # It has a snapshot and an xid and does nothing with them.
+        await connection.fetch("select pg_current_xact_id()")
 
-    await tell(pg, "a")
+    await emit(pg, "a")
     page = await pg.feed(Topic.LEASE, 0, 10)
-    await tell(pg, "b")
+    await emit(pg, "b")
     more = await pg.feed(Topic.LEASE, page.position, 10)
 
     assert names(page.events + more.events) == ["a", "b"]
@@ -180,9 +181,9 @@ async def test_an_idle_transaction_elsewhere_does_not_stall_the_feed(pg: Postgre
 @pytest.mark.slow
 async def test_a_cursor_survives_dump_and_restore(pg: PostgresStore, database: str, clock: ManualClock) -> None:
     for name in "abc":
-        await tell(pg, name)
+        await emit(pg, name)
     (a, *_) = (await pg.feed(Topic.LEASE, 0, 10)).events
-    await tell(pg, "unnumbered")
+    await emit(pg, "unnumbered")
     server, restored = postgres(), f"restored_{urlsplit(database).path[1:]}"
     server.drop_database(restored)
     dsn = server.create_database(restored)
@@ -191,7 +192,7 @@ async def test_a_cursor_survives_dump_and_restore(pg: PostgresStore, database: s
 
     copy = PostgresStore(dsn, clock)
     await copy.open(migrate=False)
-    await tell(copy, "after")
+    await emit(copy, "after")
     page = await copy.feed(Topic.LEASE, a.position, 10)
 
     assert names(page.events) == ["b", "c", "unnumbered", "after"]

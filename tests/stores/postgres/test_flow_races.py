@@ -1,4 +1,4 @@
-"""Flows on Postgres, where a statement looks for rows as they were when it began, whatever it waited for since."""
+"""Flow races on Postgres, where a statement sees rows as they were when it began, however long it waited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scenarios.flow_env import FlowEnv
 pytestmark = pytest.mark.timeout(60)
 
 
-async def test_an_end_that_waits_for_the_replay_of_its_dependent_is_told_to_it(
+async def test_a_completion_that_waits_for_the_replay_of_its_dependent_reaches_it(
     pg: PostgresStore, database: str, clock: ManualClock, rival: Rival
 ) -> None:
     flow = FlowEnv(Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False)), clock)

@@ -1,4 +1,4 @@
-"""The schema of the Postgres store: what the catalogue says, brought there by numbered steps."""
+"""The schema of the Postgres store: it equals the catalogue after the numbered migrations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TYPE = """
 select attname, format_type(atttypid, null), collname from pg_attribute left join pg_collation c on c.oid = attcollation
  where attrelid = 'ff_told'::regclass order by attnum
 """
-OWN_COLUMNS = {"ff_exec_core": {"told"}}  # of this store, beside those of the catalogue
+OWN_COLUMNS = {"ff_exec_core": {"told"}}  # of this store, besides those of the catalogue
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ async def empty() -> AsyncIterator[str]:
     server.drop_database(name)
 
 
-async def answers(dsn: str, *, migrate: bool) -> Any:
-    """What opening a store comes to."""
+async def open_outcome(dsn: str, *, migrate: bool) -> Any:
+    """Return the outcome of opening a store."""
     store = PostgresStore(dsn)
     try:
         await store.open(migrate=migrate)
@@ -77,7 +77,7 @@ async def test_each_table_has_the_columns_key_and_indexes_of_the_catalogue(rival
     )
 
 
-async def test_events_and_lines_have_a_column_for_each_field(rival: Rival) -> None:
+async def test_events_and_queues_have_a_column_for_each_field(rival: Rival) -> None:
     events = await rival.fetch(TYPE)
     lines = {row["column_name"] for row in await rival.fetch(COLUMNS, "ff_line")}
 
@@ -90,16 +90,16 @@ async def test_events_and_lines_have_a_column_for_each_field(rival: Rival) -> No
 
 
 async def test_a_database_without_the_schema_is_refused_until_it_is_migrated(empty: str) -> None:
-    refused = await answers(empty, migrate=False)
+    refused = await open_outcome(empty, migrate=False)
     assert isinstance(refused, errors.Unavailable)
     assert "migrate" in refused.detail
 
-    assert await answers(empty, migrate=True) is None
-    assert await answers(empty, migrate=False) is None
+    assert await open_outcome(empty, migrate=True) is None
+    assert await open_outcome(empty, migrate=False) is None
 
 
-async def test_many_processes_may_migrate_at_once(empty: str) -> None:
-    assert await asyncio.gather(*(answers(empty, migrate=True) for _ in range(5))) == [None] * 5
+async def test_many_processes_may_migrate_concurrently(empty: str) -> None:
+    assert await asyncio.gather(*(open_outcome(empty, migrate=True) for _ in range(5))) == [None] * 5
 
     connection = await asyncpg.connect(empty)
     applied = await connection.fetch("select version, name from ff_schema_version order by version")
@@ -108,17 +108,17 @@ async def test_many_processes_may_migrate_at_once(empty: str) -> None:
 
 
 async def test_a_newer_schema_is_refused(empty: str) -> None:
-    await answers(empty, migrate=True)
+    await open_outcome(empty, migrate=True)
     newest = migrations()[-1].version
     connection = await asyncpg.connect(empty)
     await connection.execute("insert into ff_schema_version (version, name) values ($1, 'from the future')", newest + 1)
     await connection.close()
 
     for migrate in (False, True):
-        assert await answers(empty, migrate=migrate) == errors.SchemaTooNew(found=newest + 1, known=newest)
+        assert await open_outcome(empty, migrate=migrate) == errors.SchemaTooNew(found=newest + 1, known=newest)
 
 
-async def test_a_connect_that_is_refused_leaves_no_session_behind(empty: str) -> None:
+async def test_a_refused_connect_leaves_no_session_behind(empty: str) -> None:
     with pytest.raises(errors.Unavailable, match="migrate first"):
         await connect(empty, migrate=False)
 
@@ -130,12 +130,12 @@ async def test_a_connect_that_is_refused_leaves_no_session_behind(empty: str) ->
     await own.close()
 
 
-async def test_a_database_that_cannot_keep_every_text_is_refused() -> None:
+async def test_a_database_that_cannot_store_every_text_is_refused() -> None:
     server, name = postgres(), f"ff_latin_{os.getpid()}"
     server.drop_database(name)
     server.execute(f"create database {name} encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0")
 
-    refused = await answers(server.dsn(name), migrate=True)
+    refused = await open_outcome(server.dsn(name), migrate=True)
 
     assert isinstance(refused, errors.InvalidInput)
     assert "LATIN1" in refused.detail
@@ -143,7 +143,7 @@ async def test_a_database_that_cannot_keep_every_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-async def test_a_database_that_is_read_only_is_left_as_it_is(empty: str, cache: bool) -> None:
+async def test_a_read_only_database_is_left_unchanged(empty: str, cache: bool) -> None:
     server, name = postgres(), empty.rpartition("/")[2]
     server.execute(f'alter database "{name}" set default_transaction_read_only = on')
     store = PostgresStore(empty, statement_cache=cache)
@@ -154,10 +154,10 @@ async def test_a_database_that_is_read_only_is_left_as_it_is(empty: str, cache: 
     assert server.execute("select count(*) from pg_tables where tablename like 'ff_%'", name) == "0"
 
     server.execute(f'alter database "{name}" reset default_transaction_read_only')
-    assert await answers(empty, migrate=True) is None
+    assert await open_outcome(empty, migrate=True) is None
 
 
-async def test_a_step_that_fails_changes_nothing(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_migration_changes_nothing(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = migrations()[-1]._replace(version=999, text="create table ff_half (); select 1 / 0;")
     monkeypatch.setattr("flowfabric.stores.postgres.migrator.migrations", lambda: (*migrations(), broken))
     store = PostgresStore(empty)
@@ -166,8 +166,8 @@ async def test_a_step_that_fails_changes_nothing(empty: str, monkeypatch: pytest
     await store.close()
     monkeypatch.undo()
 
-    assert isinstance(await answers(empty, migrate=False), errors.Unavailable)
-    assert await answers(empty, migrate=True) is None
+    assert isinstance(await open_outcome(empty, migrate=False), errors.Unavailable)
+    assert await open_outcome(empty, migrate=True) is None
 
 
 def test_versions_are_numbered_without_gaps() -> None:

@@ -1,4 +1,4 @@
-"""What a release before ids had owners left behind belongs to the namespace `default`, on both SQL stores."""
+"""Rows of a release without owners of ids belong to the namespace `default` after the migration, on both SQL stores."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def inserts(digest: str) -> list[tuple[str, list[Any]]]:
-    """The rows as statements with `?` and their values; `digest` is that of the report that is remembered."""
+    """Return the rows as statements with `?` and their values; `digest` is that of the stored report."""
     found = []
     for table, row in ROWS.items():
         values = [digest if name == "digest" else value for name, value in row.items()]
@@ -99,8 +99,8 @@ def inserts(digest: str) -> list[tuple[str, list[Any]]]:
     return found
 
 
-async def looked_at(store: Store) -> None:
-    """What the rows mean now."""
+async def interpreted_rows(store: Store) -> None:
+    """Return the rows as this release interprets them."""
     engine = Engine(store, minter=SeededMinter(1))
     status = await engine.get_budget_status(B)
     assert (status.usage, status.reserved, status.hard_limits) == ({"tokens": 6}, {"tokens": 2}, {"tokens": 10})
@@ -131,7 +131,7 @@ async def test_the_rows_of_an_older_file_belong_to_default(tmp_path: Path) -> No
 
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
-    await looked_at(store)
+    await interpreted_rows(store)
 
 
 async def test_the_rows_of_an_older_database_belong_to_default() -> None:
@@ -155,6 +155,6 @@ async def test_the_rows_of_an_older_database_belong_to_default() -> None:
 
         store = PostgresStore(dsn)
         await store.open(migrate=True)
-        await looked_at(store)
+        await interpreted_rows(store)
     finally:
         server.drop_database(name)

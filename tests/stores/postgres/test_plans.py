@@ -1,6 +1,6 @@
 """Plans on a large table: what the hot statements may touch, with and without the planner settings of the store.
 
-Plans are looked at as the server keeps them: made once, without the values (`generic`), since that is what hundreds of
+Plans are examined as the server keeps them: made once, without the values (`generic`), since that is what hundreds of
 calls of one statement use.
 """
 
@@ -43,7 +43,7 @@ from flowfabric.stores.postgres.queue_reads import NONEMPTY_QUEUES
 from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
 from tests.conftest import migrate
 from tests.servers import postgres
-from tests.stores.samples import a_take, change, event, execution, payload
+from tests.stores.sample_rows import change, claim_request, event, execution, payload
 
 pytestmark = pytest.mark.slow
 
@@ -101,32 +101,32 @@ LARGE = ("ff_exec_core", "ff_payload", "ff_result", "ff_told_in", "ff_batch")
 
 
 class Planner:
-    """Stands in for a connection: explains what it is asked to run."""
+    """Replaces a connection and explains the statements that it receives."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self.plans: list[Any] = []
 
-    async def fetch(self, words: str, *values: Any) -> list[Any]:
-        await self.explain(words, len(values))
+    async def fetch(self, sql: str, *values: Any) -> list[Any]:
+        await self.explain(sql, len(values))
         return []
 
-    async def fetchrow(self, words: str, *values: Any) -> Any:
-        await self.explain(words, len(values))
+    async def fetchrow(self, sql: str, *values: Any) -> Any:
+        await self.explain(sql, len(values))
         return {"now": 0, "yes": [], "numbered": 0, "news": False, "events": []}
 
     def is_in_transaction(self) -> bool:
         return True
 
-    async def explain(self, words: str, values: int) -> None:
-        await self.connection.execute(f"prepare asked as {words}")
+    async def explain(self, sql: str, values: int) -> None:
+        await self.connection.execute(f"prepare asked as {sql}")
         given = f"({', '.join(['null'] * values)})" if values else ""
         plan = await self.connection.fetchval(f"explain (format json) execute asked{given}")
         await self.connection.execute("deallocate asked")
         self.plans.append(json.loads(plan)[0]["Plan"])
 
     def scans(self) -> list[tuple[str, str, str | None]]:
-        """Kind, table and index of every scan of our large tables."""
+        """Return kind, table and index of every scan of our large tables."""
         found: list[tuple[str, str, str | None]] = []
 
         def walk(node: Any) -> None:
@@ -150,23 +150,23 @@ def numbers(line: QueueKey) -> int:
     return LINES.index(line) + 1
 
 
-async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
-    take = a_take(100, LINES[0])
+async def test_a_claim_from_one_queue_walks_its_index_and_updates_the_locked_rows(planner: Planner) -> None:
+    request = claim_request(100, LINES[0])
 
-    await taking.claim_rows(planner, take, take.lease_ids, [1], 200, None, numbers)
+    await taking.claim_rows(planner, request, request.lease_ids, [1], 200, None, numbers)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
         ("Tid Scan", "ff_exec_core", None),
         ("Index Scan", "ff_payload", "ff_payload_pkey"),
     ]
-    assert '"e.rank"' not in json.dumps(planner.plans)  # the line is not sorted: the index has it in order
+    assert '"e.rank"' not in json.dumps(planner.plans)  # The queue is not sorted: the index has it in order.
 
 
-async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
-    take = a_take(100, *LINES)
+async def test_a_claim_walks_the_queue_index(planner: Planner) -> None:
+    request = claim_request(100, *LINES)
 
-    await taking.claim_rows(planner, take, take.lease_ids, [1, 2], 200, None, numbers)
+    await taking.claim_rows(planner, request, request.lease_ids, [1, 2], 200, None, numbers)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -176,35 +176,37 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     ]
 
 
-async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
-    take = a_take(100, *(QueueKey("mail", f"{number}") for number in range(taking.MANY_QUEUES + 1)))
+async def test_a_claim_from_many_queues_walks_the_queue_index(planner: Planner) -> None:
+    request = claim_request(100, *(QueueKey("mail", f"{number}") for number in range(taking.MANY_QUEUES + 1)))
 
-    await taking.claim_rows(planner, take, take.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None, numbers)
+    await taking.claim_rows(
+        planner, request, request.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None, numbers
+    )
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
 
 @pytest.mark.parametrize("lines", [[1], [1, 2]], ids=["one line", "two lines"])
-async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
-    take = a_take(100, *LINES)
-    words = taking.claim_statement(take, lines).sql
+async def test_a_claim_reads_few_pages_whatever_the_table_holds(planner: Planner, lines: list[int]) -> None:
+    request = claim_request(100, *LINES)
+    sql = taking.claim_statement(request, lines).sql
 
     class Analyst(Planner):
-        async def fetch(self, words: str, *values: Any) -> list[Any]:
+        async def fetch(self, sql: str, *values: Any) -> list[Any]:
             await self.connection.execute("begin")
-            plan = await self.connection.fetchval(f"explain (analyze, buffers, format json) {words}", *values)
+            plan = await self.connection.fetchval(f"explain (analyze, buffers, format json) {sql}", *values)
             await self.connection.execute("rollback")
             self.plans.append(json.loads(plan)[0]["Plan"])
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.claim_rows(analyst, take, take.lease_ids, lines, 200, None, numbers)
+    await taking.claim_rows(analyst, request, request.lease_ids, lines, 200, None, numbers)
 
     (plan,) = analyst.plans
-    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, sql
 
 
-async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
+async def test_queues_with_work_are_found_by_index_skips(planner: Planner) -> None:
     plan = await planner.connection.fetchval(
         f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1]
     )
@@ -248,13 +250,13 @@ async def test_a_commit_finds_its_rows_by_key(planner: Planner, make: Any, many:
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
 
 
-async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner) -> None:
+async def test_a_commit_and_claim_reads_each_queue_once(planner: Planner) -> None:
     def freed(name: str) -> Change:
         return change(Patch(Execution, (name,), {"line": LINES[0]}), guards=[Guard(Execution, (name,), 1)])
 
     changes = [freed(f"{number:03}") for number in range(16)]
     batch = CommitPlan(changes, ParameterShapes(numbers))
-    batch.claim = plan_claim(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
+    batch.claim = plan_claim(changes, batch.rounds[0], claim_request(16, *LINES), [1, 2], numbers)
     assert batch.claim is not None
 
     await commit(planner, batch, None)
@@ -267,24 +269,25 @@ async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner
 @pytest.mark.parametrize("column", ["lease_expires_at", "purge_at", "delay_until"])
 async def test_due_rows_are_found_by_the_index_of_their_column(planner: Planner, column: str) -> None:
     where = (Where("namespace", "=", "default"),)
-    words, values = reads.due_statement(Execution, column, 50, where, None, numbers)
+    sql, values = reads.due_statement(Execution, column, 50, where, None, numbers)
 
-    await planner.explain(words, len(values))
+    await planner.explain(sql, len(values))
 
     assert {index for _, _, index in planner.scans()} == {f"ff_exec_core_{column}"}
 
 
 @pytest.mark.parametrize("each", [None, LINES])
-async def test_counts_are_made_by_an_index(planner: Planner, each: tuple[QueueKey, ...] | None) -> None:
+async def test_counts_use_an_index(planner: Planner, each: tuple[QueueKey, ...] | None) -> None:
     held = GroupedCount(Execution, "lease_expires_at", ("lane_id",), 100)
     line = GroupedCount(Execution, "line", ("lane_id",), 100, values=each)
     for tally, first in ((held, "ff_exec_core_lease_expires_at"), (line, "ff_exec_core_line")):
-        words, values = reads.count_statement(tally, numbers)
+        sql, values = reads.count_statement(tally, numbers)
         planner.plans.clear()
 
-        await planner.explain(words, len(values))
+        await planner.explain(sql, len(values))
 
-        # An index that holds only rows that are set is walked from its beginning, up to the limit: there is nothing
+        # An index that holds only rows with a value is read from its beginning, up to the limit: there is nothing to
+        # compare with, which `scans` would require.
         # to compare with, which `scans` would ask for.
         plan = json.dumps(planner.plans)
         assert f'"{first}"' in plan
@@ -307,17 +310,18 @@ async def test_the_feed_walks_its_batches_in_order(planner: Planner) -> None:
     await planner.explain(event_log.statement("read_events", Topic.LEASE), 4)
 
     assert {index for _, _, index in planner.scans()} == {"ff_batch_position", "ff_batch_unnumbered"}
-    assert '"Sort"' not in json.dumps(planner.plans)  # which would read all batches of a window for a short page
+    # A plan with a sort would read all batches of a window for a short page.
+    assert '"Sort"' not in json.dumps(planner.plans)
 
 
-async def test_a_history_goes_where_its_execution_points(planner: Planner) -> None:
+async def test_a_history_follows_the_pointers_of_its_execution(planner: Planner) -> None:
     await planner.explain(event_log.statement("history", Topic.LEASE), 3)
 
     assert {table for _, table, _ in planner.scans()} == {"ff_exec_core", "ff_told_in", "ff_batch"}
     assert all(f'"{index}"' in json.dumps(planner.plans) for index in ("ff_told_in_pkey", "ff_batch_pkey"))
 
 
-async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) -> None:
+async def test_pointers_to_trimmed_batches_are_found_by_key(planner: Planner) -> None:
     await planner.explain(event_log.TRIM, 3)
     await planner.explain(event_log.DELETE_POINTERS, 2)
 
@@ -325,13 +329,13 @@ async def test_what_points_to_trimmed_batches_is_found_by_key(planner: Planner) 
     assert {index for kind, _, index in planner.scans() if "Index" in kind} >= {"ff_told_in_pkey", "ff_batch_position"}
 
 
-async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planner: Planner) -> None:
+async def test_rows_with_a_key_prefix_are_an_index_range(planner: Planner) -> None:
     one = Scan(Execution, (Where("execution_id", "starts", "1a"),), ("execution_id",), limit=3)
     each = Scan(Execution, (Where("execution_id", "starts", ("1a", "2")),), limit=3, limit_by="execution_id")
 
     for scan in (one, each):
-        words, values = reads.scan_statement(scan, lambda line: 1)
-        await planner.fetch(words, *values)
+        sql, values = reads.scan_statement(scan, lambda line: 1)
+        await planner.fetch(sql, *values)
 
     assert planner.scans() == [("Index Scan", "ff_exec_core", "ff_exec_core_pkey")] * 2
     conditions = [json.dumps(plan) for plan in planner.plans]
@@ -340,11 +344,11 @@ async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(planne
 
 async def test_the_lists_of_a_limit_are_found_by_one_index_search_each(planner: Planner) -> None:
     where = (Where("blocked_on", "starts", "quota:1#"), Where("blocked_on", ">", "quota:1#a"))
-    words, values = reads.scan_statement(
+    sql, values = reads.scan_statement(
         Scan(Execution, where, ("rank",), limit=1, limit_by="blocked_on", max_values=9), lambda line: 1
     )
 
-    await planner.fetch(words, *values)
+    await planner.fetch(sql, *values)
 
     assert {(table, index) for _, table, index in planner.scans() if table == "ff_exec_core"} == {
         ("ff_exec_core", "ff_exec_core_blocked_on")

@@ -1,4 +1,4 @@
-"""Connections of the Postgres store: what a caller hears when one breaks, and that the store recovers by itself."""
+"""Connections of the Postgres store: what a caller receives when one breaks, and that the store recovers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,29 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
-from tests.stores.samples import MAIL, a_take, change, event, execution, line_up, one, payload, waiting, write
+from tests.stores.sample_rows import (
+    MAIL,
+    change,
+    claim_request,
+    event,
+    execution,
+    insert_queued,
+    one,
+    payload,
+    queued,
+    write,
+)
 
 OURS = "select pid from pg_stat_activity where application_name = 'flowfabric' and datname = current_database()"
 NOBODY = "postgresql://postgres@127.0.0.1:{}/none"
 
 
-def doubt(error: pytest.ExceptionInfo[StoreUnavailable]) -> object:
+def unknown_outcome(error: pytest.ExceptionInfo[StoreUnavailable]) -> object:
     return error.value.facts["in_doubt"]
 
 
 async def until_it_answers(store: PostgresStore) -> None:
-    """Ask again and again, as everyone does; each refusal says that this makes sense."""
+    """Retry until the store answers; check that each refusal is retryable."""
     refusals: list[StoreUnavailable] = []
     async with asyncio.timeout(20):
         while True:
@@ -44,20 +55,20 @@ async def until_it_answers(store: PostgresStore) -> None:
     assert all(error.retryable for error in refusals)
 
 
-async def look_twice(store: PostgresStore, rival: Rival) -> tuple[ClaimRequest, asyncio.Task[ClaimedRows]]:
-    """A take that has claimed one row, and is held up while it looks for another one."""
-    await line_up(store, *(waiting(f"{rank:02}", rank) for rank in range(10)))
+async def claim_in_two_reads(store: PostgresStore, rival: Rival) -> tuple[ClaimRequest, asyncio.Task[ClaimedRows]]:
+    """Start a claim that has claimed one row and is blocked while it reads another one."""
+    await insert_queued(store, *(queued(f"{rank:02}", rank) for rank in range(10)))
     await rival.begin(
         "select 1 from ff_exec_core where rank between 1 and 5 for update",
         "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 2, 0, '{}'",
-    )  # it looks at so many rows first; and whoever tells something after the next one has to wait
-    take = a_take(2, MAIL, QueueKey("other"))
+    )  # It reads this many rows first; an emit after the next row has to wait.
+    request = claim_request(2, MAIL, QueueKey("other"))
     await write(store, Insert(execution("elsewhere", line=QueueKey("other"), rank=99)))
-    return take, asyncio.create_task(store.claim_rows(take))
+    return request, asyncio.create_task(store.claim_rows(request))
 
 
 class TestAConnectionThatIsKilled:
-    async def test_after_the_commit_was_sent_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
+    async def test_after_the_commit_was_sent_leaves_an_unknown_outcome(self, pg: PostgresStore, rival: Rival) -> None:
         revision = await write(pg, Insert(execution("a")))
         await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
         patch = change(Patch(Execution, ("a",), {"priority": 5}), guards=[Guard(Execution, ("a",), revision)])
@@ -68,17 +79,17 @@ class TestAConnectionThatIsKilled:
 
         with pytest.raises(StoreUnavailable) as error:
             await commit
-        assert doubt(error) is True
+        assert unknown_outcome(error) is True
         assert error.value.retryable
         await rival.end("rollback")
-        assert (await one(pg, Execution, "a")).revision == revision  # a reload tells
+        assert (await one(pg, Execution, "a")).revision == revision  # A reload shows the outcome.
 
-    async def test_while_idle_is_replaced_in_silence(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+    async def test_while_idle_is_replaced_silently(self, pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
         await asyncio.gather(*(pg.ping() for _ in range(5)))
 
         idle = list(pg._pool._idle)
         await rival.fetch(f"select pg_terminate_backend(pid) from ({OURS}) ours")
-        while not all(connection.is_closed() for connection in idle):  # until this process has heard of it
+        while not all(connection.is_closed() for connection in idle):  # until this process has noticed
             await rival.fetch("select pg_sleep(0.001)")
 
         assert await pg.commit([change(Insert(execution("a")))]) == [clock.now]
@@ -95,33 +106,35 @@ class TestAConnectionThatIsKilled:
 
         assert [row.execution_id for row in (await load).rows[0]] == ["a"]
 
-    async def test_during_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
-        await line_up(pg, waiting("a"))
+    async def test_during_a_claim_leaves_an_unknown_outcome(self, pg: PostgresStore, rival: Rival) -> None:
+        await insert_queued(pg, queued("a"))
         await rival.begin("lock table ff_batch in exclusive mode")
-        take = asyncio.create_task(pg.claim_rows(a_take(1)))
+        request = asyncio.create_task(pg.claim_rows(claim_request(1)))
         (pid,) = await rival.blocks()
 
         await rival.fetch("select pg_terminate_backend($1)", pid)
 
         with pytest.raises(StoreUnavailable) as error:
-            await take
-        assert doubt(error) is True
+            await request
+        assert unknown_outcome(error) is True
         await rival.end("rollback")
-        assert len((await pg.claim_rows(a_take(1, prefix="again-"))).rows) == 1
+        assert len((await pg.claim_rows(claim_request(1, prefix="again-"))).rows) == 1
 
-    async def test_during_the_second_look_of_a_take_leaves_a_doubt(self, pg: PostgresStore, rival: Rival) -> None:
-        take, looking = await look_twice(pg, rival)
+    async def test_during_the_second_read_of_a_claim_leaves_an_unknown_outcome(
+        self, pg: PostgresStore, rival: Rival
+    ) -> None:
+        request, looking = await claim_in_two_reads(pg, rival)
         (pid,) = await rival.blocks()
 
         await rival.fetch("select pg_terminate_backend($1)", pid)
 
-        with pytest.raises(StoreUnavailable) as error:  # or unused stamps, as they seem, would be used again
+        with pytest.raises(StoreUnavailable) as error:  # Otherwise lease ids that seem unused would be used again.
             await looking
-        assert doubt(error) is True
-        assert (await one(pg, Execution, "00")).lease_id == take.lease_ids[0].lease_id  # a reload tells
+        assert unknown_outcome(error) is True
+        assert (await one(pg, Execution, "00")).lease_id == request.lease_ids[0].lease_id  # A reload shows the outcome.
 
 
-async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: PostgresStore, rival: Rival) -> None:
+async def test_a_statement_that_the_server_cancelled_was_not_written(pg: PostgresStore, rival: Rival) -> None:
     await write(pg, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
     commit = asyncio.create_task(pg.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
@@ -131,14 +144,14 @@ async def test_a_statement_that_is_stopped_by_the_server_was_not_written(pg: Pos
 
     with pytest.raises(StoreUnavailable) as error:
         await commit
-    assert doubt(error) is False
+    assert unknown_outcome(error) is False
     assert error.value.source is StoreFault.TIMEOUT
 
 
-async def test_a_second_look_that_is_stopped_by_the_server_leaves_what_the_first_one_found(
+async def test_a_second_read_that_the_server_cancelled_leaves_the_rows_of_the_first(
     pg: PostgresStore, rival: Rival
 ) -> None:
-    _, looking = await look_twice(pg, rival)
+    _, looking = await claim_in_two_reads(pg, rival)
     (pid,) = await rival.blocks()
 
     await rival.fetch("select pg_cancel_backend($1)", pid)
@@ -146,18 +159,18 @@ async def test_a_second_look_that_is_stopped_by_the_server_leaves_what_the_first
     assert [row.execution_id for row, _ in (await looking).rows] == ["00"]
 
 
-async def test_a_server_that_is_not_there_leaves_no_doubt() -> None:
+async def test_an_unreachable_server_leaves_no_unknown_outcome() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         store = PostgresStore(NOBODY.format(unused.getsockname()[1]))
         with pytest.raises(StoreUnavailable) as error:
             await store.commit([change(Insert(execution("a")))])
-    assert doubt(error) is False
+    assert unknown_outcome(error) is False
     assert error.value.source is StoreFault.TRANSPORT
     await store.close()
 
 
-async def test_a_database_that_is_not_there_is_told(database: str) -> None:
+async def test_a_missing_database_is_reported(database: str) -> None:
     store = PostgresStore(postgres().dsn("ff_no_such_database"))
     with pytest.raises(StoreUnavailable, match="ff_no_such_database"):
         await store.open(migrate=True)
@@ -165,14 +178,14 @@ async def test_a_database_that_is_not_there_is_told(database: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:port/x", "127.0.0.1:99999/x", "127.0.0.1/x?sslmode=perhaps"])
-async def test_an_address_that_makes_no_sense_is_the_callers_mistake(address: str) -> None:
+async def test_an_invalid_url_is_an_error_of_the_caller(address: str) -> None:
     store = PostgresStore(f"postgresql://postgres@{address}")
     with pytest.raises(InvalidInput, match="url: "):
         await store.open(migrate=True)
     await store.close()
 
 
-async def test_attempts_to_connect_become_rarer() -> None:
+async def test_connection_attempts_back_off() -> None:
     attempts = 0
 
     def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,7 +221,7 @@ async def test_calls_wait_for_a_connection_when_all_are_busy(database: str, cloc
     await store.close()
 
 
-async def test_a_cancelled_wait_for_a_connection_gives_its_turn_away(
+async def test_a_cancelled_wait_for_a_connection_passes_its_turn_on(
     database: str, rival: Rival, clock: ManualClock
 ) -> None:
     store = PostgresStore(database, clock, pool_size=1)
@@ -228,7 +241,7 @@ async def test_a_cancelled_wait_for_a_connection_gives_its_turn_away(
     await store.close()
 
 
-async def test_a_closed_store_refuses_and_may_be_closed_again(database: str) -> None:
+async def test_a_closed_store_refuses_calls_and_may_be_closed_again(database: str) -> None:
     store = PostgresStore(database)
     await store.ping()
     store.notify(frozenset({"mail"}))
@@ -240,7 +253,7 @@ async def test_a_closed_store_refuses_and_may_be_closed_again(database: str) -> 
         await store.ping()
 
 
-async def test_closing_ends_calls_that_are_under_way(database: str, rival: Rival) -> None:
+async def test_closing_aborts_calls_in_flight(database: str, rival: Rival) -> None:
     store = PostgresStore(database)
     await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
@@ -251,11 +264,11 @@ async def test_closing_ends_calls_that_are_under_way(database: str, rival: Rival
 
     with pytest.raises(StoreUnavailable) as error:
         await commit
-    assert doubt(error) is True
+    assert unknown_outcome(error) is True
 
 
 @pytest.mark.parametrize("poison", [{"tags": "a\0b"}, {"tags": "\ud800"}, {"priority": 2**63}, {"rank": 2**70}])
-async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
+async def test_an_unstorable_value_fails_its_batch_and_nothing_else(
     database: str, clock: ManualClock, poison: dict[str, object]
 ) -> None:
     store = PostgresStore(database, clock, pool_size=1)
@@ -271,7 +284,7 @@ async def test_a_value_that_cannot_be_kept_stops_its_batch_and_nothing_else(
 
 
 @pytest.mark.parametrize("cache", [True, False])
-async def test_a_server_that_does_not_write_is_told_and_passes(database: str, clock: ManualClock, cache: bool) -> None:
+async def test_a_read_only_server_is_reported_and_retryable(database: str, clock: ManualClock, cache: bool) -> None:
     server, name = postgres(), database.rpartition("/")[2]
     server.execute(f'alter database "{name}" set default_transaction_read_only = on')
     store = PostgresStore(database, clock, pool_size=1, statement_cache=cache)
@@ -279,7 +292,7 @@ async def test_a_server_that_does_not_write_is_told_and_passes(database: str, cl
         assert await store.ping() == clock.now
         with pytest.raises(StoreUnavailable, match="default_transaction_read_only is on") as error:
             await store.commit([change(Insert(execution("a")))])
-        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.CLUSTER, True)
+        assert (unknown_outcome(error), error.value.source, error.value.retryable) == (False, StoreFault.CLUSTER, True)
     finally:
         server.execute(f'alter database "{name}" reset default_transaction_read_only')
 
@@ -296,8 +309,8 @@ FULL = """
 """
 
 
-async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Rival) -> None:
-    """The server's own words for it: it ends the statement orderly, whichever file was to grow."""
+async def test_a_full_disk_on_the_server_is_reported_and_retryable(pg: PostgresStore, rival: Rival) -> None:
+    """The server's own error for it: it aborts the statement, whichever file was to grow."""
     await write(pg, Insert(execution("a")))
     step = change(
         Patch(Execution, ("a",), {"priority": 9}),
@@ -309,7 +322,11 @@ async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Riva
     try:
         with pytest.raises(StoreUnavailable, match="No space left") as error:
             await pg.commit([step])
-        assert (doubt(error), error.value.source, error.value.retryable) == (False, StoreFault.TRANSPORT, True)
+        assert (unknown_outcome(error), error.value.source, error.value.retryable) == (
+            False,
+            StoreFault.TRANSPORT,
+            True,
+        )
         assert (await one(pg, Execution, "a")).priority == 0
         assert (await pg.load([Read(Execution, ("b",))])).rows == [[]]
         assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
@@ -322,8 +339,8 @@ async def test_a_full_disk_is_reported_and_passes(pg: PostgresStore, rival: Riva
 
 
 @pytest.fixture
-async def own() -> AsyncIterator[PostgresServer]:
-    """A server to stop and kill."""
+async def own_server() -> AsyncIterator[PostgresServer]:
+    """A server that can be stopped and killed."""
     name = f"store-links-{os.getpid()}"
     server = postgres(name)
     yield server
@@ -335,8 +352,8 @@ async def own() -> AsyncIterator[PostgresServer]:
 @pytest.mark.serial
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["restart", "kill"])
-async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way: str) -> None:
-    dsn = own.create_database("ff")
+async def test_the_store_recovers_when_its_server_does(own_server: PostgresServer, way: str) -> None:
+    dsn = own_server.create_database("ff")
     await asyncio.to_thread(migrate, dsn)
     store = PostgresStore(dsn)
     woken = asyncio.Event()
@@ -344,16 +361,16 @@ async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way:
     await asyncio.gather(*(store.ping() for _ in range(4)))
     assert await store.commit([change(Insert(execution("a")))]) != [None]
 
-    await asyncio.to_thread(own.stop if way == "restart" else own.kill)
+    await asyncio.to_thread(own_server.stop if way == "restart" else own_server.kill)
     with pytest.raises(StoreUnavailable):
         await store.commit([change(Insert(execution("b")))])
-    await asyncio.to_thread(own.start)
+    await asyncio.to_thread(own_server.start)
 
     await until_it_answers(store)
     assert [await one(store, Execution, name) is None for name in "ab"] == [False, True]
     other = PostgresStore(dsn)
     async with asyncio.timeout(20):
-        while not woken.is_set():  # the listener came back as well
+        while not woken.is_set():  # The listener has reconnected as well.
             other.notify(frozenset({"mail"}))
             await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=0.1)
     await store.close()
@@ -362,9 +379,9 @@ async def test_the_store_recovers_when_its_server_does(own: PostgresServer, way:
 
 @pytest.mark.serial
 @pytest.mark.slow
-async def test_a_server_without_a_free_place_is_told(own: PostgresServer) -> None:
-    dsn = own.create_database("ff")
-    own.execute("create role guest login password 'guest' connection limit 1")
+async def test_a_server_without_a_free_connection_is_reported(own_server: PostgresServer) -> None:
+    dsn = own_server.create_database("ff")
+    own_server.execute("create role guest login password 'guest' connection limit 1")
     guest = dsn.replace("postgres:", "guest:", 1)
     guest = guest.replace(guest[guest.index("guest:") + 6 : guest.index("@")], "guest", 1)
     first = await asyncpg.connect(guest)
@@ -375,7 +392,7 @@ async def test_a_server_without_a_free_place_is_told(own: PostgresServer) -> Non
     await first.close()
     await until_it_answers(store)
 
-    assert doubt(error) is False
+    assert unknown_outcome(error) is False
     assert error.value.retryable
     await store.close()
-    own.execute("drop role guest")
+    own_server.execute("drop role guest")

@@ -1,4 +1,4 @@
-"""The Postgres store behind a pooler in transaction mode: each transaction may meet another server process."""
+"""The Postgres store behind a pooler in transaction mode: each transaction may use another server process."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from flowfabric.stores.port import Collision, Unstorable
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read, Scan
 from tests.servers import postgres
-from tests.stores.samples import a_take, change, event, execution, line_up, one, waiting, write
+from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, one, queued, write
 
 Message = tuple[bytes, bytes]
 
-KNOWN = {"user", "database", "client_encoding", "application_name"}  # what such poolers accept in a startup message
+# settings that such poolers accept in a startup message
+KNOWN = {"user", "database", "client_encoding", "application_name"}
 END = (b"X", b"")
 
 
 class Peer:
-    """A client or a server: what it says comes out of a queue."""
+    """A client or a server; its messages are read from a queue."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self._hearing: asyncio.Task[None] | None = None
 
-    def hear(self) -> None:
-        self._hearing = asyncio.ensure_future(self._hear())
+    def receive(self) -> None:
+        self._hearing = asyncio.ensure_future(self._receive())
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 kind, size = struct.unpack("!ci", await self.reader.readexactly(5))
                 self.said.put_nowait((kind, await self.reader.readexactly(size - 4)))
         self.said.put_nowait(END)
 
-    def tell(self, kind: bytes, body: bytes) -> None:
+    def send(self, kind: bytes, body: bytes) -> None:
         self.writer.write(kind + struct.pack("!i", len(body) + 4) + body)
 
     def close(self) -> None:
@@ -58,13 +59,12 @@ class Peer:
 
 
 class Pooler:
-    """The smallest pooler in transaction mode: clients take turns on a few servers.
+    """A minimal pooler in transaction mode: clients share a few servers.
 
-    A client keeps its server until the server says that no transaction is open; the next one gets the server that was
-    free for longest, so that a client hardly meets the same one twice in a row. Like some real ones it takes a flush
-    outside of a transaction for an end, too. With `sessions` a client keeps its server for good. Settings that it does
-    not know are refused, or with `ignores` passed over in silence. It may say that its servers are of another
-    `version`.
+    A client keeps its server until the server reports that no transaction is open; the next client gets the server that
+    was free for longest, so that a client rarely gets the same one twice in a row. Like some real poolers it treats a
+    flush outside of a transaction as the end of one. With `sessions` a client keeps its server for good. Unknown
+    settings are refused, or with `ignores` silently ignored. It may report another `version` of its servers.
     """
 
     def __init__(self, dsn: str, *, sessions: bool = False, ignores: bool = False, version: str | None = None) -> None:
@@ -79,7 +79,7 @@ class Pooler:
         self._turns: set[asyncio.Task[None]] = set()
 
     async def start(self, servers: int) -> str:
-        """Listen; the address for clients."""
+        """Listen and return the URL for clients."""
         for _ in range(servers):
             self._free.put_nowait(await self._connect())
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -99,11 +99,11 @@ class Pooler:
         self._peers.append(server)
         startup = b"user\0%b\0database\0%b\0\0" % ((self._to.username or "").encode(), self._to.path[1:].encode())
         server.writer.write(struct.pack("!ii", len(startup) + 8, 196608) + startup)
-        server.hear()
+        server.receive()
         self._greeting = []
         while (message := await server.said.get())[0] != b"Z":
             if message[0] == b"R" and message[1][:4] == b"\0\0\0\3":
-                server.tell(b"p", (self._to.password or "").encode() + b"\0")
+                server.send(b"p", (self._to.password or "").encode() + b"\0")
             elif message[0] in b"SK":
                 self._greeting.append(message)
         return server
@@ -111,7 +111,7 @@ class Pooler:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = Peer(reader, writer)
         self._peers.append(client)
-        turns = asyncio.ensure_future(self._take_turns(client))
+        turns = asyncio.ensure_future(self._serve_turns(client))
         self._turns.add(turns)
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             await turns
@@ -121,39 +121,39 @@ class Pooler:
         while True:
             (size,) = struct.unpack("!i", await client.reader.readexactly(4))
             startup = await client.reader.readexactly(size - 4)
-            if startup[:4] == struct.pack("!i", 80877103):  # wants encryption
+            if startup[:4] == struct.pack("!i", 80877103):  # an encryption request
                 client.writer.write(b"N")
                 continue
-            if startup[:4] == struct.pack("!i", 80877102):  # wants something cancelled
+            if startup[:4] == struct.pack("!i", 80877102):  # a cancel request
                 return False
             names = {name.decode() for name in startup[4:].split(b"\0")[0::2] if name}
             text = "no more connections allowed (max_client_conn)" if self.is_full else None
             if (unknown := names - KNOWN) and not self._ignores:
                 text = f"unsupported startup parameter: {min(unknown)}"
             if text is not None:
-                client.tell(b"E", b"SFATAL\0VFATAL\0C08P01\0M" + text.encode() + b"\0\0")
+                client.send(b"E", b"SFATAL\0VFATAL\0C08P01\0M" + text.encode() + b"\0\0")
                 return False
-            client.tell(b"R", b"\0\0\0\0")
+            client.send(b"R", b"\0\0\0\0")
             for message in self._greeting:
-                client.tell(*message)
+                client.send(*message)
             if self._version is not None:
-                client.tell(b"S", b"server_version\0%b\0" % self._version.encode())
-            client.tell(b"Z", b"I")
+                client.send(b"S", b"server_version\0%b\0" % self._version.encode())
+            client.send(b"Z", b"I")
             return True
 
-    async def _take_turns(self, client: Peer) -> None:
+    async def _serve_turns(self, client: Peer) -> None:
         if not await self._greet(client):
             return
-        client.hear()
+        client.receive()
         while (message := await client.said.get()) != END:
             server = await self._free.get()
             try:
-                await self._turn(client, server, message)
+                await self._run_turn(client, server, message)
             finally:
                 self._free.put_nowait(server)
 
-    async def _turn(self, client: Peer, server: Peer, message: Message) -> None:
-        """Pass on what both say until the server is ready for another client."""
+    async def _run_turn(self, client: Peer, server: Peer, message: Message) -> None:
+        """Forward messages until the server is ready for another client."""
         unanswered, status, flushed = 0, b"I", False
         asked, answered = asyncio.ensure_future(_now(message)), asyncio.ensure_future(server.said.get())
         try:
@@ -162,19 +162,20 @@ class Pooler:
                 if asked.done():
                     if asked.result() == END:
                         return
-                    unanswered += asked.result()[0] in b"SQ"  # each sync and each query is answered with "ready"
+                    # The server answers each sync and each query with "ready".
+                    unanswered += asked.result()[0] in b"SQ"
                     flushed = asked.result()[0] == b"H"
-                    server.tell(*asked.result())
+                    server.send(*asked.result())
                     asked = asyncio.ensure_future(client.said.get())
                 elif answered.done():
                     kind, body = answered.result()
-                    client.tell(kind, body)
+                    client.send(kind, body)
                     if kind == b"Z":
                         unanswered, status = unanswered - 1, body
                         if not unanswered and status == b"I" and not self._sessions:
                             return
                     elif flushed and kind in b"Tn" and status == b"I" and not self._sessions:
-                        server.tell(b"S", b"")
+                        server.send(b"S", b"")
                         while (await server.said.get())[0] != b"Z":
                             pass
                         return
@@ -192,28 +193,30 @@ async def _now(message: Message) -> Message:
 
 @pytest.fixture
 async def pooled(database: str) -> AsyncIterator[str]:
-    """The address of a pooler with two servers behind it."""
+    """The URL of a pooler with two servers behind it."""
     pooler = Pooler(database)
     yield await pooler.start(2)
     await pooler.stop()
 
 
 @pytest.fixture
-async def quietly_pooled(database: str) -> AsyncIterator[str]:
-    """The same for one that passes over settings."""
+async def pooled_ignoring_settings(database: str) -> AsyncIterator[str]:
+    """The URL of a pooler that ignores unknown settings."""
     pooler = Pooler(database, ignores=True)
     yield await pooler.start(2)
     await pooler.stop()
 
 
 @pytest.mark.parametrize("cache", [None, False])
-async def test_every_verb_works_through_it(pooled: str, clock: ManualClock, cache: bool | None) -> None:
+async def test_every_store_operation_works_through_a_pooler(
+    pooled: str, clock: ManualClock, cache: bool | None
+) -> None:
     store = PostgresStore(pooled, clock, statement_cache=cache)
     await store.open(migrate=True)
     assert await store.ping() == clock.now
-    await line_up(store, *(waiting(name, rank) for rank, name in enumerate("abcd")))
+    await insert_queued(store, *(queued(name, rank) for rank, name in enumerate("abcd")))
 
-    ((row, _), *_) = (await store.claim_rows(a_take(3))).rows
+    ((row, _), *_) = (await store.claim_rows(claim_request(3))).rows
     held = LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 500)
     assert await store.renew([held]) == [clock.now + 500]
     ended = change(
@@ -238,11 +241,11 @@ async def test_every_verb_works_through_it(pooled: str, clock: ManualClock, cach
 
 async def test_many_callers_share_few_servers(pooled: str, clock: ManualClock) -> None:
     stores = [PostgresStore(pooled, clock, statement_cache=False, pool_size=3) for _ in range(3)]
-    await line_up(stores[0], *(waiting(f"{rank:02}", rank) for rank in range(60)))
+    await insert_queued(stores[0], *(queued(f"{rank:02}", rank) for rank in range(60)))
 
     async def drain(store: PostgresStore, worker: int) -> int:
         done = 0
-        while rows := (await store.claim_rows(a_take(5, prefix=f"{worker}-{done}-"))).rows:
+        while rows := (await store.claim_rows(claim_request(5, prefix=f"{worker}-{done}-"))).rows:
             finishes = [
                 change(
                     Patch(Execution, (row.execution_id,), {"priority": 5}),
@@ -261,7 +264,7 @@ async def test_many_callers_share_few_servers(pooled: str, clock: ManualClock) -
         await store.close()
 
 
-async def test_refusals_leave_the_servers_as_they_were(pooled: str, clock: ManualClock) -> None:
+async def test_refusals_leave_the_servers_unchanged(pooled: str, clock: ManualClock) -> None:
     store = PostgresStore(pooled, clock, statement_cache=False)
     await write(store, Insert(execution("a")))
 
@@ -276,7 +279,7 @@ async def test_refusals_leave_the_servers_as_they_were(pooled: str, clock: Manua
     await store.close()
 
 
-async def test_hints_do_no_harm(pooled: str, clock: ManualClock) -> None:
+async def test_notifications_do_no_harm(pooled: str, clock: ManualClock) -> None:
     store = PostgresStore(pooled, clock, statement_cache=False)
     store.on_notify(lambda topics: None)
     for number in range(20):
@@ -285,7 +288,9 @@ async def test_hints_do_no_harm(pooled: str, clock: ManualClock) -> None:
     await store.close()
 
 
-async def test_hints_are_sent_through_it_and_no_session_is_left_listening(pooled: str, database: str) -> None:
+async def test_notifications_are_sent_through_a_pooler_and_no_session_is_left_listening(
+    pooled: str, database: str
+) -> None:
     store, direct, heard = PostgresStore(pooled), PostgresStore(database), asyncio.Event()
     direct.on_notify(lambda topics: heard.set())
     store.on_notify(lambda topics: None)
@@ -300,7 +305,7 @@ async def test_hints_are_sent_through_it_and_no_session_is_left_listening(pooled
     await direct.close()
 
 
-async def test_cached_statements_are_told_apart_from_other_trouble(pooled: str, clock: ManualClock) -> None:
+async def test_stale_prepared_statements_are_distinguished_from_other_errors(pooled: str, clock: ManualClock) -> None:
     store = PostgresStore(pooled, clock, statement_cache=True)
 
     with pytest.raises(StoreUnavailable, match="statement_cache=off") as error:
@@ -315,8 +320,8 @@ async def insist(store: PostgresStore) -> None:
         await asyncio.gather(*(store.load([Read(Execution, (name,))]) for name in "abc"))
 
 
-async def test_one_that_passes_over_settings_is_noticed_as_well(quietly_pooled: str, clock: ManualClock) -> None:
-    store = PostgresStore(quietly_pooled, clock)
+async def test_a_pooler_that_ignores_settings_is_detected(pooled_ignoring_settings: str, clock: ManualClock) -> None:
+    store = PostgresStore(pooled_ignoring_settings, clock)
 
     await asyncio.gather(*(insist(store) for _ in range(3)))
 
@@ -324,7 +329,7 @@ async def test_one_that_passes_over_settings_is_noticed_as_well(quietly_pooled: 
     await store.close()
 
 
-async def test_statements_are_cached_where_nobody_stands_between(database: str, clock: ManualClock) -> None:
+async def test_statements_are_cached_without_a_pooler(database: str, clock: ManualClock) -> None:
     store = PostgresStore(database, clock, pool_size=1)
     await insist(store)
 
@@ -334,9 +339,9 @@ async def test_statements_are_cached_where_nobody_stands_between(database: str, 
     await store.close()
 
 
-async def test_the_url_tells_what_is_not_noticed(pooled: str, quietly_pooled: str) -> None:
+async def test_a_url_option_declares_an_undetectable_pooler(pooled: str, pooled_ignoring_settings: str) -> None:
     for said in ("", "?statement_cache=off", "?application_name=mine&statement_cache=off"):
-        engine = await open_engine(quietly_pooled + said)
+        engine = await open_engine(pooled_ignoring_settings + said)
         assert await engine.list_lanes() is not None
         await engine.close()
 
@@ -344,7 +349,7 @@ async def test_the_url_tells_what_is_not_noticed(pooled: str, quietly_pooled: st
         await open_engine(pooled + "?statement_cache=maybe")
 
 
-async def test_one_without_a_free_place_is_told_and_passes(database: str, clock: ManualClock) -> None:
+async def test_a_pooler_without_a_free_connection_is_reported_and_retryable(database: str, clock: ManualClock) -> None:
     pooler = Pooler(database)
     store = PostgresStore(await pooler.start(2), clock)
     pooler.is_full = True
@@ -358,7 +363,7 @@ async def test_one_without_a_free_place_is_told_and_passes(database: str, clock:
     await pooler.stop()
 
 
-async def test_a_bench_through_it_goes_without_the_bare_table(pooled: str) -> None:
+async def test_a_benchmark_through_a_pooler_omits_the_bare_table(pooled: str) -> None:
     async with postgres_scratch_store(f"{pooled}?statement_cache=off") as place:
         assert place.control is None
         assert urlsplit(place.url).query == "statement_cache=off"
@@ -374,7 +379,7 @@ async def test_a_server_that_is_too_old_is_refused(database: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-async def test_transactions_see_what_is_committed_whatever_the_default_is(database: str, cache: bool) -> None:
+async def test_transactions_read_committed_rows_whatever_the_default_isolation(database: str, cache: bool) -> None:
     name = urlsplit(database).path[1:]
     postgres().execute(f'alter database "{name}" set default_transaction_isolation = serializable')
     store = PostgresStore(database, statement_cache=cache)

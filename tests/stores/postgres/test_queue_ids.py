@@ -1,4 +1,4 @@
-"""Ready queues on Postgres: numbers that follow from keys, and rows that come back when they are lost."""
+"""Ready queues on Postgres: ids that follow from keys, and rows that are restored when they are lost."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.postgres.queue_ids import queue_id
 from tests.conftest import Rival
 from tests.servers import postgres
-from tests.stores.samples import MAIL, a_take, change, line_up, one, waiting
+from tests.stores.sample_rows import MAIL, change, claim_request, insert_queued, one, queued
 
 
-async def test_a_number_is_made_of_the_key_alone(pg: PostgresStore, rival: Rival) -> None:
-    await line_up(pg, waiting("a"))
+async def test_a_queue_id_depends_on_the_key_alone(pg: PostgresStore, rival: Rival) -> None:
+    await insert_queued(pg, queued("a"))
 
-    # Rows of every database hold such numbers: it must not change.
+    # Rows of every database hold such ids: the function must not change.
     assert [row[0] for row in await rival.fetch("select line from ff_line")] == [4206559179369900722]
     assert queue_id(MAIL) == 4206559179369900722
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["own sessions", "behind a pooler"])
-async def test_a_commit_adds_the_row_of_a_queue_that_was_lost_without_a_broken_connection(
+async def test_a_commit_restores_the_row_of_a_queue_that_was_lost_without_a_broken_connection(
     database: str, clock: ManualClock, rival: Rival, cached: bool
 ) -> None:
     store = PostgresStore(database, clock, statement_cache=cached)
-    await line_up(store, waiting("a"))
+    await insert_queued(store, queued("a"))
     await rival.connection.execute("delete from ff_line")
 
-    await line_up(store, waiting("b"))
+    await insert_queued(store, queued("b"))
 
     assert await store.queues("mail") == [MAIL]
     assert await store.executions_in_missing_queues(10) == []
-    assert len((await store.claim_rows(a_take(2, MAIL))).rows) == 2
+    assert len((await store.claim_rows(claim_request(2, MAIL))).rows) == 2
     await store.close()
 
 
-async def test_a_change_in_steps_adds_the_row_of_a_lost_queue_as_well(pg: PostgresStore, rival: Rival) -> None:
-    await line_up(pg, waiting("a"))
+async def test_a_change_in_several_statements_restores_the_row_of_a_lost_queue(pg: PostgresStore, rival: Rival) -> None:
+    await insert_queued(pg, queued("a"))
     await rival.connection.execute("delete from ff_line")
 
-    made = change(Delete(Result, ("b",)), Insert(waiting("b")), queues=(QueueKey("other"),))
+    made = change(Delete(Result, ("b",)), Insert(queued("b")), lines=(QueueKey("other"),))
     assert await pg.commit([made]) != [None]
 
     assert sorted(await pg.queues()) == [MAIL, QueueKey("other")]
 
 
 async def test_queues_are_checked_again_after_a_connection_broke(pg: PostgresStore, rival: Rival) -> None:
-    await line_up(pg, waiting("a"))
+    await insert_queued(pg, queued("a"))
     assert pg._queue_ids._checked
     await rival.connection.execute(
         "select pg_terminate_backend(pid) from pg_stat_activity"
@@ -70,22 +70,22 @@ async def test_queues_are_checked_again_after_a_connection_broke(pg: PostgresSto
     assert not pg._queue_ids._checked
 
 
-async def test_two_queues_with_one_number_are_refused(pg: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    await line_up(pg, waiting("a"))
+async def test_two_queues_with_one_id_are_refused(pg: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert_queued(pg, queued("a"))
     monkeypatch.setattr(queue_ids, "queue_id", lambda line: queue_id(MAIL))
 
-    with pytest.raises(Unstorable, match="same id"):
-        await line_up(pg, waiting("b", line=QueueKey("other")))
+    with pytest.raises(Unstorable, match="same number"):
+        await insert_queued(pg, queued("b", line=QueueKey("other")))
     assert await pg.queues() == [MAIL]
 
 
-async def test_nothing_can_be_put_into_a_missing_queue(pg: PostgresStore) -> None:
+async def test_nothing_can_be_enqueued_in_a_missing_queue(pg: PostgresStore) -> None:
     with pytest.raises(Unstorable, match="missing ready queue"):
-        await pg.commit([change(Insert(waiting("a", line=MISSING_QUEUE)))])
+        await pg.commit([change(Insert(queued("a", line=MISSING_QUEUE)))])
 
 
-class TestNumbersOfASequence:
-    """Before that step a queue had the next number of a sequence."""
+class TestIdsOfASequence:
+    """Before that migration a queue had the next number of a sequence."""
 
     OLD = """
     insert into ff_line (line, digest, lane_id, required, fairness_key, fairness_weight, decided)
@@ -102,8 +102,8 @@ class TestNumbersOfASequence:
     """
 
     @pytest.fixture
-    async def old(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
-        """A store with two sound rows, one in the queue of another lane, and one whose queue is missing."""
+    async def old_store(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
+        """A store with two valid rows, one in the queue of another lane, and one whose queue is missing."""
         server, name = postgres(), f"ff_numbers_{os.getpid()}"
         server.drop_database(name)
         dsn = server.create_database(name)
@@ -124,16 +124,16 @@ class TestNumbersOfASequence:
     def name(self, number: int) -> str:
         return f"{{fp:1}}:00000000-0000-4000-8000-00000000000{number}"
 
-    async def test_become_those_of_the_keys(self, old: PostgresStore) -> None:
-        assert (await one(old, Execution, self.name(1))).line == MAIL
-        assert (await one(old, Execution, self.name(2))).line == QueueKey("sms")
-        assert sorted(await old.queues()) == [MAIL, QueueKey("sms")]
+    async def test_become_those_of_the_keys(self, old_store: PostgresStore) -> None:
+        assert (await one(old_store, Execution, self.name(1))).line == MAIL
+        assert (await one(old_store, Execution, self.name(2))).line == QueueKey("sms")
+        assert sorted(await old_store.queues()) == [MAIL, QueueKey("sms")]
 
-    async def test_that_were_wrong_or_lost_are_found_and_mended(self, old: PostgresStore) -> None:
-        assert sorted(await old.executions_in_missing_queues(10)) == [self.name(3), self.name(4)]
-        engine = Engine(old)
+    async def test_that_were_wrong_or_lost_are_found_and_repaired(self, old_store: PostgresStore) -> None:
+        assert sorted(await old_store.executions_in_missing_queues(10)) == [self.name(3), self.name(4)]
+        engine = Engine(old_store)
 
         assert (await engine.sweep_once("queue_reconciler")).processed == 2
 
-        assert (await one(old, Execution, self.name(3))).line == QueueKey("sms")
-        assert (await one(old, Execution, self.name(4))).line == MAIL
+        assert (await one(old_store, Execution, self.name(3))).line == QueueKey("sms")
+        assert (await one(old_store, Execution, self.name(4))).line == MAIL

@@ -1,4 +1,4 @@
-"""Races that Postgres decides by locks, each forced: someone holds a row, the store waits, then it is let go."""
+"""Races that Postgres decides by locks, each forced: a rival locks a row, the store waits, then the rival commits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowfabric.stores.port import Collision
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
 from tests.conftest import Rival
-from tests.stores.samples import a_take, change, event, execution, line_up, one, payload, waiting, write
+from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, one, payload, queued, write
 
 
 def seen(name: str, revision: int) -> Guard:
@@ -45,12 +45,12 @@ def attempt(name: str, index: int = 0) -> Attempt:
 
 
 def touch(name: str) -> str:
-    """What another process writes when it decides something about a row."""
+    """Return what another process writes when it decides about a row."""
     return f"update ff_exec_core set revision = 999 where execution_id = '{name}'"
 
 
 async def blocked_by(rival: Rival, pid: int) -> None:
-    """Wait until someone waits for this process."""
+    """Wait until a backend waits for this process."""
     async with asyncio.timeout(20):
         waiting = "select 1 from pg_locks where not granted and $1 = any(pg_blocking_pids(pid))"
         while not await rival.connection.fetch(waiting, pid):
@@ -62,7 +62,7 @@ async def two_rows(store: PostgresStore) -> int:
 
 
 class TestAChangeOfTwoRows:
-    """Both were decided on; someone else is just writing the second one."""
+    """Both rows were decided on; a rival is writing the second one."""
 
     @pytest.fixture
     async def commit(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[list[int | None]]:
@@ -73,14 +73,14 @@ class TestAChangeOfTwoRows:
         await rival.blocks()
         return commit
 
-    async def test_is_not_torn(self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]]) -> None:
+    async def test_is_atomic(self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]]) -> None:
         await rival.end()
 
         assert await commit == [None]
         assert (await one(pg, Execution, "a")).priority == 0
         assert (await one(pg, Execution, "b")).priority == 0
 
-    async def test_is_written_whole_when_the_other_gives_up(
+    async def test_is_written_whole_if_the_rival_rolls_back(
         self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]], clock: ManualClock
     ) -> None:
         await rival.end("rollback")
@@ -90,7 +90,7 @@ class TestAChangeOfTwoRows:
         assert (await one(pg, Execution, "b")).priority == 5
 
 
-async def test_a_neighbour_in_the_batch_is_not_disturbed(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+async def test_does_not_affect_a_neighbour_in_the_batch(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
     revision = await two_rows(pg)
     await rival.begin(touch("b"))
     changes = [change(set_priority(name, 5), guards=[seen(name, revision)]) for name in ("b", "a")]
@@ -102,7 +102,7 @@ async def test_a_neighbour_in_the_batch_is_not_disturbed(pg: PostgresStore, riva
     assert await commit == [None, clock.now]
 
 
-async def test_a_change_that_only_relies_on_a_row_is_refused_when_that_row_was_just_written(
+async def test_a_change_that_only_guards_a_row_is_refused_if_that_row_was_written(
     pg: PostgresStore, rival: Rival
 ) -> None:
     revision = await write(pg, Insert(execution("a")))
@@ -118,12 +118,12 @@ async def test_a_change_that_only_relies_on_a_row_is_refused_when_that_row_was_j
     assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
 
 
-async def test_a_row_that_is_relied_on_cannot_be_written_meanwhile(pg: PostgresStore, rival: Rival) -> None:
+async def test_a_guarded_row_cannot_be_written_meanwhile(pg: PostgresStore, rival: Rival) -> None:
     revision = await two_rows(pg)
     await rival.begin(touch("b"))
     fenced = change(Insert(attempt("a")), guards=[seen("a", revision), seen("b", revision)])
     commit = asyncio.create_task(pg.commit([fenced]))
-    (holder,) = await rival.blocks()  # it has locked "a" and waits for "b"
+    (holder,) = await rival.blocks()  # It has locked "a" and waits for "b".
 
     rewrite = asyncio.create_task(rival.fetch(touch("a")))
     await blocked_by(rival, holder)
@@ -133,7 +133,7 @@ async def test_a_row_that_is_relied_on_cannot_be_written_meanwhile(pg: PostgresS
     await rewrite
 
 
-async def test_those_who_only_rely_on_a_row_do_not_wait_for_each_other(pg: PostgresStore, rival: Rival) -> None:
+async def test_changes_that_only_guard_a_row_do_not_wait_for_each_other(pg: PostgresStore, rival: Rival) -> None:
     revision = await write(pg, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for share")
 
@@ -154,7 +154,7 @@ async def test_a_renewal_beside_a_commit_is_kept(pg: PostgresStore, rival: Rival
     assert (row.priority, row.lease_expires_at) == (5, 2)
 
 
-async def test_of_two_commits_decided_on_one_revision_one_is_written(pg: PostgresStore, rival: Rival) -> None:
+async def test_one_of_two_commits_decided_on_one_revision_is_written(pg: PostgresStore, rival: Rival) -> None:
     revision = await write(pg, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
     commits = [
@@ -168,7 +168,7 @@ async def test_of_two_commits_decided_on_one_revision_one_is_written(pg: Postgre
     assert sorted(answer == [None] for answer in answers) == [False, True]
 
 
-async def test_a_lease_that_ends_while_the_commit_waits_is_not_in_force(database: str, rival: Rival) -> None:
+async def test_a_lease_that_expires_while_the_commit_waits_is_not_live(database: str, rival: Rival) -> None:
     store = PostgresStore(database)
     lease = {"lease_id": "l", "lease_epoch": 1, "lease_expires_at": FromNow(300)}
     revision = await write(store, Insert(execution("a", **lease)))
@@ -184,7 +184,7 @@ async def test_a_lease_that_ends_while_the_commit_waits_is_not_in_force(database
     await store.close()
 
 
-async def test_a_lease_that_ended_while_the_renewal_waits_is_not_renewed(database: str, rival: Rival) -> None:
+async def test_a_lease_that_expired_while_the_renewal_waits_is_not_renewed(database: str, rival: Rival) -> None:
     store = PostgresStore(database)
     lease = {"lease_id": "l", "lease_epoch": 1, "lease_expires_at": FromNow(300), "attempt_id": "x", "attempt_index": 0}
     await write(store, Insert(execution("a", **lease)))
@@ -200,7 +200,7 @@ async def test_a_lease_that_ended_while_the_renewal_waits_is_not_renewed(databas
 
 
 class TestTwoCreatesOfOneRow:
-    """Neither sees the other's row."""
+    """Neither sees the row of the other."""
 
     @pytest.fixture(params=[Insert, Upsert], ids=["inserted", "put"])
     async def commit(
@@ -232,7 +232,7 @@ class TestTwoCreatesOfOneRow:
         assert await one(pg, Payload, "a") is None
         assert await one(pg, Execution, "b") is None
 
-    async def test_the_second_is_written_when_the_first_gives_up(
+    async def test_the_second_is_written_if_the_first_rolls_back(
         self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]], clock: ManualClock
     ) -> None:
         await rival.end("rollback")
@@ -240,9 +240,9 @@ class TestTwoCreatesOfOneRow:
         assert await commit == [clock.now, clock.now]
 
 
-async def test_a_delete_sees_what_was_added_while_it_waited(pg: PostgresStore, rival: Rival) -> None:
+async def test_a_delete_sees_what_was_inserted_while_it_waited(pg: PostgresStore, rival: Rival) -> None:
     revision = await write(pg, Insert(execution("a")), Insert(attempt("a", 0)))
-    beside = "select 1 from ff_exec_core where execution_id = 'a' for share"  # as someone does who only relies on it
+    beside = "select 1 from ff_exec_core where execution_id = 'a' for share"  # as a change does that only guards it
     added = (
         "insert into ff_attempt select added.* from ff_attempt t,"
         """ jsonb_populate_record(t, '{"attempt_index": 1}') added"""
@@ -258,7 +258,7 @@ async def test_a_delete_sees_what_was_added_while_it_waited(pg: PostgresStore, r
     assert (await pg.load([Read(Attempt, ("a",))])).rows == [[]]
 
 
-async def test_a_patch_reaches_a_row_that_was_added_while_it_waited(
+async def test_a_patch_reaches_a_row_that_was_inserted_while_it_waited(
     pg: PostgresStore, rival: Rival, clock: ManualClock
 ) -> None:
     revision = await write(pg, Insert(execution("a")))
@@ -279,7 +279,7 @@ async def test_a_patch_reaches_a_row_that_was_added_while_it_waited(
     assert await one(pg, Result, "a") == Result("a", b"first", "json")
 
 
-async def test_a_put_meets_a_row_that_was_put_while_it_waited(pg: PostgresStore, rival: Rival) -> None:
+async def test_an_upsert_replaces_a_row_that_was_inserted_while_it_waited(pg: PostgresStore, rival: Rival) -> None:
     await write(pg, Insert(execution("a")))
     await rival.begin("insert into ff_result (execution_id, payload) values ('a', 'first')")
 
@@ -291,53 +291,55 @@ async def test_a_put_meets_a_row_that_was_put_while_it_waited(pg: PostgresStore,
     assert await one(pg, Result, "a") == Result("a", b"second")
 
 
-class TestATake:
-    async def test_passes_over_rows_that_others_hold(self, pg: PostgresStore, rival: Rival) -> None:
-        await line_up(pg, *(waiting(name, rank) for rank, name in enumerate("abcd")))
+class TestAClaim:
+    async def test_skips_rows_that_others_have_locked(self, pg: PostgresStore, rival: Rival) -> None:
+        await insert_queued(pg, *(queued(name, rank) for rank, name in enumerate("abcd")))
         await rival.begin("select 1 from ff_exec_core where execution_id in ('a', 'c') for update")
 
         async with asyncio.timeout(5):
-            taken = await pg.claim_rows(a_take(2))
+            claimed = await pg.claim_rows(claim_request(2))
 
-        assert [row.execution_id for row, _ in taken.rows] == ["b", "d"]
+        assert [row.execution_id for row, _ in claimed.rows] == ["b", "d"]
 
-    async def test_looks_further_when_others_hold_all_it_looked_at(self, pg: PostgresStore, rival: Rival) -> None:
-        await line_up(pg, *(waiting(f"{rank:02}", rank) for rank in range(30)))
+    async def test_reads_further_if_others_have_locked_all_rows_it_read(self, pg: PostgresStore, rival: Rival) -> None:
+        await insert_queued(pg, *(queued(f"{rank:02}", rank) for rank in range(30)))
         await rival.begin("select 1 from ff_exec_core where rank < 7 for update")
 
-        taken = await pg.claim_rows(a_take(3))
+        claimed = await pg.claim_rows(claim_request(3))
 
-        assert [row.rank for row, _ in taken.rows] == [7, 8, 9]
+        assert [row.rank for row, _ in claimed.rows] == [7, 8, 9]
 
-    async def test_uses_each_stamp_once_when_it_looks_twice(self, pg: PostgresStore, rival: Rival) -> None:
-        await line_up(pg, *(waiting(f"{rank:02}", rank) for rank in range(30)))
+    async def test_uses_each_lease_id_once_if_it_reads_twice(self, pg: PostgresStore, rival: Rival) -> None:
+        await insert_queued(pg, *(queued(f"{rank:02}", rank) for rank in range(30)))
         await rival.begin("select 1 from ff_exec_core where rank between 1 and 8 for update")
-        take = a_take(4)
+        request = claim_request(4)
 
-        taken = await pg.claim_rows(take)
+        claimed = await pg.claim_rows(request)
 
-        assert [row.rank for row, _ in taken.rows] == [0, 9, 10, 11]
-        assert sorted(row.lease_id or "" for row, _ in taken.rows) == sorted(stamp.lease_id for stamp in take.lease_ids)
+        assert [row.rank for row, _ in claimed.rows] == [0, 9, 10, 11]
+        assert sorted(row.lease_id or "" for row, _ in claimed.rows) == sorted(
+            ids.lease_id for ids in request.lease_ids
+        )
 
-    async def test_does_not_wait_for_another_one(self, pg: PostgresStore, rival: Rival) -> None:
-        await line_up(pg, waiting("a", 0), waiting("b", 1))
+    async def test_does_not_wait_for_another_claim(self, pg: PostgresStore, rival: Rival) -> None:
+        await insert_queued(pg, queued("a", 0), queued("b", 1))
         await rival.begin(
             "insert into ff_batch (batch_id, at, events) select nextval('ff_batch_batch_id_seq') + 1, 0, '{}'"
         )
-        first = asyncio.create_task(pg.claim_rows(a_take(1, prefix="first-")))
-        await rival.blocks()  # it has taken "a", and waits to tell: someone else has the number of its batch
+        first = asyncio.create_task(pg.claim_rows(claim_request(1, prefix="first-")))
+        await rival.blocks()  # It has claimed "a" and waits to emit: a rival has the number of its batch.
 
         async with asyncio.timeout(5):
-            second = await pg.claim_rows(a_take(1, prefix="second-"))
+            second = await pg.claim_rows(claim_request(1, prefix="second-"))
         await rival.end("rollback")
 
-        rows = [taken.rows for taken in (await first, second)]
+        rows = [claimed.rows for claimed in (await first, second)]
         assert [row.execution_id for ((row, _),) in rows] == ["a", "b"]
 
 
-async def test_a_deadlock_sends_the_batch_again(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+async def test_a_deadlock_retries_the_batch(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
     revision = await two_rows(pg)
-    await rival.connection.execute("set deadlock_timeout = '20s'")  # so that it is the store who is told to give way
+    await rival.connection.execute("set deadlock_timeout = '20s'")  # so that the store is the deadlock victim
     await rival.begin("select 1 from ff_exec_core where execution_id = 'b' for update")
     both = change(set_priority("a", 5), set_priority("b", 5), guards=[seen("a", revision), seen("b", revision)])
     commit = asyncio.create_task(pg.commit([both]))
@@ -350,7 +352,7 @@ async def test_a_deadlock_sends_the_batch_again(pg: PostgresStore, rival: Rival,
     assert (await one(pg, Execution, "b")).priority == 5
 
 
-async def test_a_cancelled_call_leaves_no_connection_behind_that_is_not_fit_for_use(
+async def test_a_cancelled_call_leaves_no_unusable_connection_behind(
     database: str, rival: Rival, clock: ManualClock
 ) -> None:
     store = PostgresStore(database, clock, pool_size=1)
@@ -370,7 +372,7 @@ async def test_a_cancelled_call_leaves_no_connection_behind_that_is_not_fit_for_
     await store.close()
 
 
-async def test_a_first_close_that_waits_for_another_one_leaves_it_alone(pg: PostgresStore, rival: Rival) -> None:
+async def test_a_cancelled_close_does_not_affect_a_concurrent_one(pg: PostgresStore, rival: Rival) -> None:
     await write(pg, Insert(execution("a")))
     await rival.begin("update ff_exec_core set completed_at = 1 where execution_id = 'a'")
 

@@ -1,4 +1,4 @@
-"""Batches that hold their events: how executions point to them, and how the feed came to be kept like this."""
+"""Event batches: how executions point to them, and how the older feed is migrated."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from flowfabric.stores.postgres.commit.plan import MAX_EVENTS_PER_BATCH
 from flowfabric.stores.postgres.migrator import migrations
 from tests.conftest import Rival
 from tests.servers import postgres
-from tests.stores.samples import a_take, change, event, execution, line_up, waiting, write
+from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, queued, write
 
 MANY = 10_000
 
-# Whoever points to a batch waits for a lock first.
+# A statement that points to a batch waits for a lock first.
 PAUSE = """
 create function pause() returns trigger language plpgsql as
     $$ begin perform pg_advisory_xact_lock_shared(1); return new; end $$;
@@ -40,8 +40,8 @@ def leases(events: list[FeedEvent]) -> list[str | None]:
 
 
 async def claimed(store: PostgresStore, name: str = "a") -> Execution:
-    await line_up(store, waiting(name))
-    ((row, _),) = (await store.claim_rows(a_take(1, prefix=name, **CLAIMED_FIELDS))).rows
+    await insert_queued(store, queued(name))
+    ((row, _),) = (await store.claim_rows(claim_request(1, prefix=name, **CLAIMED_FIELDS))).rows
     return row
 
 
@@ -53,8 +53,8 @@ def finished(row: Execution) -> Change:
     return msgspec.structs.replace(done, template=success_template(row))
 
 
-async def lived(store: PostgresStore, name: str = "a") -> None:
-    """A life with a claim, a renewal, an event that some change tells, and a form's end."""
+async def live_through(store: PostgresStore, name: str = "a") -> None:
+    """Run a life with a claim, a renewal, an event of a change, and the completion by a template."""
     row = await claimed(store, name)
     held = LeaseRef(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
     await store.renew([held, held])
@@ -71,9 +71,9 @@ async def pointers(rival: Rival) -> int:
 LIFE = ["acquired", "renewed", "renewed", "told", "released"]
 
 
-async def test_a_history_tells_whatever_statement_told_it(pg: PostgresStore) -> None:
-    await lived(pg)
-    await lived(pg, "b")
+async def test_a_history_contains_the_events_of_every_statement(pg: PostgresStore) -> None:
+    await live_through(pg)
+    await live_through(pg, "b")
 
     history = await pg.history("a", Topic.LEASE, MANY)
 
@@ -83,8 +83,8 @@ async def test_a_history_tells_whatever_statement_told_it(pg: PostgresStore) -> 
     assert [one.event.outcome for one in await pg.history("a", Topic.COMPLETION, MANY)] == ["success"]
 
 
-async def test_a_history_outlives_its_execution_and_goes_on_with_the_next_of_that_name(pg: PostgresStore) -> None:
-    await lived(pg)
+async def test_a_history_outlives_its_execution_and_continues_with_the_next_of_that_id(pg: PostgresStore) -> None:
+    await live_through(pg)
     await write(pg, Delete(Result, ("a",)), Delete(Execution, ("a",)))
     assert leases(await pg.history("a", Topic.LEASE, MANY)) == LIFE
 
@@ -93,11 +93,11 @@ async def test_a_history_outlives_its_execution_and_goes_on_with_the_next_of_tha
 
 
 async def test_a_row_points_to_the_newest_thousand_batches(pg: PostgresStore, rival: Rival) -> None:
-    await line_up(pg, waiting("a"))
+    await insert_queued(pg, queued("a"))
     await rival.connection.execute(
         "update ff_exec_core set told = array(select -n from generate_series(1000, 1, -1) n)"
     )
-    ((row, _),) = (await pg.claim_rows(a_take(1, **CLAIMED_FIELDS))).rows
+    ((row, _),) = (await pg.claim_rows(claim_request(1, **CLAIMED_FIELDS))).rows
     await pg.commit([finished(row)])
 
     (found,) = await rival.fetch("select told from ff_exec_core")
@@ -107,9 +107,9 @@ async def test_a_row_points_to_the_newest_thousand_batches(pg: PostgresStore, ri
     assert leases(await pg.history("a", Topic.LEASE, MANY)) == ["acquired", "released"]
 
 
-async def test_nothing_points_to_what_was_trimmed(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
+async def test_no_pointer_to_trimmed_batches_remains(pg: PostgresStore, rival: Rival, clock: ManualClock) -> None:
     for name in ("a", "purged before", "purged after"):
-        await lived(pg, name)
+        await live_through(pg, name)
     await write(pg, Delete(Execution, ("purged before",)))
     clock.advance_ms(1)
     await write(pg, events=[event("a", lease="kept")])
@@ -126,9 +126,9 @@ async def test_nothing_points_to_what_was_trimmed(pg: PostgresStore, rival: Riva
 async def test_a_trim_waits_for_a_purge_and_removes_the_pointers_that_it_left(
     pg: PostgresStore, rival: Rival, clock: ManualClock
 ) -> None:
-    await lived(pg)
+    await live_through(pg)
     clock.advance_ms(1)
-    # A purge that has seen the batches stops at its first pointer until the rival lets it go on.
+    # A purge that has read the batches stops at its first pointer until the rival lets it continue.
     await rival.connection.execute(PAUSE)
     await rival.begin("select pg_advisory_xact_lock(1)")
     purging = asyncio.create_task(write(pg, Delete(Execution, ("a",))))
@@ -144,7 +144,7 @@ async def test_a_trim_waits_for_a_purge_and_removes_the_pointers_that_it_left(
     assert await pointers(rival) == 0
 
 
-async def test_events_keep_the_order_of_their_changes_before_those_of_forms(pg: PostgresStore) -> None:
+async def test_events_keep_the_order_of_their_changes_before_those_of_templates(pg: PostgresStore) -> None:
     rows = [await claimed(pg, name) for name in "abc"]
     start = await pg.feed_end()
     told = [change(events=[event("x", lease=f"{number}")]) for number in (1, 2)]
@@ -163,9 +163,9 @@ async def test_events_keep_the_order_of_their_changes_before_those_of_forms(pg: 
 
 
 class TestAFeedOfSingleRows:
-    """Before the seventh step each event was a row of `ff_event`."""
+    """Before the seventh migration each event was a row of `ff_event`."""
 
-    # Three batches: one with gaps, since refused changes told nothing; one without events; one without a position.
+    # Three batches: one with gaps, since refused changes emitted nothing; one without events; one without a position.
     OLD = """
     insert into ff_batch (batch_id, at, position) overriding system value
     values (5, 10, 1), (7, 20, 2), (8, 30, 3), (9, 40, null);
@@ -179,7 +179,7 @@ class TestAFeedOfSingleRows:
     PLACES = (MAX_EVENTS_PER_BATCH + 1, MAX_EVENTS_PER_BATCH + 4, 3 * MAX_EVENTS_PER_BATCH)
 
     @pytest.fixture
-    async def old(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
+    async def old_store(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
         server, name = postgres(), f"ff_old_{os.getpid()}"
         server.drop_database(name)
         dsn = server.create_database(name)
@@ -196,34 +196,34 @@ class TestAFeedOfSingleRows:
         await store.close()
         server.drop_database(name)
 
-    async def test_keeps_its_events_and_their_places(self, old: PostgresStore) -> None:
-        page = await old.feed(Topic.LEASE, 0, MANY)
+    async def test_keeps_its_events_and_their_positions(self, old_store: PostgresStore) -> None:
+        page = await old_store.feed(Topic.LEASE, 0, MANY)
 
         *numbered, last = [(one.position, one.at, one.event.lease) for one in page.events]
         assert numbered == [*zip(self.PLACES, (10, 10, 30), ("one", "two", "four"), strict=True)]
-        assert last[0] > self.PLACES[-1]  # its position was given out after the last step, from the time of day
+        assert last[0] > self.PLACES[-1]  # Its position was assigned after the last migration, from the time of day.
         assert last[0] % MAX_EVENTS_PER_BATCH == 2
         assert last[1:] == (40, "five")
         first = page.events[0].event
         assert first == Event("a", "n", lease="one", lease_epoch=7, attempt_index=0, details="x")
 
-    async def test_goes_on_from_every_cursor(self, old: PostgresStore) -> None:
+    async def test_continues_from_every_cursor(self, old_store: PostgresStore) -> None:
         for after in range(MAX_EVENTS_PER_BATCH, MAX_EVENTS_PER_BATCH + 8):
-            page = await old.feed(Topic.LEASE, after, MANY)
+            page = await old_store.feed(Topic.LEASE, after, MANY)
             assert [one.position for one in page.events][:-1] == [place for place in self.PLACES if place > after]
             assert not page.diverged
-        await write(old, events=[event("a", lease="six")])
+        await write(old_store, events=[event("a", lease="six")])
 
-        assert leases((await old.feed(Topic.LEASE, self.PLACES[-1], MANY)).events) == ["five", "six"]
+        assert leases((await old_store.feed(Topic.LEASE, self.PLACES[-1], MANY)).events) == ["five", "six"]
 
-    async def test_keeps_the_history_of_each_execution(self, old: PostgresStore) -> None:
-        assert leases(await old.history("a", Topic.LEASE, MANY)) == ["one", "four", "five"]
-        assert leases(await old.history("b", Topic.LEASE, MANY)) == ["two"]
-        assert len(await old.history("a", Topic.OPERATOR, MANY)) == 1
+    async def test_keeps_the_history_of_each_execution(self, old_store: PostgresStore) -> None:
+        assert leases(await old_store.history("a", Topic.LEASE, MANY)) == ["one", "four", "five"]
+        assert leases(await old_store.history("b", Topic.LEASE, MANY)) == ["two"]
+        assert len(await old_store.history("a", Topic.OPERATOR, MANY)) == 1
 
-    async def test_can_be_trimmed(self, old: PostgresStore) -> None:
-        assert await old.trim_feed(30, MANY) == 3
+    async def test_can_be_trimmed(self, old_store: PostgresStore) -> None:
+        assert await old_store.trim_feed(30, MANY) == 3
 
-        assert leases(await old.history("a", Topic.LEASE, MANY)) == ["four", "five"]
-        lost = {topic: (await old.feed(topic, MAX_EVENTS_PER_BATCH + 4, MANY)).has_gap for topic in Topic}
+        assert leases(await old_store.history("a", Topic.LEASE, MANY)) == ["four", "five"]
+        lost = {topic: (await old_store.feed(topic, MAX_EVENTS_PER_BATCH + 4, MANY)).has_gap for topic in Topic}
         assert lost == {topic: topic is Topic.OPERATOR for topic in Topic}

@@ -1,4 +1,4 @@
-"""Values travel in lists and in one piece; whatever they contain, they arrive as they were."""
+"""Values are sent as arrays and as scalars, and are read back unchanged whatever they contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowfabric.stores.postgres.commit.parameters import IS_LIST, ParameterShape
 from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.postgres.sql import ParameterNumbering
 from flowfabric.stores.queries import Read
-from tests.stores.samples import change, event, execution, one, write
+from tests.stores.sample_rows import change, event, execution, one, write
 
 UNUSUAL = [
     "",
@@ -40,7 +40,7 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("together", [1, 2, len(UNUSUAL)])
-async def test_unusual_texts_arrive_as_they_were(pg: PostgresStore, together: int) -> None:
+async def test_unusual_texts_are_read_back(pg: PostgresStore, together: int) -> None:
     rows = [execution(f"id-{number}", tags=text) for number, text in enumerate(UNUSUAL)]
     for begin in range(0, len(rows), together):
         await write(pg, *(Insert(row) for row in rows[begin : begin + together]))
@@ -71,7 +71,7 @@ async def test_unusual_keys_are_found_again(pg: PostgresStore, names: list[str])
     assert [(row.execution_id, row.priority) for (row,) in found] == [(name, 5) for name in names]
 
 
-async def test_offsets_values_and_nothing_may_stand_in_one_column(pg: PostgresStore) -> None:
+async def test_one_column_may_hold_offsets_values_and_null(pg: PostgresStore) -> None:
     moments = {"offset": from_now(5), "value": 7, "nothing": None}
     for number, names in enumerate(permutations(moments)):
         rows = [execution(f"{number}-{name}", started_at=moments[name]) for name in names]
@@ -86,7 +86,7 @@ async def test_offsets_values_and_nothing_may_stand_in_one_column(pg: PostgresSt
         assert found == [{"offset": now + 5, "value": 7, "nothing": None}[name] for name in names]
 
 
-async def test_a_column_that_agreed_and_then_differs_is_sent_right(pg: PostgresStore) -> None:
+async def test_a_column_of_equal_values_that_later_differ_is_sent_correctly(pg: PostgresStore) -> None:
     for number, priorities in enumerate([(1, 1), (2, 2), (1, 2), (3, 3), (None, 3)]):
         rows = [execution(f"{number}-{n}", attempt_index=priority) for n, priority in enumerate(priorities)]
         await write(pg, *map(Insert, rows))
@@ -94,7 +94,7 @@ async def test_a_column_that_agreed_and_then_differs_is_sent_right(pg: PostgresS
         assert found == list(priorities)
 
 
-async def test_members_of_enums_come_back(pg: PostgresStore) -> None:
+async def test_enum_members_are_read_back(pg: PostgresStore) -> None:
     kinds = [None, *AttemptType]
     await write(pg, *(Insert(execution(f"{number}", attempt_type=kind)) for number, kind in enumerate(kinds)))
 
@@ -102,7 +102,7 @@ async def test_members_of_enums_come_back(pg: PostgresStore) -> None:
     assert found == kinds
 
 
-async def test_bytes_come_back(pg: PostgresStore) -> None:
+async def test_bytes_are_read_back(pg: PostgresStore) -> None:
     contents = [b"", b"\0\x1f\x1e", bytes(range(256)), b"x" * 100_000]
     await write(pg, *(Upsert(Result(f"{number}", content)) for number, content in enumerate(contents)))
 
@@ -111,7 +111,7 @@ async def test_bytes_come_back(pg: PostgresStore) -> None:
 
 @pytest.mark.parametrize("wrong", [{"tags": 5}, {"priority": "5"}, {"attempt_type": "initial"}, {"line": "mail"}])
 @pytest.mark.parametrize("beside", [0, 3])
-async def test_a_value_of_another_kind_is_refused(pg: PostgresStore, wrong: dict[str, object], beside: int) -> None:
+async def test_a_value_of_another_type_is_refused(pg: PostgresStore, wrong: dict[str, object], beside: int) -> None:
     rows = [execution(f"{number}", tags=f"{number}", priority=number) for number in range(beside)]
 
     with pytest.raises(Unstorable):
@@ -123,7 +123,7 @@ cells = st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.builds(FromNow
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.tuples(cells, st.one_of(st.none(), st.text())), min_size=1, max_size=4), max_size=5))
-def test_shapes_only_grow(batches: list[list[tuple[object, str | None]]]) -> None:
+def test_statement_shapes_only_grow(batches: list[list[tuple[object, str | None]]]) -> None:
     habits, before = ParameterShapes(lambda line: 1), (0,) * len(Execution.__struct_fields__)
     for batch in batches:
         rows = [execution(f"{n}", started_at=moment, tags=text) for n, (moment, text) in enumerate(batch)]
@@ -132,7 +132,7 @@ def test_shapes_only_grow(batches: list[list[tuple[object, str | None]]]) -> Non
         before = piece.encodings
 
 
-def test_a_change_that_is_written_alone_has_no_lists_whatever_others_had() -> None:
+def test_a_change_that_is_written_alone_uses_no_arrays_whatever_others_used() -> None:
     habits = ParameterShapes(lambda line: 1)
     many = [Change((), (Insert(execution(f"{n}", tags=f"{n}", priority=n)),), id=n) for n in range(1, 4)]
     ((piece, _),) = CommitPlan(many, habits).rounds[0]

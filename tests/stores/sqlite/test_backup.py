@@ -1,4 +1,4 @@
-"""A copy of a file that is being written is whole, of one moment, and opens like any store."""
+"""A copy of a file under load is complete and consistent, and opens like any store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.stores.samples import change, event, execution, payload, write
+from tests.stores.sample_rows import change, event, execution, payload, write
 
 
 def names_in(folder: Path, part: str) -> list[str]:
@@ -24,11 +24,11 @@ def names_in(folder: Path, part: str) -> list[str]:
 
 
 def pair(number: int) -> list[Insert]:
-    """Two rows that are always written together."""
+    """Return two rows that are always written together."""
     return [Insert(execution(f"n{number}")), Insert(payload(f"n{number}", b"x" * 3000))]
 
 
-async def test_copies_that_are_made_under_load_are_whole_and_of_one_moment(tmp_path: Path) -> None:
+async def test_copies_made_under_load_are_complete_and_consistent(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db", synchronous="NORMAL")
     await store.open(migrate=True)
     written, at_least, may_stop = 0, 0, False
@@ -65,7 +65,7 @@ async def test_copies_that_are_made_under_load_are_whole_and_of_one_moment(tmp_p
     assert not names_in(tmp_path, "partial")
 
 
-async def test_a_copy_opens_and_goes_on(tmp_path: Path) -> None:
+async def test_a_copy_opens_and_continues(tmp_path: Path) -> None:
     async with await open_engine(f"sqlite:///{tmp_path}/ff.db") as engine:
         first = engine.new_execution_id("jobs")
         await engine.create_execution(
@@ -80,7 +80,7 @@ async def test_a_copy_opens_and_goes_on(tmp_path: Path) -> None:
         await engine.complete(claimed.handle, result=b"1")
 
 
-async def test_a_target_that_exists_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+async def test_an_existing_target_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     (tmp_path / "copy.db").write_text("precious")
@@ -98,7 +98,7 @@ async def test_a_target_that_exists_is_refused_and_stays_as_it_is(tmp_path: Path
     await store.close()
 
 
-async def test_a_spoilt_file_is_reported_and_leaves_no_copy(tmp_path: Path) -> None:
+async def test_a_corrupt_file_is_reported_and_leaves_no_copy(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     for number in range(50):
@@ -122,6 +122,6 @@ async def test_a_spoilt_file_is_reported_and_leaves_no_copy(tmp_path: Path) -> N
         ("memory://", "only a sqlite:///path"),
     ],
 )
-async def test_other_stores_are_refused_with_their_own_means(tmp_path: Path, url: str, words: str) -> None:
+async def test_other_stores_are_refused_with_a_hint_to_their_own_tools(tmp_path: Path, url: str, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         await backup(url, tmp_path / "copy.db")

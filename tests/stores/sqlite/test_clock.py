@@ -1,4 +1,4 @@
-"""The file has one clock, whatever the wall clocks of its processes say."""
+"""The file has one clock, whatever the wall clocks of its processes show."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite.file_clock import MAX_SLEW_MS, STEP_THRESHOLD_MS, WINDOW_MS, FileClock, HostClock
 from tests.postgres_install import ROOT
-from tests.stores.samples import event, write
+from tests.stores.sample_rows import event, write
 
 HOUR_MS = 3_600_000
 START = 1_800_000_000_000
 
 
 class ManualHostClock(HostClock):
-    """A machine whose clocks are moved by hand."""
+    """A machine whose clocks are set by the test."""
 
     __test__ = False
 
@@ -48,8 +48,8 @@ class ManualHostClock(HostClock):
         self.since_boot += length
 
 
-class Seen:
-    """A second process of the same machine, with a wall clock of its own."""
+class SecondProcess:
+    """A second process of the same machine, with another wall clock."""
 
     def __init__(self, machine: ManualHostClock, shift: int) -> None:
         self.boot_id = machine.boot_id
@@ -60,7 +60,7 @@ class Seen:
 
 @pytest.fixture
 async def db(tmp_path: Path) -> AsyncIterator[apsw.Connection]:
-    """A connection to a file with our schema that no process has written a time to."""
+    """A connection to a file with our schema and without any time."""
     store = SQLiteStore(tmp_path / "ff.db", clock=lambda: START)
     await store.open(migrate=True)
     await store.close()
@@ -79,7 +79,7 @@ def renewed(machine: Any, db: apsw.Connection) -> FileClock:
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
 def test_processes_with_different_wall_clocks_read_the_same_time(db: apsw.Connection, shift: int) -> None:
     machine = ManualHostClock()
-    first, second = renewed(machine, db), renewed(Seen(machine, shift), db)
+    first, second = renewed(machine, db), renewed(SecondProcess(machine, shift), db)
     for _ in range(5):
         assert first() == second() == machine.wall_ms()
         machine.rest(WINDOW_MS - 1)
@@ -88,7 +88,7 @@ def test_processes_with_different_wall_clocks_read_the_same_time(db: apsw.Connec
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
-def test_a_wall_clock_that_only_a_process_sees_changed_changes_nothing(db: apsw.Connection, shift: int) -> None:
+def test_a_wall_clock_that_changed_for_one_process_changes_nothing(db: apsw.Connection, shift: int) -> None:
     machine = ManualHostClock()
     clock = renewed(machine, db)
     machine.offset += shift
@@ -99,7 +99,7 @@ def test_a_wall_clock_that_only_a_process_sees_changed_changes_nothing(db: apsw.
 
 
 @pytest.mark.parametrize("behind", [100, MAX_SLEW_MS, STEP_THRESHOLD_MS])
-def test_a_machine_whose_clock_was_set_forward_is_followed_by_a_tenth(db: apsw.Connection, behind: int) -> None:
+def test_a_clock_that_was_set_forward_is_followed_at_a_tenth_of_the_speed(db: apsw.Connection, behind: int) -> None:
     machine = ManualHostClock()
     machine.kernel_confirms = True
     clock = renewed(machine, db)
@@ -112,11 +112,11 @@ def test_a_machine_whose_clock_was_set_forward_is_followed_by_a_tenth(db: apsw.C
     assert clock() == machine.wall_ms()
 
 
-def test_a_file_that_is_far_behind_leaps_to_the_machines_clock(db: apsw.Connection) -> None:
+def test_a_file_that_is_far_behind_jumps_to_the_machines_clock(db: apsw.Connection) -> None:
     machine = ManualHostClock()
     machine.kernel_confirms = True
     clock, reader = renewed(machine, db), renewed(machine, db)
-    machine.offset += STEP_THRESHOLD_MS + 1  # it was paused, or its clock was wrong at first
+    machine.offset += STEP_THRESHOLD_MS + 1  # The machine was paused, or its clock was wrong at first.
     machine.rest(WINDOW_MS)
     clock.refresh_anchor(db)
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_far_behind_leaps_to_the_machines_clock(db: apsw.Connecti
     assert reader.read(db) == clock()
 
 
-def test_a_machine_whose_clock_was_set_back_slows_the_file_down_and_never_sets_it_back(db: apsw.Connection) -> None:
+def test_a_clock_that_was_set_back_slows_the_file_down_and_never_sets_it_back(db: apsw.Connection) -> None:
     machine = ManualHostClock()
     machine.kernel_confirms = True
     clock = renewed(machine, db)
@@ -141,7 +141,7 @@ def test_a_machine_whose_clock_was_set_back_slows_the_file_down_and_never_sets_i
 
 
 @pytest.mark.parametrize("shift", [-HOUR_MS, 0])
-def test_after_a_boot_time_is_never_before_what_the_file_has_seen(db: apsw.Connection, shift: int) -> None:
+def test_after_a_boot_time_is_never_before_the_latest_time_of_the_file(db: apsw.Connection, shift: int) -> None:
     machine = ManualHostClock()
     clock = renewed(machine, db)
     machine.rest(WINDOW_MS - 1)
@@ -154,7 +154,7 @@ def test_after_a_boot_time_is_never_before_what_the_file_has_seen(db: apsw.Conne
     assert db.execute("SELECT boot FROM ff_clock").fetchall() == [("second boot",)]
 
 
-async def test_a_file_without_a_clock_begins_after_its_last_event(tmp_path: Path) -> None:
+async def test_a_file_without_a_clock_starts_after_its_last_event(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db", clock=lambda: START + HOUR_MS)
     await store.open(migrate=True)
     await write(store, events=[event(lease="x")])
@@ -165,7 +165,7 @@ async def test_a_file_without_a_clock_begins_after_its_last_event(tmp_path: Path
     db.close()
 
 
-def test_where_the_boot_is_not_known_time_goes_on_after_the_wall_clock_was_set_back(db: apsw.Connection) -> None:
+def test_without_a_known_boot_time_continues_after_the_wall_clock_was_set_back(db: apsw.Connection) -> None:
     machine = ManualHostClock(boot="")
     clock = renewed(machine, db)
     machine.rest(1_000)
@@ -187,7 +187,7 @@ def test_an_anchor_that_was_not_committed_is_not_used(db: apsw.Connection) -> No
         clock.refresh_anchor(db)
     assert not db.in_transaction
     db.exec_trace = None
-    other = renewed(Seen(machine, HOUR_MS), db)
+    other = renewed(SecondProcess(machine, HOUR_MS), db)
     clock.refresh_anchor(db)
 
     assert clock() == other() == START + HOUR_MS
@@ -223,7 +223,7 @@ def test_the_kernel_confirms_only_its_own_wall_clock(tmp_path: Path) -> None:
     assert abs(HostClock(tmp_path).since_boot_ms() - wall_ms()) < 5_000
 
 
-async def test_the_clock_in_memory_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_clock_of_a_memory_store_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     before, passed = await store.ping(), boot_ms()
     monkeypatch.setattr("time.time_ns", lambda: 0)
@@ -237,9 +237,9 @@ async def test_the_clock_in_memory_does_not_follow_the_wall_clock(monkeypatch: p
 
 @asynccontextmanager
 async def process(path: Path, shift: int, role: str) -> AsyncIterator[Callable[..., Any]]:
-    """A process with a shifted wall clock; what is returned sends it a command and waits for the answer."""
+    """Start a process with a shifted wall clock; return a function that sends a command and waits for the answer."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.stores.shifted", str(path), str(shift), role),
+        *(sys.executable, "-m", "tests.stores.shifted_clock_process", str(path), str(shift), role),
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -261,9 +261,7 @@ async def process(path: Path, shift: int, role: str) -> AsyncIterator[Callable[.
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
-async def test_a_process_with_a_wrong_clock_takes_nothing_from_a_worker_that_is_alive(
-    tmp_path: Path, shift: int
-) -> None:
+async def test_a_process_with_a_wrong_clock_claims_nothing_from_a_live_worker(tmp_path: Path, shift: int) -> None:
     path = tmp_path / "ff.db"
     async with process(path, 0, "right") as right, process(path, shift, "wrong") as wrong:
         created = await right("create")
@@ -274,7 +272,7 @@ async def test_a_process_with_a_wrong_clock_takes_nothing_from_a_worker_that_is_
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
-async def test_a_takeover_takes_no_longer_when_the_clock_was_changed_meanwhile(tmp_path: Path, shift: int) -> None:
+async def test_a_takeover_takes_no_longer_if_the_clock_was_changed_meanwhile(tmp_path: Path, shift: int) -> None:
     path = tmp_path / "ff.db"
     async with process(path, 0, "right") as right, process(path, 0, "changed") as changed:
         created = await right("create")
@@ -288,9 +286,7 @@ async def test_a_takeover_takes_no_longer_when_the_clock_was_changed_meanwhile(t
 
 
 @pytest.mark.parametrize("shift", [HOUR_MS, -HOUR_MS])
-async def test_a_delay_that_one_process_asks_for_is_over_for_another_when_it_should_be(
-    tmp_path: Path, shift: int
-) -> None:
+async def test_a_delay_set_by_one_process_ends_on_time_for_another(tmp_path: Path, shift: int) -> None:
     path = tmp_path / "ff.db"
     async with process(path, shift, "wrong") as wrong, process(path, 0, "right") as right:
         created = await wrong("create")

@@ -1,4 +1,4 @@
-"""How a busy loop makes room for the threads that read and write, and what they do together."""
+"""How a busy event loop yields to the threads that read and write, and how they batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from flowfabric.model.change import Insert
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
-from tests.stores.samples import change, execution
+from tests.stores.sample_rows import change, execution
 
 
 class StillLoop(asyncio.SelectorEventLoop):
-    """Time passes when it is told to."""
+    """A loop whose time the test advances."""
 
     now = 100.0
 
@@ -32,13 +32,13 @@ def loop() -> Iterator[StillLoop]:
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    taken: list[float] = []
-    monkeypatch.setattr(connection_thread, "time", SimpleNamespace(sleep=taken.append))
-    return taken
+    claimed: list[float] = []
+    monkeypatch.setattr(connection_thread, "time", SimpleNamespace(sleep=claimed.append))
+    return claimed
 
 
-def passes(loop: StillLoop, seconds: float) -> None:
-    """Let time pass, and have done what falls due."""
+def advance(loop: StillLoop, seconds: float) -> None:
+    """Let time pass and run what falls due."""
     loop.now += seconds
     loop.run_until_complete(asyncio.sleep(0))
     loop.run_until_complete(asyncio.sleep(0))
@@ -48,31 +48,31 @@ def some_jobs(loop: StillLoop, number: int) -> list[connection_thread.Connection
     return [connection_thread.ConnectionJob(lambda db: None, loop) for _ in range(number)]
 
 
-def test_a_loop_steps_aside_once_for_all_work_that_waits(loop: StillLoop, naps: list[float]) -> None:
-    """Again when as much time has gone by, and no more once nothing waits."""
+def test_a_loop_yields_once_for_all_waiting_jobs(loop: StillLoop, naps: list[float]) -> None:
+    """It yields again after the same time, and no more once nothing waits."""
     patience, jobs = connection_thread.GilYielder(), some_jobs(loop, 5)
     for job in jobs:
         patience.add(job)
 
-    passes(loop, connection_thread.YIELD_AFTER_S * 1.01)
+    advance(loop, connection_thread.YIELD_AFTER_S * 1.01)
     assert naps == [connection_thread.YIELD_S]
     for job in jobs[1:]:
         patience.remove(job)
-    passes(loop, connection_thread.YIELD_AFTER_S * 1.01)
+    advance(loop, connection_thread.YIELD_AFTER_S * 1.01)
     assert naps == [connection_thread.YIELD_S] * 2
     patience.remove(jobs[0])
-    passes(loop, connection_thread.YIELD_AFTER_S * 1.01)
+    advance(loop, connection_thread.YIELD_AFTER_S * 1.01)
     assert naps == [connection_thread.YIELD_S] * 2
 
 
-def test_a_loop_does_not_step_aside_for_work_that_comes_and_goes(loop: StillLoop, naps: list[float]) -> None:
-    """However long there is something that waits, if none of it waits for long."""
+def test_a_loop_does_not_yield_for_jobs_that_finish_quickly(loop: StillLoop, naps: list[float]) -> None:
+    """This holds however long some job waits, if none waits for long."""
     patience, before = connection_thread.GilYielder(), some_jobs(loop, 1)[0]
     patience.add(before)
     for job in some_jobs(loop, 10):
-        passes(loop, connection_thread.YIELD_AFTER_S * 0.2)
+        advance(loop, connection_thread.YIELD_AFTER_S * 0.2)
         patience.add(job)
-        passes(loop, connection_thread.YIELD_AFTER_S * 0.2)
+        advance(loop, connection_thread.YIELD_AFTER_S * 0.2)
         patience.remove(before)
         before = job
 
@@ -80,10 +80,10 @@ def test_a_loop_does_not_step_aside_for_work_that_comes_and_goes(loop: StillLoop
 
 
 @pytest.mark.parametrize(("patience_s", "transactions"), [(60.0, 1), (0.0, 5)])
-async def test_what_came_together_is_written_together(
+async def test_jobs_that_arrive_together_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, transactions: int
 ) -> None:
-    """Even by a transaction that is too old for anything new, unless that takes far too long."""
+    """This holds even for a transaction that is too old for new jobs, unless that takes far too long."""
     monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_S", 0.0)
     monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_QUEUED_S", patience_s)
     store = SQLiteStore(tmp_path / "ff.db")
@@ -92,7 +92,7 @@ async def test_what_came_together_is_written_together(
 
     def hook() -> bool:
         commits.append(True)
-        return False  # let it pass
+        return False  # Let the transaction pass.
 
     await store._writer.run(lambda db: db.set_commit_hook(hook))
     commits.clear()

@@ -1,4 +1,4 @@
-"""The file gives trouble: callers hear of it in the port's words, nothing is half written, and it passes by itself."""
+"""Errors of the file: callers receive errors of the port, no change is half-written, and the store recovers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from flowfabric.stores.sqlite import store as module
 from tests.postgres_install import ROOT
-from tests.stores.samples import change, event, execution, one, payload, waiting, write
+from tests.stores.sample_rows import change, event, execution, one, payload, queued, write
 
 
-class Fragile(SQLiteStore):
+class FragileStore(SQLiteStore):
     """A store whose connections can be made to fail."""
 
     hook: Callable[[apsw.Connection], object] = staticmethod(lambda db: None)
@@ -35,16 +35,16 @@ class Fragile(SQLiteStore):
 
 
 @pytest.fixture
-async def fragile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fragile]:
+async def fragile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FragileStore]:
     monkeypatch.setattr(module, "BUSY_TIMEOUT_MS", 50)
-    store = Fragile(tmp_path / "ff.db")
+    store = FragileStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     await write(store, Insert(execution("a")))
     yield store
     await store.close()
 
 
-async def fails(store: Fragile, step: Change) -> StoreUnavailable:
+async def fail_at(store: FragileStore, step: Change) -> StoreUnavailable:
     with pytest.raises(StoreUnavailable) as failure:
         await store.commit([step])
     assert failure.value.in_doubt is False
@@ -52,7 +52,7 @@ async def fails(store: Fragile, step: Change) -> StoreUnavailable:
     return failure.value
 
 
-async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
+async def test_a_full_disk_is_reported_and_retryable(fragile: FragileStore) -> None:
     fragile.hook = lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2)
     await fragile._writer.run(lambda db: fragile.hook(db))
     large = change(
@@ -62,21 +62,21 @@ async def test_a_full_disk_is_reported_and_passes(fragile: Fragile) -> None:
         events=[event(lease="x")],
     )
 
-    failure = await fails(fragile, large)
+    failure = await fail_at(fragile, large)
     assert isinstance(failure.__cause__, apsw.FullError)
     assert failure.retryable
     assert (await one(fragile, Execution, "a")).priority == 0
     assert (await fragile.load([Read(Execution, ("b",))])).rows == [[]]
     assert await fragile.queues() == []
 
-    await fails(fragile, large)
+    await fail_at(fragile, large)
     fragile.hook = lambda db: None
     assert await fragile.commit([large]) != [None]
     assert (await one(fragile, Execution, "b")).line == QueueKey("new")
 
 
-def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.stores.cramped", str(tmp_path / "ff.db")]
+def test_a_file_size_limit_is_reported_and_retryable(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.stores.file_size_limit", str(tmp_path / "ff.db")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
 
@@ -88,9 +88,7 @@ def test_a_file_that_the_kernel_lets_grow_no_further_is_reported_and_passes(tmp_
     assert found["sound"] == "ok"
 
 
-async def test_all_that_was_to_be_written_together_fails_together(
-    fragile: Fragile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changes_of_one_transaction_fail_together(fragile: FragileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_thread, "MAX_JOIN_AGE_QUEUED_S", 60.0)  # however slow this machine is
     await fragile._writer.run(lambda db: db.pragma("max_page_count", db.pragma("page_count") + 2))
     small = [change(Insert(execution(f"n{number}", line=QueueKey(f"l{number}")))) for number in range(5)]
@@ -105,12 +103,14 @@ async def test_all_that_was_to_be_written_together_fails_together(
     assert len(await fragile.queues()) == 5
 
 
-async def test_a_file_that_someone_else_locks_is_reported_and_passes(fragile: Fragile, tmp_path: Path) -> None:
+async def test_a_file_locked_by_another_program_is_reported_and_retryable(
+    fragile: FragileStore, tmp_path: Path
+) -> None:
     other = apsw.Connection(str(tmp_path / "ff.db"))
     other.execute("BEGIN IMMEDIATE")
     step = change(Insert(execution("b")))
 
-    assert isinstance((await fails(fragile, step)).__cause__, apsw.BusyError)
+    assert isinstance((await fail_at(fragile, step)).__cause__, apsw.BusyError)
     assert (await one(fragile, Execution, "a")).execution_id == "a"
     other.execute("ROLLBACK")
     assert await fragile.commit([step]) != [None]
@@ -118,7 +118,7 @@ async def test_a_file_that_someone_else_locks_is_reported_and_passes(fragile: Fr
 
 
 @pytest.mark.parametrize("by", ["nothing", "another store", "a copy"])
-async def test_a_file_that_was_removed_or_replaced_takes_nothing_more(tmp_path: Path, by: str) -> None:
+async def test_a_file_that_was_removed_or_replaced_accepts_no_writes(tmp_path: Path, by: str) -> None:
     path = tmp_path / "ff.db"
     store, aside = SQLiteStore(path), tmp_path / "aside.db"
     await store.open(migrate=True)
@@ -144,35 +144,37 @@ async def test_a_file_that_was_removed_or_replaced_takes_nothing_more(tmp_path: 
     assert path.exists() == there, "and nobody makes an empty one of it"
 
     if by == "nothing":
-        aside.rename(path)  # back again, it is as good as before
+        aside.rename(path)  # Once it is back, it is usable again.
         assert await store.commit([change(Insert(execution("c")))]) != [None]
         assert await one(store, Execution, "b") is None
     await store.close()
 
 
-async def test_what_was_written_to_a_file_that_is_gone_is_not_acknowledged(tmp_path: Path) -> None:
+async def test_writes_to_a_removed_file_are_not_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "ff.db"
     store = SQLiteStore(path)
     await store.open(migrate=True)
 
-    def gone_meanwhile(db: apsw.Connection) -> None:
+    def remove_meanwhile(db: apsw.Connection) -> None:
         db.execute("UPDATE ff_schema_version SET applied_at = applied_at")
         path.rename(tmp_path / "aside.db")
 
     with pytest.raises(StoreUnavailable, match="removed or replaced"):
-        await store._writer.run(gone_meanwhile)
+        await store._writer.run(remove_meanwhile)
     await store.close()
 
 
-async def test_a_file_that_may_not_be_written_is_reported_and_passes(fragile: Fragile) -> None:
+async def test_a_read_only_file_is_reported_and_retryable(fragile: FragileStore) -> None:
     await fragile._writer.run(lambda db: db.pragma("query_only", True))
     step = change(Insert(execution("b")))
 
-    assert isinstance((await fails(fragile, step)).__cause__, apsw.ReadOnlyError)
+    assert isinstance((await fail_at(fragile, step)).__cause__, apsw.ReadOnlyError)
     assert await fragile.commit([step]) != [None]
 
 
-async def test_a_spoilt_file_is_reported_and_works_again_when_it_is_mended(fragile: Fragile, tmp_path: Path) -> None:
+async def test_a_corrupt_file_is_reported_and_usable_again_after_its_repair(
+    fragile: FragileStore, tmp_path: Path
+) -> None:
     await fragile.close()
     path = tmp_path / "ff.db"
     good = path.read_bytes()
@@ -190,7 +192,7 @@ async def test_a_spoilt_file_is_reported_and_works_again_when_it_is_mended(fragi
     await store.close()
 
 
-async def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "no such folder" / "ff.db")
     with pytest.raises(StoreUnavailable, match=r"ff\.db: its folder does not exist") as failure:
         await store.open(migrate=True)
@@ -201,7 +203,7 @@ async def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_closed_store_says_so(fragile: Fragile) -> None:
+async def test_a_closed_store_refuses_calls(fragile: FragileStore) -> None:
     await fragile.close()
 
     with pytest.raises(StoreUnavailable, match="closed"):
@@ -210,21 +212,21 @@ async def test_a_closed_store_says_so(fragile: Fragile) -> None:
         await fragile.commit([])
 
 
-async def test_a_mistake_in_the_code_is_not_taken_for_trouble_with_the_file(fragile: Fragile) -> None:
+async def test_a_programming_error_is_not_reported_as_a_file_error(fragile: FragileStore) -> None:
     with pytest.raises(ValueError, match="no column"):
         await fragile.due(Execution, "nonsense", limit=1)
     with pytest.raises(KeyError):
         await fragile.commit([change(Insert(event()))])
-    await write(fragile, Insert(waiting("b")))
+    await write(fragile, Insert(queued("b")))
 
 
 @pytest.mark.parametrize("grown", [False, True], ids=["at once", "after the feed has grown"])
-async def test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses_nothing(
+async def test_a_cursor_beyond_the_end_of_a_restored_file_is_reported_and_misses_nothing(
     tmp_path: Path, grown: bool
 ) -> None:
     path = tmp_path / "ff.db"
 
-    async def tell(*names: str) -> int:
+    async def emit(*names: str) -> int:
         store = SQLiteStore(path)
         await store.open(migrate=True)
         for name in names:
@@ -233,12 +235,12 @@ async def test_a_cursor_into_what_a_restored_file_has_lost_is_told_of_and_misses
         await store.close()
         return end
 
-    kept = await tell("kept")
+    kept = await emit("kept")
     backup = path.read_bytes()
-    lost = await tell("lost-1", "lost-2")
+    lost = await emit("lost-1", "lost-2")
     path.write_bytes(backup)
     if grown:
-        await tell("new-1", "new-2", "new-3")
+        await emit("new-1", "new-2", "new-3")
 
     store = SQLiteStore(path)
     await store.open(migrate=False)

@@ -1,4 +1,4 @@
-"""The file's schema: what the catalogue says, brought about by numbered steps that are never taken back."""
+"""The schema of the file: it equals the catalogue after the numbered migrations, which are never reverted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowfabric.stores.catalog import TABLES, Table
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite.file_lock import refuse_network_filesystem
 from flowfabric.stores.sqlite.migrator import migrations, table_ddl
-from tests.stores.samples import a_take, event, execution, line_up, one, waiting, write
+from tests.stores.sample_rows import claim_request, event, execution, insert_queued, one, queued, write
 
 
 async def migrated(path: Path) -> apsw.Connection:
@@ -34,8 +34,8 @@ def names_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
-def described(db: apsw.Connection, table: str) -> tuple[object, ...]:
-    """Columns (name, type, not null, place in the key) and indexes of a table."""
+def describe(db: apsw.Connection, table: str) -> tuple[object, ...]:
+    """Return columns (name, type, not null, position in the key) and indexes of a table."""
     columns = sorted((row[1], row[2], row[3], row[5]) for row in db.execute(f"PRAGMA table_info({table})"))
     indexes = sorted(
         text.removesuffix(";").replace("\n", " ")
@@ -46,14 +46,14 @@ def described(db: apsw.Connection, table: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-async def test_a_table_is_what_the_catalogue_says(tmp_path: Path, table: Table) -> None:
+async def test_a_table_equals_its_catalogue_entry(tmp_path: Path, table: Table) -> None:
     wanted = apsw.Connection(":memory:")
     for statement in table_ddl(table).split(";\n"):
         wanted.execute(statement)
 
     found = await migrated(tmp_path / "ff.db")
-    hint = f"the migrations should arrive at:\n{table_ddl(table)}"
-    assert described(found, table.name) == described(wanted, table.name), hint
+    topics = f"the migrations should arrive at:\n{table_ddl(table)}"
+    assert describe(found, table.name) == describe(wanted, table.name), topics
     found.close()
 
 
@@ -88,7 +88,7 @@ async def test_an_unmigrated_file_is_refused_unless_it_may_be_migrated(tmp_path:
     await store.close()
 
 
-async def test_a_file_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path) -> None:
+async def test_a_file_of_a_newer_release_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     db = await migrated(tmp_path / "ff.db")
     db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (999, 0)")
     db.close()
@@ -100,7 +100,7 @@ async def test_a_file_of_a_newer_release_is_refused_and_left_alone(tmp_path: Pat
     await store.close()
 
 
-async def test_a_connect_that_is_refused_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
+async def test_a_refused_connect_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
     db = await migrated(tmp_path / "ff.db")
     db.execute("INSERT INTO ff_schema_version (version, applied_at) VALUES (999, 0)")
     db.close()
@@ -114,7 +114,7 @@ async def test_a_connect_that_is_refused_leaves_no_thread_and_no_file_behind(tmp
 
 
 def is_open(file: Path) -> bool:
-    """Whether this process holds it open."""
+    """Return True if this process holds the file open."""
     for handle in Path("/dev/fd").iterdir():
         with suppress(OSError):
             if os.path.samestat(os.fstat(int(handle.name)), file.stat()):
@@ -122,7 +122,7 @@ def is_open(file: Path) -> bool:
     return False
 
 
-async def test_a_file_that_is_no_database_is_refused_and_let_go_of(tmp_path: Path) -> None:
+async def test_a_file_that_is_no_database_is_refused_and_closed(tmp_path: Path) -> None:
     file = tmp_path / "notes.db"
     file.write_bytes(b"to do: " * 500)
 
@@ -134,10 +134,10 @@ async def test_a_file_that_is_no_database_is_refused_and_let_go_of(tmp_path: Pat
     assert file.read_bytes() == b"to do: " * 500
 
 
-async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: ManualClock) -> None:
+async def test_a_reopened_file_continues_where_it_was(tmp_path: Path, clock: ManualClock) -> None:
     first = SQLiteStore(tmp_path / "ff.db", clock)
     await first.open(migrate=True)
-    await line_up(first, waiting("a"), waiting("b", line=QueueKey("sms")))
+    await insert_queued(first, queued("a"), queued("b", line=QueueKey("sms")))
     await write(first, events=[event(lease="x", details="before")])
     before = await first.feed(Topic.LEASE, 0, 10)
     await first.close()
@@ -147,12 +147,12 @@ async def test_a_file_opened_again_goes_on_where_it_was(tmp_path: Path, clock: M
     assert await again.queues() == [QueueKey("mail"), QueueKey("sms")]
     assert (await one(again, Execution, "b")).line == QueueKey("sms")
     assert await again.feed(Topic.LEASE, 0, 10) == before
-    await again.claim_rows(a_take(1))
+    await again.claim_rows(claim_request(1))
     assert (await again.feed(Topic.LEASE, before.position, 10)).events[0].position > before.position
     await again.close()
 
 
-async def test_a_position_is_not_given_again_after_events_were_removed(tmp_path: Path) -> None:
+async def test_a_position_is_not_reused_after_events_were_removed(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     await write(store, events=[event(lease="x")] * 5)
@@ -167,7 +167,7 @@ async def test_a_position_is_not_given_again_after_events_were_removed(tmp_path:
     await store.close()
 
 
-async def test_the_file_is_written_with_the_care_that_was_asked_for(tmp_path: Path) -> None:
+async def test_the_file_is_written_with_the_requested_durability(tmp_path: Path) -> None:
     levels = {"NORMAL": 1, "FULL": 2, "EXTRA": 3}
     for name, level in levels.items():
         db = SQLiteStore(tmp_path / "ff.db", synchronous=name)._connect()
@@ -178,7 +178,7 @@ async def test_the_file_is_written_with_the_care_that_was_asked_for(tmp_path: Pa
 
 
 @pytest.mark.parametrize("path", ["", ":memory:"])
-def test_rows_in_memory_are_another_stores_business(path: str) -> None:
+def test_in_memory_databases_are_refused(path: str) -> None:
     with pytest.raises(InvalidInput, match="memory store"):
         SQLiteStore(path)
 
@@ -200,7 +200,7 @@ def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
             refuse_network_filesystem(Path(path), mounts)
 
 
-async def test_texts_and_numbers_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+async def test_texts_and_numbers_are_not_confused(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "ff.db")
     await store.open(migrate=True)
     await write(store, Insert(execution("007", namespace="1e3", lane_id="0x10")))

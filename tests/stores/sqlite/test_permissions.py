@@ -1,4 +1,4 @@
-"""The file and what lies beside it belong to whoever may write the file, and to nobody else."""
+"""The file and its side files are accessible to those who may write the file, and to no other user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from flowfabric.stores.sqlite.file_lock import _lock_holder
-from tests.stores.samples import change, execution, one, write
+from tests.stores.sample_rows import change, execution, one, write
 
 NOBODY = pwd.getpwnam("nobody")
 IS_ROOT = os.geteuid() == 0
@@ -49,7 +49,7 @@ attempt("bind", lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).bind(pa
 print(*worked, sep=", ")
 """
 
-# What holds the lock until its input ends.
+# Holds the lock until its input ends.
 HOLDER = """
 import fcntl, os, sys
 fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
@@ -60,7 +60,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that every user may look into, unlike those of pytest."""
+    """A folder that every user may read, unlike those of pytest."""
     made = Path(tempfile.mkdtemp(prefix="ff-private-"))
     made.chmod(0o755)
     yield made
@@ -75,14 +75,14 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """The mode of each file by its name; sockets have random ones."""
+    """Return the mode of each file by its name; sockets have random names."""
     found = {path.name: path.lstat() for path in folder.rglob("*")}
     return {
         "socket" if stat.S_ISSOCK(there.st_mode) else name: stat.S_IMODE(there.st_mode) for name, there in found.items()
     }
 
 
-async def opened(path: Path) -> SQLiteStore:
+async def open_store(path: Path) -> SQLiteStore:
     store = SQLiteStore(path)
     await store.open(migrate=True)
     store.on_notify(lambda _: None)
@@ -91,8 +91,8 @@ async def opened(path: Path) -> SQLiteStore:
 
 
 @pytest.mark.usefixtures("umask")
-async def test_everything_that_is_created_belongs_to_its_user_alone(folder: Path) -> None:
-    store = await opened(folder / "ff.db")
+async def test_every_created_file_is_accessible_to_its_user_only(folder: Path) -> None:
+    store = await open_store(folder / "ff.db")
 
     assert modes(folder) == {
         "ff.db": 0o600,
@@ -105,10 +105,10 @@ async def test_everything_that_is_created_belongs_to_its_user_alone(folder: Path
     await store.close()
 
 
-async def test_a_file_that_a_link_leads_to_is_private_too(folder: Path) -> None:
+async def test_a_file_behind_a_symlink_is_private_too(folder: Path) -> None:
     (folder / "link.db").symlink_to(folder / "real.db")
     before = os.umask(0)
-    store = await opened(folder / "link.db")
+    store = await open_store(folder / "link.db")
     os.umask(before)
 
     assert modes(folder)["real.db"] == 0o600
@@ -116,7 +116,7 @@ async def test_a_file_that_a_link_leads_to_is_private_too(folder: Path) -> None:
 
 
 async def test_another_user_can_neither_read_nor_lock_nor_listen(folder: Path) -> None:
-    store = await opened(folder / "ff.db")
+    store = await open_store(folder / "ff.db")
     stranger = {"user": NOBODY.pw_uid, "group": NOBODY.pw_gid, "extra_groups": []} if IS_ROOT else {}
     command = ["/usr/bin/env", "python3", "-c", STRANGER, str(folder / "ff.db")]
     tried = await asyncio.to_thread(
@@ -133,7 +133,7 @@ async def test_another_user_can_neither_read_nor_lock_nor_listen(folder: Path) -
     assert tried.returncode == 0, tried.stderr
     if IS_ROOT:
         assert tried.stdout == "\n"
-    else:  # only root can become somebody else; the same user may do all of it, which proves that the attempts work
+    else:  # Only root can switch users; the same user may do all of it, which proves that the attempts work.
         assert "lock" in tried.stdout
     await store.close()
 
@@ -143,7 +143,7 @@ async def test_a_lock_file_of_an_earlier_release_is_closed_to_others(folder: Pat
     (folder / "ff.db-lock").chmod(0o644)
     (folder / "ff.db-wake").mkdir()
     (folder / "ff.db-wake").chmod(0o755)
-    store = await opened(folder / "ff.db")
+    store = await open_store(folder / "ff.db")
 
     assert (modes(folder)["ff.db-lock"], modes(folder)["ff.db-wake"]) == (0o600, 0o700)
     await store.close()
@@ -154,11 +154,11 @@ async def test_a_lock_file_of_an_earlier_release_is_closed_to_others(folder: Pat
     [(0o660, 0o660, 0o770), (0o666, 0o666, 0o777), (0o644, 0o600, 0o700), (0o640, 0o600, 0o700)],
     ids=oct,
 )
-async def test_what_lies_beside_is_open_to_those_who_may_write_the_file(
+async def test_side_files_are_accessible_to_those_who_may_write_the_file(
     folder: Path, shared: int, beside: int, wake: int
 ) -> None:
     path = folder / "ff.db"
-    await (await opened(path)).close()
+    await (await open_store(path)).close()
     path.chmod(shared)
     store = await opened_again(path)
 
@@ -174,12 +174,10 @@ async def opened_again(path: Path) -> SQLiteStore:
     return store
 
 
-async def test_a_lock_file_that_a_stranger_has_put_there_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lock_file_of_a_foreign_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "ff.db"
-    await (await opened(path)).close()
-    give_away(path.with_name("ff.db-lock"), monkeypatch)
+    await (await open_store(path)).close()
+    chown_to_stranger(path.with_name("ff.db-lock"), monkeypatch)
 
     store = SQLiteStore(path)
     with pytest.raises(StoreUnavailable, match=r"ff\.db-lock belongs to user \d+, .*: remove it") as refused:
@@ -191,13 +189,11 @@ async def test_a_lock_file_that_a_stranger_has_put_there_is_refused(
     await store.close()
 
 
-async def test_a_folder_of_sockets_that_a_stranger_has_put_there_is_not_used(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_socket_folder_of_a_foreign_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "ff.db"
-    await (await opened(path)).close()
+    await (await open_store(path)).close()
     wake = path.with_name("ff.db-wake")
-    give_away(wake, monkeypatch)
+    chown_to_stranger(wake, monkeypatch)
     (wake / "ear").touch()
 
     watching, writing = SQLiteStore(path), SQLiteStore(path)
@@ -215,8 +211,8 @@ async def test_a_folder_of_sockets_that_a_stranger_has_put_there_is_not_used(
     await writing.close()
 
 
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a file belong to a user who may not write the database; who is not root changes who asks instead."""
+def chown_to_stranger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file belong to a user who may not write the database; without root, change the caller instead."""
     if IS_ROOT:
         os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
         path.chmod(0o777)
@@ -232,9 +228,9 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-async def test_root_leaves_nothing_behind_that_the_owner_cannot_use(folder: Path) -> None:
+async def test_root_leaves_no_file_behind_that_the_owner_cannot_use(folder: Path) -> None:
     path = folder / "ff.db"
-    await (await opened(path)).close()
+    await (await open_store(path)).close()
     shutil.rmtree(folder / "ff.db-wake")
     (folder / "ff.db-lock").unlink()
     owner = NOBODY.pw_uid if IS_ROOT else os.geteuid()
@@ -246,11 +242,11 @@ async def test_root_leaves_nothing_behind_that_the_owner_cannot_use(folder: Path
     await store.close()
 
 
-async def test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_never_written(
+async def test_waiting_for_the_write_lock_is_bounded_and_an_abandoned_change_is_never_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_thread, "WRITE_TIMEOUT_S", 0.2)
-    store = await opened(folder / "ff.db")
+    store = await open_store(folder / "ff.db")
     holder = subprocess.Popen(  # noqa: ASYNC220 - it only starts
         [sys.executable, "-c", HOLDER, str(folder / "ff.db-lock")],
         stdin=subprocess.PIPE,
@@ -276,9 +272,9 @@ async def test_waiting_for_the_write_lock_is_bounded_and_what_was_given_up_is_ne
     await store.close()
 
 
-async def test_work_that_has_begun_is_not_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_has_started_is_not_abandoned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_thread, "WRITE_TIMEOUT_S", 0.05)
-    store = await opened(folder / "ff.db")
+    store = await open_store(folder / "ff.db")
     looks = 0
     real = connection_thread.ConnectionJob.fail_if_unstarted
     looked = threading.Event()
@@ -295,7 +291,7 @@ async def test_work_that_has_begun_is_not_given_up(folder: Path, monkeypatch: py
     await store.close()
 
 
-def test_the_holder_of_a_lock_is_found_where_the_system_tells(tmp_path: Path) -> None:
+def test_the_holder_of_a_lock_is_found_where_the_system_reports_it(tmp_path: Path) -> None:
     lock, locks = tmp_path / "ff.db-lock", tmp_path / "locks"
     lock.touch()
     inode = lock.stat().st_ino

@@ -1,4 +1,4 @@
-"""Statements on the hot path find their rows by an index and in order, also when the table is large."""
+"""Statements of the hot path find their rows by an index and in order, also in a large table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.stores.samples import MAIL, a_take, change, event, execution, payload, waiting
+from tests.stores.sample_rows import MAIL, change, claim_request, event, execution, payload, queued
 
 LINES = (MAIL, QueueKey("mail", "gpu"), QueueKey("sms"))
 
@@ -44,7 +44,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def _rows(number: int) -> list[Insert]:
         name = f"n{number}"
         row = (
-            waiting(name, number % 1000, line=LINES[number % 3])
+            queued(name, number % 1000, line=LINES[number % 3])
             if number % 2
             else execution(name, lease_expires_at=FromNow(number), delay_until=FromNow(number), lease_id=name)
         )
@@ -57,8 +57,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Watched(SQLiteStore):
-    """A store that remembers the plan of each statement that it runs."""
+class PlanRecordingStore(SQLiteStore):
+    """A store that records the plan of each statement that it runs."""
 
     plans: dict[str, list[str]]
 
@@ -82,7 +82,7 @@ class Watched(SQLiteStore):
 
 
 async def plans_of(path: Path, *calls: Any) -> list[list[str]]:
-    store = Watched(path)
+    store = PlanRecordingStore(path)
     store.plans = {}
     for call in calls:
         await call(store)
@@ -91,15 +91,15 @@ async def plans_of(path: Path, *calls: Any) -> list[list[str]]:
 
 
 def only_searches(plans: Sequence[Sequence[str]]) -> bool:
-    """Whether no step reads a whole table or sorts; in the statements, r and p stand for tables."""
+    """Return True if no step scans a whole table or sorts; in the statements, r and p are tables."""
     steps = [step for plan in plans for step in plan]
     assert steps
     return not [step for step in steps if re.match(r"SCAN (ff_\w+|[rp])\b|.*TEMP B-TREE", step)]
 
 
-async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> None:
+async def test_a_claim_reads_the_heads_of_its_queues_in_order(filled: Path) -> None:
     for lines in (LINES[:1], LINES):
-        plans = await plans_of(filled, lambda store, lines=lines: store.claim_rows(a_take(10, *lines)))
+        plans = await plans_of(filled, lambda store, lines=lines: store.claim_rows(claim_request(10, *lines)))
         heads = next(plan for plan in plans if any("ff_exec_core_line" in step for step in plan))
         assert sum("USING INDEX ff_exec_core_line (line=?)" in step for step in heads) == len(lines)
         assert only_searches([heads])
@@ -107,7 +107,7 @@ async def test_a_take_reads_the_heads_of_its_lines_in_order(filled: Path) -> Non
         assert only_searches(writes)
 
 
-async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> None:
+async def test_queues_with_work_are_found_by_index_skips(filled: Path) -> None:
     [plan] = await plans_of(filled, lambda store: store.nonempty_queues("mail"))
 
     assert sum("USING COVERING INDEX ff_exec_core_line (line>?)" in step for step in plan) == 2, plan
@@ -115,7 +115,7 @@ async def test_lines_with_work_are_found_from_one_to_the_next(filled: Path) -> N
 
 
 async def test_rows_are_loaded_by_their_key(filled: Path) -> None:
-    # n6 stands in no line, of which the store would have to read first.
+    # n6 is in no queue, which the store would have to read first.
     wants = [Read(Execution, ("n6",)), Read(Attempt, ("n6",)), Read(IdempotencyKey, (1,))]
 
     [at_once] = await plans_of(filled, lambda store: store.load(wants))
@@ -136,8 +136,8 @@ async def test_due_rows_are_found_by_their_instant_in_order(filled: Path, column
 
 
 @pytest.mark.parametrize("each", [None, LINES])
-async def test_counts_are_made_by_an_index(filled: Path, each: tuple[QueueKey, ...] | None) -> None:
-    """They may group what they found, and sort for that; they never look at a row beyond their limit."""
+async def test_counts_use_an_index(filled: Path, each: tuple[QueueKey, ...] | None) -> None:
+    """They may group and sort what they found; they never read a row beyond their limit."""
     held = GroupedCount(Execution, "lease_expires_at", ("lane_id",), 100)
     line = GroupedCount(Execution, "line", ("lane_id",), 100, values=each)
     asleep = GroupedCount(Suspension, "due_at", ("lane_id",), 100)
@@ -154,7 +154,7 @@ async def test_counts_are_made_by_an_index(filled: Path, each: tuple[QueueKey, .
 
 async def test_a_lease_is_renewed_by_key(filled: Path) -> None:
     async def renew(store: Store) -> None:
-        ((row, _),) = (await store.claim_rows(a_take(1))).rows
+        ((row, _),) = (await store.claim_rows(claim_request(1))).rows
         await store.renew([LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
 
     assert only_searches(await plans_of(filled, renew))
@@ -170,18 +170,18 @@ async def test_feed_and_history_are_read_in_order(filled: Path) -> None:
     plans = [
         plan for plan in await plans_of(filled, read) if not any(table in step for step in plan for table in of_one_row)
     ]
-    assert len(plans) == 2 * len(Topic) + 1  # and whether the position was given out
+    assert len(plans) == 2 * len(Topic) + 1  # and whether the position was assigned
     assert only_searches(plans)
 
 
-async def test_the_leases_of_a_lost_take_are_found_without_reading_what_is_finished(filled: Path) -> None:
+async def test_the_leases_of_a_lost_claim_are_found_without_reading_finished_rows(filled: Path) -> None:
     lost = (Where("lease_id", "in", ("a", "b")), Where("lease_expires_at", "set"))
     (plan,) = await plans_of(filled, lambda store: store.scan(Scan(Execution, lost, ("lease_expires_at",))))
 
     assert "ff_exec_core_lease_expires_at" in plan[0]
 
 
-async def test_rows_whose_key_begins_like_a_text_are_a_range_of_the_index(filled: Path) -> None:
+async def test_rows_with_a_key_prefix_are_an_index_range(filled: Path) -> None:
     begin = (Where("execution_id", "starts", ("n1", "n25")),)
     each = Scan(Execution, begin, ("execution_id",), limit=3, limit_by="execution_id")
 

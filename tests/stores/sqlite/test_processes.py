@@ -1,4 +1,4 @@
-"""Several processes share one file: they take turns, wake each other, and a fork is no second owner."""
+"""Several processes share one file: they take turns and wake each other, and a forked child does not share a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite.notifier import SQLiteNotifier
-from tests.stores.samples import execution, one, write
+from tests.stores.sample_rows import execution, one, write
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,20 +40,20 @@ def python(*arguments: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.serial
-def test_four_processes_work_on_one_file_without_getting_in_each_others_way(tmp_path: Path) -> None:
+def test_four_processes_use_one_file_without_errors(tmp_path: Path) -> None:
     path = tmp_path / "ff.db"
     asyncio.run(_prepare(path))
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(python("-m", "tests.stores.hammer", str(path), f"w{number}", "2.5"))
+            stack.enter_context(python("-m", "tests.stores.load_process", str(path), f"w{number}", "2.5"))
             for number in range(4)
         ]
         for worker in workers:
             assert worker.stdout.readline() == "ready\n"
         reports = [json.loads(worker.communicate("go\n", timeout=60)[0]) for worker in _started(workers)]
 
-    taken = [name for report in reports for name in report["taken"]]
-    assert len(taken) == len(set(taken)) > 0
+    claimed = [name for report in reports for name in report["claimed"]]
+    assert len(claimed) == len(set(claimed)) > 0
     rounds = [report["rounds"] for report in reports]
     assert min(rounds) * 8 >= max(rounds), f"nobody may be starved: {rounds}"
     assert max(report["longest"] for report in reports) < 5
@@ -62,8 +62,8 @@ def test_four_processes_work_on_one_file_without_getting_in_each_others_way(tmp_
     ((results, positions),) = db.execute(
         "SELECT (SELECT count(*) FROM ff_result), (SELECT count(DISTINCT position) FROM ff_event)"
     )
-    assert results == len(taken)
-    assert positions == 3 * len(taken)
+    assert results == len(claimed)
+    assert positions == 3 * len(claimed)
     db.close()
 
 
@@ -80,7 +80,7 @@ async def _prepare(path: Path) -> None:
     await store.close()
 
 
-async def test_stores_that_migrate_at_once_do_it_once(tmp_path: Path) -> None:
+async def test_stores_that_migrate_concurrently_migrate_once(tmp_path: Path) -> None:
     stores = [SQLiteStore(tmp_path / "ff.db") for _ in range(4)]
     await asyncio.gather(*(store.open(migrate=True) for store in stores))
 
@@ -91,7 +91,7 @@ async def test_stores_that_migrate_at_once_do_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 4], ids=["a short path", "a long path"])
-async def test_a_hint_reaches_every_other_store_and_not_the_sender(tmp_path: Path, depth: int) -> None:
+async def test_a_notification_reaches_every_other_store_and_not_the_sender(tmp_path: Path, depth: int) -> None:
     folder = tmp_path.joinpath(*["a-rather-long-name-of-a-folder"] * depth)
     folder.mkdir(parents=True, exist_ok=True)
     stores = [SQLiteStore(folder / "ff.db") for _ in range(3)]
@@ -109,7 +109,7 @@ async def test_a_hint_reaches_every_other_store_and_not_the_sender(tmp_path: Pat
     assert list((folder / "ff.db-wake").iterdir()) == []
 
 
-async def test_a_hint_to_a_process_that_died_is_lost_and_its_bell_removed(tmp_path: Path) -> None:
+async def test_a_notification_to_a_dead_process_is_lost_and_its_socket_removed(tmp_path: Path) -> None:
     script = (
         "import asyncio, os, sys\n"
         "from flowfabric.stores.sqlite import SQLiteStore\n"
@@ -132,7 +132,7 @@ async def test_a_hint_to_a_process_that_died_is_lost_and_its_bell_removed(tmp_pa
     await store.close()
 
 
-async def test_where_no_bell_can_be_hung_the_file_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_socket_the_file_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SQLiteNotifier, "_bind", lambda *_: False)
     watching, writing = SQLiteStore(tmp_path / "ff.db"), SQLiteStore(tmp_path / "ff.db")
     await watching.open(migrate=True)
@@ -142,7 +142,7 @@ async def test_where_no_bell_can_be_hung_the_file_is_watched(tmp_path: Path, mon
     assert heard.empty()
 
     await write(writing, Insert(execution("a")))
-    assert await asyncio.wait_for(heard.get(), 5) == frozenset()  # something happened, nobody knows what
+    assert await asyncio.wait_for(heard.get(), 5) == frozenset()  # Something changed; the topic is unknown.
     await watching.close()
     await writing.close()
 
@@ -185,7 +185,7 @@ async def test_a_closed_store_leaves_no_thread(tmp_path: Path) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_a_program_that_forgets_to_close_its_store_can_end(tmp_path: Path) -> None:
+def test_a_program_that_forgets_to_close_its_store_can_exit(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from flowfabric.stores.sqlite import SQLiteStore\n"

@@ -85,7 +85,7 @@ class LanePoller:
             lane.wakeup.cancel()
 
     def _register_pending_claim(self, orders: Sequence[ClaimOrder], limit: int) -> PendingClaim | None:
-        """Attach a claim to the next commit of this process; not where several lanes may have work, which take turns."""
+        """Attach a claim to the next commit; not where several lanes may have work, which take turns."""
         if self.runtime.store.executes_in_order or len(orders) > 1:
             return None
         return self.claim_on_commit.register_pending_claim(orders or self._orders, limit)

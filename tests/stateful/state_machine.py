@@ -1,9 +1,9 @@
-"""The table at which lives are played: who plays, what may be picked up, and how the next move is drawn.
+"""The state machine: its players, the objects that calls may use, and how the next operation is drawn.
 
-A *move* is a method marked with what it is drawn from. There is one rule for all moves, so that every life has all of
-them; hypothesis would otherwise leave many rules out of each life and few lives would get far. Picking prefers what a
-verb makes sense for, and now and then takes anything: an execution in a wrong state, one that never was, a lease that
-ended long ago.
+A *move* is a method marked with the values from which its arguments are drawn. There is one hypothesis rule for all
+moves, so that every sequence has all of them; hypothesis would otherwise leave many rules out of each sequence and few
+would get far. Picking prefers objects for which an operation makes sense, and sometimes takes any: an execution in a
+wrong state, a missing one, a lease that ended long ago.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from flowfabric.clock import ManualClock
 from flowfabric.ids import SeededMinter
@@ -34,7 +35,7 @@ M = TypeVar("M", bound=Callable[..., None])
 
 
 def move(weight: int = 1, **choices: Sequence[Any]) -> Callable[[M], M]:
-    """Mark a method as a move: how often it is made, compared with others, and what its arguments are chosen from."""
+    """Mark a method as a move: its relative frequency, and the values its arguments are chosen from."""
 
     def mark(method: M) -> M:
         method.move = (weight, choices)  # type: ignore[attr-defined]
@@ -45,13 +46,13 @@ def move(weight: int = 1, **choices: Sequence[Any]) -> Callable[[M], M]:
 
 @lru_cache
 def moves_of(table: Hashable) -> dict[str, tuple[int, dict[str, Sequence[Any]]]]:
-    """Every move of a class: its weight and its choices."""
+    """Return every move of a class: its weight and its choices."""
     marked = {name: getattr(getattr(table, name), "move", None) for name in dir(table)}
     return {name: found for name, found in marked.items() if isinstance(found, tuple)}
 
 
 def drawn(name: str, choices: dict[str, Sequence[Any]]) -> st.SearchStrategy[Move]:
-    """One move as hypothesis draws it."""
+    """Return one move as hypothesis draws it."""
     return st.tuples(
         st.just(name), st.fixed_dictionaries({one: st.sampled_from(from_) for one, from_ in choices.items()})
     )
@@ -59,14 +60,29 @@ def drawn(name: str, choices: dict[str, Sequence[Any]]) -> st.SearchStrategy[Mov
 
 @lru_cache
 def strategy_of(table: Hashable) -> st.SearchStrategy[Move]:
-    """Any move of a class."""
+    """Return a strategy for any move of a class."""
     return st.one_of(
         [drawn(name, choices) for name, (weight, choices) in moves_of(table).items() for _ in range(weight)]
     )
 
 
+def run_drawn_sequences(kind: type[Table], *, examples: int, steps: int) -> None:
+    """Run sequences that hypothesis draws, and shrink a failing one."""
+    run_state_machine_as_test(
+        kind,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+            phases=(Phase.reuse, Phase.generate, Phase.shrink),  # The explain phase would trace every line.
+        ),
+    )
+
+
 def live(kind: type[Table], seed: int, *, steps: int) -> None:
-    """Play one long life by plain dice: more varied than what hypothesis draws, but nobody shortens it."""
+    """Run one long sequence from a seed: more varied than what hypothesis draws, but without shrinking."""
     chance, table, made = random.Random(seed), kind(), list[Move]()
     weights = [weight for weight, _ in table.choices.values()]
     try:
@@ -81,11 +97,11 @@ def live(kind: type[Table], seed: int, *, steps: int) -> None:
 
 
 class Table(RuleBasedStateMachine):
-    """Whoever plays says in `open` who they are and in `ask` what a call means to them."""
+    """Subclasses define the players in `open` and the meaning of a call in `ask`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()  # a Runner would do a lot about signals for every call
+        self.loop = asyncio.new_event_loop()  # A Runner would handle signals for every call.
         self.clock = ManualClock()
         self.minter = SeededMinter(7)
         self.known: list[str] = []
@@ -97,11 +113,11 @@ class Table(RuleBasedStateMachine):
         self.players = self.run(self.open())
 
     async def open(self) -> list[Player]:
-        """Whoever plays; the rows of the first one say what may happen next."""
+        """Return the players; the rows of the first one decide what may happen next."""
         raise NotImplementedError
 
     def ask(self, call: Call) -> Outcome:
-        """Do this, compare, and answer."""
+        """Execute a call, compare, and answer."""
         raise NotImplementedError
 
     @initialize(made=st.runner().flatmap(lambda table: drawn("begin", table.choices["begin"][1])))
@@ -127,7 +143,7 @@ class Table(RuleBasedStateMachine):
         self.loop.close()
 
     def do(self, verb: str, *, seat: int = 0, **given: Any) -> Any:
-        """Ask everybody for the same, and keep what they hand out."""
+        """Ask all players for the same, and keep the handles and grants that they return."""
         answer = self.ask(Call(verb, given, seat)).answer
         for one in answer if isinstance(answer, list) else [answer]:
             if isinstance(one, answers.Claimed):
@@ -139,26 +155,26 @@ class Table(RuleBasedStateMachine):
     # -- picking ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Execution]:
-        """The executions as they are now, the youngest first."""
+        """Return the executions as they are now, the youngest first."""
         rows: list[Execution] = self.run(scan_all(self.players[0].store, Execution))
         return sorted(rows, key=lambda row: -self.known.index(row.execution_id))
 
     def pick(self, number: int, sense: Callable[[Execution], bool] = lambda row: True) -> str:
-        """An execution for which it makes sense; now and then any other, or one that never was."""
+        """Return an execution for which it makes sense; sometimes any other, or a missing one."""
         if number == 9 or not self.known:
             return some.MISSING
         fit = [row.execution_id for row in self.rows() if sense(row)] if number < 8 else []
         return fit[number % len(fit)] if fit else self.known[-1 - number % len(self.known)]
 
     def handle(self, number: int) -> Held:
-        """A handle, most often one that is good; else one that was given out long ago."""
+        """Return a handle, most often a valid one; otherwise an old one."""
         leases = {row.lease_id for row in self.rows() if row.ownership_state.value == "leased"}
         good = [held for held in self.held if held.fields.lease_id in leases] if number < 7 else []
         choice = good or self.held
         return choice[-1 - number % len(choice)]
 
     def fence(self, held: Held, parts: int) -> Fence:
-        """The fence of a handle, or a part of it, or nothing."""
+        """Return the fence of a handle, or a part of it, or nothing."""
         fields = held.fields
         return Fence(
             fields.lease_id if parts > 0 else None,
@@ -167,7 +183,7 @@ class Table(RuleBasedStateMachine):
         )
 
     def grantee(self, execution_id: str, worker: str) -> str:
-        """Whoever has the grant for an execution, else this worker."""
+        """Return the worker that has the grant for an execution, else this worker."""
         for row in self.rows():
             if row.execution_id == execution_id and (grant := stored_grant(row)):
                 return grant.worker_id
@@ -177,11 +193,11 @@ class Table(RuleBasedStateMachine):
         return {"worker_id": worker, "worker_instance_id": f"{worker}-{instance}"}
 
     def claimer(self, instance: str) -> int:
-        """Which engine an instance pulls through."""
+        """Return the engine through which an instance claims."""
         return int(instance) - 1
 
     def is_crowded(self) -> bool:
-        """Whether there are enough executions: few of them lead fuller lives."""
+        """Return True if there are enough executions: with few, each goes through more operations."""
         rows = self.rows()
         return len(rows) > 15 or sum(row.lifecycle_phase.value != "terminal" for row in rows) > 5
 

@@ -1,6 +1,6 @@
-"""A program that works on a file which may not grow any further, until it may: the kernel refuses writes in the middle.
+"""A program that writes to a file whose growth the kernel limits for a while.
 
-Prints as JSON how many changes were written before, why the next ones were not, and what was found afterwards.
+It prints as JSON how many changes were written before, why the next ones failed, and what was found afterwards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flowfabric.model.change import Change, Insert
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.stores.samples import change, event, execution, payload
+from tests.stores.sample_rows import change, event, execution, payload
 
-ROOM = 400_000  # bytes that the log may have beyond what it has at the beginning
+GROWTH_BYTES = 400_000  # bytes by which the log may grow
 
 
 def step(number: int) -> Change:
@@ -32,8 +32,8 @@ def step(number: int) -> Change:
     )
 
 
-def let_grow(path: str, *, by: int | None) -> None:
-    """Let no file grow beyond the log as it is and so many bytes; None lifts that."""
+def limit_growth(path: str, *, by: int | None) -> None:
+    """Let no file grow beyond the present log and this many bytes; None removes the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = most if by is None else Path(f"{path}-wal").stat().st_size + by
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
@@ -42,7 +42,7 @@ def let_grow(path: str, *, by: int | None) -> None:
 async def main(path: str) -> None:
     store = SQLiteStore(path)
     await store.open(migrate=True)
-    let_grow(path, by=ROOM)
+    limit_growth(path, by=GROWTH_BYTES)
     written = 0
     causes: list[tuple[str, bool, bool]] = []
     while len(causes) < 3:
@@ -52,7 +52,7 @@ async def main(path: str) -> None:
         except StoreUnavailable as failure:
             causes.append((type(failure.__cause__).__name__, failure.retryable, failure.in_doubt))
     half = [len((await store.load([Read(Execution, ())])).rows[0]), len(await store.queues())]
-    let_grow(path, by=None)
+    limit_growth(path, by=None)
     for number in range(written, written + 20):
         await store.commit([step(number)])
     whole = [len((await store.load([Read(Execution, ())])).rows[0]), len(await store.queues())]

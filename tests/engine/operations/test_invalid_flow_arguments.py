@@ -1,4 +1,4 @@
-"""Whatever a caller of a flow's verbs hands in, only typed refusals come out, and nothing was written."""
+"""Flow operations answer invalid arguments with typed errors and write nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowfabric.engine.operations.reads import ReadOperations
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from tests.engine.bad import A_UUID, COUNT, EXECUTION_ID, NAME, REQUIRED, TEXT, UUID, Verb
+from tests.engine.invalid_arguments import A_UUID, COUNT, EXECUTION_ID, NAME, REQUIRED, TEXT, UUID, OperationCase
 from tests.scenarios.checked_store import dump
 
 FLOW = FlowId("550e8400-e29b-41d4-a716-446655440000")
@@ -34,9 +34,11 @@ bad_flow: dict[str, Any] = {"flow_id": FLOW_ID}
 ends = {"upstream": MEMBERS[0], "downstream": MEMBERS[1]}
 bad_ends = {"upstream": EXECUTION_ID, "downstream": EXECUTION_ID}
 
-VERBS: dict[str, Verb] = {
-    "create_flow": Verb({"flow_id": STRANGER}, {**bad_flow, "flow_kind": [*REQUIRED, "", *NAME], "namespace": NAME}),
-    "create_flow_graph": Verb(
+OPERATIONS: dict[str, OperationCase] = {
+    "create_flow": OperationCase(
+        {"flow_id": STRANGER}, {**bad_flow, "flow_kind": [*REQUIRED, "", *NAME], "namespace": NAME}
+    ),
+    "create_flow_graph": OperationCase(
         {"flow_id": STRANGER, "nodes": []},
         {
             **bad_flow,
@@ -47,8 +49,10 @@ VERBS: dict[str, Verb] = {
             "namespace": NAME,
         },
     ),
-    "add_execution_to_flow": Verb({**flow, "execution_id": MEMBERS[2]}, {**bad_flow, "execution_id": ON_PARTITION}),
-    "stage_dependency_edge": Verb(
+    "add_execution_to_flow": OperationCase(
+        {**flow, "execution_id": MEMBERS[2]}, {**bad_flow, "execution_id": ON_PARTITION}
+    ),
+    "stage_dependency_edge": OperationCase(
         {**flow, **ends, "edge_id": UUID},
         {
             **bad_flow,
@@ -59,7 +63,7 @@ VERBS: dict[str, Verb] = {
             "expected_graph_revision": REVISION,
         },
     ),
-    "apply_dependency_to_child": Verb(
+    "apply_dependency_to_child": OperationCase(
         {**flow, **ends, "edge_id": UUID},
         {
             **bad_flow,
@@ -70,41 +74,51 @@ VERBS: dict[str, Verb] = {
             "graph_revision": REVISION,
         },
     ),
-    "set_edge_group_policy": Verb(
+    "set_edge_group_policy": OperationCase(
         {**flow, "downstream": MEMBERS[2], "policy": {"kind": "all_of"}},
         {**bad_flow, "downstream": ON_PARTITION, "policy": POLICY},
     ),
-    "set_flow_tag": Verb({**flow, "key": "a.b", "value": "v"}, {**bad_flow, "key": KEY, "value": [None, *A_TEXT]}),
-    "purge_flow": Verb(flow, bad_flow),
-    "get_flow_tag": Verb({**flow, "key": "a.b"}, {**bad_flow, "key": KEY}),
-    "resolve_dependency": Verb(
+    "set_flow_tag": OperationCase(
+        {**flow, "key": "a.b", "value": "v"}, {**bad_flow, "key": KEY, "value": [None, *A_TEXT]}
+    ),
+    "purge_flow": OperationCase(flow, bad_flow),
+    "get_flow_tag": OperationCase({**flow, "key": "a.b"}, {**bad_flow, "key": KEY}),
+    "resolve_dependency": OperationCase(
         {**flow, "edge_id": UUID, "downstream": MEMBERS[1], "outcome": "success"},
         {**bad_flow, "edge_id": FLOW_ID, "downstream": EXECUTION_ID, "outcome": [None, 5, "", "none", "completed"]},
     ),
-    "cascade_completion": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
-    "promote_blocked_to_eligible": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
-    "evaluate_flow_eligibility": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
-    "resolve_execution_flow_id": Verb({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
-    "cancel_flow": Verb(
+    "cascade_completion": OperationCase({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "promote_blocked_to_eligible": OperationCase({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "evaluate_flow_eligibility": OperationCase({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "resolve_execution_flow_id": OperationCase({"execution_id": MEMBERS[0]}, {"execution_id": EXECUTION_ID}),
+    "cancel_flow": OperationCase(
         flow, {**bad_flow, "policy": [None, 5, "", "all"], "reason": [None, *A_TEXT], "wait": [None, 5, "wait"]}
     ),
-    "cancel_flow_header": Verb(
+    "cancel_flow_header": OperationCase(
         flow, {**bad_flow, "policy": [None, 5, "all"], "reason": [None, *A_TEXT], "grace_ms": [*COUNT, 2**53]}
     ),
-    "ack_cancel_member": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
-    "drain_sibling_cancel_group": Verb({**flow, "downstream": MEMBERS[1]}, {**bad_flow, "downstream": EXECUTION_ID}),
-    "reconcile_sibling_cancel_group": Verb(
+    "ack_cancel_member": OperationCase(
+        {**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}
+    ),
+    "drain_sibling_cancel_group": OperationCase(
         {**flow, "downstream": MEMBERS[1]}, {**bad_flow, "downstream": EXECUTION_ID}
     ),
-    "describe_flow": Verb(flow, bad_flow),
-    "describe_edge": Verb({**flow, "edge_id": UUID}, {**bad_flow, "edge_id": FLOW_ID}),
-    "get_flow_summary": Verb(flow, bad_flow),
-    "project_flow_summary": Verb(flow, bad_flow),
-    "list_flow_members": Verb(flow, bad_flow),
-    "list_outgoing_edges": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
-    "list_incoming_edges": Verb({**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}),
-    "list_edges": Verb({**flow, "outgoing": MEMBERS[0]}, {**bad_flow, "outgoing": EXECUTION_ID}),
-    "list_flows": Verb(
+    "reconcile_sibling_cancel_group": OperationCase(
+        {**flow, "downstream": MEMBERS[1]}, {**bad_flow, "downstream": EXECUTION_ID}
+    ),
+    "describe_flow": OperationCase(flow, bad_flow),
+    "describe_edge": OperationCase({**flow, "edge_id": UUID}, {**bad_flow, "edge_id": FLOW_ID}),
+    "get_flow_summary": OperationCase(flow, bad_flow),
+    "project_flow_summary": OperationCase(flow, bad_flow),
+    "list_flow_members": OperationCase(flow, bad_flow),
+    "list_outgoing_edges": OperationCase(
+        {**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}
+    ),
+    "list_incoming_edges": OperationCase(
+        {**flow, "execution_id": MEMBERS[0]}, {**bad_flow, "execution_id": EXECUTION_ID}
+    ),
+    "list_edges": OperationCase({**flow, "outgoing": MEMBERS[0]}, {**bad_flow, "outgoing": EXECUTION_ID}),
+    "list_flows": OperationCase(
         {"partition": 1}, {"partition": [*COUNT, "x", "{b:1}", 65_536], "cursor": A_UUID, "limit": COUNT}
     ),
 }
@@ -123,31 +137,31 @@ async def engine(store: Store) -> Engine:
     return engine
 
 
-def test_every_verb_of_a_flow_is_tried() -> None:
+def test_every_flow_operation_is_in_the_table() -> None:
     changes = {name for name in vars(FlowOperations) if not name.startswith("_")}
     reads = {name for name in vars(ReadOperations) if "flow" in name or "edge" in name}
 
-    assert changes | reads == set(VERBS) - ELSEWHERE
+    assert changes | reads == set(OPERATIONS) - ELSEWHERE
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_every_wrong_argument_is_refused_and_nothing_is_written(engine: Engine, verb: str) -> None:
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_every_invalid_flow_argument_is_refused_and_nothing_is_written(engine: Engine, verb: str) -> None:
     before = await dump(engine.store)
-    for argument, values in VERBS[verb].bad.items():
+    for argument, values in OPERATIONS[verb].bad.items():
         for value in values:
             with pytest.raises(errors.FabricError) as caught:
-                await getattr(engine, verb)(**(VERBS[verb].good | {argument: value}))
+                await getattr(engine, verb)(**(OPERATIONS[verb].good | {argument: value}))
             assert caught.value.family == "validation", f"{argument}={value!r} gave {caught.value!r}"
             assert caught.value.detail or type(caught.value) is not errors.InvalidInput, "say what is wrong"
         assert await dump(engine.store) == before, f"{verb} wrote something for a wrong {argument}"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_the_same_call_with_good_arguments_is_not_refused_as_wrong(engine: Engine, verb: str) -> None:
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_the_same_flow_call_with_valid_arguments_is_not_refused_as_invalid(engine: Engine, verb: str) -> None:
     try:
-        await getattr(engine, verb)(**VERBS[verb].good)
+        await getattr(engine, verb)(**OPERATIONS[verb].good)
     except errors.InvalidDependency:
-        assert verb in ("apply_dependency_to_child", "resolve_dependency")  # no such edge was staged
+        assert verb in ("apply_dependency_to_child", "resolve_dependency")  # No such edge was staged.
     except errors.NotBlockedByDeps:
         assert verb == "promote_blocked_to_eligible"
     await engine.bulk_canceller.close()

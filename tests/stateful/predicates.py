@@ -1,4 +1,4 @@
-"""What makes sense for an execution as it is now."""
+"""Predicates for executions in a state in which an operation makes sense."""
 
 from __future__ import annotations
 

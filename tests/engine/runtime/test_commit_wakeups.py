@@ -1,4 +1,4 @@
-"""What a change has to tell goes to other processes with its commit, once."""
+"""A commit carries its wakeups to other processes, once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.conftest import Rival
 LANE = "mail"
 
 
-class Others(MemoryStore):
-    """The hints that other processes get: with commits, and otherwise."""
+class RecordingStore(MemoryStore):
+    """Records the wakeups that other processes receive, with commits and separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Others(MemoryStore):
         self.sent: list[frozenset[str]] = []
         self.is_losing = False
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
         done = await super().commit(changes)
         if self.is_losing:
             self.is_losing = False
             raise StoreUnavailable("lost", backend="memory", source=StoreFault.TRANSPORT, in_doubt=True)
-        self.carried.append(hint)
+        self.carried.append(topics)
         return done
 
     def notify(self, topics: frozenset[str]) -> None:
@@ -44,29 +44,29 @@ class Others(MemoryStore):
 
 
 @pytest.fixture
-async def told() -> AsyncIterator[tuple[Engine, Others]]:
-    others = Others()
+async def recording_store() -> AsyncIterator[tuple[Engine, RecordingStore]]:
+    others = RecordingStore()
     async with Engine(others) as engine:
         yield engine, others
 
 
-async def created(engine: Engine) -> str:
+async def create(engine: Engine) -> str:
     execution_id = engine.new_execution_id(LANE)
     await engine.create_execution(execution_id=execution_id, lane_id=LANE)
     return execution_id
 
 
-async def claimed(engine: Engine, max_wait_ms: int = 0) -> Claimed:
-    claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1", max_wait_ms=max_wait_ms)
-    assert claimed is not None
-    return claimed
+async def claim(engine: Engine, max_wait_ms: int = 0) -> Claimed:
+    claim = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1", max_wait_ms=max_wait_ms)
+    assert claim is not None
+    return claim
 
 
-async def test_a_commit_carries_all_that_there_is_to_tell(told: tuple[Engine, Others]) -> None:
-    engine, others = told
+async def test_a_commit_carries_all_pending_wakeups(recording_store: tuple[Engine, RecordingStore]) -> None:
+    engine, others = recording_store
 
-    name = await created(engine)
-    handle = (await claimed(engine)).handle
+    name = await create(engine)
+    handle = (await claim(engine)).handle
     await engine.append_frame(handle, b"{}")
     await engine.complete(handle)
     await asyncio.sleep(0)
@@ -77,20 +77,22 @@ async def test_a_commit_carries_all_that_there_is_to_tell(told: tuple[Engine, Ot
     assert ended >= {FEED_TOPIC, completion_topic(name), stream_topic(name)}
 
 
-async def test_what_was_claimed_is_told_with_its_end_and_not_again(told: tuple[Engine, Others]) -> None:
-    engine, others = told
-    await created(engine)
+async def test_the_wakeup_of_a_claimed_execution_is_sent_once_with_its_completion(
+    recording_store: tuple[Engine, RecordingStore],
+) -> None:
+    engine, others = recording_store
+    await create(engine)
 
-    await engine.complete((await claimed(engine)).handle)
-    await engine.close()  # nothing is left to be told
+    await engine.complete((await claim(engine)).handle)
+    await engine.close()  # No wakeup is left to be sent.
 
     assert engine.runtime.commit_queue.pending_topics == set()
     assert others.sent == []
 
 
-async def test_what_is_told_by_a_refused_commit_is_still_owed(told: tuple[Engine, Others]) -> None:
-    engine, _ = told
-    name = await created(engine)
+async def test_the_wakeups_of_a_refused_commit_stay_pending(recording_store: tuple[Engine, RecordingStore]) -> None:
+    engine, _ = recording_store
+    name = await create(engine)
     engine.runtime.notify({lane_topic(LANE)}, at_once=False)
 
     again = await engine.create_execution(execution_id=name, lane_id=LANE)
@@ -99,11 +101,13 @@ async def test_what_is_told_by_a_refused_commit_is_still_owed(told: tuple[Engine
     assert engine.runtime.commit_queue.pending_topics == {lane_topic(LANE)}
 
 
-async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tuple[Engine, Others]) -> None:
-    engine, others = told
+async def test_the_wakeup_of_a_change_whose_reply_was_lost_is_sent_when_the_change_is_found(
+    recording_store: tuple[Engine, RecordingStore],
+) -> None:
+    engine, others = recording_store
     others.is_losing = True
 
-    await created(engine)
+    await create(engine)
     await asyncio.sleep(0)
 
     assert others.carried == []
@@ -111,50 +115,50 @@ async def test_a_change_whose_answer_got_lost_is_told_when_it_is_found(told: tup
     assert engine.runtime.commit_queue.in_doubt_changes == set()
 
 
-async def test_changes_in_doubt_are_not_remembered_without_end(
-    told: tuple[Engine, Others], monkeypatch: pytest.MonkeyPatch
+async def test_the_memory_of_changes_with_unknown_outcome_is_bounded(
+    recording_store: tuple[Engine, RecordingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, others = told
+    engine, others = recording_store
     monkeypatch.setattr("flowfabric.engine.runtime.commit_queue.MAX_IN_DOUBT_CHANGES", 1)
-    engine.runtime.commit_queue.in_doubt_changes.add(-1)  # of one that never came to light
+    engine.runtime.commit_queue.in_doubt_changes.add(-1)  # The outcome of this one stayed unknown.
     others.is_losing = True
 
-    await created(engine)
+    await create(engine)
 
     assert engine.runtime.commit_queue.in_doubt_changes == {-1}
 
 
 @pytest.fixture
-async def two(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
-    """Two engines that listen on one database, and look only when told to."""
+async def two_engines(database: str, rival: Rival) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Two engines that listen on one database and act only on wakeups."""
     async with await open_engine(database) as one, await open_engine(database) as other:
         one.runtime.poll_interval_s = other.runtime.poll_interval_s = 60
         hints = [engine.runtime.wakeups.subscribe("up") for engine in (one, other)]
         async with asyncio.timeout(20):
-            while not all(hint.done() for hint in hints):
+            while not all(topics.done() for topics in hints):
                 await rival.fetch("select pg_notify('ff_wake', '[\"up\"]'), pg_sleep(0.005)")
         yield one, other
 
 
-async def test_a_claim_in_another_process_is_woken_by_the_commit_itself(
-    two: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+async def test_a_claim_in_another_process_is_woken_by_the_commit(
+    two_engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = two
+    one, other = two_engines
     rests = asyncio.Event()
 
-    async def waited(hint: asyncio.Future[None], timeout_s: float) -> bool:
+    async def waited(topics: asyncio.Future[None], timeout_s: float) -> bool:
         rests.set()
-        return await wakeups.wait_for_wakeup(hint, timeout_s)
+        return await wakeups.wait_for_wakeup(topics, timeout_s)
 
     assert isinstance(one.store, PostgresStore)
     monkeypatch.setattr(claimer, "wait_for_wakeup", waited)
     monkeypatch.setattr(one.store._notifier, "notify", lambda topics: None)
-    monkeypatch.setattr(notifier, "MIN_IDLE_S", 0)  # it comes to rest at once
+    monkeypatch.setattr(notifier, "MIN_IDLE_S", 0)  # The claim waits at once.
     monkeypatch.setattr(notifier, "MIN_IDLE_COMMITS", 0)
 
     async with asyncio.timeout(20):
-        claiming = asyncio.create_task(claimed(other, 60_000))
+        claiming = asyncio.create_task(claim(other, 60_000))
         await rests.wait()
-        name = await created(one)
+        name = await create(one)
 
         assert (await claiming).execution_id == name

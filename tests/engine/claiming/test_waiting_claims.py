@@ -1,4 +1,4 @@
-"""A claim that waits comes along with the change that has work for it, and is not woken twice for it."""
+"""A commit that enqueues work serves the waiting claims of its process, and does not wake them a second time."""
 
 from __future__ import annotations
 
@@ -17,58 +17,43 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Insert
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
-from tests.engine.losing import LosingStore, Loss
-from tests.stores.samples import change, execution
+from tests.engine.claiming.test_claim_after_completion import CountingStore
+from tests.engine.lossy_store import Loss, LossyStore
+from tests.stores.sample_rows import change, execution
 
 LANE = "mail"
 
 
-class Counting:
-    """Hands everything on to a store and counts the takes."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.takes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
-        self.takes += 1
-        return await self.store.claim_rows(take)
+@pytest.fixture
+async def counting_store(store: Store) -> CountingStore:
+    return CountingStore(store)
 
 
 @pytest.fixture
-async def counting(store: Store) -> Counting:
-    return Counting(store)
+def idle_claims(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[None]:
+    """A queue that receives an item whenever a claim has found nothing and begins to wait."""
+    idle_claims: asyncio.Queue[None] = asyncio.Queue()
+
+    async def recorded_wait(wakeup: asyncio.Future[None], timeout_s: float) -> bool:
+        idle_claims.put_nowait(None)
+        return await wakeups.wait_for_wakeup(wakeup, timeout_s)
+
+    monkeypatch.setattr(claimer, "wait_for_wakeup", recorded_wait)
+    monkeypatch.setattr(poller, "wait_for_wakeup", recorded_wait)
+    return idle_claims
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[None]:
-    """Tells each time a claim has found nothing and begins to wait."""
-    rests: asyncio.Queue[None] = asyncio.Queue()
-
-    async def waited(hint: asyncio.Future[None], timeout_s: float) -> bool:
-        rests.put_nowait(None)
-        return await wakeups.wait_for_wakeup(hint, timeout_s)
-
-    monkeypatch.setattr(claimer, "wait_for_wakeup", waited)
-    monkeypatch.setattr(poller, "wait_for_wakeup", waited)
-    return rests
+async def engine(counting_store: CountingStore) -> Engine:
+    return await warm_engine(counting_store)
 
 
-@pytest.fixture
-async def engine(counting: Counting) -> Engine:
-    return await begun(counting)
-
-
-async def begun(store: Any) -> Engine:
-    """An engine that has had work in the lane before."""
+async def warm_engine(store: Any) -> Engine:
+    """Return an engine that has had work in the lane before."""
     engine = Engine(store, minter=SeededMinter(7))
-    engine.runtime.poll_interval_s = 60  # nobody looks without a hint
-    await create(engine)  # so that the line is known
+    engine.runtime.poll_interval_s = 60  # Only a wakeup causes a claim.
+    await create(engine)  # Register the queue.
     claimed = await claim(engine)
     await engine.complete(claimed.handle)
     return engine
@@ -86,51 +71,51 @@ async def claim(engine: Engine) -> Claimed:
     return claimed
 
 
-async def at_rest(engine: Engine, rests: asyncio.Queue[None]) -> asyncio.Task[Claimed]:
-    """A claim that has found nothing and waits."""
+async def start_waiting_claim(engine: Engine, idle_claims: asyncio.Queue[None]) -> asyncio.Task[Claimed]:
+    """Start a claim, and return it once it has found nothing and waits."""
     waiting = asyncio.create_task(claim(engine))
-    await rests.get()
+    await idle_claims.get()
     return waiting
 
 
-async def test_a_waiting_claim_has_what_is_created_with_one_take(
-    engine: Engine, counting: Counting, rests: asyncio.Queue[None]
+async def test_a_waiting_claim_receives_a_created_execution_with_one_store_claim(
+    engine: Engine, counting_store: CountingStore, idle_claims: asyncio.Queue[None]
 ) -> None:
     for _ in range(5):
-        waiting = await at_rest(engine, rests)
-        before = counting.takes
+        waiting = await start_waiting_claim(engine, idle_claims)
+        before = counting_store.claims
         execution_id = await create(engine)
         claimed = await asyncio.wait_for(waiting, 20)
 
         assert claimed.execution_id == execution_id
-        assert counting.takes == before + 1
+        assert counting_store.claims == before + 1
         await engine.complete(claimed.handle)
     assert engine.runtime.commit_queue.notified_changes == set()
 
 
-async def test_a_worker_with_room_for_more_goes_back_to_rest_at_once(
-    engine: Engine, counting: Counting, rests: asyncio.Queue[None]
+async def test_a_worker_with_free_slots_waits_again_at_once(
+    engine: Engine, counting_store: CountingStore, idle_claims: asyncio.Queue[None]
 ) -> None:
     pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
     waiting = asyncio.create_task(pull.claim(10, max_wait_ms=60_000))
-    await rests.get()
+    await idle_claims.get()
     for _ in range(5):
-        before = counting.takes
+        before = counting_store.claims
         execution_id = await create(engine)
         [claimed] = await asyncio.wait_for(waiting, 20)
         waiting = asyncio.create_task(pull.claim(10, max_wait_ms=60_000))
-        await rests.get()
+        await idle_claims.get()
         await engine.complete(claimed.handle)
 
         assert claimed.execution_id == execution_id
-        assert counting.takes == before + 1
+        assert counting_store.claims == before + 1
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     pull.close()
 
 
-async def test_claims_that_find_nothing_wait_on(engine: Engine, rests: asyncio.Queue[None]) -> None:
-    waiting = [await at_rest(engine, rests) for _ in range(3)]
+async def test_claims_that_find_nothing_keep_waiting(engine: Engine, idle_claims: asyncio.Queue[None]) -> None:
+    waiting = [await start_waiting_claim(engine, idle_claims) for _ in range(3)]
     ids = [await create(engine) for _ in range(3)]
 
     claimed = await asyncio.wait_for(asyncio.gather(*waiting), 20)
@@ -151,33 +136,37 @@ async def fair(engine: Engine, key: str) -> str:
     return execution_id
 
 
-async def test_claims_that_read_before_they_take_hear_of_everything(engine: Engine, rests: asyncio.Queue[None]) -> None:
+async def test_claims_that_load_before_they_claim_are_woken_by_everything(
+    engine: Engine, idle_claims: asyncio.Queue[None]
+) -> None:
     for key in "ab":
         await fair(engine, key)
         await claim(engine)
 
     for key in ("a", "b", "a"):
-        waiting = await at_rest(engine, rests)
+        waiting = await start_waiting_claim(engine, idle_claims)
         execution_id = await fair(engine, key)
         assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
 
 
-async def test_claims_of_some_namespaces_hear_of_everything(engine: Engine, rests: asyncio.Queue[None]) -> None:
+async def test_claims_of_some_namespaces_are_woken_by_everything(
+    engine: Engine, idle_claims: asyncio.Queue[None]
+) -> None:
     for _ in range(3):
         waiting = asyncio.create_task(admitted(engine, namespaces=["ns"]))
-        await rests.get()
+        await idle_claims.get()
         execution_id = engine.new_execution_id(LANE)
         await engine.create_execution(execution_id=execution_id, lane_id=LANE, namespace="ns")
         assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
 
 
-async def test_work_behind_a_limit_is_heard_of(engine: Engine, rests: asyncio.Queue[None]) -> None:
+async def test_work_behind_a_limit_wakes_a_claim(engine: Engine, idle_claims: asyncio.Queue[None]) -> None:
     quota = "0b000000-0000-4000-8000-000000000002"
     await engine.create_quota_policy(quota, window_seconds=60, max_requests_per_window=1000, max_concurrent=10)
 
     for limited in (True, False, True, False):
         waiting = asyncio.create_task(admitted(engine))
-        await rests.get()
+        await idle_claims.get()
         execution_id = engine.new_execution_id(LANE)
         policy = {"quota_policy_id": quota} if limited else {}
         await engine.create_execution(execution_id=execution_id, lane_id=LANE, policy=policy)
@@ -185,10 +174,10 @@ async def test_work_behind_a_limit_is_heard_of(engine: Engine, rests: asyncio.Qu
 
 
 @pytest.mark.parametrize("spoil", ["refused", "unstorable", "given up"])
-async def test_nothing_stays_announced_that_was_not_written(
-    engine: Engine, rests: asyncio.Queue[None], clock: ManualClock, spoil: str
+async def test_no_notification_remains_for_a_change_that_was_not_written(
+    engine: Engine, idle_claims: asyncio.Queue[None], clock: ManualClock, spoil: str
 ) -> None:
-    waiting = await at_rest(engine, rests)
+    waiting = await start_waiting_claim(engine, idle_claims)
     [line] = await engine.queues.lane_queues(LANE)
 
     def step(name: str) -> Change:
@@ -214,8 +203,10 @@ async def test_nothing_stays_announced_that_was_not_written(
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_nothing_stays_announced_of_many_that_are_alike(engine: Engine, rests: asyncio.Queue[None]) -> None:
-    waiting = await at_rest(engine, rests)
+async def test_no_notification_remains_for_a_bulk_change_that_was_not_written(
+    engine: Engine, idle_claims: asyncio.Queue[None]
+) -> None:
+    waiting = await start_waiting_claim(engine, idle_claims)
     ask = CreateExecution(execution_id="", partition=0, namespace="n", lane_id=LANE, execution_kind="task")
     for _ in range(3):
         names = [engine.new_execution_id(LANE) for _ in range(7)]
@@ -225,22 +216,22 @@ async def test_nothing_stays_announced_of_many_that_are_alike(engine: Engine, re
     assert engine.runtime.commit_queue.notified_changes == set()
 
 
-async def test_a_claim_that_waits_has_asked_before_whoever_created_goes_on(
-    engine: Engine, counting: Counting, rests: asyncio.Queue[None]
+async def test_a_waiting_claim_calls_the_store_before_the_creator_continues(
+    engine: Engine, counting_store: CountingStore, idle_claims: asyncio.Queue[None]
 ) -> None:
-    waiting = await at_rest(engine, rests)
-    takes = counting.takes
+    waiting = await start_waiting_claim(engine, idle_claims)
+    takes = counting_store.claims
     created = await create(engine)
 
-    assert counting.takes == takes + 1
+    assert counting_store.claims == takes + 1
     assert (await waiting).execution_id == created
-    assert counting.takes == takes + 1, "and is not woken again"
+    assert counting_store.claims == takes + 1, "and is not woken again"
 
 
-async def test_work_beside_something_that_cannot_be_written_is_heard_of(
-    engine: Engine, rests: asyncio.Queue[None], monkeypatch: pytest.MonkeyPatch
+async def test_work_committed_beside_an_unstorable_change_wakes_a_claim(
+    engine: Engine, idle_claims: asyncio.Queue[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = await at_rest(engine, rests)
+    waiting = await start_waiting_claim(engine, idle_claims)
     add: Callable[[Change], Any] = engine.runtime.commit_queue.add
 
     def beside(one: Change) -> Any:
@@ -254,18 +245,18 @@ async def test_work_beside_something_that_cannot_be_written_is_heard_of(
 
 
 @pytest.mark.parametrize("loss", Loss)
-async def test_a_claim_has_its_work_once_whatever_got_lost_on_the_way(
-    store: Store, rests: asyncio.Queue[None], loss: Loss
+async def test_a_claim_receives_its_work_once_whatever_is_lost(
+    store: Store, idle_claims: asyncio.Queue[None], loss: Loss
 ) -> None:
-    losing = LosingStore(store)
-    engine = await begun(losing)
-    waiting = await at_rest(engine, rests)
+    lossy = LossyStore(store)
+    engine = await warm_engine(lossy)
+    waiting = await start_waiting_claim(engine, idle_claims)
 
-    losing.next_loss = loss
+    lossy.next_loss = loss
     execution_id = await create(engine)
     claimed = await asyncio.wait_for(waiting, 20)
 
-    assert losing.losses == 1
+    assert lossy.losses == 1
     assert claimed.execution_id == execution_id
     assert await engine.claim(LANE, worker_id="w", worker_instance_id="w-2") is None
     await engine.complete(claimed.handle, result=b"done")

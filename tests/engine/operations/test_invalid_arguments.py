@@ -1,4 +1,4 @@
-"""Whatever a caller hands in, only typed refusals come out, and nothing was written."""
+"""Operations answer invalid arguments with typed errors and write nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.port import Store
-from tests.engine.bad import VERBS, Stand, creation, handles
+from tests.engine.invalid_arguments import OPERATIONS, Placeholder, creation, handles
 from tests.scenarios.checked_store import dump
 
 FRESH = "{fp:86}:99999999-9999-4999-8999-999999999999"
 
 
 class World:
-    """An engine with one execution that is held and one that waits."""
+    """An engine with one claimed and one eligible execution."""
 
     def __init__(self, engine: Engine, held: Claimed, waiting: str) -> None:
         self.engine = engine
@@ -37,23 +37,23 @@ class World:
         ask = CreateExecution(
             execution_id=waiting, partition=86, namespace="default", lane_id="default", execution_kind="task"
         )
-        self._stands: dict[Stand, Any] = {
-            Stand.HELD: held.execution_id,
-            Stand.WAITING: waiting,
-            Stand.HANDLE: held.handle,
-            Stand.GRANT: ClaimGrant(waiting, "{fp:86}", "key", 1, "default"),
-            Stand.ASK: ask,
-            Stand.ASKS: [ask],
-            Stand.NO_HANDLES: handles(held, engine.store.tag),
+        self._stands: dict[Placeholder, Any] = {
+            Placeholder.HELD: held.execution_id,
+            Placeholder.WAITING: waiting,
+            Placeholder.HANDLE: held.handle,
+            Placeholder.GRANT: ClaimGrant(waiting, "{fp:86}", "key", 1, "default"),
+            Placeholder.ASK: ask,
+            Placeholder.ASKS: [ask],
+            Placeholder.NO_HANDLES: handles(held, engine.store.tag),
         }
 
-    def real(self, value: Any) -> Any:
-        """What a stand-in stands for; anything else is itself."""
-        return self._stands[value] if isinstance(value, Stand) else value
+    def resolve(self, value: Any) -> Any:
+        """Return the value that a placeholder stands for; return any other value as it is."""
+        return self._stands[value] if isinstance(value, Placeholder) else value
 
     async def call(self, verb: str, **changed: Any) -> Any:
-        """The verb with its good arguments, but for these."""
-        good = {name: self.real(value) for name, value in VERBS[verb].good.items()}
+        """Call the operation with its valid arguments, some of them replaced."""
+        good = {name: self.resolve(value) for name, value in OPERATIONS[verb].good.items()}
         return await getattr(self.engine, verb)(**(good | changed))
 
 
@@ -69,11 +69,11 @@ async def world(store: Store) -> World:
     return World(engine, held, waiting)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_every_wrong_argument_is_refused_by_name_and_nothing_is_written(world: World, verb: str) -> None:
-    for argument, values in VERBS[verb].bad.items():
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_every_invalid_argument_is_refused_by_name_and_nothing_is_written(world: World, verb: str) -> None:
+    for argument, values in OPERATIONS[verb].bad.items():
         before = await dump(world.engine.store)
-        for value in world.real(values):
+        for value in world.resolve(values):
             with pytest.raises(errors.FabricError) as caught:
                 await world.call(verb, **{argument: value})
             assert caught.value.family == "validation", f"{argument}={value!r} gave {caught.value!r}"
@@ -82,7 +82,7 @@ async def test_every_wrong_argument_is_refused_by_name_and_nothing_is_written(wo
 
 
 async def refusal(call: Awaitable[Any]) -> errors.FabricError | None:
-    """The typed error that a call ended with, if it did; any other error is let through."""
+    """Return the typed error that a call raised, if any; propagate any other error."""
     try:
         await call
     except errors.FabricError as refused:
@@ -102,7 +102,7 @@ GARBAGE = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-ARGUMENTS = [(verb, argument) for verb in VERBS for argument in {**VERBS[verb].good, **VERBS[verb].bad}]
+ARGUMENTS = [(verb, argument) for verb in OPERATIONS for argument in {**OPERATIONS[verb].good, **OPERATIONS[verb].bad}]
 
 on_one_store = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -111,25 +111,25 @@ on_one_store = settings(
 
 @on_one_store
 @given(where=st.sampled_from(ARGUMENTS), value=GARBAGE)
-async def test_garbage_is_answered_or_refused_and_never_a_surprise(
+async def test_random_values_are_answered_or_refused_with_a_typed_error(
     world: World, where: tuple[str, str], value: Any
 ) -> None:
     verb, argument = where
     if argument == "max_wait_ms" and isinstance(value, int):
-        value = min(value, 0)  # whoever asks for a long wait gets one
+        value = min(value, 0)  # A long wait is allowed.
     before = await dump(world.engine.store)
 
     refused = await refusal(world.call(verb, **{argument: value}))
 
     if refused is not None:
         assert refused.family not in ("bug", "transport")
-        if refused.family == "validation" and refused.kind != "capability_mismatch":  # that one is noted on the sheet
+        if refused.family == "validation" and refused.kind != "capability_mismatch":  # The rows record that one.
             assert await dump(world.engine.store) == before
 
 
 @on_one_store
 @given(place=st.integers(0, 500), byte=st.integers(0, 255), verb=st.sampled_from(["renew", "progress", "complete"]))
-async def test_a_handle_with_a_wrong_byte_is_refused_or_still_the_holder_s(
+async def test_a_handle_with_a_changed_byte_is_refused_or_still_valid(
     world: World, place: int, byte: int, verb: str
 ) -> None:
     data = bytearray(encode_handle(world.held.handle.fields, world.engine.store.tag))
@@ -143,7 +143,7 @@ async def test_a_handle_with_a_wrong_byte_is_refused_or_still_the_holder_s(
         assert await dump(world.engine.store) == before
 
 
-async def test_a_lease_renewed_for_too_long_or_no_time_by_its_handle_is_refused(world: World) -> None:
+async def test_a_renewal_by_handle_for_no_time_or_too_long_is_refused(world: World) -> None:
     fields = world.held.handle.fields
     for ttl in (0, 2**62, 2**64 - 1):
         data = encode_handle(msgspec.structs.replace(fields, lease_ttl_ms=ttl), world.engine.store.tag)
@@ -153,7 +153,7 @@ async def test_a_lease_renewed_for_too_long_or_no_time_by_its_handle_is_refused(
         assert await dump(world.engine.store) == before
 
 
-async def test_more_bytes_than_are_kept_are_refused(world: World) -> None:
+async def test_payloads_above_the_size_limit_are_refused(world: World) -> None:
     endless = bytes(MAX_PAYLOAD_BYTES + 1)
     before = await dump(world.engine.store)
 
@@ -165,7 +165,7 @@ async def test_more_bytes_than_are_kept_are_refused(world: World) -> None:
     assert await dump(world.engine.store) == before
 
 
-async def test_in_a_bulk_create_each_answer_stands_for_itself(world: World) -> None:
+async def test_each_answer_of_a_bulk_create_is_independent(world: World) -> None:
     def ask(number: int, **fields: Any) -> CreateExecution:
         e = f"{{fp:86}}:{number:08d}-1111-4111-8111-111111111111"
         known: dict[str, Any] = {
@@ -192,7 +192,7 @@ async def test_in_a_bulk_create_each_answer_stands_for_itself(world: World) -> N
     assert len((await dump(world.engine.store))["ff_exec_core"]) == 2 + len(good)
 
 
-async def test_among_renewals_each_answer_stands_for_itself(world: World) -> None:
+async def test_each_answer_of_renew_many_is_independent(world: World) -> None:
     bad = handles(world.held, world.engine.store.tag)
 
     *refused, renewed = await world.engine.renew_many([*bad, world.held.handle])
@@ -211,7 +211,7 @@ class Number(IntEnum):
     SEVEN = 7
 
 
-async def test_members_of_enums_are_kept_as_the_texts_and_numbers_they_are(world: World) -> None:
+async def test_enum_members_are_stored_as_their_text_or_number(world: World) -> None:
     engine = world.engine
     await engine.create_execution(
         execution_id=FRESH, priority=Number.SEVEN, namespace=Word.TIMEOUT, tags={Word.TAG: Word.TIMEOUT}
@@ -230,18 +230,18 @@ async def test_members_of_enums_are_kept_as_the_texts_and_numbers_they_are(world
 
 
 class Text(str):
-    """A text of a kind of its own, as members of enums and strings of some libraries are."""
+    """A subclass of str, as enum members and strings of some libraries are."""
 
 
 class Count(int):
-    """Likewise a number."""
+    """A subclass of int."""
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_texts_and_numbers_of_other_types_never_reach_a_store(world: World, verb: str) -> None:
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_subclasses_of_str_and_int_never_reach_a_store(world: World, verb: str) -> None:
     given: dict[str, Any] = {}
-    for name, value in VERBS[verb].good.items():
-        real = world.real(value)
+    for name, value in OPERATIONS[verb].good.items():
+        real = world.resolve(value)
         given[name] = Text(real) if type(real) is str else Count(real) if type(real) is int else real
 
     refused = await refusal(world.call(verb, **given))
@@ -250,7 +250,7 @@ async def test_texts_and_numbers_of_other_types_never_reach_a_store(world: World
     assert refused is None or plain is None or type(refused) is type(plain)
 
 
-async def test_a_lane_may_be_the_member_of_an_enum(world: World) -> None:
+async def test_a_lane_may_be_an_enum_member(world: World) -> None:
     engine = world.engine
     await engine.create_execution(execution_id=FRESH, lane_id=Word.TIMEOUT)
 
@@ -262,9 +262,7 @@ async def test_a_lane_may_be_the_member_of_an_enum(world: World) -> None:
 
 
 @pytest.mark.parametrize("number", [10**5000, -(10**5000)], ids=["many digits", "many digits below zero"])
-async def test_a_number_with_more_digits_than_can_be_printed_is_refused_like_any_other(
-    world: World, number: int
-) -> None:
+async def test_a_number_with_too_many_digits_to_print_is_refused_like_any_other(world: World, number: int) -> None:
     before = await dump(world.engine.store)
     for call in (
         world.call("create_execution", priority=number),
@@ -280,7 +278,7 @@ async def test_a_number_with_more_digits_than_can_be_printed_is_refused_like_any
     assert await dump(world.engine.store) == before
 
 
-async def test_ids_of_a_fence_may_be_spelled_in_upper_case(world: World) -> None:
+async def test_ids_of_a_fence_may_be_in_upper_case(world: World) -> None:
     held = world.held
     fence = Fence(held.lease_id.upper(), held.lease_epoch, held.attempt_id.upper())
 

@@ -1,4 +1,4 @@
-"""Four worker processes of which one is killed every second, and what must be true afterwards."""
+"""Four worker processes of which one is killed every second, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.chaos.control import Sample, samples, stretch_between
 from tests.postgres_install import ROOT
 
 WORKERS = 4
-SLOTS = 60  # more than the work needs: a takeover should wait for a lease, not for a slot
+SLOTS = 60  # More than the work needs: a takeover should wait for a lease, not for a slot.
 TTL_MS = 2000
-SCAN_MS = 1000  # within which a takeover follows the end of a lease on an idle machine
+SCAN_MS = 1000  # On an idle machine, a takeover follows the expiry of a lease within this time.
 STEP_S = 0.2
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
-class Crew:
-    """Workers that are replaced when they are killed; knows who was killed when."""
+class WorkerPool:
+    """Workers that are replaced when they are killed, and the time of each kill."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._command = [sys.executable, "-m", "flowfabric.cli", "worker", "tests.chaos.app:app", "--store", url]
@@ -41,14 +41,14 @@ class Crew:
         self._environ["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
         self._folder = folder
         self._log = (folder / "log").open("wb")
-        self._hands: list[subprocess.Popen[bytes]] = []
+        self._workers: list[subprocess.Popen[bytes]] = []
         self.control = folder / "control"
         self._control = subprocess.Popen([sys.executable, "-m", "tests.chaos.control", str(self.control)], cwd=ROOT)
         self.killed_at: dict[int, int] = {}
 
     def start(self) -> None:
-        """One more worker."""
-        self._hands.append(
+        """Start one more worker."""
+        self._workers.append(
             subprocess.Popen(
                 self._command,
                 cwd=ROOT,
@@ -60,41 +60,41 @@ class Crew:
         )
 
     def kill_one(self, chance: random.Random, at_work: int, now: int) -> bool:
-        """Kill a worker at the store's time `now` and start another; False while fewer than `at_work` are at work."""
+        """Kill a worker at the store's time `now` and start another; return False if fewer than `at_work` work."""
         busy = {trace.pid for trace in traces(self._folder / "traces")}
-        found = [hand for hand in self._hands if hand.pid in busy]
+        found = [worker for worker in self._workers if worker.pid in busy]
         if len(found) < at_work:
             return False
-        hand = chance.choice(found)
-        assert hand.poll() is None, "a worker ended by itself"
-        hand.kill()
-        self.killed_at[hand.pid] = now
-        hand.wait()
-        self._hands.remove(hand)
+        worker = chance.choice(found)
+        assert worker.poll() is None, "a worker ended by itself"
+        worker.kill()
+        self.killed_at[worker.pid] = now
+        worker.wait()
+        self._workers.remove(worker)
         self.start()
         return True
 
     def close(self) -> None:
-        """Send everybody home."""
-        for hand in self._hands:
-            hand.terminate()
-        for hand in self._hands:
-            hand.wait(PATIENCE_S)
+        """Stop all workers."""
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            worker.wait(TIMEOUT_S)
         self._control.kill()
         self._control.wait()
         self._log.close()
 
 
 @contextmanager
-def crew(url: str, folder: Path) -> Iterator[Crew]:
-    """Workers that are gone at the end, whatever happened."""
-    made = Crew(url, folder)
+def worker_pool(url: str, folder: Path) -> Iterator[WorkerPool]:
+    """Run workers and stop them at the end."""
+    pool = WorkerPool(url, folder)
     try:
         for _ in range(WORKERS):
-            made.start()
-        yield made
+            pool.start()
+        yield pool
     finally:
-        made.close()
+        pool.close()
 
 
 class Takeover(msgspec.Struct, frozen=True):
@@ -108,19 +108,19 @@ class Takeover(msgspec.Struct, frozen=True):
         return self.waited_ms > TTL_MS + SCAN_MS * self.stretch
 
 
-class Tale(msgspec.Struct, frozen=True):
-    """What happened, in numbers."""
+class Report(msgspec.Struct, frozen=True):
+    """The numbers of a run."""
 
     kills: int
-    reruns: int  # steps that had run when their worker was killed, and whose result was not kept yet
+    reruns: int  # steps that had run when their worker was killed, before their result was recorded
     takeovers: list[Takeover]
 
 
-async def survive(url: str, folder: Path, *, orders: int, kills: int, at_work: int, seed: int) -> Tale:
-    """Kill a worker every second, so often, wait until everything has ended, and check what came of it.
+async def run_with_kills(url: str, folder: Path, *, orders: int, kills: int, at_work: int, seed: int) -> Report:
+    """Kill a worker every second, `kills` times, wait until all runs have finished, and check the outcome.
 
-    At least so many orders come in as a stream, which goes on until all kills are done. Processes take their time to
-    start, and work can be taken over only by those who are there: nobody is killed while fewer than `at_work` are.
+    At least `orders` runs are submitted as a stream, which continues until all kills are done. Processes take time to
+    start, and only running ones can take work over: no worker is killed while fewer than `at_work` are working.
     """
     app, chance = killed_app.app, random.Random(seed)
     app.url = url
@@ -128,33 +128,33 @@ async def survive(url: str, folder: Path, *, orders: int, kills: int, at_work: i
         engine: Any = await app.engine()
         feed = await engine.subscribe_completion(FROM_THE_START)
         runs: list[Run[int]] = []
-        with crew(url, folder) as hands:
+        with worker_pool(url, folder) as pool:
             ended: Counter[str] = Counter()
-            began = kill_at = silent_since = time.monotonic()
-            while len(hands.killed_at) < kills or len(ended) < max(orders, len(runs)):
+            began = kill_at = last_event_at = time.monotonic()
+            while len(pool.killed_at) < kills or len(ended) < max(orders, len(runs)):
                 due = 1 + int((time.monotonic() - began) * orders / kills)
-                if due > len(runs) and (len(hands.killed_at) < kills or len(runs) < orders):
+                if due > len(runs) and (len(pool.killed_at) < kills or len(runs) < orders):
                     some = (killed_app.order.s(number, STEP_S) for number in range(len(runs), due))
                     runs += await killed_app.order.submit_many(some)
-                is_due = len(hands.killed_at) < kills and time.monotonic() >= kill_at
-                if is_due and hands.kill_one(chance, at_work, await engine.ping()):
+                is_due = len(pool.killed_at) < kills and time.monotonic() >= kill_at
+                if is_due and pool.kill_one(chance, at_work, await engine.ping()):
                     kill_at = time.monotonic() + 1
                 if (end := await feed.next(timeout_s=0.05)) is not None:
                     ended[end.execution_id] += 1
-                    silent_since = time.monotonic()
-                assert time.monotonic() - silent_since < PATIENCE_S, f"{len(runs) - len(ended)} did not end"
+                    last_event_at = time.monotonic()
+                assert time.monotonic() - last_event_at < TIMEOUT_S, f"{len(runs) - len(ended)} did not end"
         while (end := await feed.next(timeout_s=0)) is not None:
             ended[end.execution_id] += 1
         assert ended == {run.id: 1 for run in runs}
         assert [await run.result() for run in runs] == [number + len(STEPS) for number in range(len(runs))]
-        taken_over = await _takeovers(engine, [run.id for run in runs], hands.killed_at, samples(hands.control))
-        reruns = await _steps_stay_done(engine, [run.id for run in runs], folder)
-        return Tale(len(hands.killed_at), reruns, taken_over)
+        taken_over = await _takeovers(engine, [run.id for run in runs], pool.killed_at, samples(pool.control))
+        reruns = await _count_reruns(engine, [run.id for run in runs], folder)
+        return Report(len(pool.killed_at), reruns, taken_over)
 
 
-async def _steps_stay_done(engine: Engine, runs: list[str], folder: Path) -> int:
-    """Each step ran, and not again after its result was kept; how many ran again before."""
-    ran: dict[tuple[str, str], list[int]] = defaultdict(list)  # in which attempts
+async def _count_reruns(engine: Engine, runs: list[str], folder: Path) -> int:
+    """Check that each step ran and did not run again after its result was recorded; return the reruns before that."""
+    ran: dict[tuple[str, str], list[int]] = defaultdict(list)  # the attempts of each step
     for trace in traces(folder / "traces"):
         ran[trace.run, trace.step].append(trace.attempt)
     reruns = 0
@@ -173,7 +173,7 @@ async def _steps_stay_done(engine: Engine, runs: list[str], folder: Path) -> int
 async def _takeovers(
     engine: Engine, runs: list[str], killed_at: dict[int, int], control: list[Sample]
 ) -> list[Takeover]:
-    """How long work of killed workers waited; none was taken from a worker that lived."""
+    """Return how long the work of killed workers waited; check that no work was taken from a living one."""
     found = []
     for run in runs:
         attempts = await engine.attempt_history(run)

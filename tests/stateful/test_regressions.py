@@ -1,4 +1,4 @@
-"""What the machines found, each in the fewest steps that show it."""
+"""Regressions that the state machines found, each in the fewest steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
 
 @pytest.fixture
 async def engines(store: Store, clock: ManualClock) -> list[Engine]:
-    """Two processes, each of which knows the time only when it was told."""
+    """Two engines that estimate the time from their last reply."""
     return Player(store, clock).engines
 
 
@@ -42,7 +42,7 @@ async def test_a_lane_is_listed_from_its_first_create_on_even_a_delayed_one(
     assert (await engines[1].list_lanes()).lanes == ["later"]
 
 
-async def test_a_key_is_asked_for_even_by_a_create_that_will_not_be_remembered(engines: list[Engine]) -> None:
+async def test_a_key_is_checked_even_by_a_create_that_will_not_be_remembered(engines: list[Engine]) -> None:
     first = await create(engines[0], idempotency_key="k")
 
     again = await engines[1].create_execution(
@@ -51,7 +51,7 @@ async def test_a_key_is_asked_for_even_by_a_create_that_will_not_be_remembered(e
     assert again == Duplicate(first)
 
 
-async def test_what_was_granted_for_takeover_is_taken_over_in_its_turn_when_the_grant_has_lapsed(
+async def test_a_reclaimable_execution_is_claimed_in_its_turn_when_its_grant_has_expired(
     engines: list[Engine], clock: ManualClock
 ) -> None:
     engine = engines[0]
@@ -65,14 +65,14 @@ async def test_what_was_granted_for_takeover_is_taken_over_in_its_turn_when_the_
     await engine.revoke_lease(old)
     granted = await engine.issue_reclaim_grant(old, lane_id="default", **A, grant_ttl_ms=500)
     assert isinstance(granted, ReclaimGrant)
-    assert await claimed_id(engine) == middle  # the grant is respected
+    assert await claimed_id(engine) == middle  # The grant is respected.
 
     clock.advance_ms(500)
     assert await claimed_id(engine) == old
     assert await claimed_id(engine) == young
 
 
-async def test_a_claim_goes_on_past_work_that_was_taken_over_too_often(
+async def test_a_claim_continues_past_executions_at_their_reclaim_cap(
     engines: list[Engine], clock: ManualClock
 ) -> None:
     engine = engines[0]
@@ -86,7 +86,7 @@ async def test_a_claim_goes_on_past_work_that_was_taken_over_too_often(
         assert await engine.read_execution_state(execution_id) is PublicState.FAILED
 
 
-async def test_a_busy_claimer_hears_of_another_process_new_line_within_a_second(
+async def test_a_busy_claimer_learns_of_a_new_queue_of_another_process_within_a_second(
     engines: list[Engine], clock: ManualClock
 ) -> None:
     one, other = engines
@@ -100,7 +100,7 @@ async def test_a_busy_claimer_hears_of_another_process_new_line_within_a_second(
     assert await claimed_id(one, capabilities=("gpu",)) == urgent
 
 
-async def test_work_that_outlasts_its_first_lease_goes_on_as_long_as_it_is_renewed(
+async def test_work_that_outlasts_its_first_lease_continues_as_long_as_it_is_renewed(
     engines: list[Engine], clock: ManualClock
 ) -> None:
     engine, other = engines
@@ -110,7 +110,7 @@ async def test_work_that_outlasts_its_first_lease_goes_on_as_long_as_it_is_renew
     for number in range(5):
         clock.advance_ms(900)
         await (engine if number % 2 else other).renew(held.handle)
-        engine.estimate.update(clock.now + 500)  # it may be wrong about the time, and about who renewed
+        engine.estimate.update(clock.now + 500)  # It may be wrong about the time, and about who renewed.
         await engine.progress(held.handle, pct=20 * number)
         assert await claimed_id(other) is None
 
@@ -119,7 +119,7 @@ async def test_work_that_outlasts_its_first_lease_goes_on_as_long_as_it_is_renew
     assert (held.lease_epoch, await engine.read_total_attempt_count(execution_id)) == (1, 1)
 
 
-async def test_a_granted_crowd_does_not_hide_what_stands_behind_it(engines: list[Engine]) -> None:
+async def test_many_granted_rows_do_not_hide_the_rows_behind_them(engines: list[Engine]) -> None:
     engine = engines[0]
     await engine.seed_waitpoint_hmac_secret("k1", "0123456789abcdef" * 4)
     crowd = [await create(engine) for _ in range(40)]

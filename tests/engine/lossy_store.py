@@ -1,4 +1,4 @@
-"""A store that loses things on the way: the request, the answer, or for a while both."""
+"""A store that loses requests, replies, or both."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ A = TypeVar("A")
 
 
 class Loss(Enum):
-    """What becomes of the next write."""
+    """The fault that is injected into the next write."""
 
-    REQUEST = "the request is lost, and everybody knows"
-    DOUBT = "the request is lost, and nobody knows"
-    ANSWER = "it is written, and the answer is lost"
-    LATE = "it is written only after somebody has looked"
+    REQUEST = "the request is lost, and the caller knows"
+    DOUBT = "the request is lost, and the outcome is unknown"
+    ANSWER = "it is written, and the reply is lost"
+    LATE = "it is written only after the next read"
 
 
-class LosingStore:
-    """Hands everything on to a store, but for the next write, and for looks that find nobody at home."""
+class LossyStore:
+    """Delegates to a store, except that it can lose the next write or the next loads."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.next_loss: Loss | None = None
-        self.looks_lost = 0
+        self.loads_to_lose = 0
         self.after_loss: Callable[[], Awaitable[Any]] | None = None
         self.losses = 0
         self._late: Callable[[], Awaitable[Any]] | None = None
@@ -38,41 +38,41 @@ class LosingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
-        return None  # every look is a load
+    def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
+        return None  # Every read is a load.
 
-    async def load(self, wants: Sequence[Read]) -> Loaded:
-        if self.looks_lost:
-            self.looks_lost -= 1
+    async def load(self, reads: Sequence[Read]) -> Loaded:
+        if self.loads_to_lose:
+            self.loads_to_lose -= 1
             self.losses += 1
             raise _lost(in_doubt=False)
-        return await self._looking(self.store.load(wants))
+        return await self._after_read(self.store.load(reads))
 
     async def scan(self, scan: Scan) -> list[Any]:
-        return await self._looking(self.store.scan(scan))
+        return await self._after_read(self.store.scan(scan))
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
-        return await self._losing(lambda: self.store.commit(changes, hint))
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+        return await self._with_loss(lambda: self.store.commit(changes, topics))
 
     async def commit_and_claim(
-        self, changes: Sequence[Change], hint: frozenset[str], take: ClaimRequest
+        self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
-        return await self._losing(lambda: self.store.commit_and_claim(changes, hint, take))
+        return await self._with_loss(lambda: self.store.commit_and_claim(changes, topics, request))
 
-    async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
-        return await self._losing(lambda: self.store.claim_rows(take))
+    async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        return await self._with_loss(lambda: self.store.claim_rows(request))
 
     async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        return await self._losing(lambda: self.store.renew(leases))
+        return await self._with_loss(lambda: self.store.renew(leases))
 
-    async def _looking(self, look: Awaitable[A]) -> A:
-        seen = await look
+    async def _after_read(self, read: Awaitable[A]) -> A:
+        loaded = await read
         if self._late is not None:
             late, self._late = self._late, None
             await late()
-        return seen
+        return loaded
 
-    async def _losing(self, write: Callable[[], Awaitable[A]]) -> A:
+    async def _with_loss(self, write: Callable[[], Awaitable[A]]) -> A:
         loss, self.next_loss = self.next_loss, None
         if loss is None:
             return await write()

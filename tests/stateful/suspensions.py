@@ -1,8 +1,8 @@
-"""Lives that wait: suspends, gates, messages, signals and streams as moves, beside all the others.
+"""Suspension operations: suspends, gates, messages, signals and streams as moves, beside all the others.
 
-Signals are sent early, late, twice and in any order; keys rotate in the middle of a wait; time lands just before, on
-and just after what ends it. Tokens, waitpoints and whole signals that were used up stay in play. What may never happen
-is asked here in plain words, without a look at the rules.
+Signals are sent early, late, twice and in any order; keys rotate during a wait; the clock advances to just before, at
+and just after deadlines. Used tokens, waitpoints and signals stay in use. Invariants are checked here without reference
+to the rules.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, 
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery, SignalArgs
 from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
-from tests.stateful.lives import Lives
-from tests.stateful.senses import is_active
-from tests.stateful.table import move
+from tests.stateful.operations import Lives
+from tests.stateful.predicates import is_active
+from tests.stateful.state_machine import move
 
 NAMES = ("go", "go", "ok", "stop")
 SOURCES = ("ana", "ana", "bo")
@@ -58,25 +58,25 @@ FRAMES = (
 
 
 class Waiting(Lives):
-    """Every verb of waiting work."""
+    """Every suspension operation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[tuple[str, str]] = []  # executions and their waitpoints, open or closed
         self.tokens: dict[str, str] = {}
         self.sent: list[SignalArgs] = []
-        self.accepted: dict[str, int] = {}  # how many signals each waitpoint took
+        self.accepted: dict[str, int] = {}  # how many signals each waitpoint accepted
         self.remembered: dict[tuple[str, str], tuple[str, int]] = {}
 
     def place(self, number: int, wanted: str = "open") -> tuple[str, str]:
-        """A waitpoint, most often one that is open; else one that closed long ago."""
+        """Return a waitpoint, most often an open one; otherwise one that closed long ago."""
         states = self.run(self._states()) if number < 7 else {}
         fit = [place for place in self.places if states.get(place[1]) in (wanted, "pending")]
         choice = fit or self.places
         return choice[-1 - number % len(choice)]
 
     async def _states(self) -> dict[str, str]:
-        """Which waitpoints are pending, open or closed, told from the rows alone."""
+        """Return which waitpoints are pending, open or closed, from the rows alone."""
         store, now = self.players[0].store, self.clock.now
         roots = {root.execution_id: root for root in await scan_all(store, Suspension)}
         found = {}
@@ -96,7 +96,7 @@ class Waiting(Lives):
         return found
 
     async def _gates(self, execution_id: str) -> dict[str, Any]:
-        """The open gates of an execution, told from the rows alone."""
+        """Return the open gates of an execution, from the rows alone."""
         roots = await scan_all(self.players[0].store, Suspension)
         texts = (root.gates for root in roots if root.execution_id == execution_id)
         found: dict[str, Any] = msgspec.json.decode(next(texts, None) or "{}")
@@ -104,13 +104,13 @@ class Waiting(Lives):
 
     @move(weight=12, lane=some.lanes, worker=some.workers)
     def keep_busy(self, lane: str, worker: str) -> None:
-        """A worker takes what there is, or something new, and means to keep it for a while."""
+        """Let a worker claim existing or new work and keep it for a while."""
         order = {"lane_id": lane, "lease_ttl_ms": 30_000, **self.who(worker)}
         if self.do("claim", capabilities=("gpu", "cuda"), **order) is None:
             self.do("create_execution", execution_id=self.new_id(lane), lane_id=lane)
             self.do("claim", **order)
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
+    # -- suspending ---------------------------------------------------------------------------------------------------
 
     @move(
         weight=14,
@@ -169,16 +169,16 @@ class Waiting(Lives):
             self.accepted[waitpoint_id] = 0
         self.tokens[waitpoint_id] = token.reveal()
 
-    # -- the waits of a function --------------------------------------------------------------------------------------
+    # -- waits of a durable function ----------------------------------------------------------------------------------
 
     @move(weight=6, pick=some.picks, name=("g", "g", "h"), keys=(("k",), ("k", "l")), length=(None, None, 500, 5000))
     def open_a_gate(self, pick: int, name: str, keys: tuple[str, ...], length: int | None) -> None:
-        """Links are derived from where they stand, so that the next life of an execution asks at the same places."""
+        """Open a gate; links are derived from their position, so that the next life asks there again."""
         if not self.held:
             return
         held = self.handle(pick)
         e, before = held.fields.execution_id, self.run(self._states())
-        was_open = name in self.run(self._gates(e))  # then its links may be closed one by one, and nothing begins anew
+        was_open = name in self.run(self._gates(e))  # Its links may be closed one by one, and nothing starts anew.
         args = GateArgs(
             name=name,
             kind=GateKind.SIGNALS,
@@ -188,14 +188,14 @@ class Waiting(Lives):
         )
         for link in getattr(self.do("open_gate", handle=held, args=args), "links", ()):
             if not was_open and before.get(link.waitpoint_id) == "closed" and link.waitpoint_id in self.accepted:
-                self.accepted[link.waitpoint_id] = 0  # it begins anew, and knows nothing of before
+                self.accepted[link.waitpoint_id] = 0  # It starts anew without its former state.
                 for key in [key for key in self.remembered if key[0] == link.waitpoint_id]:
                     del self.remembered[key]
             self._keep(e, link.waitpoint_id, link.token)
 
     @move(weight=3, lane=some.lanes, worker=some.workers, lives=(1, 2), votes=(0, 1, 2))
     def ask_and_park(self, lane: str, worker: str, lives: int, votes: int) -> None:
-        """A function asks people and waits for them, perhaps again in a life after one that ended well."""
+        """Ask people and park, perhaps again in a life after one that succeeded."""
         e = self.new_id(lane)
         self.do("create_execution", execution_id=e, lane_id=lane)
         for life in range(lives):
@@ -280,7 +280,7 @@ class Waiting(Lives):
 
     @move(weight=3, pick=some.picks, seat=some.seats)
     def signal_again(self, pick: int, seat: int) -> None:
-        """The very same signal, as after a lost answer, perhaps long after."""
+        """Repeat a signal exactly, as after a lost reply, perhaps much later."""
         if self.sent:
             self._deliver(self.sent[-1 - pick % len(self.sent)], seat)
 
@@ -328,7 +328,7 @@ class Waiting(Lives):
 
     @move(weight=4, pick=some.picks, around=some.around, name=("suspension_timeout", "pending_wp_expiry"))
     def let_a_wait_end(self, pick: int, around: int, name: str) -> None:
-        """Land near the end of some wait, or of a key, and let the sweep come by."""
+        """Advance the clock to the end of some wait or key, and run the sweep."""
         store = self.players[0].store
         ends = [row.timeout_at for row in self.run(scan_all(store, Suspension)) if row.closed_at is None]
         ends += [row.pending_until for row in self.run(scan_all(store, Waitpoint))]
@@ -361,16 +361,16 @@ class Waiting(Lives):
         for _, waitpoint_id in self.places[-2:]:
             self.do("read_waitpoint_token", partition=86, waitpoint_id=waitpoint_id)
 
-    # -- what may never be --------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def make(self, made: Any) -> None:
         super().make(made)
         self.run(self.look())
 
     async def look(self) -> None:
-        """What is true of every wait at every moment."""
+        """Check what is true of every suspension at every moment."""
         store = self.players[0].store
-        rows = {row.execution_id: row for row in await self.players[0].sheets()}
+        rows = {row.execution_id: row for row in await self.players[0].execution_rows()}
         roots = {root.execution_id: root for root in await scan_all(store, Suspension)}
         ended = {(memo.execution_id, memo.gate) for memo in await scan_all(store, GateMemo)}
         for execution_id, row in rows.items():
@@ -397,7 +397,7 @@ class Waiting(Lives):
 
 
 def satisfied(root: Suspension) -> bool:
-    """Whether what has been counted meets the condition, told a second time over the stored form."""
+    """Return True if the counted signals satisfy the condition, computed a second time over the stored form."""
     progress: dict[str, list[str]] = msgspec.json.decode(root.progress or "{}")
     return _met(msgspec.json.decode(root.resume_condition or '"OperatorOnly"'), progress, "<root>")
 

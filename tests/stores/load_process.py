@@ -1,6 +1,6 @@
-"""One of several processes that work on one file at once: `python -m tests.stores.hammer FILE NAME SECONDS`.
+"""One of several processes that write to one file: `python -m tests.stores.load_process FILE NAME SECONDS`.
 
-It submits, claims and finishes as fast as it can and prints what it did as JSON.
+It submits, claims and completes as fast as it can and prints what it did as JSON.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseRequirement,
 from flowfabric.model.execution import Execution, Result
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.sqlite import SQLiteStore
-from tests.stores.samples import a_take, change, event, payload, waiting
+from tests.stores.sample_rows import change, claim_request, event, payload, queued
 
 BATCH = 20
 
 
-async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
+async def run(path: str, name: str, seconds: float) -> dict[str, Any]:
     store = SQLiteStore(path)
     await store.open(migrate=True)
     print("ready", flush=True)
     sys.stdin.readline()
-    taken: list[str] = []
+    claimed: list[str] = []
     rounds, longest, began = 0, 0.0, time.monotonic()
     while time.monotonic() - began < seconds:
         at = time.monotonic()
         names = [f"{name}-{rounds}-{number}" for number in range(BATCH)]
-        await store.commit([change(Insert(waiting(one)), Insert(payload(one))) for one in names])
-        rows = [row for row, _ in (await store.claim_rows(a_take(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows]
-        taken += [row.execution_id for row in rows]
+        await store.commit([change(Insert(queued(one)), Insert(payload(one))) for one in names])
+        rows = [
+            row for row, _ in (await store.claim_rows(claim_request(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows
+        ]
+        claimed += [row.execution_id for row in rows]
         await store.renew(
             [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
         )
@@ -58,8 +60,8 @@ async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
         rounds += 1
         longest = max(longest, time.monotonic() - at)
     await store.close()
-    return {"rounds": rounds, "taken": taken, "longest": longest}
+    return {"rounds": rounds, "claimed": claimed, "longest": longest}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(hammer(sys.argv[1], sys.argv[2], float(sys.argv[3])))))
+    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], float(sys.argv[3])))))

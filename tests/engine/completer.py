@@ -1,6 +1,7 @@
-"""One of several processes that finish parents of one join: `python -m tests.engine.finisher URL LANE COUNT [TTL_MS]`.
+"""One of several processes that complete the parents of one join: `python -m tests.engine.completer URL LANE COUNT
+[TTL_MS]`.
 
-It claims, says "ready", waits for a line, completes everything it holds together, and says what it counted as JSON.
+It claims, prints "ready", waits for a line, completes all claimed executions concurrently, and prints a count as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from flowfabric.connector import open_engine
 
 
-async def finish(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]:
+async def complete_parents(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]:
     async with await open_engine(url, migrate=False) as engine:
         held = await engine.claim_many(lane, count, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=ttl_ms)
         print("ready", flush=True)
@@ -24,4 +25,8 @@ async def finish(url: str, lane: str, count: int, ttl_ms: int) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(finish(sys.argv[1], sys.argv[2], int(sys.argv[3]), int((*sys.argv, "60000")[4])))))
+    print(
+        json.dumps(
+            asyncio.run(complete_parents(sys.argv[1], sys.argv[2], int(sys.argv[3]), int((*sys.argv, "60000")[4])))
+        )
+    )

@@ -1,6 +1,6 @@
-"""A process whose wall clock is wrong: commands come as lines of JSON, and so do the answers.
+"""A process whose wall clock is wrong: it reads commands and prints answers as lines of JSON.
 
-python -m tests.stores.shifted FILE SHIFT_MS NAME
+python -m tests.stores.shifted_clock_process FILE SHIFT_MS NAME
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One execution as the specification tells it: an object with a few moves, written without a look at the rules.
+"""One execution as the specification defines it, written without reference to the rules.
 
-Everything is a plain value that a move sets by hand, in the words of execution.md. Only the public state is derived.
+Every field is a plain value that an operation sets, in the terms of execution.md. Only the public state is derived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ DAY = 24 * 60 * 60 * 1000
 
 
 class Refused(Exception):
-    """The specification says no, with this kind and these facts."""
+    """A refusal of the specification with its kind and facts."""
 
     def __init__(self, kind: str, **facts: Any) -> None:
         super().__init__(kind)
@@ -20,7 +20,7 @@ class Refused(Exception):
 
 
 class Life:
-    """An execution, its attempts, its leases and what was told of it."""
+    """An execution with its attempts, leases and events."""
 
     def __init__(self, execution_id: str, now: int, asked: dict[str, Any]) -> None:
         self.execution_id = execution_id
@@ -39,13 +39,13 @@ class Life:
         self.history: list[tuple[Any, ...]] = []  # event, time, epoch, reason, and by whom a lease was ended
         self.result: bytes | None = None
         self.epoch = self.retries = self.replays = self.reclaims = 0
-        self.lease: dict[str, Any] | None = None  # while somebody holds it, and after it expired or was revoked
+        self.lease: dict[str, Any] | None = None  # while it is leased, and after it expired or was revoked
         self.attempt_id: str | None = None
         self.current_lane = self.lane
         self.pending: dict[str, Any] = {}
         self.grant: dict[str, Any] | None = None
         self.timeout_at: int | None = None  # armed for the running attempt
-        self.armed_for: int | None = None  # with so much time
+        self.armed_for: int | None = None  # its duration
         self.time_left: int | None = None  # kept while an attempt is interrupted
         self.facts: dict[str, Any] = {}  # started_at, completed_at, failure_reason, progress and the like, once set
         timeouts = self.policy.get("timeout_policy", {})
@@ -59,7 +59,7 @@ class Life:
             self.eligibility, self.reason = "not_eligible_until_time", "waiting_for_delay"
             self.detail = f"delayed until {delay}"
 
-    # -- what can be asked ------------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def public(self) -> str:
@@ -79,13 +79,13 @@ class Life:
         return set(self.policy.get("routing_requirements", {}).get("required_capabilities", ()))
 
     @property
-    def place(self) -> tuple[int, str]:
-        """Its place in the order of claims: priority, then age, then id."""
+    def position(self) -> tuple[int, str]:
+        """Return its position in the order of claims: priority, then age, then id."""
         return self.created - self.priority * (self.policy.get("ageing") or 10**12), self.execution_id
 
     @property
     def attempt(self) -> dict[str, Any] | None:
-        """The attempt that has not ended."""
+        """Return the attempt that has not finished."""
         last = self.attempts[-1] if self.attempts else None
         return last if last and last["state"] in ("started", "suspended") else None
 
@@ -93,7 +93,7 @@ class Life:
         return self.grant is not None and now < self.grant["expires"]
 
     def has_lapsed(self, now: int) -> bool:
-        """Leased in name only: its end has come and nobody has noticed."""
+        """Return True if its lease has expired and was not marked yet."""
         return self.owner == "leased" and self.lease is not None and self.lease["expires"] <= now
 
     def is_interrupted(self) -> bool:
@@ -109,7 +109,7 @@ class Life:
         )
 
     def core(self) -> dict[str, Any]:
-        """The core record, without what is unset."""
+        """Return the core record, without unset fields."""
         owned = self.lease if self.owner != "unowned" else None
         lasts = owned and self.owner != "lease_revoked"
         fields = {
@@ -154,10 +154,10 @@ class Life:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
-    # -- moves ------------------------------------------------------------------------------------------------------
+    # -- transitions ------------------------------------------------------------------------------------------------
 
     def vector(self, now: int, **dimensions: str) -> None:
-        """Move the state vector."""
+        """Change the state vector."""
         for name, value in dimensions.items():
             setattr(self, name, value)
         self.transition = self.mutation = now
@@ -168,7 +168,7 @@ class Life:
         self.vector(now, phase="runnable", eligibility="eligible_now", reason="waiting_for_worker")
 
     def acquire(self, now: int, holder: dict[str, Any], ids: dict[str, Any], event: str, why: str | None) -> None:
-        """Take the lease: epoch + 1, markers and grant gone."""
+        """Acquire the lease: increment the epoch, clear markers and grant."""
         self.epoch += 1
         self.grant = None
         self.current_lane = holder["lane"] or self.lane
@@ -193,7 +193,7 @@ class Life:
         self.history.append((event, now, self.epoch, why, None))
 
     def begin(self, now: int, holder: dict[str, Any], ids: dict[str, Any], kind: str, timeout: int | None) -> None:
-        """A new attempt under the lease just taken."""
+        """Start a new attempt under the lease just acquired."""
         lineage: dict[str, Any] = {}
         last = len(self.attempts) - 1 if self.attempts else None
         if kind == "retry":
@@ -215,7 +215,7 @@ class Life:
         self._bear(now, timeout)
 
     def resume(self, now: int, timeout: int | None) -> None:
-        """The interrupted attempt under the lease just taken."""
+        """Resume the interrupted attempt under the lease just acquired."""
         attempt = self.attempts[-1]
         attempt.update(state="started", resumed_at=now, suspended_at=None, suspension_id=None)
         self._bear(now, self.time_left if timeout is None else timeout)
@@ -233,7 +233,7 @@ class Life:
         self.time_left = None
 
     def whole_timeout(self) -> int | None:
-        """What the attempt began with; of one that was resumed, what its policy says, or else what it had left."""
+        """Return the initial timeout of the attempt; of a resumed one, that of its policy or the remaining time."""
         was_resumed = "resumed_at" in self.attempts[-1]
         if self.armed_for is None or (was_resumed and self.own_timeout() is not None):
             return self.own_timeout()
@@ -248,7 +248,7 @@ class Life:
             self.attempt.update(ended_at=now, failure_reason=reason, failure_category=category, state=state)
 
     def release(self, now: int, why: str, by: str = "backend") -> None:
-        """Give the lease up, whatever has become of it."""
+        """Release the lease in any state."""
         self.history.append(("released", now, self.epoch, why, by))
         self.lease, self.owner = None, "unowned"
         self.timeout_at = None
@@ -266,7 +266,7 @@ class Life:
         self.history.append(("expired", now, self.epoch, None, None))
 
     def park(self, now: int, suspension: str) -> None:
-        """Interrupt the attempt; what is left of its time is kept."""
+        """Interrupt the attempt and keep its remaining time."""
         self.time_left = None if self.timeout_at is None else max(1, self.timeout_at - now)
         assert self.attempt is not None
         self.attempt.update(state="suspended", suspended_at=now, suspension_id=suspension)
@@ -284,7 +284,7 @@ class Life:
         reason: str | None = None,
         category: str | None = None,
     ) -> None:
-        """Become terminal, whatever it was doing."""
+        """Become terminal from any state."""
         self.end_attempt(now, attempt, reason, category)
         if self.phase == "active":
             self.release(now, why, by)

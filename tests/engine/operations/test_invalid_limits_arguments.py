@@ -1,4 +1,4 @@
-"""Whatever a caller hands to budgets, quotas, workers or the scheduler: typed refusals come out, nothing is written."""
+"""Operations on budgets, quotas, workers and the scheduler answer invalid arguments with typed errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flowfabric.handles import Handle, HandleKind
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.stores.port import Store
-from tests.engine.bad import FILTER
-from tests.engine.bad import VERBS as OTHER_VERBS
+from tests.engine.invalid_arguments import FILTER
+from tests.engine.invalid_arguments import OPERATIONS as OTHER_OPERATIONS
 from tests.scenarios.checked_store import dump
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -33,7 +33,7 @@ TOKENS: list[Any] = [None, 7, "ab", [""], ["a,b"], ["a b"], [7], ["x" * 4097]]
 WORKER = {"worker_id": "w", "worker_instance_id": "w-1"}
 
 Table = dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]
-VERBS: Table = {
+OPERATIONS: Table = {
     "create_budget": (
         {"budget_id": R, "dimensions": ["a"], "hard_limits": [1], "soft_limits": [1]},
         {
@@ -183,7 +183,7 @@ VERBS: Table = {
 
 @pytest.fixture
 async def held(store: Store) -> tuple[Engine, Claimed]:
-    """An engine, and one execution that is held; a budget and a policy are there."""
+    """An engine with one claimed execution, a budget and a quota policy."""
     engine = Engine(store, minter=SeededMinter(1))
     await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
     await engine.create_budget(B, dimensions=["a"], hard_limits=[10], soft_limits=[5])
@@ -193,8 +193,8 @@ async def held(store: Store) -> tuple[Engine, Claimed]:
     return engine, claimed
 
 
-def real(value: Any, engine: Engine, claimed: Claimed) -> Any:
-    """What a stand-in stands for."""
+def resolve(value: Any, engine: Engine, claimed: Claimed) -> Any:
+    """Return the value that a placeholder stands for."""
     if not isinstance(value, str):
         return value
     foreign = next(tag for tag in type(engine.store.tag) if tag is not engine.store.tag)
@@ -206,25 +206,31 @@ def real(value: Any, engine: Engine, claimed: Claimed) -> Any:
     return stands.get(value, value)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_a_wrong_argument_is_refused_and_nothing_is_written(held: tuple[Engine, Claimed], verb: str) -> None:
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_every_invalid_limits_argument_is_refused_and_nothing_is_written(
+    held: tuple[Engine, Claimed], verb: str
+) -> None:
     engine, claimed = held
-    good, bad = VERBS[verb]
-    arguments = {name: real(value, engine, claimed) for name, value in good.items()}
+    good, bad = OPERATIONS[verb]
+    arguments = {name: resolve(value, engine, claimed) for name, value in good.items()}
     before = await dump(engine.store)
     for name, values in bad.items():
         for value in values:
             with pytest.raises(errors.FabricError) as caught:
-                await getattr(engine, verb)(**{**arguments, name: real(value, engine, claimed)})
+                await getattr(engine, verb)(**{**arguments, name: resolve(value, engine, claimed)})
             assert caught.value.family == "validation", f"{name}={value!r} gave {caught.value!r}"
             assert caught.value.detail, "say what is wrong"
     assert await dump(engine.store) == before
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_the_good_arguments_are_good(held: tuple[Engine, Claimed], verb: str) -> None:
+@pytest.mark.parametrize("verb", OPERATIONS)
+async def test_the_same_limits_call_with_valid_arguments_is_not_refused_as_invalid(
+    held: tuple[Engine, Claimed], verb: str
+) -> None:
     engine, claimed = held
-    await getattr(engine, verb)(**{name: real(value, engine, claimed) for name, value in VERBS[verb][0].items()})
+    await getattr(engine, verb)(
+        **{name: resolve(value, engine, claimed) for name, value in OPERATIONS[verb][0].items()}
+    )
 
 
 GROUPS = ("executions", "leases", "claims", "limits", "reads", "admin")
@@ -239,9 +245,9 @@ TRIED_ELSEWHERE = {
 }
 
 
-def test_every_operation_of_these_groups_is_tried() -> None:
+def test_every_operation_of_these_groups_is_in_a_table() -> None:
     groups = [f"flowfabric.engine.operations.{name}" for name in GROUPS]
     homes = [cls for cls in Engine.__mro__ if cls.__module__ in groups]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 
-    assert found - WITHOUT_ARGUMENTS - TRIED_ELSEWHERE - set(VERBS) - set(OTHER_VERBS) == set()
+    assert found - WITHOUT_ARGUMENTS - TRIED_ELSEWHERE - set(OPERATIONS) - set(OTHER_OPERATIONS) == set()

@@ -1,7 +1,7 @@
-"""The lives that executions lead here: every verb of an engine as a move, with sound and unsound arguments.
+"""The operations that executions go through: every engine operation with valid and invalid arguments.
 
-Time stands still until a move lets it pass, most often onto, just before or just after an instant at which something
-ends. Leases, handles and grants that ended stay in play.
+The clock stands still until an operation advances it, most often to just before, at or just after a deadline. Leases,
+handles and grants that ended stay in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
 from tests.stateful.players import Held
-from tests.stateful.senses import (
+from tests.stateful.predicates import (
     is_abandoned,
     is_active,
     is_blocked,
@@ -26,7 +26,7 @@ from tests.stateful.senses import (
     is_resumable,
     is_waiting,
 )
-from tests.stateful.table import Table, move
+from tests.stateful.state_machine import Table, move
 
 INSTANTS = (
     "lease_expires_at",
@@ -39,9 +39,9 @@ INSTANTS = (
 
 
 class Lives(Table):
-    """Every verb that changes something."""
+    """Every operation that writes."""
 
-    # -- beginnings ---------------------------------------------------------------------------------------------------
+    # -- creation -----------------------------------------------------------------------------------------------------
 
     @move(weight=0, seeded=(True, True, True, False), one=some.policies, other=some.policies)
     def begin(self, seeded: bool, one: Any, other: Any) -> None:
@@ -242,7 +242,7 @@ class Lives(Table):
             max_reclaim_count=cap,
         )
 
-    # -- the holder ---------------------------------------------------------------------------------------------------
+    # -- the lease holder ---------------------------------------------------------------------------------------------
 
     @move(weight=2, pick=some.picks, ttl=(None, None, 1, 100, 60_000), seat=some.seats)
     def renew(self, pick: int, ttl: int | None, seat: int) -> None:
@@ -324,7 +324,7 @@ class Lives(Table):
 
     @move(weight=10, lane=some.lanes, worker=some.workers, verb=some.holders_verbs, category=some.categories)
     def work(self, lane: str, worker: str, verb: str, category: str) -> None:
-        """What most lives consist of: claim, and do something about it; what is due is promoted before."""
+        """Promote what is due, claim, and act on the claim: the most frequent sequence."""
         self.do("sweep_once", name="delayed_promoter")
         offer = ("cuda", "gpu")
         if self.do("claim", lane_id=lane, **self.who(worker), capabilities=offer, lease_ttl_ms=30_000):
@@ -345,8 +345,8 @@ class Lives(Table):
         belief=(None, None, -60_000, 60_000),
         seat=some.seats,
     )
-    def act_at_the_end(self, pick: int, verb: str, offset: int | None, belief: int | None, seat: int) -> None:
-        """Use a lease around its very end, or in an error about the time."""
+    def act_at_expiry(self, pick: int, verb: str, offset: int | None, belief: int | None, seat: int) -> None:
+        """Use a lease around its expiry, or with a wrong estimate of the time."""
         if not self.held:
             return
         held = self.handle(pick)
@@ -355,7 +355,7 @@ class Lives(Table):
         if offset is not None and end is not None:
             self.clock.now = max(self.clock.now, end + offset)
         if belief is not None:
-            self.mistake_the_time(belief, seat)
+            self.skew_clock(belief, seat)
         self.use(held, verb, seat=seat)
 
     @move(pick=some.picks, reason=some.reasons, seat=some.seats)
@@ -461,8 +461,8 @@ class Lives(Table):
         self.clock.advance_ms(ms)
 
     @move(weight=4, far=(0, 0, 0, 0, 1, 1, 2, 3, 5, 8), offset=some.around)
-    def meet_an_instant(self, far: int, offset: int) -> None:
-        """Go to just before, onto or just after an instant at which something ends."""
+    def advance_to_deadline(self, far: int, offset: int) -> None:
+        """Advance the clock to just before, at or just after a deadline."""
         known = sorted(self.run(self._instants()))
         ahead = [instant + offset for instant in known if instant + offset > self.clock.now]
         if ahead:
@@ -475,7 +475,7 @@ class Lives(Table):
         return {instant for instant in found if instant is not None}
 
     @move(ms=(-60_000, -1, 1, 1000, 60_000), seat=some.seats)
-    def mistake_the_time(self, ms: int, seat: int) -> None:
-        """Let an engine believe that it is earlier or later: it may cost a second look, and nothing else."""
+    def skew_clock(self, ms: int, seat: int) -> None:
+        """Let an engine estimate an earlier or later time: it may cost a second load, and nothing else."""
         for player in self.players:
             player.engines[seat].estimate.update(self.clock.now + ms)

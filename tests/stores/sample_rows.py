@@ -1,4 +1,4 @@
-"""Rows and changes to try a store with; what they mean is no business of a store, so they mean nothing."""
+"""Sample rows and changes for store tests; their meaning does not matter to a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ids = count(1)
 
 
 def execution(name: str = "a", **fields: Any) -> Execution:
-    """A row that may wait in a line; instants count from the commit."""
+    """Return a row; its instants are relative to the commit."""
     row = Execution(
         execution_id=name,
         partition=7,
@@ -52,8 +52,8 @@ def execution(name: str = "a", **fields: Any) -> Execution:
     return msgspec.structs.replace(row, **fields)
 
 
-def waiting(name: str, rank: int = 0, **fields: Any) -> Execution:
-    """A row that stands in a line and begins an attempt when it is taken."""
+def queued(name: str, rank: int = 0, **fields: Any) -> Execution:
+    """Return a queued row that starts an attempt when it is claimed."""
     return execution(name, **({"line": MAIL, "rank": rank, "next_type": AttemptType.INITIAL} | fields))
 
 
@@ -66,35 +66,35 @@ def event(name: str = "a", **fields: Any) -> Event:
 
 
 def change(*writes: Write, guards: Iterable[Any] = (), events: Iterable[Event] = (), **bounds: Any) -> Change:
-    """A change with an id that no other has."""
+    """Return a change with a unique id."""
     return Change(tuple(guards), writes, tuple(events), **({"id": next(_ids)} | bounds))
 
 
 async def write(store: Store, *writes: Write, events: Iterable[Event] = ()) -> int:
-    """Write without asking; the id of the change."""
+    """Write without guards; return the id of the change."""
     made = change(*writes, events=events)
     assert await store.commit([made]) != [None]
     return made.id
 
 
-async def line_up(store: Store, *rows: Execution) -> None:
-    """Put rows with their payloads."""
+async def insert_queued(store: Store, *rows: Execution) -> None:
+    """Insert rows with their payloads."""
     await write(store, *(Insert(row) for row in rows), *(Insert(payload(row.execution_id)) for row in rows))
 
 
 async def one(store: Store, row: type[msgspec.Struct], *key: Any) -> Any:
-    """The row with this key, or None."""
+    """Return the row with this key, or None."""
     found = (await store.load([Read(row, key)])).rows[0]
     assert len(found) <= 1
     return found[0] if found else None
 
 
-def stamps(number: int, prefix: str = "") -> tuple[LeaseIds, ...]:
-    """Identities for so many rows."""
+def lease_ids(number: int, prefix: str = "") -> tuple[LeaseIds, ...]:
+    """Return ids for this many leases."""
     return tuple(LeaseIds(f"{prefix}lease-{n}", f"{prefix}attempt-{n}", next(_ids)) for n in range(number))
 
 
-BECOMES: dict[str, Any] = {
+CLAIM_PATCH: dict[str, Any] = {
     "lifecycle_phase": LifecyclePhase.ACTIVE,
     "ownership_state": OwnershipState.LEASED,
     "line": None,
@@ -103,6 +103,6 @@ BECOMES: dict[str, Any] = {
 }
 
 
-def a_take(number: int = 10, *lines: QueueKey, prefix: str = "", ttl: int = 1000, **becomes: Any) -> ClaimRequest:
-    """A claim of so many rows, by default from the one line of these samples."""
-    return ClaimRequest(lines or (MAIL,), stamps(number, prefix), "worker", "worker-1", ttl, BECOMES | becomes)
+def claim_request(number: int = 10, *lines: QueueKey, prefix: str = "", ttl: int = 1000, **patch: Any) -> ClaimRequest:
+    """Return a request for this many rows, by default from the one queue of these samples."""
+    return ClaimRequest(lines or (MAIL,), lease_ids(number, prefix), "worker", "worker-1", ttl, CLAIM_PATCH | patch)

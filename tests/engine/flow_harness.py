@@ -1,4 +1,4 @@
-"""A crew for the tests of flows: one flow, a worker that does what it is told, and a store that can be stopped."""
+"""A harness for flow tests: one flow, a worker that acts on request, and a store whose calls can be held."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LANE = "default"
 FIRST_OF_ALL = {"kind": "quorum", "k": 1, "on_satisfied": "cancel_remaining"}
 
 
-class Crew:
-    """A flow, a worker that does what it is told, and two processes: one that lives and one that dies at will."""
+class FlowHarness:
+    """A flow, a worker that acts on request, and two processes: `engine` lives, `mortal` may die."""
 
     def __init__(self, store: Store) -> None:
         self.store = FlakyStore(store)
@@ -48,7 +48,7 @@ class Crew:
         )
 
     async def work(self, by: Engine | None = None, *, failing: str = "") -> list[str]:
-        """Claim and end whatever can be claimed now; who that was."""
+        """Claim and finish everything that is claimable now; return the names."""
         claimed = await self.claim(by=by)
         known = {execution: name for name, execution in self.names.items()}
         done = []
@@ -70,8 +70,8 @@ class Crew:
         group: EdgeGroup = found[0]
         return group
 
-    async def owed(self) -> int:
-        """How much is settled and not folded, or not even settled."""
+    async def unprocessed(self) -> int:
+        """Count the outcomes that are not folded yet and the dispatches that are pending."""
         unfolded = await self.store.scan(Scan(Dependency, limit=100_000))
         dispatches = await self.store.scan(Scan(CompletionDispatch, limit=100))
         return sum(one.unfolded_at is not None for one in unfolded) + len(dispatches)

@@ -1,4 +1,4 @@
-"""A take is the batched form of a rule: whatever row it meets, it makes of it what the rule would have made."""
+"""A store claim is the batched form of a rule: it makes of every row what the rule makes of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAITING = (
 
 
 def waiting_row(chance: random.Random, minter: SeededMinter, now: int) -> Execution:
-    """Any row that may stand in a line: claimed before or not, tagged or not, with and without limits and grants."""
+    """Return any queued row: claimed before or not, with and without tags, limits and grants."""
     state = chance.choice(WAITING)
     began = state is not AttemptState.PENDING_FIRST_ATTEMPT
     terms = Terms(attempt_timeout_ms=chance.choice((None, 700)), fairness_key=chance.choice((None, "tenant")))
@@ -106,7 +106,7 @@ def waiting_row(chance: random.Random, minter: SeededMinter, now: int) -> Execut
 
 
 def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -> tuple[Execution, Event]:
-    """The row and the event that the rule makes of it."""
+    """Return the row and the event that the rule makes of it."""
     holder = LeaseHolder(
         take.worker_id, take.worker_instance_id, "", stamp.lease_id, stamp.attempt_id, take.lease_ttl_ms
     )
@@ -123,7 +123,9 @@ def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_take_makes_of_every_row_what_the_rule_makes_of_it(store: Store, clock: ManualClock, seed: int) -> None:
+async def test_a_store_claim_makes_of_every_row_what_the_rule_makes_of_it(
+    store: Store, clock: ManualClock, seed: int
+) -> None:
     chance, minter = random.Random(seed), SeededMinter(seed)
     rows = [waiting_row(chance, minter, clock.now) for _ in range(ROWS)]
     payloads = [Payload(row.execution_id, "task", "me", b"\x00" * number) for number, row in enumerate(rows)]

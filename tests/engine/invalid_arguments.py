@@ -1,4 +1,4 @@
-"""What no verb may accept, by kind of argument; and every verb of the engine with arguments that it does accept."""
+"""Invalid values for each kind of argument, and every engine operation with arguments that it accepts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PRESENTED: list[Any] = [
 ]
 FENCE: list[Any] = [
     *(None, 5, "fence", (UUID, 1, UUID)),
-    *(Fence(lease_id=bad) for bad in A_UUID if bad != ""),  # a blank part is one that was not given
+    *(Fence(lease_id=bad) for bad in A_UUID if bad != ""),  # An empty part is one that was not passed.
     *(Fence(attempt_id=bad) for bad in A_UUID if bad != ""),
     *(Fence(lease_epoch=bad) for bad in (True, 1.5, NAN, "1", -1, 2**64)),  # type: ignore[arg-type]
 ]
@@ -75,11 +75,11 @@ FILTER: list[Any] = [
 ]
 PAIR: list[Any] = [5, "ab", (), ("a",), ("a", 5), (None, "a"), ("a", "b", "c")]
 PLACE: list[Any] = [5, "ab", (), (1,), (1, "nonsense"), ("1", "{fp:1}:" + UUID), (True, "{fp:1}:" + UUID), (1, 2, 3)]
-PARTITION = [*COUNT, 256, 65_535, 65_536, "{fp:256}", "{b:1}"]  # there are 256
+PARTITION = [*COUNT, 256, 65_535, 65_536, "{fp:256}", "{b:1}"]  # There are 256 partitions.
 
 
-class Stand(Enum):
-    """What stands in the table for things that exist only once an engine runs."""
+class Placeholder(Enum):
+    """Placeholders in the table for values that exist only once an engine runs."""
 
     HELD = "the id of an execution that is held"
     WAITING = "the id of an execution that waits"
@@ -91,7 +91,7 @@ class Stand(Enum):
 
 
 def handles(held: Claimed, here: BackendTag) -> list[Any]:
-    """What is not a handle of this store."""
+    """Values that are not handles of this store."""
     there = next(tag for tag in BackendTag if tag is not here)
     whole = encode_handle(held.handle.fields, here)
     no_time = msgspec.structs.replace(held.handle.fields, lease_ttl_ms=0)
@@ -109,24 +109,24 @@ def handles(held: Claimed, here: BackendTag) -> list[Any]:
     ]
 
 
-class Verb(msgspec.Struct, frozen=True):
-    """Arguments that a verb accepts, and what each of them must not be."""
+class OperationCase(msgspec.Struct, frozen=True):
+    """Arguments that an operation accepts, and invalid values for each of them."""
 
     good: dict[str, Any]
     bad: dict[str, Any]
 
 
 def _has_wrong_type(presented: Any) -> bool:
-    """Sizes are looked at only once the execution has been found to be reclaimable."""
+    """Return True for values that are refused by type; sizes are checked only for a reclaimable execution."""
     return not isinstance(presented, list) or (len(presented) == 1 and len(str(presented[0])) < 10)
 
 
-by_id: dict[str, Any] = {"execution_id": Stand.HELD}
+by_id: dict[str, Any] = {"execution_id": Placeholder.HELD}
 worker = {"worker_id": "wb", "worker_instance_id": "wb-1"}
 bad_worker: dict[str, Any] = {"worker_id": WORKER, "worker_instance_id": WORKER}
 bad_id: dict[str, Any] = {"execution_id": EXECUTION_ID}
 named: dict[str, Any] = {"handle": None, "fence": Fence(), "source": "someone", **by_id}
-bad_named: dict[str, Any] = {**bad_id, "handle": Stand.NO_HANDLES, "fence": FENCE, "source": NAME}
+bad_named: dict[str, Any] = {**bad_id, "handle": Placeholder.NO_HANDLES, "fence": FENCE, "source": NAME}
 lease = {"lane_id": "default", "lease_id": UUID, "lease_ttl_ms": 1000}
 bad_lease: dict[str, Any] = {
     "lane_id": [bad for bad in LANE if bad != ""],
@@ -166,68 +166,71 @@ SUBSCRIPTIONS = (
     "subscribe_signal_delivery",
 )
 
-VERBS: dict[str, Verb] = {
-    **{name: Verb(by_id, bad_id) for name in BY_ID_ONLY},
-    **{name: Verb({"cursor": b""}, {"cursor": CURSOR, "chosen": FILTER}) for name in SUBSCRIPTIONS},
-    "create_execution": Verb({"execution_id": "{fp:86}:99999999-9999-4999-8999-999999999999"}, creation),
-    "create": Verb({"ask": Stand.ASK}, {"ask": [None, 5, "ask", {"execution_id": UUID}]}),
-    "create_executions": Verb({"asks": Stand.ASKS}, {"asks": [None, 5, "asks", b"asks"]}),
-    "renew": Verb(
+OPERATIONS: dict[str, OperationCase] = {
+    **{name: OperationCase(by_id, bad_id) for name in BY_ID_ONLY},
+    **{name: OperationCase({"cursor": b""}, {"cursor": CURSOR, "chosen": FILTER}) for name in SUBSCRIPTIONS},
+    "create_execution": OperationCase({"execution_id": "{fp:86}:99999999-9999-4999-8999-999999999999"}, creation),
+    "create": OperationCase({"ask": Placeholder.ASK}, {"ask": [None, 5, "ask", {"execution_id": UUID}]}),
+    "create_executions": OperationCase({"asks": Placeholder.ASKS}, {"asks": [None, 5, "asks", b"asks"]}),
+    "renew": OperationCase(
         {**named, "attempt_index": 0, "lease_ttl_ms": 1000},
         {**bad_named, "attempt_index": [*COUNT, 2**32], "lease_ttl_ms": DURATION},
     ),
-    "renew_many": Verb({"handles": [], "lease_ttl_ms": None}, {"handles": [None, 5, "handles", b"x"]}),
-    "progress": Verb(
-        {"handle": Stand.HANDLE, "pct": None, "message": None},
-        {"handle": Stand.NO_HANDLES, "pct": [*COUNT[1:], 101], "message": TEXT},
+    "renew_many": OperationCase({"handles": [], "lease_ttl_ms": None}, {"handles": [None, 5, "handles", b"x"]}),
+    "progress": OperationCase(
+        {"handle": Placeholder.HANDLE, "pct": None, "message": None},
+        {"handle": Placeholder.NO_HANDLES, "pct": [*COUNT[1:], 101], "message": TEXT},
     ),
-    "set_tags": Verb(
-        {"handle": Stand.HANDLE, "pairs": {"ff.show": "c"}}, {"handle": Stand.NO_HANDLES, "pairs": [None, {}, *TAGS]}
+    "set_tags": OperationCase(
+        {"handle": Placeholder.HANDLE, "pairs": {"ff.show": "c"}},
+        {"handle": Placeholder.NO_HANDLES, "pairs": [None, {}, *TAGS]},
     ),
-    "update_progress": Verb({**by_id, "fence": Fence()}, {**bad_id, "fence": FENCE, "pct": [*COUNT[1:], 101]}),
-    "create_within": Verb(
-        {"connection": None, "asks": Stand.ASKS}, {"connection": [None, 5], "asks": [None, 5, "asks", b"asks"]}
+    "update_progress": OperationCase({**by_id, "fence": Fence()}, {**bad_id, "fence": FENCE, "pct": [*COUNT[1:], 101]}),
+    "create_within": OperationCase(
+        {"connection": None, "asks": Placeholder.ASKS}, {"connection": [None, 5], "asks": [None, 5, "asks", b"asks"]}
     ),
     **{
-        name: Verb({"execution_ids": []}, {"execution_ids": [None, 5, "ids", *([bad] for bad in EXECUTION_ID)]})
+        name: OperationCase(
+            {"execution_ids": []}, {"execution_ids": [None, 5, "ids", *([bad] for bad in EXECUTION_ID)]}
+        )
         for name in ("read_results", "read_kinds")
     },
-    "complete_many": Verb(
+    "complete_many": OperationCase(
         {"results": []}, {"results": [None, 5, "results", [5], [(1, 2, 3)], ["ab", "c"]], "encoding": NAME}
     ),
-    "complete": Verb(named, {**bad_named, "result": PAYLOAD, "encoding": NAME}),
-    "fail": Verb(
+    "complete": OperationCase(named, {**bad_named, "result": PAYLOAD, "encoding": NAME}),
+    "fail": OperationCase(
         {**named, "reason": "boom", "category": "transient"},
         {**bad_named, "reason": [*REQUIRED, *TEXT], "category": [*REQUIRED, *NAME], "retry_policy": TEXT},
     ),
-    "delay": Verb({**named, "delay_until": 1}, {**bad_named, "delay_until": INSTANT}),
-    "delay_for": Verb(
-        {"handle": Stand.HANDLE, "length_ms": 0},
-        {"handle": Stand.NO_HANDLES, "length_ms": [None, *a_length], "reason": [*REQUIRED, *TEXT]},
+    "delay": OperationCase({**named, "delay_until": 1}, {**bad_named, "delay_until": INSTANT}),
+    "delay_for": OperationCase(
+        {"handle": Placeholder.HANDLE, "length_ms": 0},
+        {"handle": Placeholder.NO_HANDLES, "length_ms": [None, *a_length], "reason": [*REQUIRED, *TEXT]},
     ),
-    "wait_children": Verb(named, bad_named),
-    "cancel": Verb(
-        {"handle": Stand.HANDLE, "reason": ""},
-        {"handle": Stand.NO_HANDLES, "reason": [*REQUIRED, *TEXT]},
+    "wait_children": OperationCase(named, bad_named),
+    "cancel": OperationCase(
+        {"handle": Placeholder.HANDLE, "reason": ""},
+        {"handle": Placeholder.NO_HANDLES, "reason": [*REQUIRED, *TEXT]},
     ),
-    "cancel_children": Verb(
-        {"handle": Stand.HANDLE, "execution_ids": (), "reason": ""},
+    "cancel_children": OperationCase(
+        {"handle": Placeholder.HANDLE, "execution_ids": (), "reason": ""},
         {
-            "handle": Stand.NO_HANDLES,
+            "handle": Placeholder.NO_HANDLES,
             "execution_ids": [None, 5, True, "x", b"x", *([bad] for bad in EXECUTION_ID)],
             "reason": [*REQUIRED, *TEXT],
         },
     ),
-    "cancel_execution": Verb(
+    "cancel_execution": OperationCase(
         {**by_id, "reason": "", "source": "worker", "fence": Fence()},
         {**bad_id, "reason": [*REQUIRED, *TEXT], "source": [*REQUIRED, *NAME], "fence": FENCE},
     ),
-    "expire_execution": Verb(by_id, {**bad_id, "reason": [None, "", "boredom", *TEXT]}),
-    "expire_if_due": Verb(
+    "expire_execution": OperationCase(by_id, {**bad_id, "reason": [None, "", "boredom", *TEXT]}),
+    "expire_if_due": OperationCase(
         {**by_id, "reason": "attempt_timeout"},
         {**bad_id, "reason": [None, "", "boredom", *TEXT]},
     ),
-    "revoke_lease": Verb(
+    "revoke_lease": OperationCase(
         by_id,
         {
             **bad_id,
@@ -236,28 +239,30 @@ VERBS: dict[str, Verb] = {
             "reason": [*REQUIRED, *TEXT],
         },
     ),
-    "change_priority": Verb(
-        {"execution_id": Stand.WAITING, "new_priority": 1},
+    "change_priority": OperationCase(
+        {"execution_id": Placeholder.WAITING, "new_priority": 1},
         {**bad_id, "new_priority": INTEGER, "lane_id": [*REQUIRED, *TEXT]},
     ),
-    "block_execution_for_admission": Verb(
-        {"execution_id": Stand.WAITING, "reason": "waiting_for_quota", "detail": ""},
+    "block_execution_for_admission": OperationCase(
+        {"execution_id": Placeholder.WAITING, "reason": "waiting_for_quota", "detail": ""},
         {**bad_id, "reason": [None, "", "foo", *TEXT], "detail": [*REQUIRED, *TEXT]},
     ),
-    "verify_grant": Verb(
-        {"execution_id": Stand.WAITING, "grant_key": "key"}, {**bad_id, "grant_key": [*REQUIRED, *TEXT]}
+    "verify_grant": OperationCase(
+        {"execution_id": Placeholder.WAITING, "grant_key": "key"}, {**bad_id, "grant_key": [*REQUIRED, *TEXT]}
     ),
-    "block_route": Verb({"execution_id": Stand.WAITING}, {**bad_id, "detail": [*REQUIRED, *TEXT]}),
-    "unblock_execution": Verb({"execution_id": Stand.WAITING}, {**bad_id, "expected_reason": ["foo", *TEXT]}),
-    "set_execution_tag": Verb(
-        {"execution_id": Stand.WAITING, "key": "a.b", "value": "c"},
+    "block_route": OperationCase({"execution_id": Placeholder.WAITING}, {**bad_id, "detail": [*REQUIRED, *TEXT]}),
+    "unblock_execution": OperationCase(
+        {"execution_id": Placeholder.WAITING}, {**bad_id, "expected_reason": ["foo", *TEXT]}
+    ),
+    "set_execution_tag": OperationCase(
+        {"execution_id": Placeholder.WAITING, "key": "a.b", "value": "c"},
         {**bad_id, "key": [*REQUIRED, "", "Bad.Key", "nodot", "ff.show", *TEXT], "value": [*REQUIRED, *TEXT]},
     ),
-    "set_execution_tags": Verb(
-        {"execution_id": Stand.WAITING, "pairs": {"a.b": "c"}},
+    "set_execution_tags": OperationCase(
+        {"execution_id": Placeholder.WAITING, "pairs": {"a.b": "c"}},
         {**bad_id, "pairs": [None, {}, {"ff.show": "c"}, *TAGS]},
     ),
-    "claim": Verb(
+    "claim": OperationCase(
         {**worker, "lane_id": "elsewhere"},
         {
             **bad_worker,
@@ -267,21 +272,21 @@ VERBS: dict[str, Verb] = {
             "max_wait_ms": [None, *a_length],
         },
     ),
-    "claim_many": Verb(
+    "claim_many": OperationCase(
         {**worker, "lane_id": "elsewhere", "limit": 1},
         {**bad_worker, "lane_id": LANE, "limit": [*COUNT, 0, 10_001], "capabilities": OFFER},
     ),
-    "claim_for_worker": Verb({**worker, "lane_id": "elsewhere"}, {**bad_grant, "capabilities": OFFER}),
-    "issue_claim_grant": Verb(
-        {**worker, "execution_id": Stand.WAITING, "lane_id": "default"},
+    "claim_for_worker": OperationCase({**worker, "lane_id": "elsewhere"}, {**bad_grant, "capabilities": OFFER}),
+    "issue_claim_grant": OperationCase(
+        {**worker, "execution_id": Placeholder.WAITING, "lane_id": "default"},
         {**bad_grant, **bad_id, **notes, "worker_capabilities": PRESENTED},
     ),
-    "issue_reclaim_grant": Verb(
+    "issue_reclaim_grant": OperationCase(
         {**worker, **by_id, "lane_id": "default"},
         {**bad_grant, **bad_id, **notes, "worker_capabilities": [bad for bad in PRESENTED if _has_wrong_type(bad)]},
     ),
-    "claim_execution": Verb(
-        {**worker, **lease, "execution_id": Stand.WAITING, "attempt_id": UUID},
+    "claim_execution": OperationCase(
+        {**worker, **lease, "execution_id": Placeholder.WAITING, "attempt_id": UUID},
         {
             **bad_worker,
             **bad_lease,
@@ -292,43 +297,43 @@ VERBS: dict[str, Verb] = {
             "grant_key": TEXT,
         },
     ),
-    "claim_resumed_execution": Verb(
-        {**worker, **lease, "execution_id": Stand.WAITING},
+    "claim_resumed_execution": OperationCase(
+        {**worker, **lease, "execution_id": Placeholder.WAITING},
         {**bad_worker, **bad_lease, **bad_id, "remaining_attempt_timeout_ms": a_length, "grant_key": TEXT},
     ),
-    "claim_from_resume_grant": Verb(
-        {**worker, "grant": Stand.GRANT},
+    "claim_from_resume_grant": OperationCase(
+        {**worker, "grant": Placeholder.GRANT},
         {
             **bad_worker,
             "grant": [None, 5, "grant", *(ClaimGrant(bad, "", "", 1, "default") for bad in EXECUTION_ID)],
             "lease_ttl_ms": DURATION,
         },
     ),
-    "issue_grant_and_claim": Verb(
-        {"execution_id": Stand.WAITING, "lane_id": "default", "lease_duration_ms": 1000},
+    "issue_grant_and_claim": OperationCase(
+        {"execution_id": Placeholder.WAITING, "lane_id": "default", "lease_duration_ms": 1000},
         {**bad_id, "lane_id": [bad for bad in LANE if bad != ""], "lease_duration_ms": DURATION},
     ),
-    "reclaim_execution": Verb(
+    "reclaim_execution": OperationCase(
         {**worker, **lease, **by_id, "attempt_id": UUID},
         {**bad_worker, **bad_lease, **bad_id, "attempt_id": A_UUID, "max_reclaim_count": COUNT[1:], "grant_key": TEXT},
     ),
-    "scan_eligible_executions": Verb(
+    "scan_eligible_executions": OperationCase(
         {"lane_id": "default", "partition": 86, "limit": 10},
         {"lane_id": LANE, "partition": PARTITION, "limit": COUNT},
     ),
-    "get_execution_tag": Verb(
+    "get_execution_tag": OperationCase(
         {**by_id, "key": "a.b"},
         {**bad_id, "key": [*REQUIRED, "", "Bad.Key", *TEXT]},
     ),
-    "read_exec_core_fields": Verb(
+    "read_exec_core_fields": OperationCase(
         {"partition": 86, **by_id, "names": ["priority"]},
         {**bad_id, "partition": [*PARTITION, 85], "names": [None, 5, "priority", [5], [["priority"]]]},
     ),
-    "list_executions": Verb(
+    "list_executions": OperationCase(
         {"partition": 86},
         {"partition": PARTITION, "cursor": EXECUTION_ID[1:], "limit": COUNT},
     ),
-    "search_executions": Verb(
+    "search_executions": OperationCase(
         {"limit": 5},
         {
             "namespace": TEXT,
@@ -342,21 +347,23 @@ VERBS: dict[str, Verb] = {
             "limit": COUNT,
         },
     ),
-    "find_executions": Verb(
+    "find_executions": OperationCase(
         {"prefix": "0"}, {"prefix": [*REQUIRED, "", "x", *NOT_TEXT], "namespaces": [5, "n", [5]], "limit": [*COUNT, 0]}
     ),
-    "list_lanes": Verb({"limit": 5}, {"cursor": LANE[1:], "limit": COUNT}),
-    "list_expired_leases": Verb(
+    "list_lanes": OperationCase({"limit": 5}, {"cursor": LANE[1:], "limit": COUNT}),
+    "list_expired_leases": OperationCase(
         {"as_of": 1},
         {"as_of": INSTANT, "after": PLACE, "limit": COUNT, "namespace": TEXT, "max_partitions_per_call": COUNT},
     ),
-    "sweep_once": Verb({"name": "lease_expiry"}, {"name": [None, "", "everything", *NOT_TEXT], "chosen": FILTER}),
-    "seed_waitpoint_hmac_secret": Verb(
+    "sweep_once": OperationCase(
+        {"name": "lease_expiry"}, {"name": [None, "", "everything", *NOT_TEXT], "chosen": FILTER}
+    ),
+    "seed_waitpoint_hmac_secret": OperationCase(
         {"kid": "k1", "secret_hex": "00" * 32},
         {"kid": [*REQUIRED, "", *NAME], "secret_hex": [*REQUIRED, "", "0", "zz" * 32, *TEXT]},
     ),
-    "ensure_signing_key": Verb({"secret_hex": "00" * 32}, {"secret_hex": [*REQUIRED, *NOT_TEXT]}),
-    "rotate_waitpoint_hmac_secret_all": Verb(
+    "ensure_signing_key": OperationCase({"secret_hex": "00" * 32}, {"secret_hex": [*REQUIRED, *NOT_TEXT]}),
+    "rotate_waitpoint_hmac_secret_all": OperationCase(
         {"new_kid": "k1", "new_secret_hex": SECRET, "grace_ms": 0},
         {
             "new_kid": [*REQUIRED, "", "a:b", *NAME],

@@ -1,7 +1,9 @@
-"""A worker of one slot that is about to be killed: `python -m tests.engine.handed URL LANE TTL_MS {heard,unheard}`.
+"""A worker with one slot that is about to be killed: `python -m tests.engine.killed_worker URL LANE TTL_MS
+{heard,unheard}`.
 
-It claims a step of a chain, says "ready", waits for a line, ends the step, and is handed the next one. When it has that
-(`heard`), or when the store has given it and nobody here knows yet (`unheard`), it says so and does nothing any more.
+It claims a step of a chain, prints "ready", waits for a line, completes the step and claims the next one in the same
+commit. It prints the claimed step and stops once it has the reply (`heard`), or once the store has committed and before
+the reply is processed (`unheard`).
 """
 
 from __future__ import annotations
@@ -16,32 +18,32 @@ from flowfabric.model.change import Change
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 
 
-async def stop(*names: str) -> None:
+async def print_and_stop(*names: str) -> None:
     print("got", *names, flush=True)
     await asyncio.Event().wait()
 
 
 async def work(url: str, lane: str, ttl_ms: int, *, heard: bool) -> None:
     async with await open_engine(url, migrate=False) as engine:
-        hand_over: Any = engine.store.commit_and_claim
+        commit_and_claim: Any = engine.store.commit_and_claim
 
-        async def hand_over_and_stop(
+        async def commit_and_stop(
             changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
         ) -> CommitAndClaimResult:
-            handed: CommitAndClaimResult = await hand_over(changes, topics, request)
-            await stop(*(row.execution_id for row, _ in handed.rows))
-            return handed
+            committed: CommitAndClaimResult = await commit_and_claim(changes, topics, request)
+            await print_and_stop(*(row.execution_id for row, _ in committed.rows))
+            return committed
 
         if not heard:
-            engine.store.commit_and_claim = hand_over_and_stop  # type: ignore[method-assign]
+            engine.store.commit_and_claim = commit_and_stop  # type: ignore[method-assign]
         pull = engine.pulling([lane], worker_id="w", worker_instance_id="w-killed", lease_ttl_ms=ttl_ms)
         [held] = await pull.claim(1)
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        telling = asyncio.create_task(engine.complete_many([(held.handle, b"{}")]))
+        completing = asyncio.create_task(engine.complete_many([(held.handle, b"{}")]))
         claimed = await pull.claim(1, max_wait_ms=60_000)
-        await telling
-        await stop(*(one.execution_id for one in claimed))
+        await completing
+        await print_and_stop(*(one.execution_id for one in claimed))
 
 
 if __name__ == "__main__":
