@@ -7,7 +7,7 @@ import pytest
 from flowfabric.engine.claiming import fair_turns
 from flowfabric.engine.engine import Engine
 from flowfabric.stores.memory.store import MemoryStore
-from tests.stores.samples import waiting
+from tests.stores.samples import loaded, waiting
 
 
 async def test_a_process_that_unblocks_and_never_claims_remembers_a_bounded_number(
@@ -16,7 +16,7 @@ async def test_a_process_that_unblocks_and_never_claims_remembers_a_bounded_numb
     monkeypatch.setattr(fair_turns, "MAX_UNBLOCKED", 10)
     engine = Engine(MemoryStore())
     for number in range(100):
-        row = waiting(f"e{number}")
+        row = loaded(waiting(f"e{number}"))
         engine.keep_unblock_turns("lists of a limit", {row.lane_id: {"a": 1}}, [row])
 
         assert sum(map(len, engine._unblocked.values())) <= 10

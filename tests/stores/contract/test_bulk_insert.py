@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import BulkInsert, Delete, FromNow, Insert, Patch, absent, from_now
+from flowfabric.model.change import BulkInsert, Delete, Insert, Patch, absent
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
 from tests.stores.samples import a_take, change, execution, one, payload, waiting, write
@@ -29,8 +30,8 @@ async def test_they_are_what_the_same_rows_would_be_one_by_one(store: Store, clo
     model = waiting(
         "model",
         line=QueueKey("mail", "gpu", "tenant-1", 3),
-        rank=from_now(-7),
-        deadline_at=from_now(50),
+        rank=FromNow(-7),
+        deadline_at=FromNow(50),
         tags='{"k":"π"}',
         public_state=PublicState.SKIPPED,
     )
@@ -120,7 +121,7 @@ async def test_what_is_an_instant_once_may_be_an_offset_the_next_time(store: Sto
     await write(store, rows_of(["a", "b"], delay_until=FromNow(9)))
     await write(store, rows_of(["c", "d"], delay_until=5))
     await write(store, rows_of(["e", "f"], delay_until=None))
-    await write(store, BulkInsert(execution("model"), {"execution_id": ["g", "h"], "delay_until": [from_now(1), 2]}))
+    await write(store, BulkInsert(execution("model"), {"execution_id": ["g", "h"], "delay_until": [FromNow(1), 2]}))
 
     found = [(await one(store, Execution, name)).delay_until for name in "abcdefgh"]
     assert found == [clock.now + 9] * 2 + [5] * 2 + [None] * 2 + [clock.now + 1, 2]
@@ -148,5 +149,5 @@ def test_columns_of_unequal_length_are_a_mistake(own: dict[str, Any]) -> None:
         BulkInsert(execution("model"), own)
 
 
-def attempt(name: str) -> Attempt:
-    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, from_now(0), "lease", 1, "w", "i")
+def attempt(name: str) -> Attempt[FromNow]:
+    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, NOW, "lease", 1, "w", "i")

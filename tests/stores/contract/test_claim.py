@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import FromNow, Insert, Patch
+from flowfabric.model.change import Insert, Patch
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.model.instant import Draft, FromNow
 from flowfabric.model.states import AttemptType, LifecyclePhase, OwnershipState
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimedRows
@@ -227,7 +228,7 @@ async def test_texts_come_with_the_rows_exactly(store: Store) -> None:
     assert (row.tags, row.lineage, row.rank, row.deadline_at) == (odd, "", -(2**62), 2**63 - 1)
 
 
-def full(name: str, rank: int) -> Execution:
+def full(name: str, rank: int) -> Execution[Draft]:
     """A row in line that has something in every column."""
     row = waiting(name, rank)
     odd: dict[str, Any] = {

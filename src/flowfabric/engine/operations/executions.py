@@ -16,9 +16,9 @@ from flowfabric.engine.runtime.after_commit import Rows, first
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.change import FromNow
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup
+from flowfabric.model.instant import FromNow
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import cancel, delay, lease, operator
