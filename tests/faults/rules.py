@@ -12,8 +12,23 @@ SIGNALS = "tests/scenarios/suspension/test_signal_guarantees.py"
 GUARDS = "tests/rules/execution/test_guards.py"
 JOINS = "tests/rules/flow/test_guards.py"
 UNNEEDED = "tests/engine/flows/test_unneeded_siblings.py"
+COLUMNS = "tests/model/test_columns.py::test_every_column_that_the_source_names_exists_and_holds_what_is_written_to_it"
 
 RULES = (
+    Fault(
+        "a patch names a column that its row does not have",
+        "rules/retention.py",
+        '{"purge_at": FromNow(',
+        '{"purges_at": FromNow(',
+        COLUMNS,
+    ),
+    Fault(
+        "a scan asks for a column of another row",
+        "engine/durable/child_completions.py",
+        'Where("due_at", "set")',
+        'Where("delay_until", "set")',
+        COLUMNS,
+    ),
     Fault(
         "an expiry is marked although the lease was renewed meanwhile",
         "rules/execution/lease.py",

@@ -7,10 +7,12 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
-from flowfabric.model.change import Change, Insert, Write, from_now
+from flowfabric.model.change import Change, Insert, Write
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,
@@ -30,17 +32,17 @@ MAIL = QueueKey("mail")
 _ids = count(1)
 
 
-def execution(name: str = "a", **fields: Any) -> Execution:
+def execution(name: str = "a", **fields: Any) -> Execution[Draft]:
     """Return a row; its instants are relative to the commit."""
-    row = Execution(
+    row: Execution[Draft] = Execution(
         execution_id=name,
         partition=7,
         namespace="default",
         lane_id="mail",
         priority=0,
-        created_at=from_now(0),
-        last_transition_at=from_now(0),
-        last_mutation_at=from_now(0),
+        created_at=NOW,
+        last_transition_at=NOW,
+        last_mutation_at=NOW,
         lifecycle_phase=LifecyclePhase.RUNNABLE,
         ownership_state=OwnershipState.UNOWNED,
         eligibility_state=EligibilityState.ELIGIBLE_NOW,
@@ -49,12 +51,18 @@ def execution(name: str = "a", **fields: Any) -> Execution:
         attempt_state=AttemptState.PENDING_FIRST_ATTEMPT,
         public_state=PublicState.WAITING,
     )
-    return msgspec.structs.replace(row, **fields)
+    return replace(row, **fields)
 
 
-def queued(name: str, rank: int = 0, **fields: Any) -> Execution:
+def queued(name: str, rank: Draft = 0, **fields: Any) -> Execution[Draft]:
     """Return a queued row that starts an attempt when it is claimed."""
     return execution(name, **({"line": MAIL, "rank": rank, "next_type": AttemptType.INITIAL} | fields))
+
+
+def loaded(row: Execution[Draft]) -> Execution:
+    """The row as a store returns it that has committed it at 0."""
+    now = {name: value.offset for name, value in asdict(row).items() if isinstance(value, FromNow)}
+    return Execution(**asdict(row) | now)
 
 
 def payload(name: str, content: bytes | None = b"{}") -> Payload:
@@ -77,7 +85,7 @@ async def write(store: Store, *writes: Write, events: Iterable[Event] = ()) -> i
     return made.id
 
 
-async def insert_queued(store: Store, *rows: Execution) -> None:
+async def insert_queued(store: Store, *rows: Execution[Draft]) -> None:
     """Insert rows with their payloads."""
     await write(store, *(Insert(row) for row in rows), *(Insert(payload(row.execution_id)) for row in rows))
 

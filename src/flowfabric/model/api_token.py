@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Generic
 
 import msgspec
+
+from flowfabric.model.instant import Instant
 
 
 class ApiScope(StrEnum):
@@ -17,19 +20,19 @@ class ApiScope(StrEnum):
     ADMIN = "admin"
 
 
-class ApiToken(msgspec.Struct, frozen=True):
+class ApiToken(msgspec.Struct, Generic[Instant], frozen=True):
     """One token. After a rotation the previous digest is valid until `previous_until`."""
 
     token_id: str
     name: str
     scopes: str  # sorted, comma-joined
     digest: str
-    created_at: int
+    created_at: Instant
     namespaces: str | None = None  # a sorted JSON array; unset is all
     previous_digest: str | None = None
-    previous_until: int | None = None
-    expires_at: int | None = None
-    revoked_at: int | None = None
+    previous_until: Instant | None = None
+    expires_at: Instant | None = None
+    revoked_at: Instant | None = None
     revision: int = 0
 
     def __repr__(self) -> str:

@@ -4,9 +4,8 @@ A rule returns a `Decision`: an answer and usually a `Change`. A change touches 
 name the rows it was decided on. They are separate from its writes, because a step memo or a progress note is fenced by
 an execution that it does not write. The store checks every guard and writes everything or nothing; it never knows why.
 
-Instants are given as `FromNow(offset)`: the store adds its own clock, read once per commit, so that no caller's clock
-decides what is stored. A change that was decided on an estimate of that clock carries `not_before` and `not_after`, and
-is refused if the estimate was wrong.
+Instants are given as `FromNow(offset)` of the store's clock (`model.instant`). A change that was decided on an estimate
+of that clock carries `not_before` and `not_after`, and is refused if the estimate was wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +20,6 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, QueueKey
 
 A = TypeVar("A", covariant=True)
-
-
-class FromNow(msgspec.Struct, frozen=True, gc=False):
-    """An instant (or a queue position) relative to the store's clock at the commit, in milliseconds."""
-
-    offset: int = 0
-
-
-NOW = FromNow(0)
 
 
 class LeaseRequirement(IntEnum):
@@ -73,13 +63,13 @@ class Guard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Insert(msgspec.Struct, frozen=True, gc=False):
-    """A row that does not exist yet. Integer fields may hold `FromNow` instead of an instant."""
+    """A draft of a row that does not exist yet."""
 
     row: msgspec.Struct
 
 
 class Upsert(msgspec.Struct, frozen=True, gc=False):
-    """A row as it will be, whether or not it exists. Integer fields may hold `FromNow`."""
+    """A draft of a row as it will be, whether or not it exists."""
 
     row: msgspec.Struct
 
@@ -252,8 +242,3 @@ def lease_event(
         outcome=outcome,
         details=details,
     )
-
-
-def from_now(offset: int) -> int:
-    """Return an instant `offset` milliseconds after the commit, for an integer field of an inserted row."""
-    return FromNow(offset)  # type: ignore[return-value]

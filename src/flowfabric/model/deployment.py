@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 import msgspec
+
+from flowfabric.model.instant import Instant
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -15,12 +19,12 @@ class Deployment(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class SweepLease(msgspec.Struct, frozen=True):
+class SweepLease(msgspec.Struct, Generic[Instant], frozen=True):
     """One sweep, held by one process for a short while; afterwards any process may take it over."""
 
     sweep: str
     holder: str
-    lease_until: int
+    lease_until: Instant
     revision: int = 0
 
 

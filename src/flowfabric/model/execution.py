@@ -11,8 +11,11 @@ force, and only a lease in force has a `lease_expires_at`.
 
 from __future__ import annotations
 
+from typing import Generic
+
 import msgspec
 
+from flowfabric.model.instant import Instant
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -39,7 +42,7 @@ class QueueKey(msgspec.Struct, frozen=True, gc=False, order=True):
 MISSING_QUEUE = QueueKey("")  # of a row whose ready queue the store lost; no lane has an empty name
 
 
-class Execution(msgspec.Struct, frozen=True, gc=False):
+class Execution(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The main row: everything that rules decide on. `line` is its ready queue and `rank` its position there."""
 
     execution_id: str
@@ -47,9 +50,9 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     namespace: str
     lane_id: str
     priority: int
-    created_at: int
-    last_transition_at: int
-    last_mutation_at: int
+    created_at: Instant
+    last_transition_at: Instant
+    last_mutation_at: Instant
 
     lifecycle_phase: LifecyclePhase
     ownership_state: OwnershipState
@@ -70,16 +73,16 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     replay_count: int = 0
     lease_reclaim_count: int = 0
 
-    started_at: int | None = None
-    completed_at: int | None = None
+    started_at: Instant | None = None
+    completed_at: Instant | None = None
 
     attempt_index: int | None = None
     attempt_id: str | None = None
     attempt_type: AttemptType | None = None
-    attempt_started_at: int | None = None
-    attempt_suspended_at: int | None = None
+    attempt_started_at: Instant | None = None
+    attempt_suspended_at: Instant | None = None
     attempt_suspension: str | None = None
-    attempt_resumed_at: int | None = None
+    attempt_resumed_at: Instant | None = None
     lineage: str | None = None  # Lineage as JSON: of the pending attempt, then of the running one
 
     lease_epoch: int = 0
@@ -87,36 +90,36 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     worker_id: str | None = None
     worker_instance_id: str | None = None
     current_lane: str | None = None
-    lease_acquired_at: int | None = None
-    lease_renewed_at: int | None = None
-    lease_expires_at: int | None = None
-    lease_expired_at: int | None = None
-    lease_revoked_at: int | None = None
+    lease_acquired_at: Instant | None = None
+    lease_renewed_at: Instant | None = None
+    lease_expires_at: Instant | None = None
+    lease_expired_at: Instant | None = None
+    lease_revoked_at: Instant | None = None
     lease_revoke_reason: str | None = None
 
-    delay_until: int | None = None
-    attempt_timeout_at: int | None = None
-    deadline_at: int | None = None
-    purge_at: int | None = None
+    delay_until: Instant | None = None
+    attempt_timeout_at: Instant | None = None
+    deadline_at: Instant | None = None
+    purge_at: Instant | None = None
 
     line: QueueKey | None = None
-    rank: int = 0
+    rank: Instant | int = 0
     next_type: AttemptType | None = None  # type of the attempt that the next claim begins; None continues one
     next_timeout_ms: int | None = None
-    granted_until: int | None = None
+    granted_until: Instant | None = None
     grant: str | None = None  # Grant as JSON
 
     failure_reason: str | None = None
     cancellation_reason: str | None = None
     cancelled_by: str | None = None
-    last_capability_mismatch_at: int | None = None
+    last_capability_mismatch_at: Instant | None = None
     progress_pct: int | None = None
     progress_message: str | None = None
-    progress_updated_at: int | None = None
+    progress_updated_at: Instant | None = None
 
     current_suspension_id: str | None = None  # set while a suspension is open
     current_waitpoint_id: str | None = None  # its primary waitpoint
-    last_hmac_validation_failed_at: int | None = None
+    last_hmac_validation_failed_at: Instant | None = None
     stream_index: int | None = None  # the last attempt that has written an output stream
     parent_id: str | None = None  # the execution that waits for this one, on the same partition
     has_waits: bool = False  # it has had waitpoints, messages or a suspension
@@ -124,7 +127,7 @@ class Execution(msgspec.Struct, frozen=True, gc=False):
     successors: str | None = None  # applied outgoing edges (`rules.flow.successors`); None if there are none
     # What would unblock it: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`.
     blocked_on: str | None = None
-    blocked_at: int | None = None
+    blocked_at: Instant | None = None
 
     revision: int = 0  # the id of the change that wrote this row last
 
@@ -148,7 +151,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     encoding: str | None = None
 
 
-class Attempt(msgspec.Struct, frozen=True, gc=False):
+class Attempt(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """An ended attempt. The running one is part of the execution row."""
 
     execution_id: str
@@ -156,16 +159,16 @@ class Attempt(msgspec.Struct, frozen=True, gc=False):
     attempt_id: str
     attempt_type: AttemptType
     attempt_state: AttemptRecordState
-    started_at: int
+    started_at: Instant
     lease_id: str
     lease_epoch: int
     worker_id: str
     worker_instance_id: str
     lineage: str | None = None
-    suspended_at: int | None = None
+    suspended_at: Instant | None = None
     suspension_id: str | None = None
-    resumed_at: int | None = None
-    ended_at: int | None = None
+    resumed_at: Instant | None = None
+    ended_at: Instant | None = None
     failure_reason: str | None = None
     failure_category: str | None = None
 
@@ -197,11 +200,11 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     admitted: bool = False  # issued after admission, which is repeated when the grant is redeemed
 
 
-class IdempotencyKey(msgspec.Struct, frozen=True, gc=False):
+class IdempotencyKey(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The digest of a create's namespace and key, and the execution it created."""
 
     partition: int
     digest: str
     execution_id: str
-    expires_at: int
+    expires_at: Instant
     revision: int = 0

@@ -13,9 +13,11 @@ backlog (members to cancel). Each has an instant and an index, so that any proce
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Generic
 
 import msgspec
 
+from flowfabric.model.instant import Instant
 from flowfabric.model.states import TerminalOutcome
 
 
@@ -70,7 +72,7 @@ class CancellationPolicy(StrEnum):
     FLOW_ONLY = "flow_only"
 
 
-class Flow(msgspec.Struct, frozen=True, gc=False):
+class Flow(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The flow row. Its revision fences membership and graph."""
 
     flow_id: str
@@ -78,17 +80,17 @@ class Flow(msgspec.Struct, frozen=True, gc=False):
     flow_kind: str
     namespace: str
     public_flow_state: FlowState
-    created_at: int
-    last_mutation_at: int
+    created_at: Instant
+    last_mutation_at: Instant
     graph_revision: int = 0
     node_count: int = 0
     edge_count: int = 0
     tags: str | None = None  # a JSON object with sorted keys; None for no tags
-    cancelled_at: int | None = None
+    cancelled_at: Instant | None = None
     cancel_reason: str | None = None
     cancellation_policy: CancellationPolicy | None = None
-    project_at: int | None = None  # set while the summary has to be projected
-    purge_check_at: int | None = None  # next retention check; unset for a flow without members
+    project_at: Instant | None = None  # set while the summary has to be projected
+    purge_check_at: Instant | None = None  # next retention check; unset for a flow without members
     revision: int = 0
 
 
@@ -99,7 +101,7 @@ class FlowMember(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class Edge(msgspec.Struct, frozen=True, gc=False):
+class Edge(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """A staged edge. It never changes; the dependency of its downstream holds the resolution."""
 
     flow_id: str
@@ -107,11 +109,11 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
     upstream_execution_id: str
     downstream_execution_id: str
     dependency_kind: DependencyKind
-    created_at: int
+    created_at: Instant
     data_passing_ref: str | None = None
 
 
-class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
+class EdgeGroup(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The join of one downstream execution over all its inbound edges."""
 
     flow_id: str
@@ -125,8 +127,8 @@ class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
     failed: int = 0
     skipped: int = 0
     group_state: GroupState = GroupState.PENDING
-    satisfied_at: int | None = None
-    waiting_since: int | None = None  # set while it is pending with edges applied
+    satisfied_at: Instant | None = None
+    waiting_since: Instant | None = None  # set while it is pending with edges applied
     cancel_siblings_pending_flag: bool = False
     cancel_siblings_pending_members: str | None = None  # joined by |
     cancel_siblings_reason: str | None = None
@@ -134,7 +136,7 @@ class EdgeGroup(msgspec.Struct, frozen=True, gc=False):
     revision: int = 0
 
 
-class Dependency(msgspec.Struct, frozen=True, gc=False):
+class Dependency(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """One applied edge, stored with its downstream.
 
     The completion of the upstream sets `outcome` and `unfolded_at`, unless the upstream was cancelled with its flow or
@@ -151,36 +153,36 @@ class Dependency(msgspec.Struct, frozen=True, gc=False):
     state: DependencyState = DependencyState.UNSATISFIED
     data_passing_ref: str | None = None
     outcome: TerminalOutcome | None = None
-    last_resolved_at: int | None = None
-    unfolded_at: int | None = None
+    last_resolved_at: Instant | None = None
+    unfolded_at: Instant | None = None
     revision: int = 0
 
 
-class CompletionDispatch(msgspec.Struct, frozen=True, gc=False):
+class CompletionDispatch(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The completion of an execution with many edges that are not all recorded; `after_edge` is the progress."""
 
     execution_id: str
     flow_id: str
     outcome: TerminalOutcome
-    due_at: int
+    due_at: Instant
     after_edge: str = ""
     revision: int = 0
 
 
-class PendingSiblingCancel(msgspec.Struct, frozen=True, gc=False):
+class PendingSiblingCancel(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """A fired group whose remaining upstreams have to be cancelled."""
 
     flow_id: str
     downstream_execution_id: str
-    flagged_at: int
+    flagged_at: Instant
     revision: int = 0
 
 
-class CancelBacklog(msgspec.Struct, frozen=True, gc=False):
+class CancelBacklog(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """A cancelled flow with members still to be cancelled; from `due_at` on a reconciler handles it."""
 
     flow_id: str
-    due_at: int
+    due_at: Instant
     remaining: int
     revision: int = 0
 
@@ -192,12 +194,12 @@ class PendingMemberCancel(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
 
 
-class FlowSummary(msgspec.Struct, frozen=True, gc=False):
+class FlowSummary(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     """The last projection: members by public state, and the flow state derived from them."""
 
     flow_id: str
     public_flow_state: FlowState
-    last_summary_update_at: int
+    last_summary_update_at: Instant
     total_members: int = 0
     sampled_members: int = 0  # members that retention has not deleted
     members_completed: int = 0

@@ -7,8 +7,11 @@ writes a memo, so that a later attempt finds the votes, the message or the outco
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Generic
 
 import msgspec
+
+from flowfabric.model.instant import Instant
 
 
 class GateKind(StrEnum):
@@ -52,7 +55,7 @@ class Gate(msgspec.Struct, frozen=True, omit_defaults=True):
     votes: tuple[Vote, ...] = ()
 
 
-class GateMemo(msgspec.Struct, frozen=True):
+class GateMemo(msgspec.Struct, Generic[Instant], frozen=True):
     """The outcome of a closed gate. For a message, `payload` and the columns after it are those of the message."""
 
     execution_id: str
@@ -60,7 +63,7 @@ class GateMemo(msgspec.Struct, frozen=True):
     kind: GateKind
     ended_as: GateOutcome
     opened_at: int
-    closed_at: int
+    closed_at: Instant
     votes: str | None = None  # [Vote, …] as JSON
     payload: bytes | None = None
     payload_encoding: str | None = None
@@ -68,20 +71,20 @@ class GateMemo(msgspec.Struct, frozen=True):
     message_id: str | None = None
 
 
-class MailboxMessage(msgspec.Struct, frozen=True):
+class MailboxMessage(msgspec.Struct, Generic[Instant], frozen=True):
     """A message that was not received yet, by its sequence number in its mailbox."""
 
     execution_id: str
     mailbox: str
     seq: int
     message_id: str
-    sent_at: int
+    sent_at: Instant
     sender: str = ""
     payload: bytes | None = None
     payload_encoding: str | None = None
 
 
-class ChildCompletion(msgspec.Struct, frozen=True):
+class ChildCompletion(msgspec.Struct, Generic[Instant], frozen=True):
     """The completion of a child. `life` is its replay count: each run ends once.
 
     `due_at` is set until it was delivered to the parent's gates; then the row waits for a gate that names the child.
@@ -91,17 +94,17 @@ class ChildCompletion(msgspec.Struct, frozen=True):
     child_id: str
     life: int
     outcome: str
-    due_at: int | None = None
+    due_at: Instant | None = None
 
 
-class StepMemo(msgspec.Struct, frozen=True):
+class StepMemo(msgspec.Struct, Generic[Instant], frozen=True):
     """The result of a finished step of a durable function; the first record stays."""
 
     execution_id: str
     name: str
     occurrence: int
     attempt_index: int
-    recorded_at: int
+    recorded_at: Instant
     result: bytes
     encoding: str | None = None
     digest: str | None = None  # of the step's input, to detect that another step has replaced it

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 import msgspec
 
+from flowfabric.model.instant import Instant
 
-class OutboxMessage(msgspec.Struct, frozen=True):
+
+class OutboxMessage(msgspec.Struct, Generic[Instant], frozen=True):
     """An effect in another partition, stored in the commit that causes it until it is delivered.
 
     Its id is derived from its content, and receiving it is idempotent, since it may be delivered several times.
@@ -16,6 +20,6 @@ class OutboxMessage(msgspec.Struct, frozen=True):
     kind: str
     target: str
     body: str  # a JSON object
-    due_at: int  # when the sweep may deliver it; the process that sent it does so at once
+    due_at: Instant  # when the sweep may deliver it; the process that sent it does so at once
     attempts: int = 0
     revision: int = 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Generic
 
 import msgspec
+
+from flowfabric.model.instant import Instant
 
 
 class FrameMode(StrEnum):
@@ -22,7 +25,7 @@ class FrameKind(StrEnum):
     BLOB = "blob"
 
 
-class Stream(msgspec.Struct, frozen=True):
+class Stream(msgspec.Struct, Generic[Instant], frozen=True):
     """The aggregate root of one attempt's output; the first frame creates it.
 
     `kept_from` is the number of the oldest visible frame; pages that contain only older frames are deleted as a whole.
@@ -44,7 +47,7 @@ class Stream(msgspec.Struct, frozen=True):
     ema_rate_hz: float | None = None
     last_append_ts_ms: int | None = None
     maxlen_applied_last: int | None = None
-    closed_at: int | None = None
+    closed_at: Instant | None = None
     closed_reason: str | None = None
     revision: int = 0
 

@@ -12,8 +12,11 @@ it, and a prefix of the digest for people to recognise it.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Generic
 
 import msgspec
+
+from flowfabric.model.instant import Instant
 
 NO_TIMEOUT = 9_999_999_999_999  # sort key of a suspension without a timeout
 
@@ -43,7 +46,7 @@ class Requester(StrEnum):
     SYSTEM_TIMEOUT_POLICY = "system_timeout_policy"
 
 
-class Suspension(msgspec.Struct, frozen=True):
+class Suspension(msgspec.Struct, Generic[Instant], frozen=True):
     """The aggregate root of everything an execution waits for.
 
     `suspension_id` is unset before the first suspension. A suspension is open until `closed_at` is set; while it is
@@ -60,15 +63,15 @@ class Suspension(msgspec.Struct, frozen=True):
     reason_code: str | None = None
     requested_by: Requester | None = None
     continuation_metadata_pointer: str | None = None
-    created_at: int | None = None
-    timeout_at: int | None = None
+    created_at: Instant | None = None
+    timeout_at: Instant | None = None
     timeout_behavior: TimeoutBehavior | None = None
-    due_at: int | None = None
+    due_at: Instant | None = None
     resume_condition: str | None = None
     resume_policy: str | None = None
-    last_signal_at: int | None = None
-    satisfied_at: int | None = None
-    closed_at: int | None = None
+    last_signal_at: Instant | None = None
+    satisfied_at: Instant | None = None
+    closed_at: Instant | None = None
     close_reason: str | None = None
     closer_signal_id: str | None = None
     progress: str | None = None
@@ -79,7 +82,7 @@ class Suspension(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
-class Waitpoint(msgspec.Struct, frozen=True):
+class Waitpoint(msgspec.Struct, Generic[Instant], frozen=True):
     """A target of signals. It belongs to a suspension or to a gate; while it belongs to neither, it is pending."""
 
     waitpoint_id: str
@@ -87,23 +90,23 @@ class Waitpoint(msgspec.Struct, frozen=True):
     execution_id: str
     attempt_index: int
     waitpoint_key: str
-    created_at: int
+    created_at: Instant
     token_kid: str
     token_fingerprint: str
     suspension_id: str | None = None
     gate: str | None = None
-    activated_at: int | None = None
-    expires_at: int | None = None
-    pending_until: int | None = None  # equals `expires_at` while it is pending; the sweep scans it
-    closed_at: int | None = None  # closed on its own; otherwise its suspension tells
+    activated_at: Instant | None = None
+    expires_at: Instant | None = None
+    pending_until: Instant | None = None  # equals `expires_at` while it is pending; the sweep scans it
+    closed_at: Instant | None = None  # closed on its own; otherwise its suspension tells
     close_reason: str | None = None
     signal_count: int = 0
     matched_signal_count: int = 0
-    last_signal_at: int | None = None
+    last_signal_at: Instant | None = None
     log_start: int = 1  # first entry of its log that is kept
 
 
-class Signal(msgspec.Struct, frozen=True):
+class Signal(msgspec.Struct, Generic[Instant], frozen=True):
     """An accepted signal, by its sequence number at the waitpoint; 0 is the engine's own timeout signal."""
 
     execution_id: str
@@ -115,8 +118,8 @@ class Signal(msgspec.Struct, frozen=True):
     source_type: str
     source_identity: str
     target_scope: str
-    created_at: int
-    accepted_at: int
+    created_at: Instant
+    accepted_at: Instant
     observed_effect: str
     correlation_id: str | None = None
     idempotency_key: str | None = None
@@ -124,11 +127,11 @@ class Signal(msgspec.Struct, frozen=True):
     payload: bytes | None = None
 
 
-class IdempotencyRecord(msgspec.Struct, frozen=True):
+class IdempotencyRecord(msgspec.Struct, Generic[Instant], frozen=True):
     """The answer to an idempotent call: a suspend, or a delivery to the waitpoint that `scope` names."""
 
     execution_id: str
     scope: str
     digest: str
-    expires_at: int
+    expires_at: Instant
     answer: str

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Patch, Upsert, from_now
+from flowfabric.model.change import Change, Delete, Guard, Patch, Upsert
+from flowfabric.model.instant import FromNow
 from flowfabric.model.outbox import OutboxMessage
 
 HEADSTART_MS = 2000  # time for the sender to deliver before a sweep of another process tries
@@ -19,7 +20,7 @@ MAX_BACKOFF_MS = 60_000
 def send(origin: str, message_id: str, kind: str, target: str, body: Any) -> Upsert:
     """Return the write that sends a message with its commit; sending it again replaces it."""
     text = msgspec.json.encode(body).decode()
-    return Upsert(OutboxMessage(origin, message_id, kind, target, text, from_now(HEADSTART_MS)))
+    return Upsert(OutboxMessage(origin, message_id, kind, target, text, FromNow(HEADSTART_MS)))
 
 
 def acknowledge(message: OutboxMessage) -> Change:

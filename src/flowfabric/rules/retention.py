@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flowfabric.model.change import Change, Delete, FromNow, Patch, Write, seen
+from flowfabric.model.change import Change, Delete, Patch, Write, seen
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.flow import (
     CancelBacklog,
@@ -30,6 +30,7 @@ from flowfabric.model.flow import (
     PendingSiblingCancel,
 )
 from flowfabric.model.gate import ChildCompletion, GateMemo, MailboxMessage, StepMemo
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.stream import Frame, Stream, StreamSummary
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint

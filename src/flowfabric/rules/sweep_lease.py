@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flowfabric.model.change import Change, Guard, Upsert, from_now
+from flowfabric.model.change import Change, Guard, Upsert
 from flowfabric.model.deployment import SweepLease
+from flowfabric.model.instant import FromNow
 from flowfabric.rules.decision import Decision
 
 
@@ -13,7 +14,7 @@ def hold_sweep(row: SweepLease | None, sweep: str, holder: str, ttl_ms: int, now
         return Decision(row.lease_until - now)
     guard = Guard(SweepLease, (sweep,), None if row is None else row.revision)
     not_before = None if row is None or row.holder == holder else row.lease_until
-    lease = Upsert(SweepLease(sweep, holder, from_now(ttl_ms)))
+    lease = Upsert(SweepLease(sweep, holder, FromNow(ttl_ms)))
     return Decision(0, Change(guards=(guard,), writes=(lease,), not_before=not_before))
 
 

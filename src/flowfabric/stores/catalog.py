@@ -29,6 +29,7 @@ from flowfabric.model.flow import (
     PendingSiblingCancel,
 )
 from flowfabric.model.gate import ChildCompletion, GateMemo, MailboxMessage, StepMemo
+from flowfabric.model.instant import Instant
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.signing_key import Keystore, SigningKey
@@ -80,9 +81,9 @@ def _columns(row: type[msgspec.Struct]) -> tuple[Column, ...]:
     for field in row.__struct_fields__:
         hint, optional = hints[field], False
         if get_origin(hint) in (Union, types.UnionType):
-            inner = [arg for arg in get_args(hint) if arg is not type(None)]
-            hint, optional = inner[0], True
-        columns.append(Column(field, hint, optional))
+            hint, *others = get_args(hint)
+            optional = type(None) in others
+        columns.append(Column(field, int if hint is Instant else hint, optional))
     return tuple(columns)
 
 

@@ -15,9 +15,10 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.errors import Corruption
-from flowfabric.model.change import BulkInsert, Delete, FromNow, Patch, RowWrite, Write
+from flowfabric.model.change import BulkInsert, Delete, Patch, RowWrite, Write
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES, Column, Table
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.queries import Scan, UnreadableRow

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from flowfabric.engine.metrics.completions import CompletionMetrics
 from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.model.execution import Execution
-from tests.stores.sample_rows import execution
+from tests.stores.sample_rows import execution, loaded
 
 
 def ended(lane: str, created_at: int) -> Execution:
-    return replace(execution("e"), lane_id=lane, created_at=created_at)
+    return replace(loaded(execution("e")), lane_id=lane, created_at=created_at)
 
 
 def test_similar_completions_are_all_counted() -> None:

@@ -14,9 +14,10 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.runtime.commit_queue import MAX_BATCH_ROWS
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
-from flowfabric.model.change import NOW, Change, Guard, Patch
+from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, EdgeGroup, Flow, FlowMember
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.execution import replay
 from flowfabric.rules.execution.create import CreateExecution

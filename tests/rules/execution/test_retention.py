@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.change import FromNow, Patch
+from flowfabric.model.change import Patch
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules import retention
 from tests.rules.execution.test_guards import EXECUTION, NOW, RUNNABLE, TERMINAL, row

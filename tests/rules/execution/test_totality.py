@@ -12,8 +12,9 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
-from flowfabric.model.change import FromNow, Patch, expand
+from flowfabric.model.change import Patch, expand
 from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from flowfabric import errors
 from flowfabric.model.answers.execution import Moved
 from flowfabric.model.answers.flow import DependencyApplied, Eligibility
-from flowfabric.model.change import Change, Insert, Patch, Upsert, from_now
+from flowfabric.model.change import Change, Insert, Patch, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     Dependency,
@@ -21,6 +21,7 @@ from flowfabric.model.flow import (
     OnSatisfied,
     PendingSiblingCancel,
 )
+from flowfabric.model.instant import Draft, FromNow
 from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
 from flowfabric.rules.flow import dependencies, joins
@@ -73,7 +74,9 @@ def test_dependencies_decide_whether_an_execution_may_run(
     assert dependencies.dependency_eligibility(one, join) is verdict
 
 
-def applied(upstream: Execution | None, join: EdgeGroup | None, **own: Any) -> tuple[Any, EdgeGroup, Dependency]:
+def applied(
+    upstream: Execution | None, join: EdgeGroup | None, **own: Any
+) -> tuple[Any, EdgeGroup[Draft], Dependency[Draft]]:
     """Return the answer, the join and the edge after another edge was applied."""
     decision = dependencies.apply_dependency(CHILD, upstream, EDGE, None, join, replace(APPLY, **own))
     assert decision.change is not None
@@ -100,7 +103,7 @@ ANY_OF = {"policy_variant": JoinPolicyKind.ANY_OF, "k": 1, "on_satisfied": OnSat
 MET_ONCE = {"group_state": GroupState.SATISFIED, "satisfied_at": NOW - 5, "succeeded": 1}
 # Each: a join that has fired; its state, since when it waits, and when it was met, once another edge is applied.
 FIRED: dict[str, tuple[EdgeGroup, GroupState, Any, Any]] = {
-    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, from_now(0), None),
+    "all_of waits again": (group(**MET_ONCE), GroupState.PENDING, FromNow(), None),
     "any_of is met already": (group(**ANY_OF, **MET_ONCE), GroupState.SATISFIED, None, NOW - 5),
     "impossible for ever": (group(group_state=GroupState.IMPOSSIBLE, failed=1), GroupState.IMPOSSIBLE, None, None),
 }
@@ -138,7 +141,7 @@ def test_an_outcome_that_precedes_the_edge_is_recorded_with_it() -> None:
 
     _, _, dependency = applied(ended, GROUP)
 
-    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, from_now(0))
+    assert (dependency.outcome, dependency.unfolded_at) == (TerminalOutcome.FAILED, FromNow())
 
 
 def test_an_edge_from_a_purged_execution_is_refused() -> None:
@@ -166,9 +169,9 @@ def test_a_replayed_skipped_member_waits_only_for_the_missing_outcomes() -> None
     change = replayed(group(**LOST))
 
     [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
-    after = group(**LOST | reset)
+    after: EdgeGroup[Draft] = group(**LOST | reset)
     assert (after.succeeded, after.failed, after.skipped, after.group_state) == (1, 0, 0, GroupState.PENDING)
-    assert (after.waiting_since, after.satisfied_at) == (from_now(0), None)
+    assert (after.waiting_since, after.satisfied_at) == (FromNow(), None)
     edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
     assert edges == [(EXECUTION, "e")]
     written = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Execution]
@@ -182,8 +185,8 @@ def test_a_replayed_skipped_member_runs_if_enough_outcomes_are_there(then: OnSat
     change = replayed(group(**LOST, **first))
 
     [reset] = [write.fields for write in change.writes if isinstance(write, Patch) and write.row is EdgeGroup]
-    after = group(**LOST | first | reset)
-    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, from_now(0))
+    after: EdgeGroup[Draft] = group(**LOST | first | reset)
+    assert (after.group_state, after.waiting_since, after.satisfied_at) == (GroupState.SATISFIED, None, FromNow())
     edges = [write.key for write in change.writes if isinstance(write, Patch) and write.row is Dependency]
     assert edges == [(EXECUTION, "e")]
     flagged = (after.cancel_siblings_pending_flag, after.cancel_siblings_pending_members, after.cancel_siblings_reason)

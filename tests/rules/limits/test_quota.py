@@ -15,7 +15,7 @@ from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.quota import AdmissionRequest, QuotaState
-from tests.stores.sample_rows import execution
+from tests.stores.sample_rows import execution, loaded
 
 NOW = 1_700_000_000_000
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -235,7 +235,7 @@ def test_a_slot_of_an_earlier_call_is_not_undone_by_one_that_is_refused_elsewher
 
 
 def test_the_state_of_an_admitted_row_decides_whether_its_slot_is_orphaned() -> None:
-    row = execution("e", replay_count=1)
+    row = loaded(execution("e", replay_count=1))
     over = replace(row, lifecycle_phase=LifecyclePhase.TERMINAL)
     held_up = replace(row, eligibility_state=EligibilityState.BLOCKED_BY_QUOTA)
     running = replace(row, lifecycle_phase=LifecyclePhase.ACTIVE)

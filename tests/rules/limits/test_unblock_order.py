@@ -12,7 +12,7 @@ from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.limits.unblock_order import credits_after, unblock_order
 from flowfabric.rules.scheduling import queue
-from tests.stores.sample_rows import queued
+from tests.stores.sample_rows import loaded, queued
 
 QUOTA = BlockingReason.WAITING_FOR_QUOTA
 LIMIT = NamespacedId("default", "0c000000-0000-4000-8000-000000000001")
@@ -23,11 +23,11 @@ def row(
 ) -> Execution:
     policy = {"fairness_key": key, "fairness_weight": weight} if key else {}
     one = msgspec.structs.replace(
-        queued(name, position),
+        loaded(queued(name, position)),
         line=None,
         terms=msgspec.json.encode(policy).decode(),
         created_at=position,
-        position=position,
+        rank=position,
         **more,
     )
     return msgspec.structs.replace(one, blocked_on=queue.blocked_list_key(one, QUOTA, str(limit)))

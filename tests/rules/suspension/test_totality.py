@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import FromNow, Patch, Upsert, Write
+from flowfabric.model.change import Patch, Upsert, Write
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion, Gate, GateKind
+from flowfabric.model.instant import FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import public_state
 from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Suspension, TimeoutBehavior, Waitpoint

@@ -11,9 +11,10 @@ from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.runtime.pending_rows import PendingRows
-from flowfabric.model.change import Change, FromNow, Guard, Patch, Upsert
+from flowfabric.model.change import Change, Guard, Patch, Upsert
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import BulkInsert, Delete, FromNow, Insert, Patch, absent, from_now
+from flowfabric.model.change import BulkInsert, Delete, Insert, Patch, absent
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
 from tests.stores.sample_rows import change, claim_request, execution, one, payload, queued, write
@@ -29,8 +30,8 @@ async def test_bulk_inserted_rows_equal_rows_inserted_one_by_one(store: Store, c
     model = queued(
         "model",
         line=QueueKey("mail", "gpu", "tenant-1", 3),
-        rank=from_now(-7),
-        deadline_at=from_now(50),
+        rank=FromNow(-7),
+        deadline_at=FromNow(50),
         tags='{"k":"π"}',
         public_state=PublicState.SKIPPED,
     )
@@ -122,7 +123,7 @@ async def test_a_column_may_hold_an_instant_in_one_bulk_insert_and_an_offset_in_
     await write(store, rows_of(["a", "b"], delay_until=FromNow(9)))
     await write(store, rows_of(["c", "d"], delay_until=5))
     await write(store, rows_of(["e", "f"], delay_until=None))
-    await write(store, BulkInsert(execution("model"), {"execution_id": ["g", "h"], "delay_until": [from_now(1), 2]}))
+    await write(store, BulkInsert(execution("model"), {"execution_id": ["g", "h"], "delay_until": [FromNow(1), 2]}))
 
     found = [(await one(store, Execution, name)).delay_until for name in "abcdefgh"]
     assert found == [clock.now + 9] * 2 + [5] * 2 + [None] * 2 + [clock.now + 1, 2]
@@ -150,5 +151,5 @@ def test_columns_of_unequal_length_are_a_programming_error(own: dict[str, Any]) 
         BulkInsert(execution("model"), own)
 
 
-def attempt(name: str) -> Attempt:
-    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, from_now(0), "lease", 1, "w", "i")
+def attempt(name: str) -> Attempt[FromNow]:
+    return Attempt(name, 0, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, NOW, "lease", 1, "w", "i")

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import FromNow, Insert, Patch
+from flowfabric.model.change import Insert, Patch
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.model.instant import Draft, FromNow
 from flowfabric.model.states import AttemptType, LifecyclePhase, OwnershipState
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimedRows
@@ -237,7 +238,7 @@ async def test_texts_are_returned_exactly(store: Store) -> None:
     assert (row.tags, row.lineage, row.rank, row.deadline_at) == (odd, "", -(2**62), 2**63 - 1)
 
 
-def full(name: str, rank: int) -> Execution:
+def full(name: str, rank: int) -> Execution[Draft]:
     """Return a queued row with a value in every column."""
     row = queued(name, rank)
     odd: dict[str, Any] = {

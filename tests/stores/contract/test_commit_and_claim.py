@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, Patch, Upsert
+from flowfabric.model.change import Change, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptType
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store

@@ -7,21 +7,10 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import (
-    NOW,
-    Delete,
-    Expected,
-    FromNow,
-    Guard,
-    Insert,
-    LeaseCheck,
-    LeaseRequirement,
-    Patch,
-    absent,
-    expect,
-)
+from flowfabric.model.change import Delete, Expected, Guard, Insert, LeaseCheck, LeaseRequirement, Patch, absent, expect
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, BlockingReason
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read

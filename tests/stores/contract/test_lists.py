@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Delete, FromNow, Insert, Patch
+from flowfabric.model.change import Delete, Insert, Patch
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, QueueKey
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Due, Scan, Where

@@ -12,22 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import (
-    NOW,
-    Change,
-    Delete,
-    FromNow,
-    Guard,
-    Insert,
-    LeaseCheck,
-    LeaseRequirement,
-    Patch,
-    Upsert,
-    Write,
-    from_now,
-)
+from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseRequirement, Patch, Upsert, Write
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
 from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
 from flowfabric.stores.memory.store import MemoryStore
@@ -73,7 +61,7 @@ def writes_about(name: str) -> st.SearchStrategy[Write]:
     indexes = st.integers(0, 2)
     attempts = st.builds(
         lambda index, kind, state, offset, text: Attempt(
-            name, index, "id", kind, state, from_now(offset), "l", 1, "w", "i", lineage=text
+            name, index, "id", kind, state, FromNow(offset), "l", 1, "w", "i", lineage=text
         ),
         indexes,
         st.sampled_from(AttemptType),
@@ -86,7 +74,7 @@ def writes_about(name: str) -> st.SearchStrategy[Write]:
         st.builds(lambda given: execution(name, **given), fields),
         st.builds(lambda content: payload(name, content), st.none() | st.binary(max_size=5)),
         st.builds(lambda content, text: Result(name, content, text), st.binary(max_size=5), texts),
-        st.builds(lambda part, offset: IdempotencyKey(part, name, "x", from_now(offset)), st.integers(0, 1), offsets),
+        st.builds(lambda part, offset: IdempotencyKey(part, name, "x", FromNow(offset)), st.integers(0, 1), offsets),
         attempts,
     )
     unless = st.none() | st.sampled_from(["lease_id", "started_at", "line"])

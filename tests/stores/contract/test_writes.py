@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Delete, FromNow, Insert, Patch, Upsert, absent, from_now
+from flowfabric.model.change import Delete, Insert, Patch, Upsert, absent
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import Dependency, DependencyKind
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Collision, Store, Unstorable
@@ -19,8 +20,10 @@ from flowfabric.stores.queries import Read
 from tests.stores.sample_rows import change, event, execution, one, payload, queued, write
 
 
-def attempt(name: str, index: int, **fields: Any) -> Attempt:
-    row = Attempt(name, index, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, from_now(0), "lease", 1, "w", "i")
+def attempt(name: str, index: int, **fields: Any) -> Attempt[Draft]:
+    row: Attempt[Draft] = Attempt(
+        name, index, "id", AttemptType.INITIAL, AttemptRecordState.STARTED, NOW, "lease", 1, "w", "i"
+    )
     return msgspec.structs.replace(row, **fields)
 
 

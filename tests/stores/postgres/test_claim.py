@@ -10,6 +10,7 @@ import pytest
 
 from flowfabric.clock import ManualClock
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import Draft
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres import claim as taking
 from tests.conftest import Rival
@@ -71,7 +72,7 @@ async def paused_store(database: str, rival: Rival) -> AsyncIterator[PostgresSto
     await rival.connection.execute("drop schema pause cascade")
 
 
-def four_and_others(lines: list[QueueKey]) -> list[Execution]:
+def four_and_others(lines: list[QueueKey]) -> list[Execution[Draft]]:
     """Return four rows of one queue, and behind them one of each other queue; reading the first reads the time."""
     four = [queued(name, rank, line=lines[0], granted_until=1) for rank, name in enumerate("abcd")]
     return four + [queued(f"in {line.fairness_key}", 10, line=line) for line in lines[1:]]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Change, Expected, Guard, Insert, Patch
+from flowfabric.model.change import Change, Expected, Guard, Insert, Patch
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import EligibilityState
 from flowfabric.stores.claims import CommitAndClaimResult
 from flowfabric.stores.postgres import PostgresStore

@@ -15,20 +15,10 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
-from flowfabric.model.change import (
-    NOW,
-    Change,
-    FromNow,
-    Guard,
-    Insert,
-    LeaseCheck,
-    LeaseRequirement,
-    Patch,
-    Upsert,
-    absent,
-)
+from flowfabric.model.change import Change, Guard, Insert, LeaseCheck, LeaseRequirement, Patch, Upsert, absent
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey, Result
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import claim as taking

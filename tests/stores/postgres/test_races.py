@@ -7,21 +7,10 @@ import asyncio
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import (
-    NOW,
-    Change,
-    Delete,
-    FromNow,
-    Guard,
-    Insert,
-    LeaseCheck,
-    LeaseRequirement,
-    Patch,
-    Upsert,
-    absent,
-)
+from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseRequirement, Patch, Upsert, absent
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Collision

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Upsert, from_now
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert
 from flowfabric.model.execution import Execution, Result
 from flowfabric.model.flow import CancelBacklog, PendingMemberCancel
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import AttemptType
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres import PostgresStore
@@ -72,7 +73,7 @@ async def test_unusual_keys_are_found_again(pg: PostgresStore, names: list[str])
 
 
 async def test_one_column_may_hold_offsets_values_and_null(pg: PostgresStore) -> None:
-    moments = {"offset": from_now(5), "value": 7, "nothing": None}
+    moments = {"offset": FromNow(5), "value": 7, "nothing": None}
     for number, names in enumerate(permutations(moments)):
         rows = [execution(f"{number}-{name}", started_at=moments[name]) for name in names]
         now = (await pg.commit([change(*map(Insert, rows))]))[0]

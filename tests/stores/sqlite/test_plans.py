@@ -11,9 +11,10 @@ from typing import Any
 import apsw
 import pytest
 
-from flowfabric.model.change import FromNow, Insert
+from flowfabric.model.change import Insert
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey
+from flowfabric.model.instant import FromNow
 from flowfabric.model.suspension import Suspension
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store

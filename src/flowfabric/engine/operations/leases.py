@@ -15,8 +15,9 @@ from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.change import Change, FromNow
+from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import cancel, delay, finish, holder, lease

@@ -21,8 +21,9 @@ from flowfabric.engine.metrics.completions import CompletionMetrics
 from flowfabric.engine.metrics.registry import Metrics
 from flowfabric.engine.runtime.commit_queue import CommitQueue
 from flowfabric.engine.runtime.wakeups import Wakeups, due_topic, lane_topic, queues_written, topics_of
-from flowfabric.model.change import Change, Delete, FromNow, Patch, RowTemplate
+from flowfabric.model.change import Change, Delete, Patch, RowTemplate
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.execution.transitions import affects_others
 from flowfabric.stores.port import Store

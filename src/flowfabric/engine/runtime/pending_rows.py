@@ -16,8 +16,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.model.change import Change, Delete, FromNow, Guard, Insert, Patch, Upsert, Write
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.rules.decision import Decision
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.queries import Read

@@ -19,10 +19,11 @@ from flowfabric.engine.runtime.after_commit import AfterCommit, Rows, execution_
 from flowfabric.engine.runtime.load_queue import LoadQueue
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
-from flowfabric.model.change import Change, Delete, FromNow, Insert, Patch, Upsert, expand, outcome_of
+from flowfabric.model.change import Change, Delete, Insert, Patch, Upsert, expand, outcome_of
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Frame
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Waitpoint

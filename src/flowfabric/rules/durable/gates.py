@@ -8,15 +8,17 @@ the execution. So nothing is lost between a vote and the function that waits for
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Upsert, Write, from_now, live, seen
+from flowfabric.model.change import Change, Delete, Insert, Patch, Upsert, Write, live, seen
 from flowfabric.model.condition import Condition
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion, Gate, GateKind, GateMemo, GateOutcome, MailboxMessage, Vote
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.obstacles import TIMER_WAIT
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
@@ -34,7 +36,8 @@ from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 from flowfabric.rules.suspension.conditions import IncomingSignal, SignalEffect
 
-ClosedGates = Mapping[str, tuple[Gate, GateOutcome, MailboxMessage | None]]
+At = TypeVar("At", int, FromNow)
+ClosedGates = Mapping[str, tuple[Gate, GateOutcome, MailboxMessage[Draft] | None]]
 
 
 def apply_vote(
@@ -70,7 +73,8 @@ def update_gates(
         remaining.pop(name, None)
     fields: dict[str, Any] = {"gates": wait_encoding.encode_or_none(remaining)}
     writes: tuple[Write, ...] = tuple(
-        Insert(gate_memo(row.execution_id, name, gate, outcome, mail)) for name, (gate, outcome, mail) in closed.items()
+        Insert(gate_memo(row.execution_id, name, gate, outcome, mail, NOW))
+        for name, (gate, outcome, mail) in closed.items()
     )
     if wait_state.is_open(suspension) and not closed.keys().isdisjoint(parked_on(suspension)):
         fields |= {"satisfied_at": NOW, "closed_at": NOW, "close_reason": reason, "due_at": None}
@@ -78,7 +82,14 @@ def update_gates(
     return fields, writes
 
 
-def gate_memo(execution_id: str, name: str, gate: Gate, outcome: GateOutcome, mail: MailboxMessage | None) -> GateMemo:
+def gate_memo(
+    execution_id: str,
+    name: str,
+    gate: Gate,
+    outcome: GateOutcome,
+    mail: MailboxMessage[Draft] | None,
+    closed_at: At,
+) -> GateMemo[At]:
     """Return the memo of a gate that closes."""
     return GateMemo(
         execution_id=execution_id,
@@ -86,7 +97,7 @@ def gate_memo(execution_id: str, name: str, gate: Gate, outcome: GateOutcome, ma
         kind=gate.kind,
         ended_as=outcome,
         opened_at=gate.opened_at,
-        closed_at=from_now(0),
+        closed_at=closed_at,
         votes=wait_encoding.encode_or_none(gate.votes),
         payload=mail.payload if mail is not None else None,
         payload_encoding=mail.payload_encoding if mail is not None else None,
@@ -117,7 +128,7 @@ def describe_wait(name: str, gate: Gate) -> str:
 
 def expired_gates(
     suspension: Suspension | None, names: Iterable[str], now: int
-) -> dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]]:
+) -> dict[str, tuple[Gate, GateOutcome, MailboxMessage[Draft] | None]]:
     """Return the expired gates among these names with their outcome; expiry satisfies a timer."""
     gates = wait_state.open_gates(suspension)
     return {
@@ -238,7 +249,7 @@ def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decisio
         )
     if signer is not None:
         fresh = (
-            waitpoint_rules.new_waitpoint(row, signer, *id_and_key, gate=args.name, activated_at=from_now(0))
+            waitpoint_rules.new_waitpoint(row, signer, *id_and_key, gate=args.name, activated_at=NOW)
             for id_and_key in args.waitpoints
         )
         waitpoints = (msgspec.structs.replace(waitpoint, expires_at=gate.expires_at) for waitpoint in fresh)
@@ -263,11 +274,8 @@ def _open_decision(
         answer: Any = OpenGate(name, gate, (signer.kid,) * len(gate.waitpoints) if signer is not None else ())
         fields["gates"] = wait_encoding.encode_or_none(wait_state.open_gates(suspension) | {name: gate})
     else:
-        memo = gate_memo(row.execution_id, name, gate, outcome, mail)
-        writes += (Insert(memo),)
-
-        def answer(now: int) -> GateMemo:
-            return msgspec.structs.replace(memo, closed_at=now)
+        answer = memo = partial(gate_memo, row.execution_id, name, gate, outcome, mail)
+        writes += (Insert(memo(NOW)),)
 
     change = Change(
         guards=(seen(row, live(row)), wait_state.seen_suspension(rows.root, row.execution_id)),
@@ -305,7 +313,7 @@ def deliver_child_completions(
         )
     outcomes = {end.child_id: end.outcome for end in completions}
     changed: dict[str, Gate] = {}
-    closed: dict[str, tuple[Gate, GateOutcome, MailboxMessage | None]] = {}
+    closed: dict[str, tuple[Gate, GateOutcome, MailboxMessage[Draft] | None]] = {}
     for name, gate in wait_state.open_gates(suspension).items():
         if gate.kind is not GateKind.CHILDREN or wait_state.is_gate_expired(gate, now):
             continue

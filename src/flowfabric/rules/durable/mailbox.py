@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Insert, Upsert, Write, from_now, seen
+from flowfabric.model.change import Change, Insert, Upsert, Write, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import GateKind, GateOutcome, MailboxMessage
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import IdempotencyRecord, Suspension
 from flowfabric.rules.decision import Decision, refuse
@@ -74,7 +75,7 @@ def send_message(
         args.mailbox,
         _counters(suspension).get(args.mailbox, [1, 1])[1],
         args.message_id,
-        from_now(0),
+        NOW,
         args.sender,
         args.payload or None,
         args.payload_encoding,
@@ -84,7 +85,7 @@ def send_message(
         return refuse(errors.SignalLimitExceeded(execution_id=row.execution_id))
     if args.idempotency_key:
         key = wait_encoding.key_digest(args.idempotency_key)
-        record = IdempotencyRecord(row.execution_id, args.scope, key, from_now(args.dedup_ttl_ms), args.message_id)
+        record = IdempotencyRecord(row.execution_id, args.scope, key, FromNow(args.dedup_ttl_ms), args.message_id)
         writes += (Upsert(record),)
     change = Change(
         guards=(seen(row), guard),
@@ -97,7 +98,7 @@ def send_message(
 
 
 def _deliver(
-    row: Execution, suspension: Suspension, mail: MailboxMessage, now: int
+    row: Execution, suspension: Suspension, mail: MailboxMessage[Draft], now: int
 ) -> tuple[dict[str, Any], tuple[Write, ...], str | None]:
     """Return the changed columns of the suspension, further writes and the effect; the effect is None if the mailbox is
     full."""

@@ -8,9 +8,10 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import Change, Upsert, from_now, lease_event, live, seen
+from flowfabric.model.change import Change, Upsert, lease_event, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import GateMemo
+from flowfabric.model.instant import NOW, Draft
 from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
@@ -93,7 +94,7 @@ def park(
 
 def _parked_suspension(
     suspension: Suspension, row: Execution, names: tuple[str, ...], suspension_id: str, reason_code: str
-) -> Suspension:
+) -> Suspension[Draft]:
     """Return the suspension row that waits on gates; it times out when the first of them expires."""
     gates = wait_state.open_gates(suspension)
     ends = [end for name in names if (end := gates[name].expires_at) is not None]
@@ -107,7 +108,7 @@ def _parked_suspension(
         suspension_id=suspension_id,
         attempt_index=row.attempt_index,
         reason_code=reason_code,
-        created_at=from_now(0),
+        created_at=NOW,
         timeout_at=timeout_at,
         timeout_behavior=TimeoutBehavior.AUTO_RESUME,
         due_at=NO_TIMEOUT if timeout_at is None else timeout_at,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Insert, Patch, from_now, live, seen
+from flowfabric.model.change import Change, Insert, Patch, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import StepMemo
+from flowfabric.model.instant import NOW
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
@@ -23,7 +24,7 @@ def record_step(
         return refused
     if known is not None:
         return Decision(known)
-    insert = Insert(msgspec.structs.replace(memo, recorded_at=from_now(0)))
+    insert = Insert(msgspec.structs.replace(memo, recorded_at=NOW))
     marks = () if row.has_steps else (Patch(Execution, (row.execution_id,), {"has_steps": True}),)
     change = Change(guards=(seen(row, live(row)),), writes=(insert, *marks))
     return Decision(lambda now: msgspec.structs.replace(memo, recorded_at=now), change)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Patch, seen
+from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,

@@ -7,9 +7,10 @@ reason.
 
 from __future__ import annotations
 
-from flowfabric.model.change import NOW, Patch, Upsert, Write, from_now
+from flowfabric.model.change import Patch, Upsert, Write
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Stream
 from flowfabric.model.suspension import Suspension
@@ -48,4 +49,4 @@ def report_to_parent(row: Execution, outcome: TerminalOutcome) -> tuple[Write, .
     """Record a child's completion for its parent, whose gates read it. Nobody else writes this row."""
     if row.parent_id is None:
         return ()
-    return (Upsert(ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, from_now(0))),)
+    return (Upsert(ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, NOW)),)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Created, Duplicate
-from flowfabric.model.change import BulkInsert, Change, Guard, Insert, Upsert, Write, absent, from_now
+from flowfabric.model.change import BulkInsert, Change, Guard, Insert, Upsert, Write, absent
 from flowfabric.model.execution import Execution, IdempotencyKey, Payload, QueueKey
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import (
     AttemptState,
     AttemptType,
@@ -115,7 +115,7 @@ def create(
         guards += (Guard(IdempotencyKey, (request.partition, request.digest), revision),)
         if terms.dedup_window_ms > 0:
             key = IdempotencyKey(
-                request.partition, request.digest, request.execution_id, from_now(terms.dedup_window_ms)
+                request.partition, request.digest, request.execution_id, FromNow(terms.dedup_window_ms)
             )
             writes += (Insert(key) if remembered is None else Upsert(key),)
     earliest = [remembered.expires_at] if remembered is not None else []
@@ -134,7 +134,7 @@ def create(
 class CreateTemplate(msgspec.Struct, frozen=True):
     """A decided create that other creates with the same settings on the same partition can reuse."""
 
-    row: Execution
+    row: Execution[Draft]
     payload: Payload
 
     def create(self, execution_id: str, input_payload: bytes) -> Decision[Created | Duplicate]:
@@ -198,15 +198,17 @@ def share_template(request: CreateExecution, other: CreateExecution) -> bool:
     )
 
 
-def _new_row(request: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None) -> Execution:
+def _new_row(
+    request: CreateExecution, terms: Terms, terms_text: str | None, delay_until: int | None
+) -> Execution[Draft]:
     """Return the row of a new execution; `delay_until` is None if it is claimable at once."""
     is_delayed = delay_until is not None
     priority = queue.clamp_priority(request.priority)
     required = terms.required_capabilities or None
     line: QueueKey | None = None if is_delayed else queue.queue_for(request.lane_id, required, terms)
-    deadline: Any = request.execution_deadline_at
+    deadline: int | FromNow | None = request.execution_deadline_at
     if not deadline and terms.execution_deadline_ms:
-        deadline = from_now(terms.execution_deadline_ms)
+        deadline = FromNow(terms.execution_deadline_ms)
     return replace(
         DELAYED if is_delayed else CLAIMABLE,
         execution_id=request.execution_id,
@@ -221,21 +223,21 @@ def _new_row(request: CreateExecution, terms: Terms, terms_text: str | None, del
         delay_until=delay_until,
         deadline_at=deadline or None,
         line=line,
-        rank=from_now(queue.position_offset(priority, terms)),
+        rank=FromNow(queue.position_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
         parent_id=request.parent_id,
     )
 
 
-CLAIMABLE = Execution(
+CLAIMABLE: Execution[Draft] = Execution(
     execution_id="",
     partition=0,
     namespace="",
     lane_id="",
     priority=0,
-    created_at=from_now(0),
-    last_transition_at=from_now(0),
-    last_mutation_at=from_now(0),
+    created_at=NOW,
+    last_transition_at=NOW,
+    last_mutation_at=NOW,
     lifecycle_phase=LifecyclePhase.RUNNABLE,
     ownership_state=OwnershipState.UNOWNED,
     eligibility_state=EligibilityState.ELIGIBLE_NOW,

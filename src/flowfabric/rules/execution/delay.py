@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Delayed, Moved, Promotion
-from flowfabric.model.change import Change, FromNow, seen
+from flowfabric.model.change import Change, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, PublicState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease, transitions

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Completed, RetryScheduled, TerminalFailed
-from flowfabric.model.change import Change, FromNow, Insert, Write, lease_event, live, seen
+from flowfabric.model.change import Change, Insert, Write, lease_event, live, seen
 from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,

@@ -14,8 +14,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Granted
-from flowfabric.model.change import NOW, Change, Patch, seen
+from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution, Grant
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import EligibilityState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions

@@ -14,8 +14,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import NOW, Change, FromNow, Insert, Patch, expired, from_now, lease_event, seen
+from flowfabric.model.change import Change, Insert, Patch, expired, lease_event, seen
 from flowfabric.model.execution import Attempt, Execution, Lineage
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -265,7 +266,7 @@ def attempt_record(
             suspended_at=row.attempt_suspended_at,
             suspension_id=row.attempt_suspension,
             resumed_at=row.attempt_resumed_at,
-            ended_at=from_now(0) if ended_at is None else ended_at,
+            ended_at=NOW if ended_at is None else ended_at,
             failure_reason=reason,
             failure_category=category,
         )

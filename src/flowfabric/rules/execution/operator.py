@@ -8,9 +8,10 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Blocked, Changed, NothingToDo, Revoked, Unblocked
-from flowfabric.model.change import NOW, Change, Patch, lease_event, seen
+from flowfabric.model.change import Change, Patch, lease_event, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
     AttemptState,
     BlockingReason,

@@ -6,8 +6,9 @@ from typing import Any
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import ProgressNoted
-from flowfabric.model.change import NOW, Change, Patch, live, seen
+from flowfabric.model.change import Change, Patch, live, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import lease

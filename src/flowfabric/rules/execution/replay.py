@@ -6,10 +6,11 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Replayed
-from flowfabric.model.change import NOW, Change, Delete, Patch, Write, seen
+from flowfabric.model.change import Change, Delete, Patch, Write, seen
 from flowfabric.model.execution import Execution, Lineage, Result
 from flowfabric.model.flow import Flow
 from flowfabric.model.gate import GateMemo, StepMemo
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,

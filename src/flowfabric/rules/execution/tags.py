@@ -15,8 +15,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.errors import InvalidInput, InvalidTagKey
-from flowfabric.model.change import NOW, Change, LeaseCheck, Patch, seen
+from flowfabric.model.change import Change, LeaseCheck, Patch, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import schema_limits
 

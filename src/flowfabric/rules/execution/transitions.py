@@ -12,10 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 from flowfabric.model.change import (
-    NOW,
     Change,
     ColumnRef,
-    FromNow,
     Guard,
     Patch,
     RowTemplate,
@@ -27,6 +25,7 @@ from flowfabric.model.change import (
 )
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,

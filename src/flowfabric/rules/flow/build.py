@@ -13,7 +13,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.answers.flow import Added, AlreadyMember, FlowCreated, FlowExists, SetJoinPolicyResult, Staged
-from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, Upsert, Write, absent, from_now, seen
+from flowfabric.model.change import Change, Guard, Insert, Patch, Upsert, Write, absent, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     DependencyKind,
@@ -25,6 +25,7 @@ from flowfabric.model.flow import (
     JoinPolicyKind,
     OnSatisfied,
 )
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.tags import check_tags_size, decode_tags, encode_tags
@@ -76,7 +77,7 @@ def join_policy_of(group: EdgeGroup) -> JoinPolicy:
     return JoinPolicy(group.policy_variant, group.on_satisfied, group.k)
 
 
-def new_group(flow_id: str, downstream: str, policy: JoinPolicy, **fields: Any) -> EdgeGroup:
+def new_group(flow_id: str, downstream: str, policy: JoinPolicy, **fields: Any) -> EdgeGroup[Draft]:
     """Return a group that has counted no outcome yet."""
     return EdgeGroup(flow_id, downstream, policy.variant, policy.on_satisfied, policy.k, **fields)
 
@@ -109,7 +110,7 @@ def create_flow(
         if existing.namespace != namespace:
             return refuse(errors.IdInOtherNamespace(flow_id=flow_id))
         return Decision(FlowExists(flow_id))
-    flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, from_now(0), from_now(0))
+    flow = Flow(flow_id, partition, flow_kind, namespace, FlowState.OPEN, NOW, NOW)
     return Decision(FlowCreated(flow_id), Change(guards=(absent(Flow, flow_id),), writes=(Insert(flow),)))
 
 
@@ -136,7 +137,7 @@ def add_member(
     if row.flow_id is None:
         # Write the flow as well, also for a former member whose id was reused: a concurrent retention that found no
         # member left must conflict.
-        fields = {"purge_check_at": from_now(RETENTION_CHECK_MS)}
+        fields = {"purge_check_at": FromNow(RETENTION_CHECK_MS)}
         writes += (Patch(Execution, (execution_id,), {"flow_id": flow.flow_id, "last_mutation_at": NOW}),)
     if member is None:
         fields |= {
@@ -240,10 +241,10 @@ def edge_snapshot(edge: Edge) -> EdgeSnapshot:
     )
 
 
-def new_edge(request: StageEdge) -> Edge:
+def new_edge(request: StageEdge) -> Edge[Draft]:
     """Return the row of a staged edge."""
     ref = request.data_passing_ref or None
-    return Edge(request.flow_id, request.edge_id, request.upstream, request.downstream, request.kind, from_now(0), ref)
+    return Edge(request.flow_id, request.edge_id, request.upstream, request.downstream, request.kind, NOW, ref)
 
 
 def set_join_policy(

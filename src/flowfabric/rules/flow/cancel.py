@@ -16,7 +16,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers.execution import Replayed
 from flowfabric.model.answers.flow import HeaderAlreadyTerminal, HeaderCancelled, SiblingDrain, SiblingReconcile
-from flowfabric.model.change import NOW, Change, Delete, FromNow, Guard, Insert, Patch, Write, from_now, merge_changes
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Write, merge_changes
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
@@ -30,6 +30,7 @@ from flowfabric.model.flow import (
     PendingMemberCancel,
     PendingSiblingCancel,
 )
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
@@ -108,7 +109,7 @@ def cancel_header(
         fields["purge_check_at"] = FromNow(transitions.DEFAULT_RETENTION_MS)
     writes: tuple[Write, ...] = (Patch(Flow, (flow.flow_id,), fields),)
     if backlog:
-        writes += (Insert(CancelBacklog(flow.flow_id, from_now(grace_ms), len(backlog))),)
+        writes += (Insert(CancelBacklog(flow.flow_id, FromNow(grace_ms), len(backlog))),)
         writes += tuple(Insert(PendingMemberCancel(flow.flow_id, name)) for name in backlog)
     details = {
         "flow_id": flow.flow_id,

@@ -10,19 +10,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers.execution import Moved, Replayed
 from flowfabric.model.answers.flow import DependencyAlreadyApplied, DependencyApplied, Eligibility
-from flowfabric.model.change import (
-    NOW,
-    Change,
-    Delete,
-    Guard,
-    Insert,
-    Patch,
-    Upsert,
-    Write,
-    from_now,
-    merge_changes,
-    seen,
-)
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, merge_changes, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     Dependency,
@@ -35,6 +23,7 @@ from flowfabric.model.flow import (
     OnSatisfied,
     PendingSiblingCancel,
 )
+from flowfabric.model.instant import NOW, Draft
 from flowfabric.model.states import (
     EligibilityState,
     LifecyclePhase,
@@ -105,7 +94,7 @@ def apply_dependency(
         data_passing_ref=request.data_passing_ref or edge.data_passing_ref,
         # If the upstream has ended, record its outcome for the reconciler, as its completion would have.
         outcome=upstream.terminal_outcome if _has_ended(upstream) else None,
-        unfolded_at=from_now(0) if _has_ended(upstream) else None,
+        unfolded_at=NOW if _has_ended(upstream) else None,
     )
     named_successor = successor(
         request.edge_id,
@@ -133,22 +122,21 @@ def _has_ended(row: Execution) -> bool:
     return row.lifecycle_phase is LifecyclePhase.TERMINAL
 
 
-def with_applied_edge(group: EdgeGroup | None, request: ApplyDependency) -> EdgeGroup:
+def with_applied_edge(group: EdgeGroup | None, request: ApplyDependency) -> EdgeGroup[Draft]:
     """Return the group with one more applied edge. A satisfied all_of waits again; other fired groups stay fired."""
-    if group is None:
-        group = new_group(request.flow_id, request.downstream, JoinPolicy(), staged=1)
-    fields: dict[str, Any] = {"n": group.n + 1}
+    before = group or new_group(request.flow_id, request.downstream, JoinPolicy(), staged=1)
+    fields: dict[str, Any] = {"n": before.n + 1}
     if request.graph_revision is not None:
         fields["last_flow_graph_revision"] = request.graph_revision
-    reopens = group.policy_variant is JoinPolicyKind.ALL_OF and group.group_state is GroupState.SATISFIED
+    reopens = before.policy_variant is JoinPolicyKind.ALL_OF and before.group_state is GroupState.SATISFIED
     if reopens:
         fields.update(group_state=GroupState.PENDING, satisfied_at=None)
-    if reopens or (group.group_state is GroupState.PENDING and group.waiting_since is None):
-        fields["waiting_since"] = from_now(0)
-    return msgspec.structs.replace(group, **fields)
+    if reopens or (before.group_state is GroupState.PENDING and before.waiting_since is None):
+        fields["waiting_since"] = NOW
+    return msgspec.structs.replace(before, **fields)
 
 
-def must_wait(child: Execution, group: EdgeGroup) -> bool:
+def must_wait(child: Execution, group: EdgeGroup[Draft]) -> bool:
     """True if the child must wait for the edge that was applied last.
 
     Not if the group has fired: either its policy is met, or nothing could ever release the child.
@@ -267,7 +255,7 @@ def replay_skipped_member(
     if fires and group.on_satisfied is OnSatisfied.CANCEL_REMAINING:
         running = [name for name, upstream in upstreams.items() if not _has_ended(upstream)]
         writes = (Patch(EdgeGroup, key, fields | joins.sibling_cancel_fields(running, satisfied=True)), *writes[1:])
-        writes += (Upsert(PendingSiblingCancel(*key, from_now(0))),)
+        writes += (Upsert(PendingSiblingCancel(*key, NOW)),)
     elif group.cancel_siblings_pending_flag:
         writes += (Delete(PendingSiblingCancel, key),)
     change = merge_changes(normal.change, Change(guards=guards, writes=writes))

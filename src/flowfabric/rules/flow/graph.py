@@ -9,9 +9,10 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.flow import FlowExists, GraphCreated
-from flowfabric.model.change import Change, Insert, Write, absent, from_now
+from flowfabric.model.change import Change, Insert, Write, absent
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, Flow, FlowMember, FlowState
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create_each
@@ -139,7 +140,7 @@ def create_graph(
                 request.policies.get(name, JoinPolicy()),
                 staged=applied,
                 n=applied,
-                waiting_since=from_now(0) if applied else None,
+                waiting_since=NOW if applied else None,
             )
             writes.append(Insert(group))
     # Waiting nodes are in no ready queue yet. Register their queues, so that their lanes are listed.
@@ -180,7 +181,7 @@ def create_graph(
     return Decision(GraphCreated(request.flow_id, nodes + count, nodes, count), change)
 
 
-def _flow_row(request: CreateGraph) -> Flow:
+def _flow_row(request: CreateGraph) -> Flow[Draft]:
     nodes, edges = len(request.nodes), len(request.edges)
     return Flow(
         request.flow_id,
@@ -188,17 +189,19 @@ def _flow_row(request: CreateGraph) -> Flow:
         request.flow_kind,
         request.namespace,
         FlowState.OPEN,
-        from_now(0),
-        from_now(0),
+        NOW,
+        NOW,
         graph_revision=nodes + edges,
         node_count=nodes,
         edge_count=edges,
-        project_at=from_now(0) if nodes else None,
-        purge_check_at=from_now(RETENTION_CHECK_MS) if nodes else None,
+        project_at=NOW if nodes else None,
+        purge_check_at=FromNow(RETENTION_CHECK_MS) if nodes else None,
     )
 
 
-def _member_row(row: Execution, flow_id: str, inbound_count: int, named_successors: list[Successor]) -> Execution:
+def _member_row(
+    row: Execution[Draft], flow_id: str, inbound_count: int, named_successors: list[Successor]
+) -> Execution[Draft]:
     """Return the execution as a member, with its successors and its dependencies."""
     fields: dict[str, object] = {"flow_id": flow_id}
     if named_successors:

@@ -24,19 +24,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import (
-    NOW,
-    Change,
-    ColumnRef,
-    Expected,
-    Guard,
-    Patch,
-    Upsert,
-    Write,
-    expect,
-    from_now,
-    seen,
-)
+from flowfabric.model.change import Change, ColumnRef, Expected, Guard, Patch, Upsert, Write, expect, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, QueueKey, Result
 from flowfabric.model.flow import (
@@ -50,6 +38,7 @@ from flowfabric.model.flow import (
     OnSatisfied,
     PendingSiblingCancel,
 )
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -239,7 +228,7 @@ def resolve_join(
     writes: list[Write] = [Patch(EdgeGroup, key, fields), *map(_resolve_dependency, counts.counted)]
     events: tuple[Event, ...] = ()
     if counts.cancels_siblings(group):
-        writes.append(Upsert(PendingSiblingCancel(*key, from_now(0))))
+        writes.append(Upsert(PendingSiblingCancel(*key, NOW)))
     result_edges = counts.result_edges(group, child)
     passed_result = context.passed_result if result_edges else None
     if child is not None and (counts.fired_by is not None or passed_result is not None):

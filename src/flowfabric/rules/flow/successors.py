@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Patch, Upsert, Write, from_now, seen
+from flowfabric.model.change import Change, Delete, Patch, Upsert, Write, seen
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules.decision import Decision
 
@@ -101,7 +102,7 @@ def outcome_writes(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...
     if row.successors is None:
         return ()
     if row.successors == MANY:
-        return (Upsert(CompletionDispatch(row.execution_id, row.flow_id or "", outcome, from_now(0))),)
+        return (Upsert(CompletionDispatch(row.execution_id, row.flow_id or "", outcome, NOW)),)
     return tuple(record_outcome(edge.execution_id, edge.edge_id, outcome) for edge in named_successors(row))
 
 

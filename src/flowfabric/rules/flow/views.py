@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Patch, Upsert, from_now
+from flowfabric.model.change import Change, Patch, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, Flow, FlowState, FlowSummary
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, PublicState
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.tags import decode_tags
@@ -148,7 +149,7 @@ def project_summary(flow: Flow | None, total: int, rows: Iterable[Execution]) ->
     summary = FlowSummary(
         flow.flow_id,
         derived_state(counts),
-        from_now(0),
+        NOW,
         total,
         len(members),
         **{f"members_{state.value}": counts[state] for state in COUNTED},

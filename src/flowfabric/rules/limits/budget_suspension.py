@@ -13,9 +13,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import from_now
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Suspension
@@ -77,7 +77,7 @@ def suspend_for_budget(
         minted.waitpoint_id,
         need.key,
         suspension_id=minted.suspension_id,
-        activated_at=from_now(0),
+        activated_at=NOW,
     )
     rows = suspend_rules.SuspendRows(row, suspension, remembered=None, waitpoints={}, buffered=(), keys=keys)
     return Decision(True, suspend_rules.suspend_on(rows, row, args, holder, [waitpoint], {}, [], now).change)

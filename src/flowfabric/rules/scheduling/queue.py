@@ -11,6 +11,7 @@ from typing import Any
 
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import Draft
 from flowfabric.model.owned_id import NamespacedId, parse_namespaced_id
 from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.rules.decision import Decision
@@ -102,7 +103,7 @@ def queue_for(lane_id: str, required: str | None, terms: Terms, *, guarded: bool
     )
 
 
-def queue_of(row: Execution) -> QueueKey:
+def queue_of(row: Execution[Draft]) -> QueueKey:
     """Return the ready queue of this execution."""
     return queue_for(row.lane_id, row.required_capabilities, decode_terms(row.terms))
 

@@ -8,7 +8,8 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.api_token import ApiScope, ApiToken, TokenView
-from flowfabric.model.change import NOW, Change, Guard, Insert, Patch, from_now
+from flowfabric.model.change import Change, Guard, Insert, Patch
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.rules.decision import Decision, refuse
 
 
@@ -30,9 +31,9 @@ def create(
         name=name,
         scopes=",".join(sorted(scopes)),
         digest=digest,
-        created_at=from_now(0),
+        created_at=NOW,
         namespaces=None if namespaces is None else msgspec.json.encode(sorted(namespaces)).decode(),
-        expires_at=None if expires_in_ms is None else from_now(expires_in_ms),
+        expires_at=None if expires_in_ms is None else FromNow(expires_in_ms),
     )
     return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(token),)))
 
@@ -43,7 +44,7 @@ def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
         return refuse(errors.NotFound("api_token"))
     if row.digest == digest:
         return Decision(None)
-    fields = {"digest": digest, "previous_digest": row.digest, "previous_until": from_now(grace_ms)}
+    fields = {"digest": digest, "previous_digest": row.digest, "previous_until": FromNow(grace_ms)}
     return Decision(None, _patch(row, fields))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, merge_patch
-from flowfabric.model.change import NOW, Change, Delete, Guard, Insert, Patch, Upsert, Write, live, seen
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, live, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
 from flowfabric.rules.decision import Decision

@@ -8,8 +8,9 @@ from typing import Any, assert_never
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Insert, Patch, Write, from_now, seen
+from flowfabric.model.change import Change, Insert, Patch, Write, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, BlockingReason, LifecyclePhase, PublicState, TerminalOutcome
 from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Signal, Suspension, TimeoutBehavior
 from flowfabric.rules.decision import Decision, refuse
@@ -56,7 +57,7 @@ def resume_execution(
         return refuse(errors.ExecutionNotSuspended(execution_id=row.execution_id))
     call_record: tuple[Write, ...] = ()
     if call_id is not None:
-        call_record = (Insert(IdempotencyRecord(row.execution_id, SCOPE, call_id, from_now(CALL_RECORD_TTL_MS), "")),)
+        call_record = (Insert(IdempotencyRecord(row.execution_id, SCOPE, call_id, FromNow(CALL_RECORD_TTL_MS), "")),)
     change = _resume_change(
         row, suspension, {"close_reason": wait_state.RESUMED, "satisfied_at": NOW}, delay_ms, call_record
     )
@@ -159,8 +160,8 @@ def _auto_resume(row: Execution, suspension: Suspension, signal_id: str, now: in
         source_type="system",
         source_identity="suspension_timeout",
         target_scope="execution",
-        created_at=from_now(0),
-        accepted_at=from_now(0),
+        created_at=NOW,
+        accepted_at=NOW,
         observed_effect=AUTO_RESUMED,
     )
     fields = {

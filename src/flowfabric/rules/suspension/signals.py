@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import NOW, Change, Delete, Insert, Patch, Upsert, Write, from_now, seen
+from flowfabric.model.change import Change, Delete, Insert, Patch, Upsert, Write, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
@@ -163,16 +164,14 @@ def _accept(
     effect, fields, writes = _apply(row, suspension, waitpoint, args, ref, now)
     fields |= {"signal_count": suspension.signal_count + 1}
     log_start = max(waitpoint.log_start, ref.seq - args.signal_maxlen + 1)
-    updated = msgspec.structs.replace(
+    updated: Waitpoint[Draft] = msgspec.structs.replace(
         waitpoint,
         signal_count=ref.seq,
         matched_signal_count=waitpoint.matched_signal_count + (effect not in UNMATCHED),
-        last_signal_at=from_now(0),
+        last_signal_at=NOW,
         log_start=log_start,
     )
-    record = Upsert(
-        IdempotencyRecord(row.execution_id, *_record_key(args), from_now(args.dedup_ttl_ms), args.signal_id)
-    )
+    record = Upsert(IdempotencyRecord(row.execution_id, *_record_key(args), FromNow(args.dedup_ttl_ms), args.signal_id))
     change = Change(
         guards=(seen(row), wait_state.seen_suspension(rows.root, row.execution_id)),
         writes=(
@@ -239,7 +238,7 @@ def _delay_ms(suspension: Suspension, args: SignalArgs) -> int:
     return policy.resume_delay_ms or 0
 
 
-def _signal_row(args: SignalArgs, seq: int, effect: str) -> Signal:
+def _signal_row(args: SignalArgs, seq: int, effect: str) -> Signal[Draft]:
     return Signal(
         execution_id=args.execution_id,
         waitpoint_id=args.waitpoint_id,
@@ -250,8 +249,8 @@ def _signal_row(args: SignalArgs, seq: int, effect: str) -> Signal:
         source_type=args.source_type,
         source_identity=args.source_identity,
         target_scope=args.target_scope,
-        created_at=from_now(0) if args.created_at is None else args.created_at,
-        accepted_at=from_now(0),
+        created_at=NOW if args.created_at is None else args.created_at,
+        accepted_at=NOW,
         observed_effect=effect,
         correlation_id=args.correlation_id or None,
         idempotency_key=args.idempotency_key or None,

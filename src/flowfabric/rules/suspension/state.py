@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.model.change import FromNow, Guard, Patch, Write
+from flowfabric.model.change import Guard, Patch, Write
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import Gate
+from flowfabric.model.instant import FromNow
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules.execution import transitions

@@ -8,14 +8,16 @@ call returns the same outcome.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import NOW, Change, Patch, Upsert, Write, from_now, lease_event, live, seen
+from flowfabric.model.change import Change, Patch, Upsert, Write, lease_event, live, seen
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import (
@@ -176,10 +178,10 @@ def _suspend_on_pending(
     condition = args.resume_condition
     if isinstance(condition, Single) and condition.waitpoint_key != waitpoint.waitpoint_key:
         return refuse(errors.InvalidInput("waitpoint_key_mismatch"))
-    active = msgspec.structs.replace(
+    active: Waitpoint[Draft] = msgspec.structs.replace(
         waitpoint,
         suspension_id=args.suspension_id,
-        activated_at=from_now(0),
+        activated_at=NOW,
         expires_at=args.timeout_at,
         pending_until=None,
     )
@@ -207,7 +209,7 @@ def _incoming_signal(signal: Signal, waitpoint: Waitpoint) -> IncomingSignal:
 
 def _mint_waitpoints(
     rows: SuspendRows, row: Execution, args: SuspendArgs, now: int
-) -> list[Waitpoint] | errors.FabricError:
+) -> list[Waitpoint[Draft]] | errors.FabricError:
     fresh = [binding for binding in args.waitpoints if isinstance(binding, FreshWaitpoint)]
     for binding in fresh:
         if waitpoint_rules.is_id_in_use(rows.waitpoints.get(binding.waitpoint_id), row, rows.root, now):
@@ -222,7 +224,7 @@ def _mint_waitpoints(
             binding.waitpoint_id,
             binding.waitpoint_key,
             suspension_id=args.suspension_id,
-            activated_at=from_now(0),
+            activated_at=NOW,
             expires_at=args.timeout_at,
         )
         for binding in fresh
@@ -234,7 +236,7 @@ def suspend_on(
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
-    waitpoints: Sequence[Waitpoint],
+    waitpoints: Sequence[Waitpoint[Draft]],
     progress: conditions.Progress,
     counted: Sequence[SignalRef],
     now: int,
@@ -278,7 +280,7 @@ def _already_satisfied(
     row: Execution,
     args: SuspendArgs,
     holder: HandleFields,
-    waitpoint: Waitpoint,
+    waitpoint: Waitpoint[Draft],
     counted: Sequence[SignalRef],
     closer: Signal,
 ) -> Decision[SuspendOutcome]:
@@ -291,8 +293,8 @@ def _already_satisfied(
         [waitpoint],
         satisfiers=wait_encoding.encode_or_none(list(counted)),
         closer_signal_id=closer.signal_id,
-        satisfied_at=from_now(0),
-        closed_at=from_now(0),
+        satisfied_at=NOW,
+        closed_at=NOW,
         close_reason=wait_state.RESUMED,
         due_at=None,
     )
@@ -311,11 +313,11 @@ def _already_satisfied(
 
 
 def _suspension_row(
-    rows: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint], **fields: object
-) -> Suspension:
+    rows: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint[Draft]], **fields: Any
+) -> Suspension[Draft]:
     """Return the suspension row with this suspension instead of the previous one; columns of the execution stay."""
     previous = wait_state.suspension_or_new(rows.root, row)
-    columns: dict[str, object] = {
+    columns: dict[str, Any] = {
         "execution_id": previous.execution_id,
         "partition": previous.partition,
         "signal_count": previous.signal_count,
@@ -329,7 +331,7 @@ def _suspension_row(
         "reason_code": args.reason_code,
         "requested_by": args.requested_by,
         "continuation_metadata_pointer": args.continuation_metadata_pointer,
-        "created_at": from_now(0),
+        "created_at": NOW,
         "last_signal_at": waitpoints[0].last_signal_at,
         "timeout_at": args.timeout_at,
         "timeout_behavior": args.timeout_behavior,
@@ -337,7 +339,7 @@ def _suspension_row(
         "resume_condition": conditions.encode_condition(args.resume_condition),
         "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
     }
-    return Suspension(**(columns | fields))  # type: ignore[arg-type]
+    return Suspension(**(columns | fields))
 
 
 def _idempotency_writes(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> tuple[Write, ...]:
@@ -345,11 +347,11 @@ def _idempotency_writes(row: Execution, args: SuspendArgs, outcome: SuspendOutco
         return ()
     answer = msgspec.json.encode(outcome).decode()
     key = wait_encoding.key_digest(args.idempotency_key)
-    return (Upsert(IdempotencyRecord(row.execution_id, SCOPE, key, from_now(args.answer_ttl_ms), answer)),)
+    return (Upsert(IdempotencyRecord(row.execution_id, SCOPE, key, FromNow(args.answer_ttl_ms), answer)),)
 
 
 def _outcome(
-    args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint], *, suspended: bool
+    args: SuspendArgs, holder: HandleFields, waitpoints: Sequence[Waitpoint[Draft]], *, suspended: bool
 ) -> SuspendOutcome:
     minted = tuple(
         MintedWaitpoint(waitpoint.waitpoint_id, waitpoint.waitpoint_key, waitpoint.token_kid)

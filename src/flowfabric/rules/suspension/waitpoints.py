@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, from_now, live, seen
+from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, live, seen
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
@@ -97,7 +98,7 @@ def create_waitpoint(
     if isinstance(signer, errors.FabricError):
         return refuse(signer)
     # No column holds a later instant; near the limit the sum is computed here, where it can be capped.
-    expires_at = from_now(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
+    expires_at = FromNow(expires_in_ms) if expires_in_ms < MAX_INTEGER // 2 else min(now + expires_in_ms, MAX_INTEGER)
     waitpoint = new_waitpoint(row, signer, waitpoint_id, waitpoint_key, expires_at=expires_at, pending_until=expires_at)
     writes: tuple[Write, ...] = (Insert(waitpoint),)
     guards: tuple[Guard, ...] = (seen(row, live(row)),)
@@ -133,7 +134,9 @@ def expire_pending(
 
 def _close_change(row: Execution, suspension: Suspension, waitpoint: Waitpoint, reason: str) -> Change:
     """Return the change that closes a waitpoint. It writes the suspension too, so that a signal in flight conflicts."""
-    closed = msgspec.structs.replace(waitpoint, closed_at=from_now(0), close_reason=reason, pending_until=None)
+    closed: Waitpoint[Draft] = msgspec.structs.replace(
+        waitpoint, closed_at=NOW, close_reason=reason, pending_until=None
+    )
     return Change(
         guards=(seen(row), wait_state.seen_suspension(suspension, row.execution_id)),
         writes=(Patch(Suspension, (row.execution_id,), {"partition": suspension.partition}), Upsert(closed)),
@@ -229,7 +232,7 @@ def _required_names(waitpoint: Waitpoint, suspension: Suspension | None) -> list
 
 def new_waitpoint(
     row: Execution, signer: SigningKey | None, waitpoint_id: str, waitpoint_key: str, **fields: Any
-) -> Waitpoint:
+) -> Waitpoint[Draft]:
     """Return a waitpoint of the row's attempt with its signed token; without a key nobody can signal it."""
     token = "" if signer is None else waitpoint_tokens.mint_token(signer, row.execution_id, waitpoint_id)
     return Waitpoint(
@@ -238,7 +241,7 @@ def new_waitpoint(
         execution_id=row.execution_id,
         attempt_index=row.attempt_index or 0,
         waitpoint_key=waitpoint_key,
-        created_at=from_now(0),
+        created_at=NOW,
         token_kid="" if signer is None else signer.kid,
         token_fingerprint=waitpoint_tokens.token_fingerprint(token),
         **fields,
@@ -255,7 +258,7 @@ def is_id_in_use(known: Waitpoint | None, row: Execution, suspension: Suspension
     )
 
 
-def waitpoint_writes(waitpoints: Iterable[Waitpoint], known: Container[str]) -> tuple[Write, ...]:
+def waitpoint_writes(waitpoints: Iterable[Waitpoint[Draft]], known: Container[str]) -> tuple[Write, ...]:
     """Return the writes of new waitpoints; reusing an id deletes the former signals."""
     writes: list[Write] = []
     for waitpoint in waitpoints:
@@ -267,7 +270,7 @@ def waitpoint_writes(waitpoints: Iterable[Waitpoint], known: Container[str]) -> 
     return tuple(writes)
 
 
-def close_replaced_waitpoints(previous: Suspension | None, created: Sequence[Waitpoint]) -> tuple[Write, ...]:
+def close_replaced_waitpoints(previous: Suspension | None, created: Sequence[Waitpoint[Draft]]) -> tuple[Write, ...]:
     """Return the writes that close the waitpoints of the previous suspension before its record is replaced."""
     if previous is None or previous.closed_at is None:
         return ()

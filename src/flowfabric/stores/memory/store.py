@@ -19,7 +19,6 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.change import (
     Change,
     Delete,
-    FromNow,
     Guard,
     Insert,
     LeaseCheck,
@@ -31,6 +30,7 @@ from flowfabric.model.change import (
 )
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.codec import CODEC, check_events, check_value, encode, expand_bulk_inserts

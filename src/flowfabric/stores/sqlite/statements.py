@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import ColumnRef, Expected, FromNow, RowTemplate
+from flowfabric.model.change import ColumnRef, Expected, RowTemplate
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLE, Table, index_columns
 from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, dense_columns, sparse_columns
 from flowfabric.stores.codec import EVENT_COLUMNS, encode, refuse_queue

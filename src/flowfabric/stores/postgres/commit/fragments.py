@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from flowfabric.model.change import ColumnRef, Expected, FromNow, LeaseRequirement, RowTemplate
+from flowfabric.model.change import ColumnRef, Expected, LeaseRequirement, RowTemplate
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
+from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import encode, refuse_queue
 from flowfabric.stores.postgres.commit.parameters import (

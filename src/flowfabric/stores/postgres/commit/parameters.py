@@ -19,7 +19,7 @@ from itertools import count
 from operator import ne
 from typing import Any
 
-from flowfabric.model.change import FromNow
+from flowfabric.model.instant import FromNow
 from flowfabric.stores.codec import STORED_AS_IS, QueueEncoder, encode
 from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.sql import ParameterNumbering
