@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan
@@ -62,8 +62,8 @@ class LosingStore:
     async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         return await self._losing(lambda: self.store.claim_rows(take))
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        return await self._losing(lambda: self.store.renew(leases))
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        return await self._losing(lambda: self.store.renew(leases, template))
 
     async def _looking(self, look: Awaitable[A]) -> A:
         seen = await look

@@ -13,6 +13,7 @@ from typing import Any
 
 from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseRequirement, Patch
 from flowfabric.model.execution import Execution, Result
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.samples import a_take, change, event, payload, waiting
@@ -34,7 +35,8 @@ async def hammer(path: str, name: str, seconds: float) -> dict[str, Any]:
         rows = [row for row, _ in (await store.claim_rows(a_take(BATCH, prefix=f"{names[0]}-", ttl=60_000))).rows]
         taken += [row.execution_id for row in rows]
         await store.renew(
-            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
+            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows],
+            RENEWAL,
         )
         finished = await store.commit(
             [

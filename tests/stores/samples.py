@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change, Insert, Write, from_now
+from flowfabric.model.change import Change, Insert, RowTemplate, Write, from_now
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import (
@@ -21,6 +22,7 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
+from flowfabric.rules.execution import lease
 from flowfabric.stores.claims import ClaimRequest, LeaseIds
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
@@ -105,4 +107,16 @@ BECOMES: dict[str, Any] = {
 
 def a_take(number: int = 10, *lines: QueueKey, prefix: str = "", ttl: int = 1000, **becomes: Any) -> ClaimRequest:
     """A claim of so many rows, by default from the one line of these samples."""
-    return ClaimRequest(lines or (MAIL,), stamps(number, prefix), "worker", "worker-1", ttl, BECOMES | becomes)
+    template = claim_template(**becomes)
+    return ClaimRequest(lines or (MAIL,), stamps(number, prefix), "worker", "worker-1", ttl, template)
+
+
+def claim_template(**becomes: Any) -> RowTemplate:
+    """The template of a claim that gives these values to every row."""
+    return _claim_template(tuple((BECOMES | becomes).items()))
+
+
+@lru_cache
+def _claim_template(becomes: tuple[tuple[str, Any], ...]) -> RowTemplate:
+    fields = {name: value for name, value in lease.CLAIM.fields.items() if name not in lease.CLAIMED_FIELDS}
+    return RowTemplate(Execution, {**dict(becomes), **fields}, lease.CLAIM.event)

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, Patch, Upsert
+from flowfabric.engine.runtime.after_commit import apply_patch
+from flowfabric.model.change import NOW, Change, FromNow, Guard, Insert, Patch, Upsert, template_fields
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.states import AttemptType
@@ -72,8 +74,9 @@ async def test_a_handed_row_is_what_a_take_makes_of_it(store: Store, clock: Manu
     stamps = {stamp.lease_id: stamp for stamp in take.lease_ids}
     for row, content in handed.rows:
         assert row.lease_id is not None
-        fields = take.fields_for(before[row.execution_id], stamps[row.lease_id], clock.now)
-        assert row == msgspec.structs.replace(before[row.execution_id], **fields)
+        stamp = stamps[row.lease_id]
+        fields = template_fields(take.template, before[row.execution_id], take.parameters | asdict(stamp))
+        assert row == apply_patch(before[row.execution_id], fields, stamp.revision, clock.now)
         assert row == await one(store, Execution, row.execution_id)
         assert content == payload(row.execution_id)
     told = (await store.feed(Topic.LEASE, 0, 10)).events

@@ -29,11 +29,12 @@ from flowfabric.model.change import (
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Collision, Store, Unstorable
 from flowfabric.stores.queries import Read, Scan, Where
-from tests.stores.samples import BECOMES, execution, payload
+from tests.stores.samples import claim_template, execution, payload
 
 NAMES = ["a", "b", "c", "d"]
 LINES = [QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms", "", "t", 2, True)]
@@ -189,7 +190,7 @@ def takes(draw: st.DrawFn) -> Act:
         missing = [Upsert(payload(name, name.encode())) for name in NAMES if name not in there]
         await play.store.commit([Change((), tuple(missing))])  # every execution has a payload
         stamps = tuple(LeaseIds(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
-        await play.note(play.store.claim_rows(ClaimRequest(asked, stamps, "w", "i", ttl, BECOMES)))
+        await play.note(play.store.claim_rows(ClaimRequest(asked, stamps, "w", "i", ttl, claim_template())))
 
     return act
 
@@ -208,7 +209,7 @@ def renewals(draw: st.DrawFn) -> Act:
                 leases.append(
                     LeaseRef(name, index, row.attempt_id or "", row.lease_id or "", row.lease_epoch + wrong, ttl)
                 )
-        await play.note(play.store.renew(leases))
+        await play.note(play.store.renew(leases, RENEWAL))
 
     return act
 

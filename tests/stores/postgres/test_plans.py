@@ -30,6 +30,7 @@ from flowfabric.model.change import (
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey, Result
 from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import claim as taking
 from flowfabric.stores.postgres import event_log, reads
@@ -153,7 +154,7 @@ def numbers(line: QueueKey) -> int:
 async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(planner: Planner) -> None:
     take = a_take(100, LINES[0])
 
-    await taking.claim_rows(planner, take, take.lease_ids, [1], 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, [1], 200, None)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -166,7 +167,7 @@ async def test_a_take_of_one_line_walks_its_index_and_writes_where_it_locked(pla
 async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *LINES)
 
-    await taking.claim_rows(planner, take, take.lease_ids, [1, 2], 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, [1, 2], 200, None)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -179,7 +180,7 @@ async def test_a_take_walks_the_index_of_lines(planner: Planner) -> None:
 async def test_a_take_of_many_lines_walks_the_index_of_lines(planner: Planner) -> None:
     take = a_take(100, *(QueueKey("mail", f"{number}") for number in range(taking.MANY_QUEUES + 1)))
 
-    await taking.claim_rows(planner, take, take.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None, numbers)
+    await taking.claim_rows(planner, take, take.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None)
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
@@ -198,7 +199,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.claim_rows(analyst, take, take.lease_ids, lines, 200, None, numbers)
+    await taking.claim_rows(analyst, take, take.lease_ids, lines, 200, None)
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, words
@@ -214,7 +215,7 @@ async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) 
 
 
 async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:
-    await taking.renew(planner, [LeaseRef("a", 0, "x", "l", 1, 1000)], None)
+    await taking.renew(planner, [LeaseRef("a", 0, "x", "l", 1, 1000)], RENEWAL, None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
 
@@ -254,7 +255,7 @@ async def test_a_commit_that_hands_over_looks_once_at_each_line(planner: Planner
 
     changes = [freed(f"{number:03}") for number in range(16)]
     batch = CommitPlan(changes, ParameterShapes(numbers))
-    batch.claim = plan_claim(changes, batch.rounds[0], a_take(16, *LINES), [1, 2], numbers)
+    batch.claim = plan_claim(changes, batch.rounds[0], a_take(16, *LINES), [1, 2])
     assert batch.claim is not None
 
     await commit(planner, batch, None)

@@ -367,7 +367,7 @@ class Claimer(ReadyQueues):
             order.worker_id,
             order.worker_instance_id,
             order.lease_ttl_ms,
-            lease.CLAIMED_FIELDS,
+            lease.CLAIM,
         )
 
     def _accept_claimed(self, take: ClaimRequest, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
