@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -216,12 +217,27 @@ def template_fields(
     template: RowTemplate, row: msgspec.Struct, parameters: Mapping[str, Any] = _NO_PARAMETERS
 ) -> dict[str, Any]:
     """Return the fields that a template writes to this row."""
-    return {name: evaluate(value, row, parameters) for name, value in template.fields.items()}
+    (constants, computed), _ = _split(template)
+    return constants | {name: evaluate(value, row, parameters) for name, value in computed}
 
 
 def template_event(template: RowTemplate, written: msgspec.Struct) -> Event:
     """Return the event that a template emits for a row that it has written."""
-    return Event(**{name: evaluate(value, written, _NO_PARAMETERS) for name, value in template.event.items()})
+    _, (constants, computed) = _split(template)
+    return Event(**constants, **{name: evaluate(value, written, _NO_PARAMETERS) for name, value in computed})
+
+
+@lru_cache(1024)
+def _split(template: RowTemplate) -> tuple[tuple[dict[str, Any], list[tuple[str, Any]]], ...]:
+    """Return the constants of the fields and of the event, each with the values that have to be computed."""
+    computed = (ColumnRef, Parameter, Plus, IfSet)
+    return tuple(
+        (
+            {name: value for name, value in values.items() if type(value) not in computed},
+            [(name, value) for name, value in values.items() if type(value) in computed],
+        )
+        for values in (template.fields, template.event)
+    )
 
 
 def holds(condition: Condition, row: msgspec.Struct, parameters: Mapping[str, Any], now: int) -> bool:

@@ -19,6 +19,7 @@ from flowfabric.handles import BackendTag
 from flowfabric.model.change import (
     Change,
     Delete,
+    FromNow,
     Guard,
     Insert,
     LeaseCheck,
@@ -26,7 +27,6 @@ from flowfabric.model.change import (
     Patch,
     RowTemplate,
     Upsert,
-    at,
     expand,
     holds,
     template_event,
@@ -122,16 +122,9 @@ class MemoryStore:
             table, payloads = self._tables[Execution], self._tables[Payload]
             heads = merge(*(self._claimable(queue, now) for queue in set(request.queues)))
             chosen = [(table.rows[key,], ids) for (_, key), ids in zip(heads, request.lease_ids, strict=False)]
-            return ClaimedRows(
-                now,
-                [
-                    (
-                        self._apply(request.template, row, request.parameters | asdict(ids), now),
-                        payloads.rows[row.execution_id,],
-                    )
-                    for row, ids in chosen
-                ],
-            )
+            template, shared = request.template, request.parameters
+            rows = [self._apply(template, row, shared | asdict(ids), now) for row, ids in chosen]
+            return ClaimedRows(now, [(row, payloads.rows[row.execution_id,]) for row in rows])
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         with self._lock:
@@ -329,7 +322,8 @@ class MemoryStore:
         if table.codec.revision_ordinal is not None:
             values["revision"] = change_id
         for name, value in values.items():
-            values[name] = at(value, now)
+            if type(value) is FromNow:
+                values[name] = now + value.offset
             check_value(table.codec.column[name], values[name])
         undo.append((table, key, table.set_row(key, type(row)(**values))))
 
@@ -356,8 +350,9 @@ class MemoryStore:
 
     def _apply(self, template: RowTemplate, row: Execution, parameters: dict[str, Any], now: int) -> Execution:
         """Apply a template to an execution; return the execution as it is then."""
-        fields = {"revision": parameters.get("revision", row.revision), **template_fields(template, row, parameters)}
-        written = replace(row, **{name: at(value, now) for name, value in fields.items()})
+        fields = template_fields(template, row, parameters)
+        values = {name: now + value.offset if type(value) is FromNow else value for name, value in fields.items()}
+        written = replace(row, revision=parameters.get("revision", row.revision), **values)
         self._tables[Execution].set_row((row.execution_id,), written)
         self._append_events([template_event(template, written)], now)
         return written
