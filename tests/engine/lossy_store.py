@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan
@@ -62,8 +62,8 @@ class LossyStore:
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         return await self._with_loss(lambda: self.store.claim_rows(request))
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        return await self._with_loss(lambda: self.store.renew(leases))
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        return await self._with_loss(lambda: self.store.renew(leases, template))
 
     async def _after_read(self, read: Awaitable[A]) -> A:
         loaded = await read

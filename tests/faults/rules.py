@@ -180,8 +180,8 @@ RULES = (
     Fault(
         "an acquired lease has the epoch of the previous one",
         "rules/execution/lease.py",
-        "lease_epoch=row.lease_epoch + 1,",
-        "lease_epoch=row.lease_epoch,",
+        '"lease_epoch": Plus(ColumnRef("lease_epoch"), 1),',
+        '"lease_epoch": ColumnRef("lease_epoch"),',
         LIVES,
     ),
     Fault(

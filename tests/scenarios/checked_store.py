@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution
 from flowfabric.model.states import (
@@ -71,9 +71,9 @@ class CheckedStore:
         await self._check()
         return claimed
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         self.calls["renew"] += 1
-        renewed = await self.store.renew(leases)
+        renewed = await self.store.renew(leases, template)
         await self._check()
         return renewed
 

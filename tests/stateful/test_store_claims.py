@@ -143,7 +143,7 @@ async def test_a_store_claim_makes_of_every_row_what_the_rule_makes_of_it(
     while len(taken) < len(expected):
         clock.advance_ms(1)
         stamps = tuple(LeaseIds(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(7))
-        take = ClaimRequest(lines, stamps, "wa", "wa-1", 1000, lease.CLAIMED_FIELDS)
+        take = ClaimRequest(lines, stamps, "wa", "wa-1", 1000, lease.CLAIM)
         batch = expected[len(taken) : len(taken) + len(stamps)]
         ruled = [by_the_rule(row, take, stamp, clock.now) for row, stamp in zip(batch, stamps, strict=False)]
         found = await store.claim_rows(take)

@@ -13,6 +13,7 @@ from typing import Any
 
 from flowfabric.model.change import Guard, Insert, LeaseCheck, LeaseRequirement, Patch
 from flowfabric.model.execution import Execution, Result
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.stores.sample_rows import change, claim_request, event, payload, queued
@@ -36,7 +37,8 @@ async def run(path: str, name: str, seconds: float) -> dict[str, Any]:
         ]
         claimed += [row.execution_id for row in rows]
         await store.renew(
-            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows]
+            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 60_000) for row in rows],
+            RENEWAL,
         )
         finished = await store.commit(
             [

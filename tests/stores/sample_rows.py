@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import msgspec
 from msgspec.structs import asdict, replace
 
-from flowfabric.model.change import Change, Insert, Write
+from flowfabric.model.change import Change, Insert, RowTemplate, Write
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.instant import NOW, Draft, FromNow
@@ -23,6 +24,7 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
+from flowfabric.rules.execution import lease
 from flowfabric.stores.claims import ClaimRequest, LeaseIds
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
@@ -113,4 +115,16 @@ CLAIM_PATCH: dict[str, Any] = {
 
 def claim_request(number: int = 10, *lines: QueueKey, prefix: str = "", ttl: int = 1000, **patch: Any) -> ClaimRequest:
     """Return a request for this many rows, by default from the one queue of these samples."""
-    return ClaimRequest(lines or (MAIL,), lease_ids(number, prefix), "worker", "worker-1", ttl, CLAIM_PATCH | patch)
+    template = claim_template(**patch)
+    return ClaimRequest(lines or (MAIL,), lease_ids(number, prefix), "worker", "worker-1", ttl, template)
+
+
+def claim_template(**patch: Any) -> RowTemplate:
+    """Return the template of a claim that gives these values to every row."""
+    return _claim_template(tuple((CLAIM_PATCH | patch).items()))
+
+
+@lru_cache
+def _claim_template(patch: tuple[tuple[str, Any], ...]) -> RowTemplate:
+    fields = {name: value for name, value in lease.CLAIM.fields.items() if name not in lease.CLAIMED_FIELDS}
+    return RowTemplate(Execution, {**dict(patch), **fields}, lease.CLAIM.event)

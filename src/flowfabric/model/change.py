@@ -10,14 +10,16 @@ of that clock carries `not_before` and `not_after`, and is refused if the estima
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.instant import FromNow
 
 A = TypeVar("A", covariant=True)
 
@@ -127,17 +129,113 @@ class ColumnRef(msgspec.Struct, frozen=True, gc=False):
     column: str
 
 
+class Parameter(msgspec.Struct, frozen=True, gc=False):
+    """In a template: a value that comes with the request, for each row or for all rows; never null."""
+
+    name: str
+
+
+class Plus(msgspec.Struct, frozen=True):
+    """In a template: the sum of two values; null if one of them is null."""
+
+    left: Any
+    right: Any
+
+
+class IfSet(msgspec.Struct, frozen=True):
+    """In a template: `then` if the row's column is not null, else `otherwise`."""
+
+    column: str
+    then: Any
+    otherwise: Any
+
+
+class Condition(msgspec.Struct, frozen=True, eq=False):
+    """What a row must be for a template to be applied to it: values that columns have, and instants yet to come."""
+
+    equal: dict[str, Any]
+    future: tuple[str, ...] = ()
+
+
 class RowTemplate(msgspec.Struct, frozen=True, eq=False):
     """The writes and the event of a change that are the same for every row, except for values of the row itself.
 
     A rule that finds an ordinary row answers with a template instead of writes. The store applies it to many rows at
-    once, without sending the values. Values are constants, `FromNow`, and `ColumnRef` for columns that stay as they
-    are. `expand` returns the full change.
+    once, without sending the values. A store compiles a template once; it may also interpret it (`template_fields`,
+    `template_event`, `holds`). A value is a constant, or one of `FromNow`, `ColumnRef`, `Parameter`, `Plus`, `IfSet`.
+
+    * `fields` are computed from the row as it is before any of them is written.
+    * `event` is computed from the row as it is afterwards, without parameters.
+    * `condition` is checked at the store's time. A row that does not meet it is neither written nor emits an event.
+
+    The template of a change has no parameters; `expand` returns the full change. A template does not set the revision:
+    the store does, to the id of the change or the revision of the claim. A renewal has none and leaves it as it is.
     """
 
     row: type[msgspec.Struct]
     fields: dict[str, Any]
     event: dict[str, Any]
+    condition: Condition | None = None
+
+
+def evaluate(value: Any, row: msgspec.Struct | None, parameters: Mapping[str, Any]) -> Any:
+    """Return a template's value for this row; an instant stays a `FromNow`."""
+    kind = type(value)
+    if kind is ColumnRef:
+        return getattr(row, value.column)
+    if kind is Parameter:
+        return parameters[value.name]
+    if kind is IfSet:
+        chosen = value.otherwise if getattr(row, value.column) is None else value.then
+        return evaluate(chosen, row, parameters)
+    if kind is Plus:
+        left, right = evaluate(value.left, row, parameters), evaluate(value.right, row, parameters)
+        if left is None or right is None:
+            return None
+        return FromNow(left.offset + right) if type(left) is FromNow else left + right
+    return value
+
+
+def at(value: Any, now: int) -> Any:
+    """Return a value at the store's time: the instant for a `FromNow`, any other value as it is."""
+    return now + value.offset if type(value) is FromNow else value
+
+
+_NO_PARAMETERS: dict[str, Any] = {}
+
+
+def template_fields(
+    template: RowTemplate, row: msgspec.Struct, parameters: Mapping[str, Any] = _NO_PARAMETERS
+) -> dict[str, Any]:
+    """Return the fields that a template writes to this row."""
+    (constants, computed), _ = _split(template)
+    return constants | {name: evaluate(value, row, parameters) for name, value in computed}
+
+
+def template_event(template: RowTemplate, written: msgspec.Struct) -> Event:
+    """Return the event that a template emits for a row that it has written."""
+    _, (constants, computed) = _split(template)
+    return Event(**constants, **{name: evaluate(value, written, _NO_PARAMETERS) for name, value in computed})
+
+
+@lru_cache(1024)
+def _split(template: RowTemplate) -> tuple[tuple[dict[str, Any], list[tuple[str, Any]]], ...]:
+    """Return the constants of the fields and of the event, each with the values that have to be computed."""
+    computed = (ColumnRef, Parameter, Plus, IfSet)
+    return tuple(
+        (
+            {name: value for name, value in values.items() if type(value) not in computed},
+            [(name, value) for name, value in values.items() if type(value) in computed],
+        )
+        for values in (template.fields, template.event)
+    )
+
+
+def holds(condition: Condition, row: msgspec.Struct, parameters: Mapping[str, Any], now: int) -> bool:
+    """True if the row meets the condition of a template at this time."""
+    return all(
+        getattr(row, name) == evaluate(value, row, parameters) for name, value in condition.equal.items()
+    ) and all((getattr(row, name) or 0) > now for name in condition.future)
 
 
 def as_template(change: Change) -> RowTemplate:
@@ -166,14 +264,9 @@ def expand(change: Change, row: msgspec.Struct) -> Change:
     template = change.template
     if template is None:
         return change
-
-    def fill(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: getattr(row, value.column) if type(value) is ColumnRef else value for name, value in values.items()
-        }
-
-    patch = Patch(template.row, change.guards[0].key, fill(template.fields))
-    emitted = Event(**fill(template.event))
+    fields = template_fields(template, row)
+    patch = Patch(template.row, change.guards[0].key, fields)
+    emitted = template_event(template, msgspec.structs.replace(row, **fields))
     return msgspec.structs.replace(
         change, writes=(patch, *change.writes), events=(emitted, *change.events), template=None
     )

@@ -1,19 +1,22 @@
 """Decoder of claimed rows, for stores that compute a claim natively.
 
-A store returns only the columns that the caller cannot know; the others follow from the request. Columns that hardly
-any claimed row has set (sparse columns) are returned as one list, which is null if none of them is set. Rows are
-assembled column by column, which costs a third of assembling them row by row.
+A store returns only the columns that the caller cannot know; the others follow from the request and its template.
+Columns that hardly any claimed row has set (sparse columns) are returned as one list, which is null if none of them is
+set. Rows are assembled column by column, which costs a third of assembling them row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
+from flowfabric.model.change import ColumnRef, IfSet, Parameter, Plus, RowTemplate, at, evaluate
 from flowfabric.model.execution import Execution, Payload, QueueKey
-from flowfabric.stores.claims import ClaimRequest, LeaseIds
+from flowfabric.model.instant import FromNow
+from flowfabric.stores.claims import ROW_PARAMETERS, ClaimRequest, LeaseIds
 from flowfabric.stores.codec import CODEC, QueueDecoder, members_by_code
 
 PAYLOAD_COLUMNS = tuple(name for name in CODEC[Payload].columns if name != "execution_id")
@@ -23,29 +26,38 @@ _DENSE = {"flow_id", "tags", "required_capabilities", "terms", "parent_id", "suc
 _DENSE |= {"started_at", "attempt_index", "attempt_id", "attempt_type", "attempt_started_at"}
 
 
-@cache
-def dense_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns that a store returns for each row of a claim with these shared fields."""
-    return tuple(name for name in _returned_columns(shared_fields) if name not in sparse_columns(shared_fields))
+class ClaimColumns:
+    """The columns of an execution that a claim with this template writes, by what a store has to return of them."""
+
+    def __init__(self, template: RowTemplate) -> None:
+        column, fields = CODEC[Execution].column, template.fields
+        known = {name: value for name, value in fields.items() if _is_known(value)}
+        known["revision"] = Parameter("revision")
+        self.constants = {name: value for name, value in known.items() if type(value) not in _COMPUTED}
+        self.computed = {name: value for name, value in known.items() if type(value) in _COMPUTED}
+        self.copied = {
+            name: value.column
+            for name, value in fields.items()
+            if type(value) is ColumnRef and value.column not in fields
+        }
+        self.overwritten = known.keys()  # whatever their values were
+        returned = tuple(name for name in column if name not in known and name not in self.copied)
+        self.sparse = tuple(name for name in returned if column[name].optional and name not in _DENSE)
+        self.dense = tuple(name for name in returned if name not in self.sparse)
+        self.encoded = tuple(name for name in returned if name in _MEMBERS or name in _QUEUES or name in _BOOLS)
 
 
-@cache
-def sparse_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns that are returned as one list, for rows where one of them is set."""
-    column = CODEC[Execution].column
-    return tuple(name for name in _returned_columns(shared_fields) if column[name].optional and name not in _DENSE)
+_COMPUTED = (FromNow, Parameter, Plus)
 
 
-@cache
-def overwritten_columns(shared_fields: tuple[str, ...]) -> frozenset[str]:
-    """Return the columns that a claim overwrites, whatever their values were."""
-    return frozenset({*shared_fields, *_claim_columns(ClaimRequest((), (), "", "", 0, {}), (), 0)})
+def _is_known(value: Any) -> bool:
+    """True if the value does not depend on the row."""
+    if type(value) is Plus:
+        return _is_known(value.left) and _is_known(value.right)
+    return type(value) not in (ColumnRef, IfSet)
 
 
-@cache
-def _returned_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
-    known = overwritten_columns(shared_fields) | {"current_lane"}
-    return tuple(name for name in CODEC[Execution].columns if name not in known)
+claim_columns = lru_cache(64)(ClaimColumns)
 
 
 def decode_claimed_rows(
@@ -57,17 +69,22 @@ def decode_claimed_rows(
     decode_queue: QueueDecoder,
 ) -> list[tuple[Execution, Payload]]:
     """Decode rows, of which the n-th got the n-th lease ids; `result` has the dense columns, then the payload's."""
-    columns = iter(result)
-    values_by_column: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in request.shared_fields.items()}
-    values_by_column |= _claim_columns(request, lease_ids, now)
-    shared_fields = tuple(request.shared_fields)
-    values_by_column.update(zip(dense_columns(shared_fields), columns, strict=False))
-    values_by_column |= _spread_sparse(sparse_columns(shared_fields), sparse)
-    values_by_column["current_lane"] = values_by_column["lane_id"]
-    for name in _encoded_columns(shared_fields):
+    columns, rest = claim_columns(request.template), iter(result)
+    values_by_column: dict[str, Iterable[Any]] = {name: repeat(value) for name, value in columns.constants.items()}
+    parameters = request.parameters
+    for name, value in columns.computed.items():
+        if type(value) is Parameter and value.name in ROW_PARAMETERS:
+            values_by_column[name] = map(attrgetter(value.name), lease_ids)
+        else:
+            values_by_column[name] = repeat(at(evaluate(value, None, parameters), now))
+    values_by_column.update(zip(columns.dense, rest, strict=False))
+    values_by_column |= _spread_sparse(columns.sparse, sparse)
+    for name in columns.encoded:
         values_by_column[name] = _decode_column(name, values_by_column[name], decode_queue)
+    for name, source in columns.copied.items():
+        values_by_column[name] = values_by_column[source]
     rows = map(Execution, *(values_by_column[name] for name in Execution.__struct_fields__))
-    return list(zip(rows, map(Payload, values_by_column["execution_id"], *columns), strict=True))
+    return list(zip(rows, map(Payload, values_by_column["execution_id"], *rest), strict=True))
 
 
 def _spread_sparse(names: tuple[str, ...], sparse: Sequence[list[Any] | None]) -> dict[str, Iterable[Any]]:
@@ -77,33 +94,10 @@ def _spread_sparse(names: tuple[str, ...], sparse: Sequence[list[Any] | None]) -
     return dict(zip(names, zip(*(values or nulls for values in sparse), strict=True), strict=True))
 
 
-def _claim_columns(request: ClaimRequest, lease_ids: Sequence[LeaseIds], now: int) -> dict[str, Iterable[Any]]:
-    """Return the columns that a claim sets independently of the row."""
-    return {
-        "lease_id": [ids.lease_id for ids in lease_ids],
-        "worker_id": repeat(request.worker_id),
-        "worker_instance_id": repeat(request.worker_instance_id),
-        "lease_acquired_at": repeat(now),
-        "lease_renewed_at": repeat(now),
-        "lease_expires_at": repeat(now + request.lease_ttl_ms),
-        "last_transition_at": repeat(now),
-        "last_mutation_at": repeat(now),
-        "revision": [ids.revision for ids in lease_ids],
-    }
-
-
 _COLUMNS = CODEC[Execution].column.values()
 _MEMBERS = {column.name: members_by_code(column.kind) for column in _COLUMNS if column.is_enum}
 _QUEUES = {column.name for column in _COLUMNS if column.kind is QueueKey}
 _BOOLS = {column.name for column in _COLUMNS if column.kind is bool}
-
-
-@cache
-def _encoded_columns(shared_fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the returned columns that have to be decoded."""
-    return tuple(
-        name for name in _returned_columns(shared_fields) if name in _MEMBERS or name in _QUEUES or name in _BOOLS
-    )
 
 
 def _decode_column(name: str, values: Iterable[Any], decode_queue: QueueDecoder) -> Iterable[Any]:

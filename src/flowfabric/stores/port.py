@@ -25,7 +25,7 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
@@ -134,15 +134,13 @@ class Store(Protocol):
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         """Claim the first rows of some queues, at most one per `LeaseIds`, ordered by position and execution id.
 
-        Rows with an unexpired grant are skipped. Each claimed row emits one `acquired` event.
+        Rows with an unexpired grant are skipped.
         """
         ...
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        """Extend leases; return, per lease, its new expiry, or None if it was refused.
-
-        A lease is refused if it has expired, is marked as expired, or differs in any field. Each renewal emits a
-        `renewed` event.
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        """Apply the template to the execution of each lease; return, per lease, its new expiry, or None if it was
+        refused because the execution does not meet the template's condition.
         """
         ...
 

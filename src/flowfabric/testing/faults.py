@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
@@ -168,8 +168,8 @@ class FlakyStore:
     async def claim_rows(self, take: ClaimRequest) -> ClaimedRows:
         return await self._call("take", lambda: self.inner.claim_rows(take))
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        return await self._call("renew", lambda: self.inner.renew(leases))
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        return await self._call("renew", lambda: self.inner.renew(leases, template))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         return await self._call("due", lambda: self.inner.due(row, column, limit=limit, where=where))

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Change, Guard, Insert, Patch, Upsert
+from flowfabric.engine.runtime.after_commit import apply_patch
+from flowfabric.model.change import Change, Guard, Insert, Patch, Upsert, template_fields
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.instant import NOW, FromNow
@@ -90,8 +92,9 @@ async def test_a_row_claimed_with_the_commit_equals_a_row_claimed_separately(sto
     lease_ids = {ids.lease_id: ids for ids in request.lease_ids}
     for row, content in result.rows:
         assert row.lease_id is not None
-        fields = request.fields_for(before[row.execution_id], lease_ids[row.lease_id], clock.now)
-        assert row == msgspec.structs.replace(before[row.execution_id], **fields)
+        ids = lease_ids[row.lease_id]
+        fields = template_fields(request.template, before[row.execution_id], request.parameters | asdict(ids))
+        assert row == apply_patch(before[row.execution_id], fields, ids.revision, clock.now)
         assert row == await one(store, Execution, row.execution_id)
         assert content == payload(row.execution_id)
     told = (await store.feed(Topic.LEASE, 0, 10)).events

@@ -17,11 +17,12 @@ from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Collision, Store, Unstorable
 from flowfabric.stores.queries import Read, Scan, Where
-from tests.stores.sample_rows import CLAIM_PATCH, execution, payload
+from tests.stores.sample_rows import claim_template, execution, payload
 
 NAMES = ["a", "b", "c", "d"]
 LINES = [QueueKey("mail"), QueueKey("mail", "gpu"), QueueKey("sms", "", "t", 2, True)]
@@ -177,7 +178,7 @@ def claims(draw: st.DrawFn) -> Act:
         missing = [Upsert(payload(name, name.encode())) for name in NAMES if name not in there]
         await play.store.commit([Change((), tuple(missing))])  # Every execution has a payload.
         lease_ids = tuple(LeaseIds(f"l{n}", f"t{play.step}-{n}", play.step * 100 + n) for n in range(number))
-        await play.note(play.store.claim_rows(ClaimRequest(asked, lease_ids, "w", "i", ttl, CLAIM_PATCH)))
+        await play.note(play.store.claim_rows(ClaimRequest(asked, lease_ids, "w", "i", ttl, claim_template())))
 
     return act
 
@@ -196,7 +197,7 @@ def renewals(draw: st.DrawFn) -> Act:
                 leases.append(
                     LeaseRef(name, index, row.attempt_id or "", row.lease_id or "", row.lease_epoch + wrong, ttl)
                 )
-        await play.note(play.store.renew(leases))
+        await play.note(play.store.renew(leases, RENEWAL))
 
     return act
 

@@ -20,6 +20,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey, Result
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import claim as taking
 from flowfabric.stores.postgres import event_log, reads
@@ -143,7 +144,7 @@ def numbers(line: QueueKey) -> int:
 async def test_a_claim_from_one_queue_walks_its_index_and_updates_the_locked_rows(planner: Planner) -> None:
     request = claim_request(100, LINES[0])
 
-    await taking.claim_rows(planner, request, request.lease_ids, [1], 200, None, numbers)
+    await taking.claim_rows(planner, request, request.lease_ids, [1], 200, None)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -156,7 +157,7 @@ async def test_a_claim_from_one_queue_walks_its_index_and_updates_the_locked_row
 async def test_a_claim_walks_the_queue_index(planner: Planner) -> None:
     request = claim_request(100, *LINES)
 
-    await taking.claim_rows(planner, request, request.lease_ids, [1, 2], 200, None, numbers)
+    await taking.claim_rows(planner, request, request.lease_ids, [1, 2], 200, None)
 
     assert planner.scans() == [
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
@@ -169,9 +170,7 @@ async def test_a_claim_walks_the_queue_index(planner: Planner) -> None:
 async def test_a_claim_from_many_queues_walks_the_queue_index(planner: Planner) -> None:
     request = claim_request(100, *(QueueKey("mail", f"{number}") for number in range(taking.MANY_QUEUES + 1)))
 
-    await taking.claim_rows(
-        planner, request, request.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None, numbers
-    )
+    await taking.claim_rows(planner, request, request.lease_ids, list(range(taking.MANY_QUEUES + 1)), 200, None)
 
     assert [index for _, _, index in planner.scans()][:2] == ["ff_exec_core_line"] * 2
 
@@ -190,7 +189,7 @@ async def test_a_claim_reads_few_pages_whatever_the_table_holds(planner: Planner
             return []
 
     analyst = Analyst(planner.connection)
-    await taking.claim_rows(analyst, request, request.lease_ids, lines, 200, None, numbers)
+    await taking.claim_rows(analyst, request, request.lease_ids, lines, 200, None)
 
     (plan,) = analyst.plans
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, sql
@@ -206,7 +205,7 @@ async def test_queues_with_work_are_found_by_index_skips(planner: Planner) -> No
 
 
 async def test_a_renewal_finds_its_rows_by_key(planner: Planner) -> None:
-    await taking.renew(planner, [LeaseRef("a", 0, "x", "l", 1, 1000)], None)
+    await taking.renew(planner, [LeaseRef("a", 0, "x", "l", 1, 1000)], RENEWAL, None)
 
     assert {index for _, _, index in planner.scans()} == {"ff_exec_core_pkey"}
 
@@ -246,7 +245,7 @@ async def test_a_commit_and_claim_reads_each_queue_once(planner: Planner) -> Non
 
     changes = [freed(f"{number:03}") for number in range(16)]
     batch = CommitPlan(changes, ParameterShapes(numbers))
-    batch.claim = plan_claim(changes, batch.rounds[0], claim_request(16, *LINES), [1, 2], numbers)
+    batch.claim = plan_claim(changes, batch.rounds[0], claim_request(16, *LINES), [1, 2])
     assert batch.claim is not None
 
     await commit(planner, batch, None)

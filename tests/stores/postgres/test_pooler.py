@@ -17,6 +17,7 @@ from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.change import Delete, Guard, Insert, Patch, Upsert
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Result
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Collision, Unstorable
 from flowfabric.stores.postgres import PostgresStore
@@ -218,7 +219,7 @@ async def test_every_store_operation_works_through_a_pooler(
 
     ((row, _), *_) = (await store.claim_rows(claim_request(3))).rows
     held = LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 500)
-    assert await store.renew([held]) == [clock.now + 500]
+    assert await store.renew([held], RENEWAL) == [clock.now + 500]
     ended = change(
         Patch(Execution, ("a",), {"priority": 5}),
         Upsert(Result("a", b"done")),

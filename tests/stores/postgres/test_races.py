@@ -12,6 +12,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Collision
 from flowfabric.stores.postgres import PostgresStore
@@ -179,7 +180,7 @@ async def test_a_lease_that_expired_while_the_renewal_waits_is_not_renewed(datab
     await write(store, Insert(execution("a", **lease)))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
 
-    renewal = asyncio.create_task(store.renew([LeaseRef("a", 0, "x", "l", 1, 1000)]))
+    renewal = asyncio.create_task(store.renew([LeaseRef("a", 0, "x", "l", 1, 1000)], RENEWAL))
     await rival.blocks()
     await rival.fetch("select pg_sleep(0.01 + lease_expires_at / 1000.0 - extract(epoch from now())) from ff_exec_core")
     await rival.end("rollback")

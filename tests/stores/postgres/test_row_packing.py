@@ -15,7 +15,7 @@ from flowfabric.clock import ManualClock
 from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseRequirement, Upsert
 from flowfabric.model.event import Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, Result
-from flowfabric.rules.execution.lease import CLAIMED_FIELDS
+from flowfabric.rules.execution.lease import CLAIMED_FIELDS, RENEWAL
 from flowfabric.rules.execution.transitions import success_template
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.postgres import PostgresStore
@@ -57,7 +57,7 @@ async def live_through(store: PostgresStore, name: str = "a") -> None:
     """Run a life with a claim, a renewal, an event of a change, and the completion by a template."""
     row = await claimed(store, name)
     held = LeaseRef(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
-    await store.renew([held, held])
+    await store.renew([held, held], RENEWAL)
     await write(store, events=[event(name, lease="told")])
     assert await store.commit([finished(row)]) != [None]
 

@@ -16,6 +16,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey
 from flowfabric.model.instant import FromNow
 from flowfabric.model.suspension import Suspension
+from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
@@ -156,7 +157,9 @@ async def test_counts_use_an_index(filled: Path, each: tuple[QueueKey, ...] | No
 async def test_a_lease_is_renewed_by_key(filled: Path) -> None:
     async def renew(store: Store) -> None:
         ((row, _),) = (await store.claim_rows(claim_request(1))).rows
-        await store.renew([LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3)
+        await store.renew(
+            [LeaseRef(row.execution_id, 0, row.attempt_id or "", row.lease_id or "", 1, 100)] * 3, RENEWAL
+        )
 
     assert only_searches(await plans_of(filled, renew))
 

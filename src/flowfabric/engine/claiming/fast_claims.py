@@ -99,7 +99,7 @@ class FastClaims:
             order.worker_id,
             order.worker_instance_id,
             order.lease_ttl_ms,
-            lease.CLAIMED_FIELDS,
+            lease.CLAIM,
         )
 
     def accept_claimed(self, take: ClaimRequest, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:

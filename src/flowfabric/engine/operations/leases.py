@@ -78,7 +78,10 @@ class LeaseOperations:
     async def _renew(self, held: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
         # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
         leases = [one for one in held if isinstance(one, LeaseRef) and one.lease_epoch <= validation.MAX_INTEGER]
-        renewed = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.renew(leases)) if leases else []
+        renewed: list[int | None] = []
+        if leases:
+            store = self.runtime.store
+            renewed = await self.runtime.retry_while_unavailable(lambda: store.renew(leases, lease.RENEWAL))
         ends = dict(zip(leases, renewed, strict=True))
         results: list[answers.Renewed | errors.FabricError] = []
         for asked in held:

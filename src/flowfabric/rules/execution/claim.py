@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from flowfabric import errors
-from flowfabric.model.change import Change, Patch, seen
-from flowfabric.model.event import Event
+from flowfabric.model.change import Change, Patch, lease_event, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
@@ -81,7 +82,7 @@ def claim_resumed_execution(
         return Decision(grant, Change(guards=(seen(row),), writes=(patch,)))
     if isinstance(grant, errors.FabricError):
         return refuse(grant)
-    return limit_to_grant(continue_attempt(row, holder, "claim_resumed", remaining_attempt_timeout_ms), grant)
+    return limit_to_grant(continue_attempt(row, holder, lease.CLAIM_RESUMED, remaining_attempt_timeout_ms), grant)
 
 
 def claim_ready(
@@ -98,7 +99,7 @@ def claim_ready(
     if capabilities.missing(row.required_capabilities, offered):
         return Decision(None)
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
-        return continue_attempt(row, holder, "claim_resumed", None)
+        return continue_attempt(row, holder, lease.CLAIM_RESUMED, None)
     return begin_attempt(row, holder)
 
 
@@ -137,10 +138,11 @@ def begin_attempt(
     attempt_type = queue.NEXT_ATTEMPT_TYPE.get(row.attempt_state, AttemptType.INITIAL)
     policy_timeout = decode_terms(row.terms).attempt_timeout_ms
     timeout = policy_timeout if attempt_timeout_ms is None else attempt_timeout_ms
-    fields = lease.acquire(row, holder, attempt_type, lease.decode_lineage(row.lineage), timeout)
+    fields = lease.acquire(row, holder, attempt_type, timeout)
+    fields["lineage"] = lease.encode_lineage(lease.decode_lineage(row.lineage))  # an unreadable one is not claimed
     if deadline_at:
         fields["deadline_at"] = deadline_at
-    return acquire_decision(row, holder, fields, "acquired", reason=reason, attempt_type=attempt_type)
+    return acquire_decision(row, holder, fields, lease.ACQUIRED, reason=reason)
 
 
 def continue_attempt(
@@ -148,8 +150,8 @@ def continue_attempt(
 ) -> Decision[AcquiredLease]:
     """Continue the interrupted attempt under a new lease, with its remaining time unless `timeout_ms` is given."""
     timeout = row.next_timeout_ms if timeout_ms is None else timeout_ms
-    fields = lease.acquire(row, holder, None, None, timeout)
-    return acquire_decision(row, holder, fields, "acquired", reason=reason, attempt_type=row.attempt_type)
+    fields = lease.acquire(row, holder, None, timeout)
+    return acquire_decision(row, holder, fields, lease.ACQUIRED, reason=reason)
 
 
 def acquire_decision(
@@ -158,43 +160,26 @@ def acquire_decision(
     fields: dict[str, Any],
     event: str,
     *,
-    attempt_type: AttemptType | None,
     reason: str | None = None,
     details: str | None = None,
     extra_writes: tuple[Any, ...] = (),
 ) -> Decision[AcquiredLease]:
     """Return the decision that writes `fields`, emits the lease event and answers with the new lease."""
-    epoch = row.lease_epoch + 1
-    index = fields.get("attempt_index", row.attempt_index) or 0
-    attempt_id = fields.get("attempt_id", row.attempt_id) or ""
-    emitted = Event(
-        execution_id=row.execution_id,
-        namespace=row.namespace,
-        tags=row.tags,
-        flow_id=row.flow_id,
-        lease=event,
-        lease_id=holder.lease_id,
-        lease_epoch=epoch,
-        attempt_id=attempt_id,
-        attempt_index=index,
-        worker_id=holder.worker_id,
-        worker_instance_id=holder.worker_instance_id,
-        reason=reason,
-        details=details,
-    )
+    leased = replace(row, **fields)
     change = Change(
-        guards=(seen(row),), writes=(Patch(Execution, (row.execution_id,), fields), *extra_writes), events=(emitted,)
+        guards=(seen(row),),
+        writes=(Patch(Execution, (row.execution_id,), fields), *extra_writes),
+        events=(lease_event(leased, event, reason=reason, details=details),),
     )
-    answered_type = attempt_type or AttemptType.INITIAL
 
     def answer(now: int) -> AcquiredLease:
         return AcquiredLease(
             row.execution_id,
             holder.lease_id,
-            epoch,
-            index,
-            attempt_id,
-            answered_type,
+            leased.lease_epoch,
+            leased.attempt_index or 0,
+            leased.attempt_id or "",
+            leased.attempt_type or AttemptType.INITIAL,
             now + holder.lease_ttl_ms,
             holder.lease_ttl_ms,
             row.lane_id,

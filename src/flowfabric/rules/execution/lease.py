@@ -11,12 +11,27 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from flowfabric import errors
 from flowfabric.handles import HandleFields
-from flowfabric.model.change import Change, Insert, Patch, expired, lease_event, seen
+from flowfabric.model.change import (
+    Change,
+    ColumnRef,
+    Condition,
+    IfSet,
+    Insert,
+    Parameter,
+    Patch,
+    Plus,
+    RowTemplate,
+    expired,
+    lease_event,
+    seen,
+    template_fields,
+)
 from flowfabric.model.execution import Attempt, Execution, Lineage
-from flowfabric.model.instant import NOW, FromNow
+from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -151,6 +166,64 @@ CLAIMED_FIELDS: dict[str, Any] = {
 }
 
 
+ACQUIRED, CLAIM_RESUMED = "acquired", "claim_resumed"  # the event of a claim; its reason if it continues an attempt
+
+COLUMNS: dict[str, Any] = {name: ColumnRef(name) for name in Execution.__struct_fields__}
+
+
+def _if_begins(then: Any, otherwise: Any) -> IfSet:
+    """Return a value that depends on whether the claim begins an attempt or continues one."""
+    return IfSet("next_type", then, otherwise)
+
+
+# A claim of a ready row by the store. `acquire` is the same for all other ways to acquire a lease.
+CLAIM = RowTemplate(
+    Execution,
+    fields={
+        **CLAIMED_FIELDS,
+        "lease_id": Parameter("lease_id"),
+        "lease_epoch": Plus(ColumnRef("lease_epoch"), 1),
+        "worker_id": Parameter("worker_id"),
+        "worker_instance_id": Parameter("worker_instance_id"),
+        "current_lane": ColumnRef("lane_id"),
+        "lease_acquired_at": NOW,
+        "lease_renewed_at": NOW,
+        "lease_expires_at": Plus(NOW, Parameter("lease_ttl_ms")),
+        "attempt_timeout_at": Plus(NOW, ColumnRef("next_timeout_ms")),
+        "last_transition_at": NOW,
+        "last_mutation_at": NOW,
+        "started_at": IfSet("started_at", ColumnRef("started_at"), NOW),
+        "attempt_id": _if_begins(Parameter("attempt_id"), ColumnRef("attempt_id")),
+        "attempt_index": _if_begins(ColumnRef("total_attempt_count"), ColumnRef("attempt_index")),
+        "attempt_type": _if_begins(ColumnRef("next_type"), ColumnRef("attempt_type")),
+        "attempt_started_at": _if_begins(NOW, ColumnRef("attempt_started_at")),
+        "attempt_resumed_at": _if_begins(None, NOW),
+        "total_attempt_count": _if_begins(Plus(ColumnRef("total_attempt_count"), 1), ColumnRef("total_attempt_count")),
+    },
+    event={
+        **asdict(lease_event(Execution(**COLUMNS), ACQUIRED)),
+        "reason": IfSet("attempt_resumed_at", CLAIM_RESUMED, None),
+    },
+)
+
+# A renewal of a lease by the store. `check_renewal` says why a lease does not meet the condition.
+RENEWAL = RowTemplate(
+    Execution,
+    fields={"lease_expires_at": Plus(NOW, Parameter("lease_ttl_ms")), "lease_renewed_at": NOW},
+    event=asdict(lease_event(Execution(**COLUMNS), "renewed")),
+    condition=Condition(
+        equal={
+            "attempt_index": Parameter("attempt_index"),
+            "attempt_id": Parameter("attempt_id"),
+            "lease_id": Parameter("lease_id"),
+            "lease_epoch": Parameter("lease_epoch"),
+            "lease_expired_at": None,
+        },
+        future=("lease_expires_at",),
+    ),
+)
+
+
 class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
     """The worker that acquires a lease, with the new ids and the lease duration."""
 
@@ -163,45 +236,13 @@ class LeaseHolder(msgspec.Struct, frozen=True, gc=False):
 
 
 def acquire(
-    row: Execution,
-    holder: LeaseHolder,
-    attempt_type: AttemptType | None,
-    lineage: Lineage | None,
-    timeout_ms: int | None,
+    row: Execution, holder: LeaseHolder, attempt_type: AttemptType | None, timeout_ms: int | None
 ) -> dict[str, Any]:
-    """Return the columns of a newly leased row; `attempt_type` begins an attempt, None continues the current one.
-
-    `stores.claims.ClaimRequest` is the batched form of this; a test compares the two.
-    """
-    fields = dict(CLAIMED_FIELDS)
-    fields.update(
-        lease_id=holder.lease_id,
-        lease_epoch=row.lease_epoch + 1,
-        worker_id=holder.worker_id,
-        worker_instance_id=holder.worker_instance_id,
-        current_lane=holder.lane_id or row.lane_id,
-        lease_acquired_at=NOW,
-        lease_renewed_at=NOW,
-        lease_expires_at=FromNow(holder.lease_ttl_ms),
-        attempt_timeout_at=FromNow(timeout_ms) if timeout_ms else None,
-        last_transition_at=NOW,
-        last_mutation_at=NOW,
+    """Return the columns of a newly leased row; `attempt_type` begins an attempt, None continues the current one."""
+    claimed = replace(
+        row, lane_id=holder.lane_id or row.lane_id, next_type=attempt_type, next_timeout_ms=timeout_ms or None
     )
-    if row.started_at is None:
-        fields["started_at"] = NOW
-    if attempt_type is None:
-        fields["attempt_resumed_at"] = NOW
-    else:
-        fields.update(
-            attempt_id=holder.attempt_id,
-            attempt_index=row.total_attempt_count,
-            attempt_type=attempt_type,
-            attempt_started_at=NOW,
-            attempt_resumed_at=None,
-            lineage=encode_lineage(lineage),
-            total_attempt_count=row.total_attempt_count + 1,
-        )
-    return fields
+    return template_fields(CLAIM, claimed, asdict(holder))
 
 
 def release(row: Execution) -> dict[str, Any]:
@@ -287,7 +328,7 @@ def decode_lineage(text: str | None) -> Lineage:
 
 
 def check_renewal(row: Execution | None, attempt_index: int, fence: Fence, now: int) -> Decision[None]:
-    """Refuse a renewal with the reason, or accept it. The store renews by itself if every condition holds.
+    """Refuse a renewal with the reason, or accept it. The store renews by itself if the condition of `RENEWAL` holds.
 
     An operator override does not count: only the lease holder may renew.
     """

@@ -133,7 +133,8 @@ def begin_reclaimed_attempt(row: Execution, holder: LeaseHolder) -> Decision[Acq
     """End the interrupted attempt and begin the next one under a new lease."""
     reason = _loss_reason(row)
     lineage = Lineage(previous_attempt_index=row.attempt_index, reclaim_reason=reason)
-    fields = lease.acquire(row, holder, AttemptType.RECLAIM, lineage, _full_timeout_ms(row))
+    fields = lease.acquire(row, holder, AttemptType.RECLAIM, _full_timeout_ms(row))
+    fields["lineage"] = lease.encode_lineage(lineage)
     fields["lease_reclaim_count"] = row.lease_reclaim_count + 1
     details = {"old_lease_epoch": row.lease_epoch}
     return acquire_decision(
@@ -141,7 +142,6 @@ def begin_reclaimed_attempt(row: Execution, holder: LeaseHolder) -> Decision[Acq
         holder,
         fields,
         "reclaimed",
-        attempt_type=AttemptType.RECLAIM,
         details=msgspec.json.encode(details).decode(),
         extra_writes=(
             lease.attempt_record(row, AttemptRecordState.INTERRUPTED_RECLAIMED, reason=reason),

@@ -176,7 +176,7 @@ def _success_template(retention: int, has_timeout: bool, is_member: bool) -> Row
 
 def template_row(known: dict[str, Any], retention: int, *, is_member: bool) -> Execution:
     """Return a row with these known columns and references for all others, to build a template from."""
-    columns = {name: ColumnRef(name) for name in Execution.__struct_fields__} | known
+    columns = lease.COLUMNS | known
     columns |= {"successors": None, "terms": encode_terms(Terms(retention_ttl_ms=retention))}
     return Execution(**columns if is_member else columns | {"flow_id": None})
 

@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import asdict, astuple, replace
 
 from flowfabric.clock import SteadyClock
 from flowfabric.handles import BackendTag
@@ -24,9 +24,12 @@ from flowfabric.model.change import (
     LeaseCheck,
     LeaseRequirement,
     Patch,
+    RowTemplate,
     Upsert,
     expand,
-    lease_event,
+    holds,
+    template_event,
+    template_fields,
 )
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
@@ -119,19 +122,14 @@ class MemoryStore:
             table, payloads = self._tables[Execution], self._tables[Payload]
             heads = merge(*(self._claimable(queue, now) for queue in set(request.queues)))
             chosen = [(table.rows[key,], ids) for (_, key), ids in zip(heads, request.lease_ids, strict=False)]
-            rows = []
-            for row, ids in chosen:
-                claimed = replace(row, **request.fields_for(row, ids, now))
-                table.set_row((row.execution_id,), claimed)
-                reason = "claim_resumed" if row.next_type is None else None
-                self._append_events([lease_event(claimed, "acquired", reason=reason)], now)
-                rows.append((claimed, payloads.rows[row.execution_id,]))
-            return ClaimedRows(now, rows)
+            template, shared = request.template, request.parameters
+            rows = [self._apply(template, row, shared | asdict(ids), now) for row, ids in chosen]
+            return ClaimedRows(now, [(row, payloads.rows[row.execution_id,]) for row in rows])
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         with self._lock:
             now = self._clock()
-            return [self._renew(lease, now) for lease in leases]
+            return [self._renew(lease, template, now) for lease in leases]
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         with self._lock:
@@ -344,19 +342,20 @@ class MemoryStore:
             if granted_until is None or granted_until <= now:
                 yield entry[1], entry[2]
 
-    def _renew(self, lease: LeaseRef, now: int) -> int | None:
-        table = self._tables[Execution]
-        row = table.rows.get((lease.execution_id,))
-        if row is None or (row.attempt_index, row.attempt_id) != (lease.attempt_index, lease.attempt_id):
+    def _renew(self, lease: LeaseRef, template: RowTemplate, now: int) -> int | None:
+        row, parameters = self._tables[Execution].rows.get((lease.execution_id,)), asdict(lease)
+        if row is None or (template.condition and not holds(template.condition, row, parameters, now)):
             return None
-        if not _has_lease(row, LeaseCheck(LeaseRequirement.LIVE, lease.lease_id, lease.lease_epoch), now):
-            return None
-        if row.lease_expired_at is not None:
-            return None
-        expires_at = now + lease.lease_ttl_ms
-        table.set_row((lease.execution_id,), replace(row, lease_expires_at=expires_at, lease_renewed_at=now))
-        self._append_events([lease_event(row, "renewed")], now)
-        return expires_at
+        return self._apply(template, row, parameters, now).lease_expires_at
+
+    def _apply(self, template: RowTemplate, row: Execution, parameters: dict[str, Any], now: int) -> Execution:
+        """Apply a template to an execution; return the execution as it is then."""
+        fields = template_fields(template, row, parameters)
+        values = {name: now + value.offset if type(value) is FromNow else value for name, value in fields.items()}
+        written = replace(row, revision=parameters.get("revision", row.revision), **values)
+        self._tables[Execution].set_row((row.execution_id,), written)
+        self._append_events([template_event(template, written)], now)
+        return written
 
 
 def _has_lease(row: Any, check: LeaseCheck, now: int) -> bool:

@@ -1,18 +1,20 @@
 """Claim and renew: the server computes the new values itself, for many rows in one round trip.
 
-A claim equals `ClaimRequest.fields_for`; the contract tests compare the two.
+The statements are compiled once per template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from operator import attrgetter
+from functools import lru_cache
 from typing import Any, Literal
 
+from msgspec.structs import astuple
+
+from flowfabric.model.change import Condition, RowTemplate
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.claims import ClaimRequest, LeaseIds, LeaseRef
-from flowfabric.stores.codec import QueueDecoder, QueueEncoder
+from flowfabric.stores.codec import QueueDecoder
 from flowfabric.stores.postgres.claim_result import (
     CLAIM_PARAMETERS,
     JOIN_PAYLOADS,
@@ -22,10 +24,16 @@ from flowfabric.stores.postgres.claim_result import (
     fragment,
     result_columns,
 )
-from flowfabric.stores.postgres.commit.fragments import CLOCK_SQL, NEXT_BATCH_ID_SQL
+from flowfabric.stores.postgres.commit.fragments import (
+    CLOCK_SQL,
+    NEXT_BATCH_ID_SQL,
+    columns_read,
+    template_event_sql,
+    value_sql,
+)
 from flowfabric.stores.postgres.dead_entries import IndexRange
 from flowfabric.stores.postgres.reads import ENTRIES_READ_TEMPLATE
-from flowfabric.stores.postgres.sql import load_statements, number_parameters
+from flowfabric.stores.postgres.sql import column_list, load_statements, number_parameters
 
 _STATEMENTS = load_statements("claim.sql")
 _NOW = CLOCK_SQL.format(given=":clock::bigint")
@@ -48,9 +56,9 @@ HEADS_PER_ROW_ON_RETRY = 8  # the same after concurrent claims had locked so man
 
 
 class ClaimStatement:
-    """The statement of a claim that sets these shared fields, and the decoder of its result."""
+    """The statement of a claim with this template, and the decoder of its result."""
 
-    def __init__(self, shared_fields: tuple[str, ...], queue_count: QueueCount, ranged: bool) -> None:
+    def __init__(self, template: RowTemplate, queue_count: QueueCount, ranged: bool) -> None:
         """`ranged` claims read only given ranges of positions in each queue."""
         one = queue_count == "one" and not ranged
         heads = "" if one else _heads_sql(queue_count, ranged)
@@ -60,13 +68,12 @@ class ClaimStatement:
             locked=fragment("lock_heads_of_one_queue") if one else fragment("lock_heads_of_queues").format(heads=heads),
             more="" if one else "(select count(*) from heads) = :max_heads or ",
             next_batch_id=NEXT_BATCH_ID_SQL,
-            claim_events=fragment("claim_events").format(rows="claimed"),
-            result_columns=result_columns(shared_fields),
+            result_columns=result_columns(template),
             join_payloads=JOIN_PAYLOADS,
-            **claim_fragments(shared_fields),
+            **claim_fragments(template),
         )
         self.limits_heads = not one
-        names = ["clock", "queue_ids", "max_rows", *CLAIM_PARAMETERS, *(f"value_{name}" for name in shared_fields)]
+        names = ["clock", "queue_ids", "max_rows", *CLAIM_PARAMETERS]
         names += ["max_heads"] if self.limits_heads else []
         self.sql = number_parameters(statement, [*names, *RANGE_PARAMETERS] if ranged else names)
 
@@ -84,13 +91,13 @@ def _heads_sql(queue_count: QueueCount, ranged: bool) -> str:
     )
 
 
-_cached_statement = cache(ClaimStatement)
+_cached_statement = lru_cache(64)(ClaimStatement)
 
 
 def claim_statement(request: ClaimRequest, queue_ids: Sequence[int], *, ranged: bool = False) -> ClaimStatement:
     """Return the statement for this claim from these queues."""
     count: QueueCount = "one" if len(queue_ids) == 1 else "few" if len(queue_ids) <= MANY_QUEUES else "many"
-    return _cached_statement(tuple(request.shared_fields), count, ranged)
+    return _cached_statement(request.template, count, ranged)
 
 
 async def claim_rows(
@@ -100,7 +107,6 @@ async def claim_rows(
     queue_ids: list[int],
     max_heads: int,
     clock: int | None,
-    encode_queue: QueueEncoder,
     ranges: Sequence[IndexRange] = (),
 ) -> list[Any]:
     """Claim up to one row per lease id and return the statement's result.
@@ -108,10 +114,7 @@ async def claim_rows(
     Of several queues at most `max_heads` heads are read. With `ranges` only these parts of the queues are read.
     """
     statement = claim_statement(request, queue_ids, ranged=bool(ranges))
-    values = [
-        *claim_arguments(request, lease_ids, encode_queue),
-        *([max_heads] if statement.limits_heads else ()),
-    ]
+    values = [*claim_arguments(request, lease_ids), *([max_heads] if statement.limits_heads else ())]
     if ranges:
         queue_ids = [part.key for part in ranges]
         values += [[part.low[0] for part in ranges], [part.low[1] for part in ranges]]
@@ -120,20 +123,40 @@ async def claim_rows(
     return result
 
 
-_RENEW = number_parameters(
-    _STATEMENTS["renew_leases"].format(clock=_NOW, next_batch_id=NEXT_BATCH_ID_SQL),
-    ("clock", "ordinals", "execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls"),
-)
+@lru_cache(16)
+def _renew_statement(template: RowTemplate) -> str:
+    condition = template.condition or Condition({})
+    given = {name: f'given."{name}"' for name in LeaseRef.__struct_fields__}
+    read = columns_read([*template.fields.values(), *template.event.values()])
+    columns = dict.fromkeys(["execution_id", *read, *condition.future])
+    passed_on = {name: f'm."given {name}"' for name in given}
+    new_values = {name: f'm."{name}"' for name in columns} | {
+        name: value_sql(value, "m", "c.now", passed_on) for name, value in template.fields.items()
+    }
+    equal = {name: value_sql(value, "e", "c.now", given) for name, value in condition.equal.items()}
+    statement = _STATEMENTS["renew_leases"].format(
+        given=", ".join(f'{sql} as "given {name}"' for name, sql in given.items()),
+        columns=column_list(columns, "e."),
+        equal=" and ".join(f'e."{name}" is not distinct from {value}' for name, value in equal.items()) or "true",
+        clock=_NOW,
+        new_values=", ".join(f'{value} as "{name}"' for name, value in new_values.items()),
+        future=" and ".join(f'm."{name}" > c.now' for name in condition.future) or "true",
+        settings=", ".join(f'"{name}" = l."{name}"' for name in template.fields),
+        next_batch_id=NEXT_BATCH_ID_SQL,
+        event=template_event_sql(template, "l"),
+    )
+    arrays = ("execution_ids", "attempt_indexes", "attempt_ids", "lease_ids", "lease_epochs", "ttls")
+    return number_parameters(statement, ("clock", "ordinals", *arrays))
 
 
-async def renew(connection: Any, leases: Sequence[LeaseRef], clock: int | None) -> list[int | None]:
+async def renew(
+    connection: Any, leases: Sequence[LeaseRef], template: RowTemplate, clock: int | None
+) -> list[int | None]:
     """Renew leases; return, per lease, its new expiry, or None if it was refused."""
     # Sorted by id, so that concurrent renewals lock rows in the same order.
     ordinals = sorted(range(len(leases)), key=lambda ordinal: leases[ordinal].execution_id)
-    ordered = [leases[ordinal] for ordinal in ordinals]
-    fields = ("execution_id", "attempt_index", "attempt_id", "lease_id", "lease_epoch", "lease_ttl_ms")
-    columns = [list(map(attrgetter(field), ordered)) for field in fields]
+    columns = [list(column) for column in zip(*(astuple(leases[ordinal]) for ordinal in ordinals), strict=True)]
     expiries: list[int | None] = [None] * len(leases)
-    for ordinal, expires_at in await connection.fetch(_RENEW, clock, ordinals, *columns):
+    for ordinal, expires_at in await connection.fetch(_renew_statement(template), clock, ordinals, *columns):
         expiries[ordinal] = expires_at
     return expiries

@@ -4,8 +4,9 @@
 -- Rows are locked one by one in queue order, skipping rows that others have locked, until enough are locked. A locked
 -- row is checked again for still being in its queue. It is updated at its ctid (`row_tid`), which saves a second index
 -- search. A row that was changed between this statement's snapshot and its lock has a ctid that the snapshot cannot
--- see, so it is skipped, too. The n-th row gets the n-th lease id, and all rows get `shared_fields`; no state is named
--- here. Lease ids arrive as texts, because the driver is slow with arrays.
+-- see, so it is skipped, too. The n-th row gets the n-th lease id. What is written to a row and which event it emits is
+-- compiled from the template of the claim; no state is named here. Lease ids arrive as texts, because the driver is
+-- slow with arrays.
 --
 -- Returns the time, whether a second claim might find more rows, how many entries of the queue index were read, and
 -- the claimed rows with their payloads, in no order; one row of nulls if nothing was claimed. Columns that the caller
@@ -64,41 +65,17 @@ claim_events as materialized (select {claim_events} as events);
 
 -- name: claim_set
 -- The assignments that claim a row `e` with the lease ids `s` at the time of `c`.
-{shared_fields}lease_id = s.lease_id,
-           worker_id = :worker_id::text,
-           worker_instance_id = :worker_instance_id::text,
-           lease_epoch = e.lease_epoch + 1,
-           lease_acquired_at = c.now,
-           lease_renewed_at = c.now,
-           lease_expires_at = c.now + :lease_ttl_ms::bigint,
-           current_lane = e.lane_id,
-           attempt_id = case when e.next_type is null then e.attempt_id else s.attempt_id end,
-           attempt_type = coalesce(e.next_type, e.attempt_type),
-           attempt_index = case when e.next_type is null then e.attempt_index else e.total_attempt_count end,
-           total_attempt_count = e.total_attempt_count + case when e.next_type is null then 0 else 1 end,
-           attempt_started_at = case when e.next_type is null then e.attempt_started_at else c.now end,
-           attempt_resumed_at = case when e.next_type is null then c.now end,
-           started_at = coalesce(e.started_at, c.now),
-           attempt_timeout_at = c.now + e.next_timeout_ms,
-           last_transition_at = c.now,
-           last_mutation_at = c.now,
+{fields},
            revision = s.revision,
            told = {pointer};
 
 -- name: claim_returning
--- The columns that are returned of a claimed row.
-s.ordinal, s.lease_id as new_lease_id, e.attempt_resumed_at is not null as is_resumed,
-           case when num_nonnulls({sparse}) > 0 then json_build_array({sparse})::text end as sparse, {columns};
+-- The columns that are returned of a claimed row, or read by its event.
+s.ordinal, case when num_nonnulls({sparse}) > 0 then json_build_array({sparse})::text end as sparse, {columns};
 
 -- name: claim_events
 -- The events of claimed rows.
-array(
-           select row(t.execution_id, t.namespace, t.tags, t.flow_id, 'acquired', t.new_lease_id, t.lease_epoch,
-                      t.attempt_id, t.attempt_index, :worker_id, :worker_instance_id,
-                      case when t.is_resumed then 'claim_resumed' end,
-                      null, null, null, null)::ff_told
-             from {rows} t
-            order by t.ordinal);
+array(select {event} from claimed t order by t.ordinal);
 
 -- name: join_payloads
 -- The payloads of claimed rows `t`.
@@ -185,45 +162,36 @@ heads as materialized (
 );
 
 -- name: renew_leases
--- Extend leases that have not expired and match in every field; return the ordinal and the new expiry of each.
--- The rows are locked in the given order, by id; the clock is read when all locks are held. The pointer to the event's
--- batch is a row of its own, not an element of the execution's row: a row that is renewed for days must not grow.
+-- Apply a template to the executions of leases that meet its condition; return the ordinal and the new expiry of each.
+-- The rows are locked in the given order, by id; the clock is read when all locks are held, and decides the rest of the
+-- condition. `live` has the rows as they will be. The pointer to the event's batch is a row of its own, not an element
+-- of the execution's row: a row that is renewed for days must not grow.
 with matched as materialized (
-    select given.ordinal, given.ttl, e.*
+    select given.ordinal, {given}, e.*
       from unnest(:ordinals::int[], :execution_ids::text[], :attempt_indexes::bigint[], :attempt_ids::text[],
                   :lease_ids::text[], :lease_epochs::bigint[], :ttls::bigint[])
-           as given (ordinal, execution_id, attempt_index, attempt_id, lease_id, lease_epoch, ttl)
+           as given (ordinal, execution_id, attempt_index, attempt_id, lease_id, lease_epoch, lease_ttl_ms)
      cross join lateral (
-           select e.execution_id, e.namespace, e.tags, e.flow_id, e.lease_id, e.lease_epoch, e.attempt_id,
-                  e.attempt_index, e.worker_id, e.worker_instance_id, e.lease_expires_at
+           select {columns}
              from ff_exec_core e
             where e.execution_id = given.execution_id
-              and e.attempt_index = given.attempt_index
-              and e.attempt_id = given.attempt_id
-              and e.lease_id = given.lease_id
-              and e.lease_epoch = given.lease_epoch
-              and e.lease_expired_at is null
+              and {equal}
               for update) e
 ),
 clock as materialized (select {clock} as now where (select count(*) from matched) >= 0),
 live as materialized (
-    select m.*, c.now, c.now + m.ttl as until from matched m, clock c where m.lease_expires_at > c.now
+    select m.ordinal, {new_values} from matched m, clock c where {future}
 ),
 renewed as (
     update ff_exec_core e
-       set lease_expires_at = l.until, lease_renewed_at = l.now
+       set {settings}
       from live l
      where e.execution_id = l.execution_id
 ),
 new_batch as materialized ({next_batch_id} where exists (select 1 from live)),
 batch as (
     insert into ff_batch (batch_id, at, events)
-    select n.batch_id, c.now, array(
-           select row(l.execution_id, l.namespace, l.tags, l.flow_id, 'renewed', l.lease_id, l.lease_epoch,
-                      l.attempt_id, l.attempt_index, l.worker_id, l.worker_instance_id,
-                      null, null, null, null, null)::ff_told
-             from live l
-            order by l.ordinal)
+    select n.batch_id, c.now, array(select {event} from live l order by l.ordinal)
       from new_batch n, clock c
 ),
 pointers as (
@@ -231,4 +199,4 @@ pointers as (
     select l.execution_id, n.batch_id from live l, new_batch n
     on conflict do nothing
 )
-select ordinal, until from live;
+select ordinal, lease_expires_at from live;

@@ -13,17 +13,28 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.model.change import RowTemplate
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, decode_claimed_rows, dense_columns, sparse_columns
-from flowfabric.stores.claims import ClaimRequest, LeaseIds
-from flowfabric.stores.codec import CODEC, QueueDecoder, QueueEncoder, encode
+from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, claim_columns, decode_claimed_rows
+from flowfabric.stores.claims import ROW_PARAMETERS, SHARED_PARAMETERS, ClaimRequest, LeaseIds
+from flowfabric.stores.codec import QueueDecoder
 from flowfabric.stores.port import Unstorable
-from flowfabric.stores.postgres.commit.fragments import APPEND_POINTER_SQL
+from flowfabric.stores.postgres.commit.fragments import (
+    APPEND_POINTER_SQL,
+    columns_read,
+    template_event_sql,
+    value_sql,
+)
 from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
-from flowfabric.stores.postgres.sql import column_list, column_type, load_statements
+from flowfabric.stores.postgres.sql import column_list, load_statements
 
-# The parameters of `claim_arguments` without the shared fields.
-CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", "worker_id", "worker_instance_id", "lease_ttl_ms")
+# The parameters of `claim_arguments`.
+CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", *SHARED_PARAMETERS)
+_PARAMETERS_SQL = {name: f"s.{name}" for name in ROW_PARAMETERS} | {
+    "worker_id": ":worker_id::text",
+    "worker_instance_id": ":worker_instance_id::text",
+    "lease_ttl_ms": ":lease_ttl_ms::bigint",
+}
 
 
 def fragment(name: str) -> str:
@@ -34,29 +45,29 @@ def fragment(name: str) -> str:
 JOIN_PAYLOADS = fragment("join_payloads")
 
 
-def claim_fragments(shared_fields: tuple[str, ...]) -> dict[str, str]:
+def claim_fragments(template: RowTemplate) -> dict[str, str]:
     """Return the fragments that every claiming statement contains, by placeholder."""
-    columns = CODEC[Execution].column
+    columns = claim_columns(template)
+    returned = dict.fromkeys([*columns.dense, *columns_read(template.event.values())])
+    fields = {name: value_sql(value, "e", "c.now", _PARAMETERS_SQL) for name, value in template.fields.items()}
     return {
         "claim_set": fragment("claim_set").format(
-            shared_fields="".join(
-                f'"{name}" = :value_{name}::{column_type(columns[name])}, ' for name in shared_fields
-            ),
+            fields=",\n           ".join(f'"{name}" = {value}' for name, value in fields.items()),
             pointer=APPEND_POINTER_SQL.format(row="e"),
         ),
         "returning": fragment("claim_returning").format(
-            sparse=column_list(sparse_columns(shared_fields), "e."),
-            columns=column_list(dense_columns(shared_fields), "e."),
+            sparse=column_list(columns.sparse, "e."), columns=column_list(returned, "e.")
         ),
+        "claim_events": fragment("claim_events").format(event=template_event_sql(template, "t")),
         "lease_ids": array_from_text("text", ":lease_ids"),
         "attempt_ids": array_from_text("text", ":attempt_ids"),
         "revisions": array_from_text("bigint", ":revisions"),
     }
 
 
-def result_columns(shared_fields: tuple[str, ...]) -> str:
+def result_columns(template: RowTemplate) -> str:
     """Return the columns of claimed rows `t` and their payloads `p`."""
-    dense = column_list(dense_columns(shared_fields), "t.")
+    dense = column_list(claim_columns(template).dense, "t.")
     return f"t.ordinal, t.sparse, {dense}, {column_list(PAYLOAD_COLUMNS, 'p.')}"
 
 
@@ -78,18 +89,13 @@ def decode_claim_result(
     return decode_claimed_rows(request, ids, now, sparse, columns, decode_queue)
 
 
-def claim_arguments(
-    request: ClaimRequest, lease_ids: Sequence[LeaseIds], encode_queue: QueueEncoder
-) -> tuple[Any, ...]:
-    """Return the arguments for `CLAIM_PARAMETERS` and the shared fields."""
+def claim_arguments(request: ClaimRequest, lease_ids: Sequence[LeaseIds]) -> tuple[Any, ...]:
+    """Return the arguments for `CLAIM_PARAMETERS`."""
     return (
         _joined([ids.lease_id for ids in lease_ids]),
         _joined([ids.attempt_id for ids in lease_ids]),
         " ".join([str(ids.revision) for ids in lease_ids]),
-        request.worker_id,
-        request.worker_instance_id,
-        request.lease_ttl_ms,
-        *(encode(value, encode_queue) for value in request.shared_fields.values()),
+        *request.parameters.values(),
     )
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.execution import Execution
 from flowfabric.stores.catalog import TABLE, index_columns
 from flowfabric.stores.codec import CODEC, QueueDecoder, QueueEncoder, encode
 from flowfabric.stores.postgres.commit.fragments import CLOCK_SQL, KEY_TYPES
@@ -317,8 +317,3 @@ def count_statement(query: GroupedCount, encode_queue: QueueEncoder) -> tuple[st
         owners = f'select t."{query.execution_column}" as owner_id {chosen}'
         source = f"({owners}) t join ff_exec_core e on e.execution_id = t.owner_id"
     return f"select {by}, count(*) from {source} group by {by}", conditions.values
-
-
-def queues_in(values: Sequence[Any]) -> set[QueueKey]:
-    """Return the queues among some values."""
-    return {value for value in values if type(value) is QueueKey}

@@ -24,7 +24,7 @@ import msgspec
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
@@ -131,7 +131,7 @@ class PostgresStore:
         plan = await self._plan(changes)
         queue_ids = [queue_id(queue) for queue in request.queues]
         if not plan.is_multi_statement and not self._dead_entries.may_hide_rows(queue_ids):
-            plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids, queue_id)
+            plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids)
         verdicts, result = await self._commit(plan, topics)
         if plan.claim is None:
             return CommitAndClaimResult(verdicts, [])
@@ -177,7 +177,6 @@ class PostgresStore:
         queue_ids = [queue_id(queue) for queue in request.queues]
         if not queue_ids or not request.lease_ids:
             return ClaimedRows(await self.ping(), [])
-        await self._queue_ids.register(reads.queues_in([*request.shared_fields.values()]))
         claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
         while not claimed.rows and self._dead_entries.may_read_more(queue_ids):
             claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
@@ -205,7 +204,7 @@ class PostgresStore:
         )
         result = await self._pool.write(
             lambda connection: claim.claim_rows(
-                connection, request, lease_ids, queue_ids, max_heads, self._now(), queue_id, ranges
+                connection, request, lease_ids, queue_ids, max_heads, self._now(), ranges
             )
         )
         now, more, entries = result[0][:3]
@@ -217,10 +216,10 @@ class PostgresStore:
         self._dead_entries.record_scan(queue_ids, index_slice, entries, len(rows), floor)
         return ClaimedRows(now, rows), more
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         if not leases:
             return []
-        return await self._pool.write(lambda connection: claim.renew(connection, leases, self._now()))
+        return await self._pool.write(lambda connection: claim.renew(connection, leases, template, self._now()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         key = [(row, column, where)]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import msgspec
 
-from flowfabric.model.change import ColumnRef, Expected, RowTemplate
+from flowfabric.model.change import ColumnRef, Condition, Expected, IfSet, Parameter, Plus, RowTemplate
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLE, Table, index_columns
-from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, dense_columns, sparse_columns
+from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, claim_columns
 from flowfabric.stores.codec import EVENT_COLUMNS, encode, refuse_queue
 from flowfabric.stores.queries import Where, prefix_upper_bound
 from flowfabric.stores.sqlite.claim_result import INPUT_COLUMN
@@ -36,13 +38,18 @@ def statement(name: str) -> str:
     return _TEXT[name]
 
 
-def _for_rows(name: str, width: int, **parts: str) -> StatementForRows:
+def _for_rows(name: str, width: int, leading: int = 0, /, **parts: str) -> StatementForRows:
+    """`leading` is the number of parameters before those of the rows."""
     text = _TEXT[name].format(rows="{rows}", **parts)
     row = f"({','.join('?' * width)})"
 
     @cache
     def with_rows(count: int) -> str:
-        return text.format(rows=",".join([row] * count))
+        rows = ",".join([row] * count)
+        if leading:  # numbered, because a statement need not contain every leading parameter
+            numbers = itertools.count(leading + 1)
+            rows = re.sub(r"\?", lambda _: f"?{next(numbers)}", rows)
+        return text.format(rows=rows)
 
     return with_rows
 
@@ -125,28 +132,71 @@ def update(row: type[msgspec.Struct], columns: tuple[str, ...], unless_set: str 
     )
 
 
+TemplateKey = Literal["key", "rowid"]  # how the rows of a template are found
+
+
+def _found_by(template: RowTemplate, key: TemplateKey) -> tuple[dict[str, str], int]:
+    """Return the parts of a statement that find the rows, and the number of their key's columns."""
+    table = TABLE[template.row]
+    if key == "rowid":
+        return {"table": table.name, "same_key": "r.rowid = g.column1"}, 1
+    return {"table": table.name, "same_key": _same_key(table, 1)}, len(table.key)
+
+
+def _parameters(first: int, names: Iterable[str], shared: Iterable[str] = ()) -> dict[str, str]:
+    """Return the SQL of template parameters: columns of the rows from the first, and those for all after the time."""
+    columns = {name: f"g.column{ordinal}" for ordinal, name in enumerate(names, first)}
+    return columns | {name: f"?{ordinal}" for ordinal, name in enumerate(shared, 2)}
+
+
 @lru_cache(512)
-def apply_template(template: RowTemplate) -> tuple[StatementForRows, ...]:
-    """Insert the events and set the columns of a template: rows of (change id, now, key…) of its roots."""
-    root = TABLE[template.row]
-    settings = [f"{name} = {_value_sql(value)}" for name, value in template.fields.items()]
-    width = len(root.key) + 2
-    shared = {"root": root.name, "same_key": _same_key(root, 3)}
+def update_by_template(
+    template: RowTemplate, key: TemplateKey, parameters: tuple[str, ...], shared: tuple[str, ...] = ()
+) -> StatementForRows:
+    """Set the columns of a template: rows of (key…, parameter…), after the time and the shared parameters."""
+    parts, width = _found_by(template, key)
+    sql = _parameters(width + 1, parameters, shared)
+    fields = template.fields | ({"revision": Parameter("revision")} if "revision" in parameters else {})
+    settings = ", ".join(f"{name} = {_value_sql(value, sql)}" for name, value in fields.items())
+    return _for_rows("update_by_template", width + len(parameters), 1 + len(shared), settings=settings, **parts)
+
+
+@lru_cache(512)
+def insert_template_events(template: RowTemplate, key: TemplateKey) -> StatementForRows:
+    """Insert the events of rows that a template was applied to: rows of (key…), after the time."""
+    parts, width = _found_by(template, key)
     event = {name: _value_sql(value) for name, value in template.event.items() if value is not None}
-    return (
-        _for_rows(
-            "insert_template_events", width, columns=", ".join(event), values=", ".join(event.values()), **shared
-        ),
-        _for_rows("update_by_template", width, settings=", ".join([*settings, "revision = g.column1"]), **shared),
-    )
+    columns, values = ", ".join(event), ", ".join(event.values())
+    return _for_rows("insert_template_events", width, 1, columns=columns, values=values, **parts)
 
 
-def _value_sql(value: Any) -> str:
-    """Return a template's value as SQL, with braces escaped. It comes from a rule, never from a caller."""
-    if type(value) is ColumnRef:
+@lru_cache(64)
+def failed_conditions(template: RowTemplate, parameters: tuple[str, ...]) -> StatementForRows:
+    """Select the rows that do not meet a template's condition: rows of (key…, parameter…, number), after the time."""
+    parts, width = _found_by(template, "key")
+    condition = template.condition or Condition({})
+    sql = _parameters(width + 1, parameters)
+    met = [f"r.{name} IS {_value_sql(value, sql)}" for name, value in condition.equal.items()]
+    met += [f"(r.{name} > ?1) IS 1" for name in condition.future]
+    met += [f"r.{name} IS NOT NULL" for name in TABLE[template.row].key[:1]]
+    width += len(parameters) + 1
+    return _for_rows("failed_conditions", width, 1, number=str(width), conditions=" AND ".join(met), **parts)
+
+
+def _value_sql(value: Any, parameters: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a template's value as SQL, with braces escaped. Constants come from a rule, never from a caller."""
+    kind = type(value)
+    if kind is ColumnRef:
         return f"r.{value.column}"
-    if type(value) is FromNow:
-        return f"g.column2 + {value.offset}"
+    if kind is FromNow:
+        return f"?1 + {value.offset}" if value.offset else "?1"
+    if kind is Parameter:
+        return parameters[value.name]
+    if kind is Plus:
+        return f"{_value_sql(value.left, parameters)} + {_value_sql(value.right, parameters)}"
+    if kind is IfSet:
+        then, otherwise = _value_sql(value.then, parameters), _value_sql(value.otherwise, parameters)
+        return f"iif(r.{value.column} IS NULL, {otherwise}, {then})"
     if isinstance(value, str) and not isinstance(value, Enum):
         return "'" + value.replace("'", "''").replace("{", "{{").replace("}", "}}") + "'"
     return "NULL" if value is None else str(encode(value, refuse_queue))
@@ -162,9 +212,6 @@ def delete(row: type[msgspec.Struct], length: int) -> StatementForRows:
 
 
 INSERT_EVENTS = _for_rows("insert_events", len(EVENT_COLUMNS) + 1, events=EVENT_COLUMN_LIST)
-FAILED_RENEWALS = _for_rows("failed_renewals", 6)
-INSERT_RENEWAL_EVENTS = _for_rows("insert_renewal_events", 2)
-RENEW = _for_rows("renew_leases", 3)
 
 
 @cache
@@ -175,27 +222,18 @@ def queue_heads(count: int) -> str:
 
 
 @lru_cache(16)
-def claim_rows(shared_fields: tuple[tuple[str, Any], ...]) -> StatementForRows:
-    """Claim rows, all of which get these fields; the values come from a rule, never from a caller."""
-    assignments = "".join(f"{name} = {_value_sql(value)}, " for name, value in shared_fields)
-    return _for_rows("claim_rows", 4, shared_fields=assignments)
-
-
-@lru_cache(16)
-def claimed_rows(shared_fields: tuple[str, ...]) -> StatementForRows:
+def claimed_rows(template: RowTemplate) -> StatementForRows:
     """Select claimed rows, without the columns that the claim itself has supplied."""
+    columns = claim_columns(template)
     return _for_rows(
         "claimed_rows",
         1,
-        columns=", ".join(f"r.{name}" for name in dense_columns(shared_fields)),
-        sparse=", ".join(f"r.{name}" for name in sparse_columns(shared_fields)),
+        columns=", ".join(f"r.{name}" for name in columns.dense),
+        sparse=", ".join(f"r.{name}" for name in columns.sparse),
         payload_columns=", ".join(
             f"length(p.{name})" if name == INPUT_COLUMN else f"p.{name}" for name in PAYLOAD_COLUMNS
         ),
     )
-
-
-INSERT_CLAIM_EVENTS = _for_rows("insert_claim_events", 1)
 
 
 def select_rows(row: type[msgspec.Struct], where: str, order: Iterable[str] = (), *, limit: bool = False) -> str:

@@ -47,13 +47,21 @@ UPDATE {table} AS r
   FROM (VALUES {rows}) AS g
  WHERE {same_key}{unless_set};
 
--- name: insert_template_events
--- One event per aggregate root, with values from its columns; rows of (change id, now, key…).
-INSERT INTO ff_event (at, {columns})
-SELECT g.column2, {values} FROM (VALUES {rows}) AS g CROSS JOIN {root} AS r ON {same_key};
-
 -- name: update_by_template
-UPDATE {root} AS r SET {settings} FROM (VALUES {rows}) AS g WHERE {same_key};
+-- Rows of (key…, parameter…), after the time and the parameters for all rows.
+UPDATE {table} AS r SET {settings} FROM (VALUES {rows}) AS g WHERE {same_key};
+
+-- name: insert_template_events
+-- One event per row of (key…), in order, with values from its columns; after the time.
+INSERT INTO ff_event (at, {columns}) SELECT ?1, {values} FROM (VALUES {rows}) AS g CROSS JOIN {table} AS r ON {same_key};
+
+-- name: failed_conditions
+-- The number of each row that does not meet a template's condition, among rows of (key…, parameter…, number); after the
+-- time.
+SELECT g.column{number}
+  FROM (VALUES {rows}) AS g
+  LEFT JOIN {table} AS r ON {same_key}
+ WHERE g.column{number} IS NOT NULL AND NOT ({conditions});
 
 -- name: delete
 DELETE FROM {table} WHERE ({key}) IN (VALUES {rows});
@@ -69,40 +77,6 @@ SELECT json_group_array(row) FROM ({queues} ORDER BY rank, execution_id LIMIT ?)
 SELECT rowid AS row, rank, execution_id FROM ff_exec_core
  WHERE line = ? AND (granted_until IS NULL OR granted_until <= ?)
 
--- name: claim_rows
--- Rows of (row, lease id, attempt id, revision), after the time, the worker, its instance and the ttl.
-UPDATE ff_exec_core AS r
-   SET {shared_fields}lease_id = g.column2,
-       worker_id = ?2,
-       worker_instance_id = ?3,
-       lease_epoch = r.lease_epoch + 1,
-       lease_acquired_at = ?1,
-       lease_renewed_at = ?1,
-       lease_expires_at = ?1 + ?4,
-       current_lane = r.lane_id,
-       attempt_id = iif(r.next_type IS NULL, r.attempt_id, g.column3),
-       attempt_type = coalesce(r.next_type, r.attempt_type),
-       attempt_index = iif(r.next_type IS NULL, r.attempt_index, r.total_attempt_count),
-       total_attempt_count = r.total_attempt_count + (r.next_type IS NOT NULL),
-       attempt_started_at = iif(r.next_type IS NULL, r.attempt_started_at, ?1),
-       attempt_resumed_at = iif(r.next_type IS NULL, ?1, NULL),
-       started_at = coalesce(r.started_at, ?1),
-       attempt_timeout_at = ?1 + r.next_timeout_ms,
-       last_transition_at = ?1,
-       last_mutation_at = ?1,
-       revision = g.column4
-  FROM (VALUES {rows}) AS g
- WHERE r.rowid = g.column1;
-
--- name: insert_claim_events
--- One event per row, in order; after the time.
-INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
-                      attempt_index, worker_id, worker_instance_id, reason)
-SELECT ?1, r.execution_id, r.namespace, r.tags, r.flow_id, 'acquired', r.lease_id, r.lease_epoch, r.attempt_id,
-       r.attempt_index, r.worker_id, r.worker_instance_id, iif(r.attempt_resumed_at IS NULL, NULL, 'claim_resumed')
-  FROM (VALUES {rows}) AS g
- CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1;
-
 -- name: claimed_rows
 -- The rows as one JSON array, in order. Rarely set columns are one list in front, if any of them is set. The payloads
 -- follow as one concatenated blob; the length of each is in its row.
@@ -111,36 +85,6 @@ SELECT json_group_array(json_array(iif(coalesce({sparse}) IS NULL, NULL, json_ar
   FROM (VALUES {rows}) AS g
  CROSS JOIN ff_exec_core AS r ON r.rowid = g.column1
  CROSS JOIN ff_payload AS p ON p.execution_id = r.execution_id;
-
--- name: failed_renewals
--- The number of each lease that has expired or differs, among rows of (number, execution, attempt index and id, lease id and
--- epoch); then the time.
-SELECT g.column1
-  FROM (VALUES {rows}) AS g
-  LEFT JOIN ff_exec_core AS r ON r.execution_id = g.column2
- WHERE g.column1 IS NOT NULL
-   AND (r.attempt_index IS NOT g.column3
-        OR r.attempt_id IS NOT g.column4
-        OR r.lease_id IS NOT g.column5
-        OR r.lease_epoch IS NOT g.column6
-        OR r.lease_expired_at IS NOT NULL
-        OR (r.lease_expires_at > ?) IS NOT 1);
-
--- name: insert_renewal_events
--- One event per row of (now, execution), in order.
-INSERT INTO ff_event (at, execution_id, namespace, tags, flow_id, lease, lease_id, lease_epoch, attempt_id,
-                      attempt_index, worker_id, worker_instance_id)
-SELECT g.column1, r.execution_id, r.namespace, r.tags, r.flow_id, 'renewed', r.lease_id, r.lease_epoch, r.attempt_id,
-       r.attempt_index, r.worker_id, r.worker_instance_id
-  FROM (VALUES {rows}) AS g
- CROSS JOIN ff_exec_core AS r ON r.execution_id = g.column2;
-
--- name: renew_leases
--- Rows of (now, new expiry, execution).
-UPDATE ff_exec_core AS r
-   SET lease_renewed_at = g.column1, lease_expires_at = g.column2
-  FROM (VALUES {rows}) AS g
- WHERE r.execution_id = g.column3;
 
 -- name: add_queue
 INSERT INTO ff_line (lane_id, required, fairness_key, fairness_weight, decided) VALUES (?, ?, ?, ?, ?)

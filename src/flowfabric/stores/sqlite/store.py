@@ -19,7 +19,7 @@ import msgspec
 from flowfabric.clock import Clock
 from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.handles import BackendTag
-from flowfabric.model.change import Change
+from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
@@ -133,8 +133,8 @@ class SQLiteStore:
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         return await self._writer.run(lambda db: writes.claim_rows(db, self._writer_queue_ids, request, self._clock()))
 
-    async def renew(self, leases: Sequence[LeaseRef]) -> list[int | None]:
-        return await self._writer.run(lambda db: writes.renew(db, leases, self._clock()))
+    async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        return await self._writer.run(lambda db: writes.renew(db, leases, template, self._clock()))
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         return await self._loader.run(

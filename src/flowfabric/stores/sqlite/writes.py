@@ -14,7 +14,7 @@ from typing import Any
 
 import apsw
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
 from flowfabric.model.change import (
     BulkInsert,
@@ -27,12 +27,14 @@ from flowfabric.model.change import (
     RowTemplate,
     Upsert,
     Write,
+    at,
+    evaluate,
 )
 from flowfabric.model.event import Event
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claim_result import decode_claimed_rows
-from flowfabric.stores.claims import ClaimedRows, ClaimRequest, LeaseRef
+from flowfabric.stores.claims import ROW_PARAMETERS, SHARED_PARAMETERS, ClaimedRows, ClaimRequest, LeaseRef
 from flowfabric.stores.codec import (
     CODEC,
     bulk_insert_columns,
@@ -75,10 +77,12 @@ def _apply_templates(db: apsw.Connection, changes: Iterable[Change], now: int) -
     roots: dict[RowTemplate, list[Row]] = {}
     for change in changes:
         if change.template is not None:
-            roots.setdefault(change.template, []).append((change.id, now, *change.guards[0].key))
+            roots.setdefault(change.template, []).append((*change.guards[0].key, change.id))
     for template, rows in roots.items():
-        for statement in statements.apply_template(template):
-            execute_batched(db, statement, rows)
+        update = statements.update_by_template(template, "key", ("revision",))
+        execute_batched(db, update, rows, leading=(now,))
+        keys = [key for *key, _ in rows]
+        execute_batched(db, statements.insert_template_events(template, "key"), keys, leading=(now,))
 
 
 def claim_rows(db: apsw.Connection, queue_ids: WriterQueueIds, request: ClaimRequest, now: int) -> ClaimedRows:
@@ -92,30 +96,34 @@ def claim_rows(db: apsw.Connection, queue_ids: WriterQueueIds, request: ClaimReq
     if not heads:
         return ClaimedRows(now, [])
     lease_ids = request.lease_ids[: len(heads)]
-    claims = [(row, new.lease_id, new.attempt_id, new.revision) for row, new in zip(heads, lease_ids, strict=True)]
-    leading = (now, request.worker_id, request.worker_instance_id, request.lease_ttl_ms)
-    execute_batched(db, statements.claim_rows(tuple(request.shared_fields.items())), claims, leading=leading)
+    template = request.template
+    update = statements.update_by_template(template, "rowid", ROW_PARAMETERS, SHARED_PARAMETERS)
+    claims = [(row, *astuple(new)) for row, new in zip(heads, lease_ids, strict=True)]
+    execute_batched(db, update, claims, leading=(now, *request.parameters.values()))
     rows = [(row,) for row in heads]
-    execute_batched(db, statements.INSERT_CLAIM_EVENTS, rows, leading=(now,))
-    sparse, columns = claim_result.decode_columns(
-        execute_batched(db, statements.claimed_rows(tuple(request.shared_fields)), rows)
-    )
+    execute_batched(db, statements.insert_template_events(template, "rowid"), rows, leading=(now,))
+    sparse, columns = claim_result.decode_columns(execute_batched(db, statements.claimed_rows(template), rows))
     return ClaimedRows(
         now, decode_claimed_rows(request, lease_ids, now, sparse, columns, lambda id_: queue_ids.key_of(db, id_))
     )
 
 
-def renew(db: apsw.Connection, leases: Sequence[LeaseRef], now: int) -> list[int | None]:
-    """Extend the leases that have not expired; return, per lease, its new expiry, or None if it was refused."""
-    rows = [
-        (number, lease.execution_id, lease.attempt_index, lease.attempt_id, lease.lease_id, lease.lease_epoch)
+def renew(db: apsw.Connection, leases: Sequence[LeaseRef], template: RowTemplate, now: int) -> list[int | None]:
+    """Apply the template where its condition holds; return, per lease, its new expiry, or None if it was refused."""
+    parameters = LeaseRef.__struct_fields__[1:]  # after the key
+    rows = [(*astuple(lease), number) for number, lease in enumerate(leases)]
+    failed = execute_batched(db, statements.failed_conditions(template, parameters), rows, leading=(now,))
+    refused = {number for (number,) in failed}
+    renewed = [lease for number, lease in enumerate(leases) if number not in refused]
+    update = statements.update_by_template(template, "key", parameters)
+    execute_batched(db, update, [*map(astuple, renewed)], leading=(now,))
+    keys = [(lease.execution_id,) for lease in renewed]
+    execute_batched(db, statements.insert_template_events(template, "key"), keys, leading=(now,))
+    expiry = template.fields["lease_expires_at"]
+    return [
+        None if number in refused else at(evaluate(expiry, None, asdict(lease)), now)
         for number, lease in enumerate(leases)
     ]
-    refused = {number for (number,) in execute_batched(db, statements.FAILED_RENEWALS, rows, now)}
-    renewed = [lease for number, lease in enumerate(leases) if number not in refused]
-    execute_batched(db, statements.INSERT_RENEWAL_EVENTS, [(now, lease.execution_id) for lease in renewed])
-    execute_batched(db, statements.RENEW, [(now, now + lease.lease_ttl_ms, lease.execution_id) for lease in renewed])
-    return [None if number in refused else now + lease.lease_ttl_ms for number, lease in enumerate(leases)]
 
 
 def trim_feed(db: apsw.Connection, before: int, limit: int) -> int:

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flowfabric.model.change import BulkInsert, Change, Insert, Patch, Upsert
+from flowfabric.model.change import BulkInsert, Change, Insert, Patch, RowTemplate, Upsert
 from flowfabric.model.execution import Execution, Payload
-from flowfabric.stores.claim_result import overwritten_columns
+from flowfabric.stores.claim_result import claim_columns
 from flowfabric.stores.claims import ClaimRequest
-from flowfabric.stores.codec import QueueEncoder
 from flowfabric.stores.postgres.claim_result import CLAIM_PARAMETERS, claim_arguments, claim_fragments, fragment
 from flowfabric.stores.postgres.commit.fragments import UpdateFragment
 from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
@@ -31,7 +30,7 @@ UNLESS_CLAIMED = " and not (select holds from queues_empty)"  # added to the wri
 class ClaimFragment(NamedTuple):
     """The CTEs of a commit that claim rows."""
 
-    shared_fields: tuple[str, ...]
+    template: RowTemplate
     replaced_write: int  # the index of the write that would enqueue the rows
 
     def sql(self, parameters: ParameterNumbering) -> str:
@@ -39,11 +38,9 @@ class ClaimFragment(NamedTuple):
         statement = fragment("claim_in_commit").format(
             execution_ids=array_from_text("text", ":execution_ids"),
             change_numbers=array_from_text("int", ":change_numbers"),
-            claim_events=fragment("claim_events").format(rows="claimed"),
-            **claim_fragments(self.shared_fields),
+            **claim_fragments(self.template),
         )
-        names = ["queue_ids", "execution_ids", "change_numbers", *CLAIM_PARAMETERS]
-        return parameters.bind_names(statement, [*names, *(f"value_{name}" for name in self.shared_fields)])
+        return parameters.bind_names(statement, ["queue_ids", "execution_ids", "change_numbers", *CLAIM_PARAMETERS])
 
 
 def plan_claim(
@@ -51,13 +48,11 @@ def plan_claim(
     writes: Sequence[tuple[Any, list[Any]]],
     request: ClaimRequest,
     queue_ids: list[int],
-    encode_queue: QueueEncoder,
 ) -> tuple[ClaimFragment, list[Any]] | None:
     """Plan the claim of the rows that these changes enqueue; None if it could differ from a claim after the commit.
 
     `writes` are the fragments of the changes, with their arguments.
     """
-    shared_fields = tuple(request.shared_fields)
     enqueued: list[tuple[int, str]] = []
     shapes: set[tuple[str, ...]] = set()
     for change_no, change in enumerate(changes, start=1):
@@ -75,7 +70,7 @@ def plan_claim(
     if not enqueued or len(enqueued) > len(request.lease_ids) or len(shapes) > 1:
         return None
     (names,) = shapes
-    if not overwritten_columns(shared_fields).issuperset(names):
+    if not claim_columns(request.template).overwritten >= set(names):
         return None
     updates = [
         index
@@ -87,5 +82,5 @@ def plan_claim(
     if len(updates) != 1 or id_text is None:
         return None
     lease_ids = request.lease_ids[: len(enqueued)]
-    claim = claim_arguments(request, lease_ids, encode_queue)
-    return ClaimFragment(shared_fields, updates[0]), [queue_ids, id_text, " ".join(map(str, change_numbers)), *claim]
+    claim = claim_arguments(request, lease_ids)
+    return ClaimFragment(request.template, updates[0]), [queue_ids, id_text, " ".join(map(str, change_numbers)), *claim]

@@ -11,11 +11,20 @@ order, the numbers are implicit (`implicit_numbers`) and are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from flowfabric.model.change import ColumnRef, Expected, LeaseRequirement, RowTemplate
+from flowfabric.model.change import (
+    ColumnRef,
+    Expected,
+    IfSet,
+    LeaseRequirement,
+    Parameter,
+    Plus,
+    RowTemplate,
+)
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import FromNow
@@ -159,7 +168,7 @@ class GuardFragment(NamedTuple):
 
 def _equals(column: tuple[str, Any]) -> str:
     name, value = column
-    return f't."{name}" is null' if value is None else f't."{name}" = {_value_sql(value)}'
+    return f't."{name}" is null' if value is None else f't."{name}" = {value_sql(value)}'
 
 
 class TimeBoundsFragment(NamedTuple):
@@ -282,15 +291,15 @@ class TemplateFragment(NamedTuple):
     encodings: tuple[int, ...]  # of the key and the revision
 
     def sql(self, parameters: ParameterNumbering) -> str:
-        """Return the update of the roots; it returns all columns that the template's event copies."""
+        """Return the update of the roots; it returns all columns that the template's event reads."""
         table = TABLE[self.template.row]
         types = {f"key {key}": kind for key, kind in zip(table.key, KEY_TYPES[table.row], strict=True)}
         params = ParameterRows(
             parameters, self.implicit_numbers, _columns(types | {"revision": "bigint"}, self.encodings)
         )
-        sets = "".join(f'"{name}" = {_value_sql(value)}, ' for name, value in self.template.fields.items())
+        sets = "".join(f'"{name}" = {value_sql(value)}, ' for name, value in self.template.fields.items())
         keys = " and ".join(f't."{key}" = {params[f"key {key}"]}' for key in table.key)
-        copied = column_list((value.column for value in self.template.event.values() if type(value) is ColumnRef), "t.")
+        copied = column_list(columns_read(self.template.event.values()), "t.")
         return (
             f"update {table.name} t set {sets}revision = {params['revision']},"
             f" told = {APPEND_POINTER_SQL.format(row='t')}"
@@ -300,19 +309,46 @@ class TemplateFragment(NamedTuple):
 
     def events_sql(self, name: str) -> str:
         """Return the array of the events of that update, in order."""
-        event = {column: _value_sql(value, "w") for column, value in self.template.event.items()}
-        return f"array(select {_event_sql(event)} from {name} w order by w.ordinal)"
+        return f"array(select {template_event_sql(self.template, 'w')} from {name} w order by w.ordinal)"
 
 
-def _value_sql(value: Any, relation: str = "t") -> str:
-    """Return a template's value as an SQL expression. It comes from a rule, never from a caller."""
-    if type(value) is ColumnRef:
-        return f'{relation}."{value.column}"'
-    if type(value) is FromNow:
-        return f"{COMMIT_TIME_SQL} + {value.offset}"
+def value_sql(
+    value: Any, row: str = "t", now: str = COMMIT_TIME_SQL, parameters: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return a template's value for a row as an SQL expression. Constants come from a rule, never from a caller."""
+    kind = type(value)
+    if kind is ColumnRef:
+        return f'{row}."{value.column}"'
+    if kind is FromNow:
+        return f"{now} + {value.offset}" if value.offset else now
+    if kind is Parameter:
+        return parameters[value.name]
+    if kind is Plus:
+        return " + ".join(value_sql(part, row, now, parameters) for part in (value.left, value.right))
+    if kind is IfSet:
+        then, otherwise = (value_sql(part, row, now, parameters) for part in (value.then, value.otherwise))
+        return f'case when {row}."{value.column}" is null then {otherwise} else {then} end'
     if isinstance(value, str) and not isinstance(value, Enum):
         return "'" + value.replace("'", "''") + "'"
     return "null" if value is None else str(encode(value, refuse_queue))
+
+
+def columns_read(values: Iterable[Any]) -> list[str]:
+    """Return the columns that some values of a template refer to."""
+    columns: dict[str, None] = {}
+    for value in values:
+        if isinstance(value, ColumnRef | IfSet):
+            columns[value.column] = None
+        if isinstance(value, IfSet):
+            columns |= dict.fromkeys(columns_read((value.then, value.otherwise)))
+        if isinstance(value, Plus):
+            columns |= dict.fromkeys(columns_read((value.left, value.right)))
+    return list(columns)
+
+
+def template_event_sql(template: RowTemplate, row: str) -> str:
+    """Return the event of a template for a row that it has written."""
+    return _event_sql({name: value_sql(value, row) for name, value in template.event.items()})
 
 
 class EventFragment(NamedTuple):

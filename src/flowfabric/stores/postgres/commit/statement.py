@@ -179,7 +179,7 @@ def compose_statement(
     select = f"select now, accepted{notify} from verdict"
     if claim is not None:
         claimed = f"left join claimed t on true {JOIN_PAYLOADS}"
-        select = f"select v.*, {result_columns(claim.shared_fields)} from ({select}) v {claimed}"
+        select = f"select v.*, {result_columns(claim.template)} from ({select}) v {claimed}"
     return "with " + ",\n".join(ctes) + f"\n{select}"
 
 
