@@ -131,7 +131,7 @@ TRUST = (
     # Retention.
     Fault(
         "a flow stays when its last member is removed",
-        "engine/operations/purging.py",
+        "engine/retention/purger.py",
         "        return await self.purge_flow(flow_id)\n",
         "        return False\n",
         f"{PURGE}::test_a_flow_is_purged_with_its_last_member",
@@ -225,7 +225,7 @@ TRUST = (
     ),
     Fault(
         "a grant is redeemed although its slot went to another execution",
-        "engine/claiming/admitted_claimer.py",
+        "engine/operations/claims.py",
         "if row is not None and grant_rules.holds_admitted_grant(row)\n            else []",
         "if False else []",
         "tests/scenarios/limits/test_slots.py::test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed",
@@ -295,7 +295,7 @@ TRUST = (
     ),
     Fault(
         "executions of a late claim are not released before their lease expires",
-        "engine/claiming/claimer.py",
+        "engine/claiming/fast_claims.py",
         "                self.late_claims.watch(doubtful, got)\n",
         "                pass\n",
         "tests/engine/claiming/test_late_claims.py::test_an_execution_claimed_by_a_late_request_is_claimable_again_soon",
