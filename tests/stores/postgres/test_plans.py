@@ -206,7 +206,7 @@ async def test_a_take_reads_few_pages_whatever_the_table_holds(planner: Planner,
 
 async def test_lines_with_work_are_found_from_one_to_the_next(planner: Planner) -> None:
     plan = await planner.connection.fetchval(
-        f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1]
+        f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1], None
     )
 
     read = json.loads(plan)[0]["Plan"]
