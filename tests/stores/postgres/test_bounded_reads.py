@@ -21,8 +21,8 @@ from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.model.worker import RegisteredWorker, WorkerEvent
-from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.postgres.dead_entries import BLOAT_THRESHOLD, ENTRIES_PER_S, SLICE_ENTRIES
+from flowfabric.stores.postgres import PostgresStore, queue_reads
+from flowfabric.stores.postgres.dead_entries import BLOAT_THRESHOLD, ENTRIES_PER_S, SLICE_ENTRIES, BloatedQueue
 from flowfabric.stores.postgres.queue_ids import queue_id
 from flowfabric.stores.queries import Scan, Where
 from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
@@ -252,3 +252,88 @@ async def test_due_rows_are_found_in_a_bounded_number_of_entries(
     for _ in range(ROUNDS):
         found += await look()
     assert {old, new} == {*found}
+
+
+@pytest.mark.parametrize("by_list", [False, True], ids=["the first rows of each list", "list by list"])
+async def test_lists_of_blocked_work_by_prefix_are_read_in_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter, by_list: bool
+) -> None:
+    where = (Where("blocked_on", "starts", "quota:q#"),)
+    scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, limit_by="blocked_on", max_values=9, partial=True)
+    if by_list:
+        scan = Scan(Execution, where, ("blocked_on", "rank", "execution_id"), limit=100, partial=True)
+
+    async def listed() -> list[str]:
+        afford(pg)
+        return [row.execution_id for row in await pg.scan(scan)]
+
+    async def dead(times: int) -> int:
+        for name in ("a", "b", "c"):
+            await line_up(pg, waiting(f"dead-{times}-{name}", clock.now, line=None, blocked_on=f"quota:q#{name}"))
+        await listed()  # names are learned from rows
+        for name in ("a", "b", "c") * times:
+            await leave_dead(pg._pool.dsn, Execution, DEAD, blocked_on=f"'quota:q#{name}'", rank=f"{clock.now} + n")
+            clock.advance_ms(DEAD + 1000)
+        await line_up(pg, waiting(f"new-{times}", clock.now, line=None, blocked_on="quota:q#b"))
+        for _ in range(2 * WARM_UP):
+            assert f"new-{times}" in await listed()
+        return max([await meter.cost(listed()) for _ in range(10)])
+
+    before, after = await dead(1), await dead(3)
+
+    assert before < 2 * MOST
+    assert after < 2 * MOST
+    await line_up(pg, waiting("returned", 1_600_000_000_000, line=None, blocked_on="quota:q#c"))
+    await until_found(pg, listed, "returned")
+    await line_up(pg, waiting("unknown", clock.now, line=None, blocked_on="quota:q#unknown"))
+    await until_found(pg, listed, "unknown")
+
+
+async def test_the_search_for_queues_with_work_does_not_grow_with_the_number_of_floors(
+    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+) -> None:
+    async def searches(users: int) -> int:
+        """Return the ranges that one search reads if so many queues have floors."""
+        queues = keyed(*(f"user-{number:04}" for number in range(users)))
+        await pg._queue_ids.register(queues)
+        for queue in queues:
+            pg._dead_entries._queues[queue_id(queue)] = BloatedQueue((clock.now - 1000, ""), 100)
+        last = queues[-1]
+        found, ranges = set[str](), list[int]()
+        read = pg._queue_reads._pool.read
+
+        async def counted(work: Any) -> Any:
+            return await read(lambda connection: work(Counted(connection, ranges)))
+
+        pg._queue_reads._pool.read = counted  # type: ignore[method-assign]
+        await line_up(pg, waiting(f"new-{users}", clock.now, line=last))
+        most = 0
+        for _ in range(users // queue_reads.MAX_TRACKED + 2):
+            ranges.clear()
+            found |= {queue.fairness_key for queue in await pg.nonempty_queues("mail")}
+            most = max(most, sum(ranges))
+        pg._queue_reads._pool.read = read  # type: ignore[method-assign]
+        assert last.fairness_key in found, "the next call goes on where the last one stopped"
+        return most
+
+    few, many = await searches(300), await searches(1200)
+
+    assert many <= max(few, 3 * queue_reads.MAX_WINDOWS * queue_reads.MAX_TRACKED)
+
+
+class Counted:
+    """A connection that notes how many ranges of an index each statement reads."""
+
+    def __init__(self, connection: Any, ranges: list[int]) -> None:
+        self._connection, self._ranges = connection, ranges
+
+    async def fetch(self, statement: str, *arguments: Any) -> Any:
+        self._note(arguments)
+        return await self._connection.fetch(statement, *arguments)
+
+    async def fetchrow(self, statement: str, *arguments: Any) -> Any:
+        self._note(arguments)
+        return await self._connection.fetchrow(statement, *arguments)
+
+    def _note(self, arguments: tuple[Any, ...]) -> None:
+        self._ranges.append(max((len(one) for one in arguments if isinstance(one, list)), default=0))

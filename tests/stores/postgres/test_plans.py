@@ -197,7 +197,7 @@ async def test_a_claim_reads_few_pages_whatever_the_table_holds(planner: Planner
 
 async def test_queues_with_work_are_found_by_index_skips(planner: Planner) -> None:
     plan = await planner.connection.fetchval(
-        f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1]
+        f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1], None
     )
 
     read = json.loads(plan)[0]["Plan"]

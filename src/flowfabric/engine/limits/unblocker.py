@@ -279,8 +279,9 @@ class Unblocker:
         rows: list[Execution] = []
         for skip in (after, None) if after is not None else (None,):
             where = (begins,) if skip is None else (begins, Where("blocked_on", ">", skip))
-            scan = Scan(Execution, where, QUEUE_ORDER, limit=depth, limit_by="blocked_on", max_values=MAX_LISTS)
-            rows = await self._listed(scan)
+            rows = await self._listed(
+                Scan(Execution, where, QUEUE_ORDER, None, depth, "blocked_on", max_values=MAX_LISTS, partial=True)
+            )
             if rows:
                 break
         names = {row.blocked_on for row in rows if row.blocked_on is not None}

@@ -51,7 +51,8 @@ class UnblockSweep:
         seen = freed = failed = 0
         while seen < batch:
             where = (Where("blocked_on", "starts", start),)
-            page: list[Execution] = await self.runtime.scan(Scan(Execution, where, ORDER, place, PAGE_SIZE))
+            scan = Scan(Execution, where, ORDER, place, PAGE_SIZE, partial=True)
+            page: list[Execution] = await self.runtime.scan(scan)
             for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
                 rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
                 try:

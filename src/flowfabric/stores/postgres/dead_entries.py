@@ -212,6 +212,10 @@ class DeadEntries:
         """Return the ids of the ready queues that have a floor."""
         return sorted(key for key in self._queues if isinstance(key, int))
 
+    def tracked_names(self) -> list[str]:
+        """Return the lists of blocked work that have a floor."""
+        return [key for key in self._queues if isinstance(key, str)]
+
     def parts(self, values: Mapping[Hashable, Any]) -> list[Part]:
         """Return the parts that a read of these queues reads; `values` are the queues' values in the index.
 

@@ -54,22 +54,24 @@ select line, lane_id, required, fairness_key, fairness_weight, decided
  where :lane_id::text is null or lane_id = :lane_id;
 
 -- name: nonempty_queues
--- The ids of nonempty queues in some ranges of ids, with the number of index entries read before and after.
+-- The nonempty queues in some ranges of the index (ids of ready queues, or names of lists of blocked work), with the
+-- number of index entries read before and after.
 select {clock} as now, {entries} as began,
        array(
-           select stepped.line
-             from unnest(:lows::bigint[], :highs::bigint[]) as gap (low, high)
+           select stepped.queue
+             from unnest(:lows::{kind}[], :highs::{kind}[]) as gap (low, high)
             cross join lateral (
                   with recursive occupied as (
-                      (select e.line from ff_exec_core e
-                        where e.line > gap.low and e.line < gap.high order by e.line limit 1)
+                      (select e.{column} as queue from ff_exec_core e
+                        where e.{column} > gap.low and e.{column} < gap.high order by e.{column} limit 1)
                       union all
-                      select (select e.line from ff_exec_core e
-                               where e.line > occupied.line and e.line < gap.high order by e.line limit 1)
+                      select (select e.{column} from ff_exec_core e
+                               where e.{column} > occupied.queue and e.{column} < gap.high order by e.{column} limit 1)
                         from occupied
-                       where occupied.line is not null
+                       where occupied.queue is not null
                   )
-                  select occupied.line from occupied where occupied.line is not null) stepped) as queue_ids,
+                  select occupied.queue from occupied where occupied.queue is not null) stepped
+            limit :limit::bigint) as queues,
        {entries} as ended
   from unnest(array[1]) as once;
 

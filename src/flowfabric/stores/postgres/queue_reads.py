@@ -5,7 +5,11 @@ that is one scan, and the server counts the entries of all queues together. Beyo
 and counted separately.
 
 `nonempty_queues` steps from queue to queue through the index, and reads all dead entries of queues that have become
-empty. Queues with a floor are excluded from these steps and are read one by one.
+empty. Queues with a floor are excluded from these steps and are read one by one, `MAX_TRACKED` in one search: the next
+search goes on after them.
+
+Lists of blocked work by prefix are read alike. No table has the names of lists that are empty, so a process knows those
+that it has read rows of. The dead entries of other lists are read within the budget of the process only.
 """
 
 from __future__ import annotations
@@ -28,18 +32,26 @@ from flowfabric.stores.postgres.dead_entries import (
 )
 from flowfabric.stores.postgres.pool import ConnectionPool
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, queue_id
-from flowfabric.stores.postgres.reads import ENTRIES_READ_TEMPLATE, ConditionBuilder
+from flowfabric.stores.postgres.reads import ENTRIES_READ_TEMPLATE, ConditionBuilder, scan_statement
 from flowfabric.stores.postgres.sql import load_statements, number_parameters, table_column_list
-from flowfabric.stores.queries import Scan, Where
+from flowfabric.stores.queries import Scan, Where, prefix_upper_bound
 
 BY_POSITION = ("rank", "execution_id")
+BY_LIST = ("blocked_on", *BY_POSITION)
 COLUMNS = ("line", "blocked_on")  # of executions, each with an index by position
 
 _ENTRIES = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_line")
 _NOW = CLOCK_SQL.format(given=":clock::bigint")
 _STATEMENTS = load_statements("queue_ids.sql")
+_BLOCKED_ENTRIES = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_blocked_on")
+_NONEMPTY_PARAMETERS = ("clock", "lows", "highs", "limit")
 NONEMPTY_QUEUES = number_parameters(
-    _STATEMENTS["nonempty_queues"].format(clock=_NOW, entries=_ENTRIES), ("clock", "lows", "highs")
+    _STATEMENTS["nonempty_queues"].format(clock=_NOW, entries=_ENTRIES, column="line", kind="bigint"),
+    _NONEMPTY_PARAMETERS,
+)
+NONEMPTY_LISTS = number_parameters(
+    _STATEMENTS["nonempty_queues"].format(clock=_NOW, entries=_BLOCKED_ENTRIES, column="blocked_on", kind="text"),
+    _NONEMPTY_PARAMETERS,
 )
 _FIRST = number_parameters(
     _STATEMENTS["first_positions"].format(clock=_NOW, entries=_ENTRIES),
@@ -47,17 +59,31 @@ _FIRST = number_parameters(
 )
 _SIZES = number_parameters(_STATEMENTS["queue_sizes"].format(clock=_NOW, entries=_ENTRIES), ("clock", "known"))
 _SMALLEST, _LARGEST = -1, 2**63 - 1  # exclusive bounds of queue ids
+MAX_TRACKED = 64  # queues with a floor that one search for nonempty queues reads
+MAX_WINDOWS = 4  # searches of one call, if they find nothing
+MAX_NAMES = 4096  # names of lists of blocked work that are remembered
 
 
 def is_bounded(scan: Scan) -> bool:
-    """True if the scan is partial and reads the first rows of some queues."""
-    return scan.partial and scan.row is Execution and scan.order == BY_POSITION and _condition(scan) is not None
+    """True if the scan is partial and reads the first rows of some queues, or of lists whose names have a prefix."""
+    if not scan.partial or scan.row is not Execution:
+        return False
+    return _prefix(scan) is not None or (scan.order == BY_POSITION and _condition(scan) is not None)
 
 
 def _condition(scan: Scan) -> Where | None:
     """Return the condition that names the queues."""
     ops = ("=",) if scan.limit_by is None else ("in",)
     return next((where for where in scan.where if where.column in COLUMNS and where.op in ops), None)
+
+
+def _prefix(scan: Scan) -> str | None:
+    """Return the prefix of the lists that a scan reads: the first rows of each list, or all rows list by list."""
+    order, limit_by = (BY_LIST, None) if scan.max_values is None else (BY_POSITION, "blocked_on")
+    if scan.order != order or scan.limit_by != limit_by:
+        return None
+    starts = [where.value for where in scan.where if where.column == "blocked_on" and where.op == "starts"]
+    return starts[0] if starts and prefix_upper_bound(starts[0]) is not None else None
 
 
 class QueueReads:
@@ -74,9 +100,14 @@ class QueueReads:
         self._queue_ids = queue_ids
         self.dead_entries = dead_entries
         self._clock = clock
+        self._cursors: dict[str, Any] = {}  # by index: where the next search goes on
+        self._names: dict[str, None] = {}  # of lists of blocked work, oldest first
+        self._gap_entries: dict[str, int] = {}  # by prefix: what the last search outside of lists with a floor has read
 
     async def scan(self, scan: Scan) -> list[Execution]:
         """Return the first rows of some queues, as far as they are read now; later scans find the others."""
+        if (prefix := _prefix(scan)) is not None:
+            return await self._scan_prefix(scan, prefix)
         condition = _condition(scan)
         assert condition is not None
         others = tuple(where for where in scan.where if where is not condition)
@@ -135,26 +166,48 @@ class QueueReads:
 
     async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         """Return the nonempty queues of a lane, in order, as far as they are read now."""
-        ids = await self._nonempty_ids()
-        while not ids and self.dead_entries.may_read_more(self.dead_entries.tracked_numbers()):
-            ids = await self._nonempty_ids()
-        keys = await self._queue_ids.keys_of(ids)
+        keys = await self._nonempty_keys(lane_id)
+        windows = 1
+        while not keys and self.dead_entries.may_read_more(tracked := self.dead_entries.tracked_numbers()):
+            if len(tracked) > MAX_TRACKED and windows >= MAX_WINDOWS:
+                break
+            keys = await self._nonempty_keys(lane_id)
+            windows += 1
+        return keys
+
+    async def _nonempty_keys(self, lane_id: str) -> list[QueueKey]:
+        keys = await self._queue_ids.keys_of(await self._nonempty_ids())
         return sorted(key for key in keys if key.lane_id == lane_id)
 
     async def _nonempty_ids(self) -> list[int]:
-        """Return the ids of the nonempty queues of all lanes."""
-        tracked = self.dead_entries.tracked_numbers()
-        bounds = [_SMALLEST, *tracked, _LARGEST]
+        """Return the ids of the nonempty queues of all lanes, in the part of the index whose turn it is."""
+        all_tracked = self.dead_entries.tracked_numbers()
+        tracked, bounds = self._window("line", all_tracked, _SMALLEST, _LARGEST)
+        ids, entries, _ = await self._nonempty(NONEMPTY_QUEUES, bounds)
+        if entries > BLOAT_THRESHOLD + 4 * len(ids) and self.dead_entries.affords_more:
+            await self._measure_queues(all_tracked)
+        return ids + await self._nonempty_tracked_ids(tracked) if tracked else ids
+
+    async def _nonempty(
+        self, statement: str, bounds: list[Any], limit: int | None = None
+    ) -> tuple[list[Any], int, int]:
+        """Return the nonempty queues between these bounds, the number of entries read, and the time."""
         record = await self._pool.read(
-            lambda connection: connection.fetchrow(NONEMPTY_QUEUES, self._clock(), bounds[:-1], bounds[1:])
+            lambda connection: connection.fetchrow(statement, self._clock(), bounds[:-1], bounds[1:], limit)
         )
-        ids = [*record["queue_ids"]]
-        entries = record["ended"] - record["began"]
-        if tracked:
-            ids += await self._nonempty_tracked_ids(tracked)
-        if entries > BLOAT_THRESHOLD + 4 * len(record["queue_ids"]) and self.dead_entries.affords_more:
-            await self._measure_queues(tracked)
-        return ids
+        return [*record["queues"]], record["ended"] - record["began"], record["now"]
+
+    def _window(self, index: str, tracked: list[Any], low: Any, high: Any) -> tuple[list[Any], list[Any]]:
+        """Return the next `MAX_TRACKED` queues with a floor, and the bounds of the ranges between them.
+
+        If there are more, the next call goes on after them.
+        """
+        start = max(low, self._cursors.pop(index, low))
+        ahead = [one for one in tracked if one > start]
+        if len(ahead) <= MAX_TRACKED:
+            return ahead, [start, *ahead, high]
+        self._cursors[index] = ahead[MAX_TRACKED - 1]
+        return ahead[:MAX_TRACKED], [start, *ahead[:MAX_TRACKED]]
 
     async def _nonempty_tracked_ids(self, tracked: list[int]) -> list[int]:
         """Return those queues with a floor that have rows in the parts that are read now."""
@@ -164,6 +217,81 @@ class QueueReads:
         for part, record in zip(parts, records, strict=True):
             self._record_first(part, record, share_of(len(tracked)))
         return [record["line"] for record in records if record["first_rank"] is not None]
+
+    # -- lists of blocked work by prefix --------------------------------------------------------------------------
+
+    async def _scan_prefix(self, scan: Scan, prefix: str) -> list[Execution]:
+        """Return rows of the lists whose names have a prefix, in the scan's order, as far as they are read now."""
+        if self._gap_entries.get(prefix, 0) <= BLOAT_THRESHOLD and not self._tracked_names(prefix):
+            rows = await self._scan_all_lists(scan, prefix)
+        elif scan.max_values is not None:
+            names = await self._nonempty_names(prefix, scan.values_after or prefix, scan.max_values)
+            rows = await self.scan(scan.with_values(names))
+        else:
+            rows = await self._scan_list_by_list(scan, prefix)
+        for row in rows:
+            if row.blocked_on is not None:
+                self._names[row.blocked_on] = self._names.pop(row.blocked_on, None)
+        while len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
+        return rows
+
+    async def _scan_all_lists(self, scan: Scan, prefix: str) -> list[Execution]:
+        """Return the rows of a scan, and count the entries of all lists together."""
+        statement, arguments = scan_statement(scan, queue_id)
+        now = CLOCK_SQL.format(given=f"${len(arguments) + 1}::bigint")
+        columns = table_column_list(TABLE[Execution], "t.")
+        statement = (
+            f"select {now} as now, {_BLOCKED_ENTRIES} as began,"
+            f" array(select row({columns}) from ({statement}) t) as rows,"
+            f" {_BLOCKED_ENTRIES} as ended from unnest(array[1]) as once"
+        )
+        clock = self._clock()
+        record = await self._pool.read(lambda connection: connection.fetchrow(statement, *arguments, clock))
+        decode = CODEC[Execution].decode
+        rows = await self._queue_ids.decode(lambda decode_queue: [decode(row, decode_queue) for row in record["rows"]])
+        names = [row.blocked_on for row in rows if row.blocked_on is not None]
+        end = max(names) if len(names) >= (scan.max_values or scan.limit) else prefix_upper_bound(prefix)
+        self._record_gaps(prefix, names, end, record["ended"] - record["began"], record["now"])
+        return rows
+
+    async def _scan_list_by_list(self, scan: Scan, prefix: str) -> list[Execution]:
+        """Return the rows of one list after the other, up to the limit."""
+        others = tuple(where for where in scan.where if where.op != "starts")
+        rows: list[Execution] = []
+        name, *position = scan.after or (prefix,)
+        if position and position[0] < _LARGEST:
+            where = (Where("blocked_on", "=", name), *others)
+            place = (position[0], position[1] if len(position) > 1 else "")
+            rows = await self.scan(Scan(Execution, where, BY_POSITION, place, scan.limit, partial=True))
+        if len(rows) < scan.limit:
+            where = (Where("blocked_on", "in", tuple(await self._nonempty_names(prefix, name, scan.limit))), *others)
+            page = Scan(Execution, where, BY_POSITION, limit=scan.limit, limit_by="blocked_on", partial=True)
+            rows += sorted(await self.scan(page), key=lambda row: (row.blocked_on or "", row.rank, row.execution_id))
+        return rows[: scan.limit]
+
+    async def _nonempty_names(self, prefix: str, after: str, limit: int) -> list[str]:
+        """Return nonempty lists, and lists with a floor. What lies between these is read within the budget only."""
+        tracked, bounds = self._window(prefix, self._tracked_names(prefix, after), after, prefix_upper_bound(prefix))
+        if self._gap_entries.get(prefix, 0) > BLOAT_THRESHOLD and not self.dead_entries.affords_more:
+            return tracked[:limit]
+        names, entries, now = await self._nonempty(NONEMPTY_LISTS, bounds, limit)
+        self._record_gaps(prefix, names, max(names) if len(names) >= limit else bounds[-1], entries, now)
+        return sorted([*names, *tracked])[:limit]
+
+    def _record_gaps(self, prefix: str, found: list[str], end: str | None, entries: int, now: int) -> None:
+        """Record what a search up to `end` has read. If that is too much, the known lists that are empty get floors."""
+        dead = self._gap_entries[prefix] = entries - 4 * len(found)
+        if dead <= BLOAT_THRESHOLD:
+            return
+        self.dead_entries.spend(dead)
+        known = {name for name in self._names if name.startswith(prefix) and name < (end or prefix)}
+        empty = sorted(known - {*found})
+        self.dead_entries.note_all(empty, entries, len(found), floor_of_heads((), now, full=False, dead=0))
+
+    def _tracked_names(self, prefix: str, after: str = "") -> list[str]:
+        """Return the lists of this prefix that have a floor, in order."""
+        return sorted(name for name in self.dead_entries.tracked_names() if name.startswith(prefix) and name > after)
 
     async def _measure_queues(self, tracked: list[int]) -> None:
         """Find out which of the other queues have many dead entries."""
