@@ -264,17 +264,17 @@ async def test_lists_of_blocked_work_by_prefix_are_read_in_a_bounded_number_of_e
         scan = Scan(Execution, where, ("blocked_on", "rank", "execution_id"), limit=100, partial=True)
 
     async def listed() -> list[str]:
-        afford(pg)
+        refill_read_quota(pg)
         return [row.execution_id for row in await pg.scan(scan)]
 
     async def dead(times: int) -> int:
         for name in ("a", "b", "c"):
-            await line_up(pg, waiting(f"dead-{times}-{name}", clock.now, line=None, blocked_on=f"quota:q#{name}"))
+            await insert_queued(pg, queued(f"dead-{times}-{name}", clock.now, line=None, blocked_on=f"quota:q#{name}"))
         await listed()  # names are learned from rows
         for name in ("a", "b", "c") * times:
             await leave_dead(pg._pool.dsn, Execution, DEAD, blocked_on=f"'quota:q#{name}'", rank=f"{clock.now} + n")
             clock.advance_ms(DEAD + 1000)
-        await line_up(pg, waiting(f"new-{times}", clock.now, line=None, blocked_on="quota:q#b"))
+        await insert_queued(pg, queued(f"new-{times}", clock.now, line=None, blocked_on="quota:q#b"))
         for _ in range(2 * WARM_UP):
             assert f"new-{times}" in await listed()
         return max([await meter.cost(listed()) for _ in range(10)])
@@ -283,10 +283,10 @@ async def test_lists_of_blocked_work_by_prefix_are_read_in_a_bounded_number_of_e
 
     assert before < 2 * MOST
     assert after < 2 * MOST
-    await line_up(pg, waiting("returned", 1_600_000_000_000, line=None, blocked_on="quota:q#c"))
-    await until_found(pg, listed, "returned")
-    await line_up(pg, waiting("unknown", clock.now, line=None, blocked_on="quota:q#unknown"))
-    await until_found(pg, listed, "unknown")
+    await insert_queued(pg, queued("returned", 1_600_000_000_000, line=None, blocked_on="quota:q#c"))
+    await read_until_found(pg, listed, "returned")
+    await insert_queued(pg, queued("unknown", clock.now, line=None, blocked_on="quota:q#unknown"))
+    await read_until_found(pg, listed, "unknown")
 
 
 async def test_the_search_for_queues_with_work_does_not_grow_with_the_number_of_floors(
@@ -306,7 +306,7 @@ async def test_the_search_for_queues_with_work_does_not_grow_with_the_number_of_
             return await read(lambda connection: work(Counted(connection, ranges)))
 
         pg._queue_reads._pool.read = counted  # type: ignore[method-assign]
-        await line_up(pg, waiting(f"new-{users}", clock.now, line=last))
+        await insert_queued(pg, queued(f"new-{users}", clock.now, line=last))
         most = 0
         for _ in range(users // queue_reads.MAX_TRACKED + 2):
             ranges.clear()
