@@ -256,7 +256,7 @@ async def test_due_rows_are_found_in_a_bounded_number_of_entries(
 
 @pytest.mark.parametrize("by_list", [False, True], ids=["the first rows of each list", "list by list"])
 async def test_lists_of_blocked_work_by_prefix_are_read_in_a_bounded_number_of_entries(
-    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter, by_list: bool
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: None, meter: Meter, by_list: bool
 ) -> None:
     where = (Where("blocked_on", "starts", "quota:q#"),)
     scan = Scan(Execution, where, ("rank", "execution_id"), limit=10, limit_by="blocked_on", max_values=9, partial=True)
@@ -290,7 +290,7 @@ async def test_lists_of_blocked_work_by_prefix_are_read_in_a_bounded_number_of_e
 
 
 async def test_the_search_for_queues_with_work_does_not_grow_with_the_number_of_floors(
-    pg: PostgresStore, clock: ManualClock, holder: None, meter: Meter
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: None, meter: Meter
 ) -> None:
     async def searches(users: int) -> int:
         """Return the ranges that one search reads if so many queues have floors."""
