@@ -149,7 +149,7 @@ async def test_items_with_an_equal_key_are_flushed_one_after_the_other(recorder:
     assert recorder.batches == [["a1", "b1"], ["a2"], ["a3"]]
 
 
-async def test_a_batch_ends_with_the_item_that_reaches_the_maximum_weight(recorder: Recorder) -> None:
+async def test_a_batch_is_bounded_by_weight_but_has_at_least_one_item(recorder: Recorder) -> None:
     batcher = Batcher(recorder.flush, max_weight=3, weight=len)
     recorder.may_finish.set()
     results = [batcher.add(item) for item in ("aaaaa", "b", "cc", "d")]

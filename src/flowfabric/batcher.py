@@ -39,7 +39,7 @@ class Batcher(Generic[Item, Result]):
         on_abandoned: Callable[[Item], None] = lambda item: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`weight` bounds a batch beside the number of items: none is added once the batch weighs `max_weight`.
+        """`weight` bounds a batch beside the number of items; a batch has at least one item, however heavy.
 
         `on_abandoned` is called with an item that was flushed although its caller had been cancelled, `on_idle` when
         nothing is left to flush.
@@ -52,7 +52,7 @@ class Batcher(Generic[Item, Result]):
         self._keys = keys
         self._on_abandoned = on_abandoned
         self._on_idle = on_idle
-        self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._queue: deque[tuple[Item, float, asyncio.Future[Result]]] = deque()
         self._running = 0  # counted by the runners themselves: a task that has just returned does not run any more
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -65,7 +65,7 @@ class Batcher(Generic[Item, Result]):
         """Queue an item for the next flush."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
-        self._queue.append((item, result))
+        self._queue.append((item, self._weight(item), result))
         if self._running < self._concurrency:
             self._running += 1
             task = loop.create_task(self._run())
@@ -89,17 +89,19 @@ class Batcher(Generic[Item, Result]):
 
     def _next_batch(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         batch: list[tuple[Item, asyncio.Future[Result]]] = []
-        postponed: list[tuple[Item, asyncio.Future[Result]]] = []
+        postponed: list[tuple[Item, float, asyncio.Future[Result]]] = []
         taken: set[Hashable] = set()
         queue, total = self._queue, 0.0
-        while queue and len(batch) < self._max_items and total < self._max_weight:
-            entry = queue.popleft()
-            item = entry[0]
+        while queue and len(batch) < self._max_items:
+            item, weight, result = entry = queue[0]
+            if batch and total + weight > self._max_weight:
+                break
+            queue.popleft()
             keys = () if self._keys is None else tuple(self._keys(item))
             if taken.isdisjoint(keys):
                 taken.update(keys)
-                total += self._weight(item)
-                batch.append(entry)
+                total += weight
+                batch.append((item, result))
             else:
                 postponed.append(entry)
         queue.extendleft(reversed(postponed))

@@ -20,7 +20,7 @@ from flowfabric.client.executions import ClientExecutions
 from flowfabric.client.limits import ClientLimits
 from flowfabric.client.reads import ClientReads
 from flowfabric.client.results import ClientResults
-from flowfabric.client.stream_writer import ClientStreamWriter
+from flowfabric.client.stream_writer import ClientStreamWriter, frame_batcher
 from flowfabric.client.transport import RETRY_FOR_S, HttpTransport
 from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.engine import Capabilities, Engine, SchemaVersion
@@ -59,7 +59,7 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
             url, token=token, minter=self.minter, retry_for_s=retry_for_s, deadlines=deadlines, transport=transport
         )
         self._claim_keys, self._waiting_claims, self._ending_claims = {}, {}, set()
-        self._outgoing, self._senders = {}, {}
+        self._frames = frame_batcher(self.transport)
         self._awaited, self._unpolled, self._pollers = {}, {}, set()
 
     @classmethod
@@ -105,8 +105,9 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
             task.cancel()
         for awaited in self._awaited.values():
             awaited.outcome.cancel()
-        if in_flight := (*self._pollers, *self._senders.values(), *self._ending_claims):
+        if in_flight := (*self._pollers, *self._ending_claims):
             await asyncio.wait(in_flight)
+        await self._frames.drain()
         await self.transport.close()
 
     async def __aenter__(self) -> Self:

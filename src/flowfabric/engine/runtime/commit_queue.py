@@ -34,7 +34,7 @@ def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 AGGREGATE_ROOT_KEYS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_aggregate_root}
-MAX_BATCH_ROWS = 450  # if commits run side by side: the rest goes with the other one
+MAX_BATCH_ROWS = 500  # if commits run side by side: the rest goes with the other one
 MAX_IN_DOUBT_CHANGES = 1000
 
 
