@@ -6,9 +6,9 @@ A fault whose text no longer occurs fails a quick test: update the fault, or rem
 from __future__ import annotations
 
 from tests.faults.engine import ENGINE
+from tests.faults.failures import FAILURES
 from tests.faults.rules import RULES
 from tests.faults.security import SECURITY
 from tests.faults.stores import STORES
-from tests.faults.trust import TRUST
 
-FAULTS = (*RULES, *ENGINE, *STORES, *SECURITY, *TRUST)
+FAULTS = (*RULES, *ENGINE, *STORES, *SECURITY, *FAILURES)

@@ -10,7 +10,7 @@ OWNED_LIMITS = "tests/scenarios/limits/test_owned_limits.py"
 HOLDER = "tests/scenarios/execution/test_holder.py"
 TAGS = "tests/scenarios/execution/test_reserved_tags.py"
 HANDLES = "tests/server/routes/test_handles.py"
-EDGE = "tests/server/test_edge.py"
+EDGE = "tests/server/test_request_checks.py"
 READMISSION = "tests/server/test_readmission.py"
 PRIVATE = "tests/stores/sqlite/test_permissions.py"
 

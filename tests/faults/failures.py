@@ -12,7 +12,7 @@ QUIET = "tests/sdk/worker/test_quiet_log.py"
 PURGE = "tests/scenarios/flow/test_purge.py"
 CLOCK = "tests/stores/sqlite/test_clock.py"
 
-TRUST = (
+FAILURES = (
     # Queues and positions after a failover.
     Fault(
         "a commit does not check that its ready queue exists",
