@@ -189,7 +189,7 @@ async def test_fail_against_revoke(engines: Pair, row_lock: RowLock, fails_first
     calls = [one.fail(held.handle, reason="boom"), other.revoke_lease(held.execution_id)]
     async with row_lock.holding(held.execution_id):
         tasks = await row_lock.start_in_order(*(calls if fails_first else calls[::-1]))
-    expected = ["TerminalFailed", "AlreadySatisfied"] if fails_first else ["Revoked", "lease_revoked"]
+    expected = ["TerminalFailed", "NothingToDo"] if fails_first else ["Revoked", "lease_revoked"]
     assert [await outcome(task) for task in tasks] == expected
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.api.encoding import variant_name
 from flowfabric.clock import ManualClock, StoreClockEstimate
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import FabricError
@@ -112,7 +113,7 @@ class Player:
             case Handle():
                 return {"handle": value.kind.value, **msgspec.structs.asdict(value.fields)}
             case msgspec.Struct():
-                return {"is": type(value).__name__, **self.plain(msgspec.structs.asdict(value))}
+                return {"is": variant_name(type(value)), **self.plain(msgspec.structs.asdict(value))}
             case dict():
                 return {str(name): self.plain(one) for name, one in value.items()}
             case list() | tuple():

@@ -97,7 +97,7 @@ async def test_limited_work_is_queued_and_reclaimed_in_its_own_queue(store: Stor
 
     await damage(engine, held.execution_id, line=None)
 
-    with pytest.raises(InvariantBroken, match=r"I11 stands in \['lease'\], belongs into \['lease', 'takeover'\]"):
+    with pytest.raises(InvariantBroken, match=r"I11 is in indexes \['lease'\], expected \['lease', 'takeover'\]"):
         await check_invariants(engine)
 
 
@@ -115,9 +115,9 @@ async def test_limited_work_is_queued_and_reclaimed_in_its_own_queue(store: Stor
         ({"total_attempt_count": 2}, "I8 attempts [0] of 2"),
         ({"granted_until": 5}, "I9 a grant until None in a slot until 5"),
         ({"public_state": PublicState.WAITING}, "I10 public state waiting is not derived"),
-        ({"line": QueueKey("default")}, "I11 stands in ['lease', 'line'], belongs into ['lease']"),
-        ({"line": QueueKey("elsewhere", guarded=True)}, "waits in a foreign line"),
-        ({"delay_until": 9}, "I11 stands in ['delayed', 'lease'], belongs into ['lease']"),
+        ({"line": QueueKey("default")}, "I11 is in indexes ['lease', 'queue'], expected ['lease']"),
+        ({"line": QueueKey("elsewhere", guarded=True)}, "which is not its own"),
+        ({"delay_until": 9}, "I11 is in indexes ['delayed', 'lease'], expected ['lease']"),
         ({"rank": 5}, "rank 5 does not follow from priority and age"),
         ({"completed_at": 5}, "completed at 5 while active"),
         ({"started_at": None}, "started at None with epoch 1"),
@@ -154,7 +154,7 @@ async def test_a_missing_attempt_record_is_named() -> None:
         ({"outcome": "success"}, "2 completion events for 1 ended lives"),
         ({"lease": "acquired", "lease_epoch": 1}, "I7 leases acquired under epochs \\[1, 1\\]"),
         ({"lease": "released", "lease_epoch": 1}, "leases ended under epochs \\[1, 1\\]"),
-        ({"operator": "replayed"}, "replays and what was told of them differ"),
+        ({"operator": "replayed"}, "the replay count differs from the replay events"),
     ],
 )
 async def test_a_surplus_event_is_named(told: dict[str, Any], sentence: str) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.claiming.admission import AdmissionControl
 from flowfabric.engine.claiming.claim_on_commit import ClaimOnCommit
@@ -197,7 +198,9 @@ class Engine(
         return self.runtime.store.tag is not BackendTag.MEMORY
 
     def limit_commands(self, command_s: float) -> None:
-        """Give up on a silent connection after this long, or sooner; a worker stays below the length of its leases."""
+        """Give up on a silent connection after `command_s`, unless a shorter limit is set."""
+        if isinstance(command_s, bool) or not isinstance(command_s, int | float) or not command_s > 0:
+            raise errors.InvalidInput("command_s: not a positive number of seconds")
         self.runtime.store.limit_commands(command_s)
 
     async def ping(self) -> int:

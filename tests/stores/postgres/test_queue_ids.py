@@ -51,7 +51,7 @@ async def test_a_change_in_several_statements_restores_the_row_of_a_lost_queue(p
     await insert_queued(pg, queued("a"))
     await rival.connection.execute("delete from ff_line")
 
-    made = change(Delete(Result, ("b",)), Insert(queued("b")), lines=(QueueKey("other"),))
+    made = change(Delete(Result, ("b",)), Insert(queued("b")), queues=(QueueKey("other"),))
     assert await pg.commit([made]) != [None]
 
     assert sorted(await pg.queues()) == [MAIL, QueueKey("other")]
@@ -74,7 +74,7 @@ async def test_two_queues_with_one_id_are_refused(pg: PostgresStore, monkeypatch
     await insert_queued(pg, queued("a"))
     monkeypatch.setattr(queue_ids, "queue_id", lambda line: queue_id(MAIL))
 
-    with pytest.raises(Unstorable, match="same number"):
+    with pytest.raises(Unstorable, match="same id"):
         await insert_queued(pg, queued("b", line=QueueKey("other")))
     assert await pg.queues() == [MAIL]
 
