@@ -333,7 +333,7 @@ class Claiming:
 
     def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> Any:
         self.can_sign = True
-        return {"is": "Seeded", "kid": kid}
+        return {"is": "KeySeeded", "kid": kid}
 
     # -- 4.8 ----------------------------------------------------------------------------------------------------------
 

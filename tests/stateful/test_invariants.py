@@ -115,7 +115,7 @@ async def test_limited_work_is_queued_and_reclaimed_in_its_own_queue(store: Stor
         ({"total_attempt_count": 2}, "I8 attempts [0] of 2"),
         ({"granted_until": 5}, "I9 a grant until None in a slot until 5"),
         ({"public_state": PublicState.WAITING}, "I10 public state waiting is not derived"),
-        ({"line": QueueKey("default")}, "I11 is in indexes ['lease', 'queue'], expected ['lease']"),
+        ({"line": QueueKey("default")}, "I11 is in indexes ['lease', 'line'], expected ['lease']"),
         ({"line": QueueKey("elsewhere", guarded=True)}, "which is not its own"),
         ({"delay_until": 9}, "I11 is in indexes ['delayed', 'lease'], expected ['lease']"),
         ({"rank": 5}, "rank 5 does not follow from priority and age"),

@@ -199,7 +199,7 @@ class Engine(
 
     def limit_commands(self, command_s: float) -> None:
         """Give up on a silent connection after `command_s`, unless a shorter limit is set."""
-        if isinstance(command_s, bool) or not isinstance(command_s, int | float) or not command_s > 0:
+        if type(command_s) not in (int, float) or not command_s > 0:
             raise errors.InvalidInput("command_s: not a positive number of seconds")
         self.runtime.store.limit_commands(command_s)
 
