@@ -226,8 +226,8 @@ TRUST = (
     Fault(
         "a grant is redeemed although its slot went to another execution",
         "engine/operations/claims.py",
-        "if row is not None and grant_rules.holds_admitted_grant(row)\n            else []",
-        "if False else []",
+        "if row is not None and grant_rules.holds_admitted_grant(row):\n",
+        "if False:\n",
         "tests/scenarios/limits/test_slots.py::test_a_grant_whose_slot_went_to_another_execution_is_not_redeemed",
     ),
     Fault(
