@@ -282,8 +282,8 @@ TRUST = (
     Fault(
         "of two handles of one execution the last one is completed first",
         "engine/operations/leases.py",
-        "        await asyncio.gather(*map(in_order, waiting.values()))\n",
-        "        await asyncio.gather(*(in_order(places[::-1]) for places in waiting.values()))\n",
+        "await asyncio.gather(*map(complete_in_order, singles.values()))\n",
+        "await asyncio.gather(*(complete_in_order(indexes[::-1]) for indexes in singles.values()))\n",
         "tests/engine/operations/test_complete_many.py::test_handles_of_one_execution_are_answered_in_order",
     ),
     Fault(
