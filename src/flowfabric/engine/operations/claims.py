@@ -421,13 +421,13 @@ class ClaimOperations:
 
     async def _proof(self, grant_key: str | None) -> grant_keys.GrantProof | None:
         """Return a grant key with the keys that verify it, loaded apart: the keystore is on another partition."""
-        shown = validation.optional_text("grant_key", grant_key)
-        if shown is None:
+        key = validation.optional_text("grant_key", grant_key)
+        if key is None:
             return None
         reads = ReadSet()
         key_rows = reads.many(SigningKey, 0)
         loaded = await self.runtime.load(reads)
-        return grant_keys.GrantProof(shown, self.signing_keys.unseal_loaded_keys(key_rows(loaded.rows)))
+        return grant_keys.GrantProof(key, self.signing_keys.unseal_loaded_keys(key_rows(loaded.rows)))
 
     async def _redeem(
         self, execution_id: str, kind: HandleKind, decide: Callable[[Execution | None, int], Decision[AcquiredLease]]

@@ -119,10 +119,10 @@ class ExecutionOperations:
         fence: Fence = NO_FENCE,
     ) -> answers.Cancelled:
         """Cancel an execution in any state. Idempotent."""
-        execution, shown = validate.validate_execution_id(execution_id), validate.validate_fence(fence)
+        execution, fence = validate.validate_execution_id(execution_id), validate.validate_fence(fence)
         why = validation.text("reason", reason)
         by = validation.text("source", source, limit=validation.MAX_NAME_BYTES)
-        return await self.runtime.decide_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
+        return await self.runtime.decide_execution(execution, lambda row, _: cancel.cancel(row, fence, by, why))
 
     async def expire_execution(
         self, execution_id: str, reason: str = expire_rules.ATTEMPT_TIMEOUT
@@ -215,14 +215,14 @@ class ExecutionOperations:
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
         """Set several tags, all or none; return how many were given."""
         execution = validate.validate_execution_id(execution_id)
-        given = validate.validate_tags(pairs)
-        if refused := tag_rules.check_not_empty(given):
+        tags = validate.validate_tags(pairs)
+        if refused := tag_rules.check_not_empty(tags):
             raise refused
 
         def decide(row: Execution | None, _: int) -> Decision[int]:
-            if row is not None and (bad := tag_rules.check_tags(given)):
+            if row is not None and (bad := tag_rules.check_tags(tags)):
                 return Decision(bad)
-            return tag_rules.set_tags(row, given)
+            return tag_rules.set_tags(row, tags)
 
         return await self.runtime.decide_execution(execution, decide)
 

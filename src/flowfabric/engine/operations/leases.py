@@ -133,10 +133,10 @@ class LeaseOperations:
     ) -> LeaseRef:
         ttl = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
         index = validation.integer("attempt_index", attempt_index, least=0, most=validate.MAX_ATTEMPT_INDEX)
-        execution, shown = self._execution_and_fence(None, execution_id, fence)
-        if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
-            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
-        return LeaseRef(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
+        execution, fence = self._execution_and_fence(None, execution_id, fence)
+        if fence.lease_id is None or fence.lease_epoch is None or fence.attempt_id is None:
+            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, fence, now))
+        return LeaseRef(execution, index, fence.attempt_id or "", fence.lease_id or "", fence.lease_epoch or 0, ttl)
 
     async def progress(
         self, handle: Handle, *, pct: int | None = None, message: str | None = None
@@ -157,12 +157,12 @@ class LeaseOperations:
         _use_cache: bool = False,
     ) -> answers.ProgressNoted:
         """Record progress for a caller that names its lease."""
-        execution, shown = self._execution_and_fence(None, execution_id, fence)
+        execution, fence = self._execution_and_fence(None, execution_id, fence)
         percent = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
         text = validation.optional_text("progress_message", message)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: progress_rules.update_progress(row, shown, percent, text, now),
+            lambda row, now: progress_rules.update_progress(row, fence, percent, text, now),
             use_cache=_use_cache,
         )
 
@@ -176,12 +176,12 @@ class LeaseOperations:
         delay_until: int,
     ) -> answers.Delayed:
         """Release the execution until an instant; the same attempt continues afterwards."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         until = validation.instant_ms("delay_until", delay_until)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: delay.delay(row, shown, by, until, now),
+            lambda row, now: delay.delay(row, fence, by, until, now),
             use_cache=handle is not None and self._has_no_attempt_timeout(execution),
         )
 
@@ -205,7 +205,7 @@ class LeaseOperations:
         source: str | None = None,
     ) -> answers.Moved:
         """Release the execution until its dependencies are resolved."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         reads = ReadSet()
         row, group = reads.one(Execution, execution), reads.more_one(EdgeGroup)
@@ -214,7 +214,7 @@ class LeaseOperations:
         cached = self.runtime._lease_cache.get(execution) if use_cache else None
         return await self.runtime.decide_and_commit(
             reads,
-            lambda rows, now: dependencies.wait_children(row(rows), group(rows), shown, by, now),
+            lambda rows, now: dependencies.wait_children(row(rows), group(rows), fence, by, now),
             assumed_rows=reads.assume(row, cached) if cached is not None and cached.flow_id is None else None,
             load_more=self.join_resolver.load_join_group,
         )
@@ -245,8 +245,8 @@ class LeaseOperations:
         """Cancel children of the held execution in batches; each batch is atomic."""
         fields = self.runtime.handle_fields(handle)
         why = validation.text("reason", reason)
-        given = validate.validate_iterable("execution_ids", execution_ids)
-        children = list(dict.fromkeys(validate.validate_execution_id(child) for child in given))
+        unchecked = validate.validate_iterable("execution_ids", execution_ids)
+        children = list(dict.fromkeys(map(validate.validate_execution_id, unchecked)))
         results = [
             await self._cancel_batch(fields, children[start : start + MAX_CHILDREN_PER_CHANGE], why)
             for start in range(0, len(children), MAX_CHILDREN_PER_CHANGE)
@@ -273,11 +273,11 @@ class LeaseOperations:
         Only the holder of the lease may set tags that begin with `ff.`, because people rely on them for decisions.
         """
         execution_id, fence = self.runtime.handle_fields(handle).execution_id, Fence.of(handle.fields)
-        given = validate.validate_tags(pairs)
-        if refused := tag_rules.check_not_empty(given):
+        tags = validate.validate_tags(pairs)
+        if refused := tag_rules.check_not_empty(tags):
             raise refused
         return await self.runtime.decide_execution(
-            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, given, now), use_cache=True
+            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, tags, now), use_cache=True
         )
 
     async def cancel_as_holder(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
@@ -309,13 +309,13 @@ class LeaseOperations:
         encoding: str | None = None,
     ) -> answers.Completed:
         """Complete the execution, as the holder of a handle or a fence, or as an operator."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: finish.complete(row, shown, by, payload, label, now),
+            lambda row, now: finish.complete(row, fence, by, payload, label, now),
             use_cache=handle is not None,
         )
 
@@ -331,7 +331,7 @@ class LeaseOperations:
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
         """Fail the attempt; the retry policy decides whether another one follows."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         why = validation.text("failure_reason", reason)
         kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
@@ -340,7 +340,7 @@ class LeaseOperations:
         return await self.runtime.decide_execution(
             execution,
             lambda row, now: finish.fail(
-                row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
+                row, fence, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
             ),
             use_cache=handle is not None,
         )
