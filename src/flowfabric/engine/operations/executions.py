@@ -181,9 +181,9 @@ class ExecutionOperations:
     ) -> answers.Blocked | answers.Rejected:
         """Block a claimable execution; a state that forbids it is reported as `Rejected`, not raised."""
         execution = validate.validate_execution_id(execution_id)
-        why, more = validation.text("reason", reason), validation.text("detail", detail)
+        reason, detail = validation.text("reason", reason), validation.text("detail", detail)
         try:
-            return await self.runtime.decide_execution(execution, lambda row, _: operator.block(row, why, more))
+            return await self.runtime.decide_execution(execution, lambda row, _: operator.block(row, reason, detail))
         except (errors.NotFound, errors.ContentionError) as refused:
             return answers.Rejected(str(refused))
 
