@@ -43,7 +43,7 @@ ENGINE = (
     Fault(
         "a lane is listed although nothing was created on it",
         "engine/operations/bulk_create.py",
-        "    assume_absent = assume_absent and core.knows_lane(ask.lane_id)\n",
+        "    assume_absent = assume_absent and runtime.knows_lane(ask.lane_id)\n",
         "",
         "tests/scenarios/execution/test_create.py",
     ),

@@ -1,4 +1,4 @@
-"""The engine: every operation of the specification by its name, on a store."""
+"""The engine: builds the components on a store and offers every operation of the specification."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
-from flowfabric.stores.port import SchemaVersion as SchemaVersion  # part of the engine's own vocabulary
+from flowfabric.stores.port import SchemaVersion as SchemaVersion  # part of the engine's interface
 from flowfabric.stores.port import Store
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What this engine can do; every store can do the same."""
+    """The store and the operations of an engine; every store supports all operations."""
 
     backend: str
     operations: tuple[str, ...]
@@ -99,7 +99,7 @@ class Engine(
         minter: Minter | None = None,
         schema: SchemaVersion | None = None,
     ) -> None:
-        """`schema` is what opening the store returned."""
+        """Build the components; `schema` is the version that opening the store returned."""
         self.schema = schema or SchemaVersion(0, 0)
         self.runtime = runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.signing_keys = SigningKeys(runtime, SecretBox(runtime.settings.secret_key))
@@ -118,7 +118,7 @@ class Engine(
         self.queues = ReadyQueues(runtime, self.turns)
         self.routes = WorkerRoutes(runtime, self.unblocker)
         self.admission = AdmissionControl(runtime, self.aggregates, self.quota_slots, self.unblocker)
-        self.fast_claims = FastClaims(runtime, self.queues, self._give_back)
+        self.fast_claims = FastClaims(runtime, self.queues, self._return_claim)
         self.guarded_claims = GuardedClaims(runtime, self.queues, self.admission, self.unblocker)
         self.claimer = Claimer(runtime, self.queues, self.turns, self.fast_claims, self.guarded_claims, self.routes)
         self.claim_on_commit = ClaimOnCommit(runtime, self.queues, self.fast_claims)
@@ -148,15 +148,15 @@ class Engine(
         runtime.on_write(self.child_completions.deliver_written, ChildCompletion)
         runtime.on_write(self.outbox.deliver_written_messages, OutboxMessage)
         if runtime.settings.hears:
-            store.on_notify(self._woken)
+            store.on_notify(self._wake_topics)
 
-    async def _give_back(self, claimed: Claimed) -> None:
-        """Make what was claimed claimable again, at once: the attempt has not begun."""
+    async def _return_claim(self, claimed: Claimed) -> None:
+        """Make a claimed execution claimable again at once; no worker has received it."""
         await self.delay_for(claimed.handle, 0)
         await self.promote_delayed(claimed.execution_id)
 
-    def _woken(self, topics: frozenset[str]) -> None:
-        """Another process says what happened; one that cannot say wakes everybody."""
+    def _wake_topics(self, topics: frozenset[str]) -> None:
+        """Wake the waiters of topics that another process notified; without topics, wake all."""
         if topics:
             self.runtime.wakeups.notify(topics)
         else:
@@ -164,7 +164,7 @@ class Engine(
 
     @property
     def store(self) -> Store:
-        """The store that keeps everything."""
+        """The store of this engine."""
         return self.runtime.store
 
     @property
@@ -179,7 +179,7 @@ class Engine(
 
     @property
     def partitions(self) -> PartitionCounts:
-        """How many partitions the store has, by kind."""
+        """The number of partitions of the store, by kind."""
         return self.runtime.partitions
 
     @property
@@ -194,7 +194,7 @@ class Engine(
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes, threads and loops can open the same store."""
+        """True if other processes, threads and event loops can open the same store."""
         return self.runtime.store.tag is not BackendTag.MEMORY
 
     def limit_commands(self, command_s: float) -> None:
@@ -204,34 +204,34 @@ class Engine(
         self.runtime.store.limit_commands(command_s)
 
     async def ping(self) -> int:
-        """The store's time, in milliseconds since the epoch."""
+        """Return the store's time, in milliseconds since the epoch."""
         return await self.runtime.store.ping()
 
     def capabilities(self) -> Capabilities:
-        """Which operations there are."""
+        """Return the store's name and the names of all operations."""
         return Capabilities(self.runtime.store.tag.title, operations())
 
     def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
-        """A fresh id for an execution of its own, on the partition of its lane."""
+        """Return a new id for an execution without a flow, on the partition of its lane."""
         return mint_solo(validate.validate_lane_id(lane_id), self.runtime.partitions, self.runtime.minter)
 
     def start_sweeps(self) -> None:
-        """Run the background sweeps in this process too; any number of processes may."""
+        """Start the background sweeps in this process; any number of processes may run them."""
         if self._sweeper is None:
             self._sweeper = self.sweeper()
             self._sweeper.start()
 
     async def stop_sweeps(self) -> int:
-        """Stop them; how many had to be cut off."""
+        """Stop the background sweeps; return how many had to be cancelled."""
         sweeper, self._sweeper = self._sweeper, None
         return 0 if sweeper is None else await sweeper.stop()
 
     async def sweep_once(self, name: str, chosen: Filter | None = None, *, batch: int | None = None) -> SweepResult:
-        """One pass of a sweep, now; `chosen` restricts the sweeps over executions."""
+        """Run one pass of a sweep; `chosen` restricts the sweeps over executions."""
         return await self.sweeper(chosen).sweep_once(name, batch)
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
-        """Return all sweeps, not yet running."""
+        """Return a sweeper of all sweeps that is not running yet."""
         sweeps = (
             *execution_sweeps(self),
             *suspension_sweeps(self),
@@ -241,7 +241,7 @@ class Engine(
         return Sweeper(self.runtime, self.runtime.settings.sweeps, sweeps, chosen, self._sweep_cursors)
 
     async def close(self) -> None:
-        """Stop the sweeps, finish what is in flight, and close the store. A second call does nothing."""
+        """Stop the sweeps, finish the work in flight, and close the store. A second call does nothing."""
         await self.stop_sweeps()
         await self.fast_claims.late_claims.close()
         self.stream_reads.closing.set()

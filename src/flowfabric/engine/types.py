@@ -1,4 +1,4 @@
-"""The engine's own vocabulary: what callers make to ask for things, and what they are shown."""
+"""The types of the engine's interface: arguments that callers build, and answers that they receive."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ async def test_a_process_that_dies_before_the_replay_leaves_the_outcome_to_the_r
     held = {one.execution_id: one for one in await harness.claim()}
     await harness.mortal.complete(held[harness.names["a"]].handle)
     await harness.mortal.complete(held[harness.names["b"]].handle)
-    await harness.mortal._prepared_for_replay(harness.names["a"])
+    await harness.mortal._retract_many_outcomes(harness.names["a"])
     assert await recorded_outcomes(harness) == []
 
     for _ in range(3):

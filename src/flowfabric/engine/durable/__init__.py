@@ -1,1 +1,1 @@
-"""durable"""
+"""The components behind durable functions."""

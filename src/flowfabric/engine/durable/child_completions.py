@@ -1,17 +1,19 @@
-"""Child completions: how the completion of a child reaches the gate that its parent waits on."""
+"""Child completions: delivers the completion of a child to the gate that its parent waits on."""
 
 from __future__ import annotations
 
 from flowfabric.batcher import KeyedBatcher
-from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.suspension import Suspension
+from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import gates as gate_rules
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
 MAX_CHILD_COMPLETIONS = 1000  # completions that one change delivers to a parent
 
@@ -25,7 +27,7 @@ class ChildCompletions:
 
     def deliver_written(self, change: Change, _: object) -> None:
         """Deliver the completions that a change has just written; the sweep delivers them if this process cannot."""
-        for write in change.writes:  # compared by type: this runs for every change
+        for write in change.writes:
             if type(write) is Upsert and type(write.row) is ChildCompletion and write.row.due_at is not None:
                 delivery = self._deliveries.add(write.row.parent_id, None)
                 delivery.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -39,20 +41,18 @@ class ChildCompletions:
         )
         if not completions:
             return 0
-        reads = (
-            Read(Execution, (parent,)),
-            Read(Suspension, (parent,)),
-            *(Read(ChildCompletion, (parent, one.child_id, one.life)) for one in completions),
-        )
-        return await self.runtime.decide_and_commit(
-            reads,
-            lambda rows, now: gate_rules.deliver_child_completions(
-                first(rows[0]), first(rows[1]), [found[0] for found in rows[2:] if found], now
-            ),
-        )
+        reads = ReadSet()
+        row, suspension = reads.one(Execution, parent), reads.one(Suspension, parent)
+        written = reads.each(ChildCompletion, ((parent, found.child_id, found.life) for found in completions))
+
+        def decide(rows: Rows, now: int) -> Decision[int]:
+            undelivered = [completion for completion in written(rows) if completion is not None]
+            return gate_rules.deliver_child_completions(row(rows), suspension(rows), undelivered, now)
+
+        return await self.runtime.decide_and_commit(reads, decide)
 
     async def drain(self) -> None:
-        """Wait until no delivery is in progress."""
+        """Wait until no delivery is in flight."""
         await self._deliveries.drain()
 
     async def _deliver_batch(self, parent_id: str, written: list[None]) -> list[None]:

@@ -1,1 +1,1 @@
-"""operations"""
+"""The operations of the engine, in groups; `Engine` combines them."""

@@ -1,12 +1,12 @@
-"""Creating many: while one batch is on its way, the next one is decided.
+"""Bulk create: commits executions in batches, and decides the next batch while one is in flight.
 
-Most of a bulk create meets nothing in its way, so it is decided on the belief that nothing is there, a batch at a time.
-Those that are alike but for their ids and inputs are one change, which costs a fraction of one each. When the store
-refuses that, each is a change of its own. Whatever it then refuses (a duplicate, a lost answer, a store that was away)
-is looked at again on its own.
+Most creates conflict with nothing, so a batch is decided on the assumption that its ids and keys are absent. Creates
+that differ only in id and input form one change, which costs a fraction of single changes. If the store refuses that
+change, each of its creates becomes a change of its own. A create that the store refuses then (a duplicate, a lost
+reply, an unavailable store) is deferred, and decided alone on loaded rows.
 
-Nothing is believed of a lane that nobody has heard of: a store may list it as soon as something is sent there, even if
-that is then refused. The first create on it looks before.
+Nothing is assumed about a lane that this process does not know: a store may list a lane as soon as a create is sent to
+it, even if that create is refused. So the first create on such a lane loads its rows first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import CommitResult
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation import execution as validate
@@ -38,14 +40,13 @@ from flowfabric.rules.execution.create import (
     template_of,
 )
 from flowfabric.stores.port import TransactionView
-from flowfabric.stores.queries import Read
 
 CreateAnswer = answers.Created | answers.Duplicate
-MIN_TEMPLATE_BATCH = 100  # as many have to be alike to be one change: each kind of them makes the statement longer
+MIN_TEMPLATE_BATCH = 100  # smaller batches are not worth it: each template makes the statement longer
 
 
 class BulkTemplate(msgspec.Struct, frozen=True, eq=False):
-    """An ask that was decided by itself, and what others that are like it share of that."""
+    """A create that was decided alone, and the part of its decision that similar creates share."""
 
     ask: CreateExecution
     partition: int
@@ -53,7 +54,7 @@ class BulkTemplate(msgspec.Struct, frozen=True, eq=False):
 
 
 class DeferredCreate(NamedTuple):
-    """One to be looked at again, and the change for it whose answer got lost, if there is one."""
+    """A create to decide alone, and its earlier change if the outcome of that is unknown."""
 
     answer_index: int
     ask: CreateExecution
@@ -61,7 +62,7 @@ class DeferredCreate(NamedTuple):
 
 
 class PendingCreate(NamedTuple):
-    """An execution on its way: its place among the answers, and what to write for it."""
+    """A create in flight as a change of its own."""
 
     answer_index: int
     ask: CreateExecution
@@ -78,17 +79,17 @@ class PendingCreate(NamedTuple):
         return self.change.id
 
     def answers(self, written_at: int) -> Iterable[tuple[int, CreateAnswer]]:
-        """What to say once it is written."""
+        """Return the answer to the committed create, with its index."""
         return ((self.answer_index, self.decision.unwrap(written_at)),)
 
     def deferred(self, *, in_doubt: bool) -> list[DeferredCreate]:
-        """The same to be looked at by itself."""
-        doubts = (UnknownOutcome(self.change, self.decision, []),) if in_doubt else ()
-        return [DeferredCreate(self.answer_index, validate.validate_create(self.ask), doubts)]
+        """Return the create to be decided alone."""
+        unknown = (UnknownOutcome(self.change, self.decision, []),) if in_doubt else ()
+        return [DeferredCreate(self.answer_index, validate.validate_create(self.ask), unknown)]
 
 
 class TemplateBatch(msgspec.Struct, frozen=True, eq=False):
-    """Executions of one model on their way, as one change: what each has to itself."""
+    """Creates of one template in flight as one change: the values that each has of its own."""
 
     template: BulkTemplate
     change_id: int
@@ -101,257 +102,266 @@ class TemplateBatch(msgspec.Struct, frozen=True, eq=False):
     def lane_id(self) -> str:
         return self.template.ask.lane_id
 
-    def add(self, place: int, ask: CreateExecution, execution_id: str, given: bytes) -> None:
-        """One more."""
-        self.answer_indexes.append(place)
+    def add(self, answer_index: int, ask: CreateExecution, execution_id: str, input_payload: bytes) -> None:
+        """Add a create."""
+        self.answer_indexes.append(answer_index)
         self.asks.append(ask)
         self.execution_ids.append(execution_id)
-        self.inputs.append(given)
+        self.inputs.append(input_payload)
 
     @property
     def change(self) -> Change:
-        """What writes all of them, or none."""
+        """The change that writes all of them or none."""
         change = self.template.shared.create_many(self.execution_ids, self.inputs)
         return msgspec.structs.replace(change, id=self.change_id)
 
     def answers(self, _: int) -> Iterable[tuple[int, CreateAnswer]]:
-        """What to say once they are written."""
+        """Return the answers to the committed creates, with their indexes."""
         return zip(self.answer_indexes, self.template.shared.answers(self.execution_ids), strict=True)
 
     def as_single_creates(self, change_id: Callable[[], int]) -> list[PendingCreate]:
-        """The same as a change each."""
-        found = []
-        for place, ask, name, given in zip(
+        """Return the creates as a change each."""
+        creates = []
+        for answer_index, ask, execution_id, input_payload in zip(
             self.answer_indexes, self.asks, self.execution_ids, self.inputs, strict=True
         ):
-            decision = self.template.shared.create(name, given)
+            decision = self.template.shared.create(execution_id, input_payload)
             assert decision.change is not None
             change = msgspec.structs.replace(decision.change, id=change_id())
-            found.append(PendingCreate(place, ask, decision, change, self.template))
-        return found
+            creates.append(PendingCreate(answer_index, ask, decision, change, self.template))
+        return creates
 
     def deferred(self, *, in_doubt: bool) -> list[DeferredCreate]:
-        """The same to be looked at one by one: all of them show the id of the change, if it was written."""
+        """Return the creates to be decided alone; if the change was committed, every row has its id as revision."""
         return [
-            one
-            for single in self.as_single_creates(lambda: self.change_id)
-            for one in single.deferred(in_doubt=in_doubt)
+            deferred
+            for pending in self.as_single_creates(lambda: self.change_id)
+            for deferred in pending.deferred(in_doubt=in_doubt)
         ]
 
 
 class BulkCreate:
-    """One call that creates many."""
+    """One call that creates many executions."""
 
-    def __init__(self, core: Runtime) -> None:
-        self._core = core
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._answers: list[Any] = []
-        self._named: set[object] = set()  # ids and keys of this call: a second one is looked at after the first
-        self._sent: deque[tuple[Sequence[PendingCreate | TemplateBatch], asyncio.Task[list[CommitResult]]]] = deque()
-        self._again: list[DeferredCreate] = []
-        self._model: BulkTemplate | None = None  # of the last that was decided by itself
+        self._identities: set[object] = set()  # ids and keys of this call; a create that repeats one is deferred
+        self._in_flight: deque[tuple[Sequence[PendingCreate | TemplateBatch], asyncio.Task[list[CommitResult]]]] = (
+            deque()
+        )
+        self._deferred: list[DeferredCreate] = []
+        self._template: BulkTemplate | None = None  # of the last create that was decided alone
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[CreateAnswer | errors.FabricError]:
-        """One answer for each, in their order, refusals included."""
-        waiting = iter(asks)
-        while some := list(islice(waiting, self._core.store.batch_limit)):
-            batch, strange = self._decided(some)
+        """Create the executions; return an answer or an error for each, in their order."""
+        remaining = iter(asks)
+        while some := list(islice(remaining, self._runtime.store.batch_limit)):
+            batch, on_unknown_lanes = self._decide_batch(some)
             await self._send(batch)
-            await self._begin_lanes(strange)
-        while self._sent:
-            await self._arrived()
-        left = sorted(self._again, key=lambda one: one.answer_index)
-        while left:
-            left = await self._look_again(left)
+            await self._create_on_unknown_lanes(on_unknown_lanes)
+        while self._in_flight:
+            await self._finish_oldest()
+        deferred = sorted(self._deferred, key=lambda pending: pending.answer_index)
+        while deferred:
+            deferred = await self._create_deferred(deferred)
         return self._answers
 
     async def _send(self, batch: Sequence[PendingCreate | TemplateBatch]) -> None:
-        """Send it behind those that the store is at work on, so that it has always one to go on with."""
-        while len(self._sent) > self._core.store.concurrent_commits:
-            await self._arrived()
-        self._sent.append((batch, self._core.commit_queue.send_batch([one.change for one in batch])))
-        await asyncio.sleep(0)  # it leaves before the next batch is decided
+        """Send a batch; keep one more in flight than the store commits concurrently, so that it never idles."""
+        while len(self._in_flight) > self._runtime.store.concurrent_commits:
+            await self._finish_oldest()
+        self._in_flight.append((batch, self._runtime.commit_queue.send_batch([pending.change for pending in batch])))
+        await asyncio.sleep(0)  # the batch is sent before the next one is decided
 
-    async def _begin_lanes(self, strange: list[PendingCreate]) -> None:
-        """Hear of these lanes; where nobody has created anything, the first looks before, the others go together."""
-        core = self._core
-        firsts = {creation.ask.lane_id: creation for creation in reversed(strange)}
-        await asyncio.gather(*map(core.load_lane_queues, firsts))
-        looking = {
+    async def _create_on_unknown_lanes(self, creates: list[PendingCreate]) -> None:
+        """Load the queues of these lanes; if a lane is still unknown, decide its first create on loaded rows."""
+        runtime = self._runtime
+        firsts = {pending.ask.lane_id: pending for pending in reversed(creates)}
+        await asyncio.gather(*map(runtime.load_lane_queues, firsts))
+        alone = {
             first.answer_index: first.deferred(in_doubt=False)[0]
             for lane, first in firsts.items()
-            if not core.knows_lane(lane)
+            if not runtime.knows_lane(lane)
         }
-        await self._look_again(list(looking.values()))
-        others = [creation for creation in strange if creation.answer_index not in looking]
-        if known := [creation for creation in others if core.knows_lane(creation.ask.lane_id)]:
+        await self._create_deferred(list(alone.values()))
+        others = [pending for pending in creates if pending.answer_index not in alone]
+        if known := [pending for pending in others if runtime.knows_lane(pending.ask.lane_id)]:
             await self._send(known)
-        self._again += [
-            one for other in others if not core.knows_lane(other.lane_id) for one in other.deferred(in_doubt=False)
+        self._deferred += [
+            deferred
+            for pending in others
+            if not runtime.knows_lane(pending.lane_id)
+            for deferred in pending.deferred(in_doubt=False)
         ]
 
-    def _decided(
+    def _decide_batch(
         self, asks: Iterable[CreateExecution]
     ) -> tuple[list[PendingCreate | TemplateBatch], list[PendingCreate]]:
-        """What to write for these; apart from it, what is for lanes that nobody has heard of."""
-        now, mint = self._core.estimate.now(), self._core.minter.change_id
+        """Decide these creates; return those on known lanes and those on unknown lanes."""
+        now, new_change_id = self._runtime.estimate.now(), self._runtime.minter.change_id
         decided: list[PendingCreate | TemplateBatch] = []
-        copying: TemplateBatch | None = None
+        batch: TemplateBatch | None = None
         for ask in asks:
-            place = len(self._answers)
+            answer_index = len(self._answers)
             self._answers.append(None)
             try:
-                own = self._as_before(ask)
-                decision = self._by_itself(ask, now) if own is None else None
+                own_values = self._match_template(ask)
+                decision = self._decide_alone(ask, now) if own_values is None else None
             except errors.FabricError as refused:
-                self._answers[place] = refused
+                self._answers[answer_index] = refused
                 continue
-            names = _names(ask) if own is None else own[:1]
-            is_first = self._named.isdisjoint(names)
-            self._named.update(names)  # also of one that has to wait: those behind it must not overtake it
+            identities = _identities(ask) if own_values is None else own_values[:1]
+            is_first = self._identities.isdisjoint(identities)
+            self._identities.update(identities)  # also of a deferred create: later ones must not overtake it
             if not is_first or (decision is not None and decision.change is None):
-                self._again.append(DeferredCreate(place, validate.validate_create(ask)))
+                self._deferred.append(DeferredCreate(answer_index, validate.validate_create(ask)))
                 continue
             if decision is not None and decision.change is not None:
-                change = msgspec.structs.replace(decision.change, id=mint())
-                decided.append(PendingCreate(place, ask, decision, change, self._model))
-            elif own is not None and self._model is not None:
-                if copying is None or copying.template is not self._model:
-                    copying = TemplateBatch(self._model, mint(), [], [], [], [])
-                    decided.append(copying)
-                copying.add(place, ask, *own)
-        return self._sorted_out(decided)
+                change = msgspec.structs.replace(decision.change, id=new_change_id())
+                decided.append(PendingCreate(answer_index, ask, decision, change, self._template))
+            elif own_values is not None and self._template is not None:
+                if batch is None or batch.template is not self._template:
+                    batch = TemplateBatch(self._template, new_change_id(), [], [], [], [])
+                    decided.append(batch)
+                batch.add(answer_index, ask, *own_values)
+        return self._split_by_lane(decided)
 
-    def _sorted_out(
+    def _split_by_lane(
         self, decided: list[PendingCreate | TemplateBatch]
     ) -> tuple[list[PendingCreate | TemplateBatch], list[PendingCreate]]:
-        """Tell singly what is too little to be told together, and what is for lanes that nobody has heard of."""
+        """Separate creates on known and unknown lanes; break up template batches that are small or on unknown lanes."""
         batch: list[PendingCreate | TemplateBatch] = []
-        strange: list[PendingCreate] = []
-        for one in decided:
-            known = self._core.knows_lane(one.lane_id)
-            if type(one) is TemplateBatch and (not known or len(one.answer_indexes) < MIN_TEMPLATE_BATCH):
-                (batch if known else strange).extend(one.as_single_creates(self._core.minter.change_id))
+        on_unknown_lanes: list[PendingCreate] = []
+        for pending in decided:
+            known = self._runtime.knows_lane(pending.lane_id)
+            if type(pending) is TemplateBatch and (not known or len(pending.answer_indexes) < MIN_TEMPLATE_BATCH):
+                singles = pending.as_single_creates(self._runtime.minter.change_id)
+                (batch if known else on_unknown_lanes).extend(singles)
             elif known:
-                batch.append(one)
-            elif type(one) is PendingCreate:
-                strange.append(one)
-        return batch, strange
+                batch.append(pending)
+            elif type(pending) is PendingCreate:
+                on_unknown_lanes.append(pending)
+        return batch, on_unknown_lanes
 
-    def _by_itself(self, ask: CreateExecution, now: int) -> Decision[CreateAnswer]:
+    def _decide_alone(self, ask: CreateExecution, now: int) -> Decision[CreateAnswer]:
         accepted = validate.validate_create(ask)
-        decision = create(None, None, accepted, now, defaults=defaults_of(self._core))
+        decision = create(None, None, accepted, now, defaults=defaults_of(self._runtime))
         shared = template_of(decision) if ask.execution_deadline_at is None else None
-        self._model = None if shared is None else BulkTemplate(accepted, accepted.partition, shared)
+        self._template = None if shared is None else BulkTemplate(accepted, accepted.partition, shared)
         return decision
 
-    def _as_before(self, ask: CreateExecution) -> tuple[str, bytes] | None:
-        """Id and input of one that is like the last that was decided by itself: most have nothing else of their own."""
-        model = self._model
-        if model is None or type(ask) is not CreateExecution or not share_template(ask, model.ask):
+    def _match_template(self, ask: CreateExecution) -> tuple[str, bytes] | None:
+        """Return the id and the input of a create if it shares everything else with the template."""
+        template = self._template
+        if template is None or type(ask) is not CreateExecution or not share_template(ask, template.ask):
             return None
         execution_id = validate.validate_execution_id(ask.execution_id)
-        if ids.partition_of(execution_id) != model.partition:
+        if ids.partition_of(execution_id) != template.partition:
             return None
         return execution_id, validation.payload("input_payload", ask.input_payload)
 
-    async def _arrived(self) -> None:
-        """Wait for the oldest batch; what became of it."""
-        batch, writing = self._sent.popleft()
+    async def _finish_oldest(self) -> None:
+        """Wait for the oldest batch in flight; record its answers and defer the creates that were not committed."""
+        batch, commit = self._in_flight.popleft()
         refused: list[PendingCreate] = []
-        noted = None
-        for one, verdict in zip(batch, await writing, strict=True):
+        published = None
+        for pending, verdict in zip(batch, await commit, strict=True):
             if isinstance(verdict, int):
-                if noted is None or one.template is not noted:  # those of one model are news together
-                    self._core.publish_commit(one.change, [], verdict)
-                    noted = one.template
+                if published is None or pending.template is not published:  # one notification per template suffices
+                    self._runtime.publish_commit(pending.change, [], verdict)
+                    published = pending.template
                 else:
-                    self._core.commit_queue.notified_changes.discard(one.change_id)
-                for place, answer in one.answers(verdict):
-                    self._answers[place] = answer
+                    self._runtime.commit_queue.notified_changes.discard(pending.change_id)
+                for answer_index, answer in pending.answers(verdict):
+                    self._answers[answer_index] = answer
             elif isinstance(verdict, errors.StoreUnavailable):
-                self._again += one.deferred(in_doubt=verdict.in_doubt)
-            elif type(one) is TemplateBatch:
-                refused += one.as_single_creates(self._core.minter.change_id)
+                self._deferred += pending.deferred(in_doubt=verdict.in_doubt)
+            elif type(pending) is TemplateBatch:
+                refused += pending.as_single_creates(self._runtime.minter.change_id)
             else:
-                self._again += one.deferred(in_doubt=False)
+                self._deferred += pending.deferred(in_doubt=False)
         if refused:
             await self._send(refused)
 
-    async def _look_again(self, left: list[DeferredCreate]) -> list[DeferredCreate]:
-        """Settle side by side what has nothing in common; the others, which have to wait for those before them."""
-        named: set[object] = set()
+    async def _create_deferred(self, deferred: list[DeferredCreate]) -> list[DeferredCreate]:
+        """Create concurrently those with distinct ids and keys; return the others, which must wait for them."""
+        seen: set[object] = set()
         ready: list[DeferredCreate] = []
         later: list[DeferredCreate] = []
-        for one in left:
-            names = _names(one.ask)
-            (ready if named.isdisjoint(names) else later).append(one)
-            named.update(names)
-        settling = (create_one(self._core, one.ask, unknown_outcomes=one.unknown_outcomes) for one in ready)
-        for one, answer in zip(ready, await asyncio.gather(*settling, return_exceptions=True), strict=True):
+        for pending in deferred:
+            identities = _identities(pending.ask)
+            (ready if seen.isdisjoint(identities) else later).append(pending)
+            seen.update(identities)
+        creating = (create_one(self._runtime, one.ask, unknown_outcomes=one.unknown_outcomes) for one in ready)
+        for pending, answer in zip(ready, await asyncio.gather(*creating, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer
-            self._answers[one.answer_index] = answer
+            self._answers[pending.answer_index] = answer
         return later
 
 
-async def create_in_transaction(core: Runtime, inside: TransactionView, ask: CreateExecution) -> CreateAnswer:
-    """Create one as part of a caller's transaction; it is seen by others when that commits."""
-    rows, now = None, core.estimate.now()
-    while True:
-        decision = _decide(core, ask, [[], []] if rows is None else rows, now)
-        if decision.change is None:
-            if rows is not None:
-                return decision.unwrap(now)
-        else:
-            change = msgspec.structs.replace(decision.change, id=core.minter.change_id())
-            if (committed := await inside.commit(change)) is not None:
-                lines = {
-                    write.row.line
-                    for write in change.writes
-                    if isinstance(write, Insert | Upsert) and isinstance(write.row, Execution)
-                }
-                await inside.notify(frozenset(lane_topic(line.lane_id) for line in lines if line is not None))
-                return decision.unwrap(committed)
-        loaded = await inside.load(_wants(ask))
-        rows, now = loaded.rows, loaded.now
-
-
-def defaults_of(core: Runtime) -> PolicyDefaults:
-    """What holds where policies do not say."""
-    return PolicyDefaults(core.settings.retention_ms, core.settings.ageing_ms)
-
-
-def _wants(ask: CreateExecution) -> tuple[Read, ...]:
-    wants: tuple[Read, ...] = (Read(Execution, (ask.execution_id,)),)
-    if ask.idempotency_key:
-        wants += (Read(IdempotencyKey, (ask.partition, ask.digest)),)
-    return wants
-
-
-def _decide(core: Runtime, ask: CreateExecution, rows: list[list[Any]], now: int) -> Decision[CreateAnswer]:
-    existing = rows[0][0] if rows[0] else None
-    remembered = rows[1][0] if len(rows) > 1 and rows[1] else None
-    return create(existing, remembered, ask, now, defaults=defaults_of(core))
-
-
-def _names(ask: CreateExecution) -> tuple[object, ...]:
-    """What may make two creates the same one."""
-    return (ask.execution_id, ask.digest) if ask.idempotency_key else (ask.execution_id,)
-
-
 async def create_one(
-    core: Runtime,
+    runtime: Runtime,
     ask: CreateExecution,
     *,
     assume_absent: bool = False,
     unknown_outcomes: tuple[UnknownOutcome, ...] = (),
 ) -> CreateAnswer:
-    """Create one; `trusting` begins with the belief that neither id nor key is known, if somebody knows the lane."""
-    wants = _wants(ask)
-    assume_absent = assume_absent and core.knows_lane(ask.lane_id)
-    return await core.decide_and_commit(
-        wants,
-        lambda rows, now: _decide(core, ask, rows, now),
-        assumed_rows=[[] for _ in wants] if assume_absent else None,
+    """Create one execution; `assume_absent` skips the load of its id and key if this process knows the lane."""
+    reads, decide = _create_decision(runtime, ask)
+    assume_absent = assume_absent and runtime.knows_lane(ask.lane_id)
+    return await runtime.decide_and_commit(
+        reads,
+        decide,
+        assumed_rows=[[] for _ in reads] if assume_absent else None,
         unknown_outcomes=unknown_outcomes,
     )
+
+
+async def create_in_transaction(runtime: Runtime, view: TransactionView, ask: CreateExecution) -> CreateAnswer:
+    """Create one execution in a caller's transaction; it becomes visible when that commits."""
+    reads, decide = _create_decision(runtime, ask)
+    rows, now = None, runtime.estimate.now()
+    while True:
+        decision = decide([] if rows is None else rows, now)
+        if decision.change is None:
+            if rows is not None:
+                return decision.unwrap(now)
+        else:
+            change = msgspec.structs.replace(decision.change, id=runtime.minter.change_id())
+            if (committed := await view.commit(change)) is not None:
+                queues = {
+                    write.row.line
+                    for write in change.writes
+                    if isinstance(write, Insert | Upsert) and isinstance(write.row, Execution)
+                }
+                await view.notify(frozenset(lane_topic(queue.lane_id) for queue in queues if queue is not None))
+                return decision.unwrap(committed)
+        loaded = await view.load(reads)
+        rows, now = loaded.rows, loaded.now
+
+
+def defaults_of(runtime: Runtime) -> PolicyDefaults:
+    """Return the values for settings that a policy leaves out."""
+    return PolicyDefaults(runtime.settings.retention_ms, runtime.settings.ageing_ms)
+
+
+def _create_decision(
+    runtime: Runtime, ask: CreateExecution
+) -> tuple[ReadSet, Callable[[Rows, int], Decision[CreateAnswer]]]:
+    """Return the rows that a create reads, and its decision on them."""
+    reads = ReadSet()
+    existing = reads.one(Execution, ask.execution_id)
+    key = reads.one(IdempotencyKey, ask.partition, ask.digest) if ask.idempotency_key else None
+
+    def decide(rows: Rows, now: int) -> Decision[CreateAnswer]:
+        key_row = None if key is None else key(rows)
+        return create(existing(rows), key_row, ask, now, defaults=defaults_of(runtime))
+
+    return reads, decide
+
+
+def _identities(ask: CreateExecution) -> tuple[object, ...]:
+    """Return the id and the key of a create; two creates that share one of them are duplicates."""
+    return (ask.execution_id, ask.digest) if ask.idempotency_key else (ask.execution_id,)

@@ -1,10 +1,10 @@
-"""Claims, grants and the registry of workers."""
+"""Claims, claim grants and the registry of workers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flowfabric import errors
 from flowfabric.engine.claiming.admission import AdmissionContext, AdmissionControl
@@ -17,13 +17,15 @@ from flowfabric.engine.claiming.poller import LanePoller
 from flowfabric.engine.claiming.ready_queues import ReadyQueues, in_namespaces
 from flowfabric.engine.claiming.redeemer import GrantRedeemer
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.engine.runtime.signing_keys import SIGNING_KEYS, SigningKeys
+from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
+from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.model.worker import (
     MarkedDead,
@@ -42,8 +44,9 @@ from flowfabric.rules.execution.lease import AcquiredLease
 from flowfabric.rules.scheduling import workers
 from flowfabric.rules.scheduling.workers import Registration
 from flowfabric.rules.security import grant_key as grant_keys
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
+A = TypeVar("A")
 OPERATOR = "operator"
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
@@ -72,16 +75,9 @@ class ClaimOperations:
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
     ) -> answers.Claimed | None:
-        """The best claimable execution of the lane, fresh, resumed or taken over; None when there is none in time."""
-        claimed = await self.claim_many(
-            lane_id,
-            1,
-            worker_id=worker_id,
-            worker_instance_id=worker_instance_id,
-            capabilities=capabilities,
-            lease_ttl_ms=lease_ttl_ms,
-            max_wait_ms=max_wait_ms,
-        )
+        """Claim the first execution of the lane's queues, new, resumed or reclaimed; None if there is none in time."""
+        order = validate.build_claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
+        claimed = await self.claimer.poll_lane(order, 1, max_wait_ms)
         return claimed[0] if claimed else None
 
     async def claim_many(
@@ -95,7 +91,7 @@ class ClaimOperations:
         lease_ttl_ms: int = 15_000,
         max_wait_ms: int = 0,
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions in claim order, as soon as there is at least one; limits are not asked."""
+        """Claim up to `limit` executions in queue order, as soon as there is one; limits are not checked."""
         order = validate.build_claim_order(lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms)
         return await self.claimer.poll_lane(order, limit, max_wait_ms)
 
@@ -111,18 +107,12 @@ class ClaimOperations:
         max_wait_ms: int = 0,
         namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
-        """Up to `limit` executions in claim order that their budgets and quotas let run, as soon as there is one.
+        """Claim up to `limit` executions that their budgets and quotas admit, as soon as there is one.
 
-        `namespaces` are those whose work is wanted; None is all.
+        `namespaces` restricts the claim to executions of these namespaces; None means all.
         """
         order = validate.build_claim_order(
-            lane_id,
-            worker_id,
-            worker_instance_id,
-            capabilities,
-            lease_ttl_ms,
-            admission=True,
-            namespaces=namespaces,
+            lane_id, worker_id, worker_instance_id, capabilities, lease_ttl_ms, admission=True, namespaces=namespaces
         )
         return await self.claimer.poll_lane(order, limit, max_wait_ms)
 
@@ -136,20 +126,14 @@ class ClaimOperations:
         lease_ttl_ms: int = 15_000,
         namespaces: Collection[str] | None = None,
     ) -> LanePoller:
-        """Return a poller of these lanes for one worker; `namespaces` restricts it to work of these."""
+        """Return a poller of these lanes for one worker; `namespaces` restricts it to executions of these."""
         wanted = validate.validate_iterable("lanes", lanes)
         if not wanted:
             raise errors.InvalidInput("lanes: empty")
         offered = validate.validate_iterable("capabilities", capabilities)
         orders = [
             validate.build_claim_order(
-                lane,
-                worker_id,
-                worker_instance_id,
-                offered,
-                lease_ttl_ms,
-                admission=True,
-                namespaces=namespaces,
+                lane, worker_id, worker_instance_id, offered, lease_ttl_ms, admission=True, namespaces=namespaces
             )
             for lane in wanted
         ]
@@ -168,7 +152,7 @@ class ClaimOperations:
         go_on: Callable[[], bool] = lambda: True,
         namespaces: Collection[str] | None = None,
     ) -> list[answers.Claimed]:
-        """Claim once from these lanes."""
+        """Claim up to `limit` admitted executions from these lanes; stop waiting once `go_on` returns False."""
         poller = self.pulling(
             lanes,
             worker_id=worker_id,
@@ -188,22 +172,22 @@ class ClaimOperations:
         self.runtime.wakeups.notify(lane_topic(lane) for lane in names)
 
     async def scan_eligible_executions(self, lane_id: str, partition: int, limit: int) -> list[str]:
-        """The ids of claimable executions of a lane and partition in claim order; changes nothing."""
+        """Return the ids of claimable executions of a lane and partition in claim order; change nothing."""
         lane = validate.validate_lane_id(lane_id)
         place = validate.validate_flow_partition(partition, self.runtime.partitions)
-        most = validation.integer("limit", limit, least=0, most=10_000)
+        max_rows = validation.integer("limit", limit, least=0, most=10_000)
         rows: list[Execution] = []
-        for line in await self.runtime.retry_while_unavailable(lambda: self.runtime.store.queues(lane)):
-            if most:
+        for queue in await self.runtime.retry_while_unavailable(lambda: self.runtime.store.queues(lane)):
+            if max_rows:
                 where = (
-                    Where("line", "=", line),
+                    Where("line", "=", queue),
                     Where("partition", "=", place),
                     Where("lifecycle_phase", "=", LifecyclePhase.RUNNABLE),
                     Where("blocking_reason", "=", BlockingReason.WAITING_FOR_WORKER),
                 )
-                rows += await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=most))
+                rows += await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=max_rows))
         rows.sort(key=lambda row: (row.rank, row.execution_id))
-        return [row.execution_id for row in rows[:most]]
+        return [row.execution_id for row in rows[:max_rows]]
 
     async def claim_for_worker(
         self,
@@ -215,19 +199,21 @@ class ClaimOperations:
         grant_ttl_ms: int = 5000,
         namespaces: Collection[str] | None = None,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
-        """The scheduler's step: a signed grant for the best execution that this worker may run, or None."""
-        own = in_namespaces(validate.validate_namespaces(namespaces))
+        """Issue a signed grant for the first execution of the lane that this worker may run; None if there is none."""
+        is_wanted = in_namespaces(validate.validate_namespaces(namespaces))
         offered = validate.validate_capabilities(capabilities)
         order = validate.build_grant_request(lane_id, worker_id, worker_instance_id, offered, grant_ttl_ms)
         clock = asyncio.get_running_loop().time
-        began = clock()
+        started_at = clock()
         try:
             key = await self.signing_keys.require_signing_key("claim_for_worker")
             await self.queues.refresh_lane(order.lane_id)
-            return await self.grant_scheduler.best(order, key, own)
+            return await self.grant_scheduler.best(order, key, is_wanted)
         finally:
             self.runtime.metrics.observe(
-                "ff_claim_from_grant_duration", clock() - began, lane=self.runtime.metrics.lane_label(order.lane_id)
+                "ff_claim_from_grant_duration",
+                clock() - started_at,
+                lane=self.runtime.metrics.lane_label(order.lane_id),
             )
 
     async def issue_claim_grant(
@@ -243,7 +229,7 @@ class ClaimOperations:
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> answers.Granted:
-        """Offer one claimable execution to one worker."""
+        """Grant one claimable execution to one worker."""
         execution = validate.validate_execution_id(execution_id)
         order = validate.build_grant_request(
             lane_id,
@@ -272,9 +258,9 @@ class ClaimOperations:
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded:
-        """Offer work whose lease is gone to one worker; a lapse that nobody noticed yet is marked first.
+        """Grant an execution whose lease has expired or was revoked to one worker.
 
-        Without a key to sign it, what would be granted is `Unavailable`.
+        An expired lease is marked as such first. Without a key to sign the grant, this raises `Unavailable`.
         """
         execution = validate.validate_execution_id(execution_id)
         order = validate.build_grant_request(
@@ -301,12 +287,14 @@ class ClaimOperations:
         return await self.runtime.decide_execution(execution, decide)
 
     async def verify_grant(self, execution_id: str, grant_key: str) -> grant_keys.GrantFault | None:
-        """What is wrong with a key for the grant in this execution's slot; None when it is good."""
+        """Return what is wrong with a key for the stored grant of this execution; None if the key is valid."""
         execution = validate.validate_execution_id(execution_id)
         key = validation.text("grant_key", grant_key)
-        loaded = await self.runtime.load((Read(Execution, (execution,)), SIGNING_KEYS))
-        grant = grant_rules.stored_grant(loaded.rows[0][0]) if loaded.rows[0] else None
-        return grant_keys.verify_grant(key, grant, self.signing_keys.unseal_loaded_keys(loaded.rows[1]), loaded.now)
+        reads = ReadSet()
+        execution_row, key_rows = reads.one(Execution, execution), reads.many(SigningKey, 0)
+        loaded = await self.runtime.load(reads)
+        row, keys = execution_row(loaded.rows), self.signing_keys.unseal_loaded_keys(key_rows(loaded.rows))
+        return grant_keys.verify_grant(key, None if row is None else grant_rules.stored_grant(row), keys, loaded.now)
 
     async def claim_execution(
         self,
@@ -322,7 +310,7 @@ class ClaimOperations:
         execution_deadline_at: int | None = None,
         grant_key: str | None = None,
     ) -> answers.Claimed:
-        """Redeem a claim grant by beginning a new attempt; a `grant_key` has to be the one that was issued with it."""
+        """Redeem a claim grant and start a new attempt; a `grant_key` must be the one issued with the grant."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
             worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
@@ -350,7 +338,7 @@ class ClaimOperations:
         remaining_attempt_timeout_ms: int | None = None,
         grant_key: str | None = None,
     ) -> answers.Claimed:
-        """Redeem a grant by going on with the interrupted attempt; the key is checked as by `claim_execution`."""
+        """Redeem a grant and resume the interrupted attempt; the key is checked as by `claim_execution`."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
             worker_id, worker_instance_id, lane_id, lease_id, None, lease_ttl_ms, self.runtime.minter
@@ -373,7 +361,7 @@ class ClaimOperations:
         worker_instance_id: str,
         lease_ttl_ms: int = 15_000,
     ) -> Handle:
-        """The handle-level form of the resumed claim."""
+        """Redeem a grant as `claim_resumed_execution` does, and return the handle."""
         if not isinstance(grant, answers.ClaimGrant):
             raise errors.InvalidInput("grant: not a claim grant")
         claimed = await self.claim_resumed_execution(
@@ -389,7 +377,7 @@ class ClaimOperations:
     async def issue_grant_and_claim(
         self, execution_id: str, *, lane_id: str, lease_duration_ms: int
     ) -> answers.OperatorClaim:
-        """The operator takes one execution in hand; capabilities, budgets and quotas are not asked."""
+        """Claim one execution as the operator; capabilities, budgets and quotas are not checked."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(OPERATOR, OPERATOR, lane_id, None, None, lease_duration_ms, self.runtime.minter)
         answer = await self.runtime.decide_execution(
@@ -411,57 +399,56 @@ class ClaimOperations:
         max_reclaim_count: int | None = None,
         grant_key: str | None = None,
     ) -> answers.Claimed | answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound:
-        """Redeem a reclaim grant; at the cap the execution ends as failed. A key is checked as by `claim_execution`."""
+        """Redeem a reclaim grant; at the cap the execution fails. The key is checked as by `claim_execution`."""
         execution = validate.validate_execution_id(execution_id)
         holder = validate.build_holder(
             worker_id, worker_instance_id, lane_id, lease_id, attempt_id, lease_ttl_ms, self.runtime.minter
         )
-        asked = (
-            None if max_reclaim_count is None else validation.integer("max_reclaim_count", max_reclaim_count, least=0)
-        )
+        cap = None if max_reclaim_count is None else validation.integer("max_reclaim_count", max_reclaim_count, least=0)
         proof = await self._proof(grant_key)
         answer = await self.runtime.decide_execution(
-            execution, lambda row, now: reclaim.reclaim_execution(row, holder, asked, now, proof)
+            execution, lambda row, now: reclaim.reclaim_execution(row, holder, cap, now, proof)
         )
-        return (
-            self.guarded_claims.claimed_by_rule(answer, HandleKind.RECLAIMED)
-            if isinstance(answer, AcquiredLease)
-            else answer
-        )
+        if not isinstance(answer, AcquiredLease):
+            return answer
+        return self.guarded_claims.claimed_by_rule(answer, HandleKind.RECLAIMED)
 
     def redeemer(
         self, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int = 15_000, max_concurrent_tasks: int = 1
     ) -> GrantRedeemer:
-        """A worker that redeems grants, so many at a time; more are refused with `WorkerAtCapacity` and stay good."""
+        """Return a redeemer of grants; above its capacity it raises `WorkerAtCapacity`, and the grant stays valid."""
         return GrantRedeemer(self, worker_id, worker_instance_id, lease_ttl_ms, max_concurrent_tasks)
 
     async def _proof(self, grant_key: str | None) -> grant_keys.GrantProof | None:
-        """A shown grant key with the keys that check it; they are of another partition than the grant."""
-        shown = validation.optional_text("grant_key", grant_key)
-        if shown is None:
+        """Return a grant key with the keys that verify it, loaded apart: the keystore is on another partition."""
+        key = validation.optional_text("grant_key", grant_key)
+        if key is None:
             return None
-        loaded = await self.runtime.load((SIGNING_KEYS,))
-        return grant_keys.GrantProof(shown, self.signing_keys.unseal_loaded_keys(loaded.rows[0]))
+        reads = ReadSet()
+        key_rows = reads.many(SigningKey, 0)
+        loaded = await self.runtime.load(reads)
+        return grant_keys.GrantProof(key, self.signing_keys.unseal_loaded_keys(key_rows(loaded.rows)))
 
-    async def _redeem(self, execution_id: str, kind: HandleKind, decide: Any) -> answers.Claimed:
-        """Redeem a grant; one that was given out after admission is admitted again, as its slots may have lapsed.
+    async def _redeem(
+        self, execution_id: str, kind: HandleKind, decide: Callable[[Execution | None, int], Decision[AcquiredLease]]
+    ) -> answers.Claimed:
+        """Redeem a grant; an execution that was admitted is admitted again, because its quota slots may have expired.
 
-        An execution that is refused then waits for the limit that refused it, and the claim finds it not eligible.
+        If a limit refuses it, the execution is blocked on that limit, and the claim is refused as not eligible.
         """
-        rows = (await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0]
-        row = rows[0] if rows else None
-        admitted = (
-            await self.admission.admit([row], AdmissionContext())
-            if row is not None and grant_rules.holds_admitted_grant(row)
-            else []
-        )
+        reads = ReadSet()
+        execution_row = reads.one(Execution, execution_id)
+        row = execution_row((await self.runtime.load(reads)).rows)
+        admitted = []
+        if row is not None and grant_rules.holds_admitted_grant(row):
+            admitted = await self.admission.admit([row], AdmissionContext())
         try:
             acquired = await self.runtime.decide_execution(execution_id, decide)
         except errors.StoreUnavailable:
-            raise  # it may have been written, and then it needs what it got
+            raise  # the claim may have been committed, and then it needs its slots
         except errors.FabricError:
-            for one in admitted:
-                await self.admission.release_slots(one)
+            for refused in admitted:
+                await self.admission.release_slots(refused)
             raise
         return self.guarded_claims.claimed_by_rule(acquired, kind)
 
@@ -475,7 +462,7 @@ class ClaimOperations:
         capabilities: Iterable[str] = (),
         liveness_ttl_ms: int,
     ) -> WorkerRegistered | WorkerRefreshed:
-        """Enter the registry; work that waited for these capabilities is claimable again before this answers."""
+        """Register a worker; executions blocked for want of its capabilities are unblocked before this returns."""
         offered = validate.validate_capabilities(capabilities)
         served = frozenset(validate.validate_lane_id(lane) for lane in validate.validate_iterable("lanes", lanes))
         if not served:
@@ -488,9 +475,8 @@ class ClaimOperations:
             offered,
             validation.duration_ms("liveness_ttl_ms", liveness_ttl_ms),
         )
-        answer = await self.runtime.decide_and_commit(
-            _wants(ask.namespace, ask.worker_instance_id),
-            lambda rows, now: workers.register(rows[0][0] if rows[0] else None, ask, now),
+        answer = await self._decide_worker(
+            ask.namespace, ask.worker_instance_id, lambda row, now: workers.register(row, ask, now)
         )
         for lane in sorted(ask.lanes):
             await self.routes.open_route(ask.namespace, lane, offered)
@@ -499,49 +485,51 @@ class ClaimOperations:
     async def heartbeat_worker(
         self, *, namespace: str = "default", worker_instance_id: str
     ) -> WorkerRefreshed | NotRegistered:
-        """Stay in the registry for another while; a record that lapsed is not revived."""
+        """Extend a registration by its liveness TTL; an expired one is not revived."""
         instance = validate.validate_instance_id(worker_instance_id)
-        return await self.runtime.decide_and_commit(
-            _wants(_namespace(namespace), instance),
-            lambda rows, now: workers.heartbeat(rows[0][0] if rows[0] else None, instance, now),
+        return await self._decide_worker(
+            _namespace(namespace), instance, lambda row, now: workers.heartbeat(row, instance, now)
         )
 
     async def mark_worker_dead(
         self, *, namespace: str = "default", worker_instance_id: str, reason: str = ""
     ) -> MarkedDead | NotRegistered:
-        """Take a worker out of the registry; its leases end by their own time."""
+        """Remove a worker from the registry; its leases expire on their own."""
         instance = validate.validate_instance_id(worker_instance_id)
         if refused := workers.check_reason(validation.text("reason", reason)):
             raise refused
-        return await self.runtime.decide_and_commit(
-            _wants(_namespace(namespace), instance),
-            lambda rows, now: workers.mark_dead(rows[0][0] if rows[0] else None, instance, reason, now),
+        return await self._decide_worker(
+            _namespace(namespace), instance, lambda row, now: workers.mark_dead(row, instance, reason, now)
         )
+
+    async def _decide_worker(
+        self, namespace: str, instance_id: str, decide: Callable[[RegisteredWorker | None, int], Decision[A]]
+    ) -> A:
+        reads = ReadSet()
+        row = reads.one(RegisteredWorker, namespace, instance_id)
+        return await self.runtime.decide_and_commit(reads, lambda rows, now: decide(row(rows), now))
 
     async def list_workers(
         self, namespace: str | None = None, *, after: str | None = None, limit: int = DEFAULT_PAGE_SIZE
     ) -> WorkerPage:
-        """The live workers of a namespace by instance id, strictly after a place."""
+        """Return the live workers of a namespace in the order of their instance ids, strictly after `after`."""
         if namespace is None:
             raise errors.Unavailable("list_workers", "of all namespaces")
-        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE_SIZE)
-        if not wanted:
+        size = min(validation.integer("limit", limit, least=0), MAX_PAGE_SIZE)
+        if not size:
             return WorkerPage([])
-        place_after = None if after is None else (validation.text("after", after),)
-        rows = await self.routes.live_workers(_namespace(namespace), place_after, wanted + 1)
-        entries = [workers.worker_view(row) for row in rows[:wanted]]
-        return WorkerPage(entries, entries[-1].worker_instance_id if len(rows) > wanted else None)
+        cursor = None if after is None else (validation.text("after", after),)
+        rows = await self.routes.live_workers(_namespace(namespace), cursor, size + 1)
+        entries = [workers.worker_view(row) for row in rows[:size]]
+        return WorkerPage(entries, entries[-1].worker_instance_id if len(rows) > size else None)
 
     async def list_worker_events(self, namespace: str, worker_instance_id: str) -> list[WorkerEvent]:
-        """The log of one instance, oldest first."""
+        """Return the events of one worker instance, oldest first."""
+        reads = ReadSet()
         instance = validate.validate_instance_id(worker_instance_id)
-        loaded = await self.runtime.load((Read(WorkerEvent, (_namespace(namespace), instance)),))
-        return loaded.rows[0]
+        events = reads.many(WorkerEvent, _namespace(namespace), instance)
+        return events((await self.runtime.load(reads)).rows)
 
 
 def _namespace(text: str) -> str:
     return validation.text("namespace", text, limit=validation.MAX_NAME_BYTES)
-
-
-def _wants(namespace: str, worker_instance_id: str) -> tuple[Read, ...]:
-    return (Read(RegisteredWorker, (namespace, worker_instance_id)),)

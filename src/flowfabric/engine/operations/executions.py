@@ -8,7 +8,8 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.engine.operations.bulk_create import BulkCreate, create_in_transaction, create_one
 from flowfabric.engine.operations.leases import NO_FENCE
-from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
@@ -25,13 +26,13 @@ from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import dependencies, successors
 from flowfabric.stores.port import SupportsCallerTransaction
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
-MAX_EDGES_PER_STEP = 500  # edges of one step
+MAX_EDGES_PER_STEP = 500  # edges whose outcome one change retracts
 
 
 class ExecutionOperations:
-    """Operations on executions: create, cancel, expire, replay, reprioritize, tag."""
+    """Operations on executions that need no lease."""
 
     runtime: Runtime
     create_validator: validate.CreateValidator
@@ -90,9 +91,9 @@ class ExecutionOperations:
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        """Create many in as few round trips as there are batches; each answer stands for itself, refusals included.
+        """Create many executions in one round trip per batch; return an answer or an error for each, in their order.
 
-        Of those that share an id or an idempotency key the first wins.
+        If several share an id or an idempotency key, the first one is created.
         """
         return await BulkCreate(self.runtime).create(validate.validate_iterable("asks", asks))
 
@@ -101,13 +102,13 @@ class ExecutionOperations:
     ) -> list[answers.Created | answers.Duplicate]:
         """Create executions as part of the caller's own transaction in the store's Postgres database.
 
-        They exist for others, and workers are told, when that commits; if it does not, nothing has happened.
+        They become visible and workers are notified when it commits; if it rolls back, nothing is created.
         """
-        given = [validate.validate_create(ask) for ask in validate.validate_iterable("asks", asks)]
+        accepted = [validate.validate_create(ask) for ask in validate.validate_iterable("asks", asks)]
         if not isinstance(self.runtime.store, SupportsCallerTransaction):
             raise errors.InvalidInput("using: only a store in Postgres can join a transaction")
-        inside = await self.runtime.store.join_transaction(connection)
-        return [await create_in_transaction(self.runtime, inside, ask) for ask in given]
+        view = await self.runtime.store.join_transaction(connection)
+        return [await create_in_transaction(self.runtime, view, ask) for ask in accepted]
 
     async def cancel_execution(
         self,
@@ -117,16 +118,16 @@ class ExecutionOperations:
         source: str = lease.OPERATOR_OVERRIDE,
         fence: Fence = NO_FENCE,
     ) -> answers.Cancelled:
-        """Cancel whatever it is doing; again is success."""
-        execution, shown = validate.validate_execution_id(execution_id), validate.validate_fence(fence)
+        """Cancel an execution in any state. Idempotent."""
+        execution, fence = validate.validate_execution_id(execution_id), validate.validate_fence(fence)
         why = validation.text("reason", reason)
         by = validation.text("source", source, limit=validation.MAX_NAME_BYTES)
-        return await self.runtime.decide_execution(execution, lambda row, _: cancel.cancel(row, shown, by, why))
+        return await self.runtime.decide_execution(execution, lambda row, _: cancel.cancel(row, fence, by, why))
 
     async def expire_execution(
         self, execution_id: str, reason: str = expire_rules.ATTEMPT_TIMEOUT
     ) -> answers.Expired | answers.AlreadyTerminal:
-        """End the execution as expired, due or not."""
+        """Expire an execution, whether its timer is due or not."""
         execution = validate.validate_execution_id(execution_id)
         why = validate.validate_expiry_reason(reason)
         return await self.runtime.decide_execution(execution, lambda row, _: expire_rules.expire(row, execution, why))
@@ -134,7 +135,7 @@ class ExecutionOperations:
     async def expire_if_due(
         self, execution_id: str, reason: str
     ) -> answers.Expired | answers.AlreadyTerminal | answers.NotDue:
-        """The sweep's form: only when the timer is armed and its time has come."""
+        """Expire an execution if this timer of it is set and due."""
         execution = validate.validate_execution_id(execution_id)
         why = validate.validate_expiry_reason(reason)
         return await self.runtime.decide_execution(
@@ -142,12 +143,12 @@ class ExecutionOperations:
         )
 
     async def promote_delayed(self, execution_id: str) -> answers.Promotion:
-        """Make a delayed execution claimable, if its time has come."""
+        """Make a delayed execution claimable if its delay is over."""
         execution = validate.validate_execution_id(execution_id)
         return await self.runtime.decide_execution(execution, delay.promote_delayed)
 
     async def mark_lease_expired_if_due(self, execution_id: str) -> answers.MarkedExpired | answers.NothingToDo:
-        """Mark a lapsed lease, so that the work can be taken over."""
+        """Mark an expired lease, so that another worker can reclaim the execution."""
         execution = validate.validate_execution_id(execution_id)
         return await self.runtime.decide_execution(execution, expire_rules.mark_lease_expired_if_due)
 
@@ -159,7 +160,7 @@ class ExecutionOperations:
         worker_instance_id: str = "",
         reason: str = "operator_revoke",
     ) -> answers.Revoked | answers.NothingToDo:
-        """Take a lease away at once."""
+        """Revoke a lease at once."""
         execution = validate.validate_execution_id(execution_id)
         expected = validate.uuid_unless_blank("expected_lease_id", expected_lease_id) or ""
         instance = validation.text("worker_instance_id", worker_instance_id)
@@ -169,7 +170,7 @@ class ExecutionOperations:
         )
 
     async def change_priority(self, execution_id: str, new_priority: int, *, lane_id: str = "") -> answers.Changed:
-        """Re-order a claimable execution. The lane is a hint; its own lane decides."""
+        """Change the priority of a claimable execution. `lane_id` is only validated."""
         execution = validate.validate_execution_id(execution_id)
         priority = validation.integer("new_priority", new_priority)
         validation.text("lane_id", lane_id)
@@ -178,18 +179,18 @@ class ExecutionOperations:
     async def block_execution_for_admission(
         self, execution_id: str, *, reason: str, detail: str = ""
     ) -> answers.Blocked | answers.Rejected:
-        """Take a claimable execution out of reach; that its state forbids it is an answer, not an error."""
+        """Block a claimable execution; a state that forbids it is reported as `Rejected`, not raised."""
         execution = validate.validate_execution_id(execution_id)
-        why, words = validation.text("reason", reason), validation.text("detail", detail)
+        reason, detail = validation.text("reason", reason), validation.text("detail", detail)
         try:
-            return await self.runtime.decide_execution(execution, lambda row, _: operator.block(row, why, words))
+            return await self.runtime.decide_execution(execution, lambda row, _: operator.block(row, reason, detail))
         except (errors.NotFound, errors.ContentionError) as refused:
             return answers.Rejected(str(refused))
 
     async def block_route(
         self, execution_id: str, *, detail: str = "no connected worker satisfies required_capabilities"
     ) -> answers.Blocked | answers.Rejected:
-        """Note that no connected worker can run it; a worker that can still takes it at once."""
+        """Record that no connected worker can run the execution; a worker that can may still claim it at once."""
         return await self.block_execution_for_admission(
             execution_id, reason="waiting_for_capable_worker", detail=detail
         )
@@ -212,81 +213,89 @@ class ExecutionOperations:
         await self.runtime.decide_execution(execution, lambda row, _: tag_rules.set_tags(row, pair))
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
-        """Set several tags, all or none; how many were given."""
+        """Set several tags, all or none; return how many were given."""
         execution = validate.validate_execution_id(execution_id)
-        given = validate.validate_tags(pairs)
-        if refused := tag_rules.check_not_empty(given):
+        tags = validate.validate_tags(pairs)
+        if refused := tag_rules.check_not_empty(tags):
             raise refused
 
         def decide(row: Execution | None, _: int) -> Decision[int]:
-            if row is not None and (bad := tag_rules.check_tags(given)):
+            if row is not None and (bad := tag_rules.check_tags(tags)):
                 return Decision(bad)
-            return tag_rules.set_tags(row, given)
+            return tag_rules.set_tags(row, tags)
 
         return await self.runtime.decide_execution(execution, decide)
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
-        """Give a finished execution another life."""
+        """Start a new life of a finished execution."""
         execution = validate.validate_execution_id(execution_id)
         while True:
-            prepared = await self._prepared_for_replay(execution)
+            prepared = await self._retract_many_outcomes(execution)
             answer = await self._replay(execution, prepared)
             if answer is not None:
                 return answer
 
-    async def _prepared_for_replay(self, execution_id: str) -> int | None:
-        """Take back the end of an execution with many edges, some edges at a time; the revision that was prepared."""
-        row = first((await self.runtime.load((Read(Execution, (execution_id,)),))).rows[0])
-        if not successors.has_many(row) or isinstance(replay.replay(row).answer, errors.FabricError):
+    async def _retract_many_outcomes(self, execution_id: str) -> int | None:
+        """Retract the outcome of an execution with many edges, in batches; return the revision that is prepared."""
+        reads = ReadSet()
+        row = reads.one(Execution, execution_id)
+        execution = row((await self.runtime.load(reads)).rows)
+        if not successors.has_many(execution) or isinstance(replay.replay(execution).answer, errors.FabricError):
             return None
         revision: int | None = None
         where, order = (Where("upstream_execution_id", "=", execution_id),), ("upstream_execution_id", "edge_id")
         after: tuple[str, str] | None = None
         while True:
             edges: list[Edge] = await self.runtime.scan(Scan(Edge, where, order, after, MAX_EDGES_PER_STEP))
-            seen = revision
 
-            def decide(rows: Rows, _: int, edges: list[Edge] = edges, seen: int | None = seen) -> Decision[int | None]:
-                return successors.retract_outcomes(first(rows[0]), edges, seen)
+            def decide(
+                rows: Rows, _: int, edges: list[Edge] = edges, expected: int | None = revision
+            ) -> Decision[int | None]:
+                return successors.retract_outcomes(row(rows), edges, expected)
 
-            revision = await self.runtime.decide_and_commit((Read(Execution, (execution_id,)),), decide)
+            revision = await self.runtime.decide_and_commit(reads, decide)
             if revision is None or len(edges) < MAX_EDGES_PER_STEP:
                 return revision
             after = (execution_id, edges[-1].edge_id)
 
-    async def _replay(self, execution: str, prepared: int | None) -> answers.Replayed | None:
-        """Replay an execution; None if it has many edges and is not of the revision that was prepared."""
+    async def _replay(self, execution_id: str, prepared: int | None) -> answers.Replayed | None:
+        """Replay an execution; None if it has many edges and its revision is not the prepared one."""
+        reads = ReadSet()
+        row = reads.one(Execution, execution_id)
+        backlog, pending = reads.more_one(CancelBacklog), reads.more_many(PendingMemberCancel)
+        group, edges = reads.more_one(EdgeGroup), reads.more_many(Dependency)
+        upstreams = reads.more_each(Execution)
 
         def decide(rows: Rows, _: int) -> Decision[answers.Replayed | None]:
-            row = first(rows[0])
-            if successors.has_many(row) and row.revision != prepared:
-                refused = replay.replay(row)
-                return refused if isinstance(refused.answer, errors.FabricError) else Decision(None)
-            if row is None or len(rows) == 1:
-                return replay.replay(row)
-            if len(rows) == 3:
-                decision = replay.replay(row)
-            else:
-                upstreams = {each[0].execution_id: each[0] for each in rows[5:] if each}
-                decision = dependencies.replay_skipped_member(row, first(rows[3]), rows[4], upstreams)
-            return flow_cancel.without_pending_cancel(decision, first(rows[1]), rows[2])
+            execution = row(rows)
+            decision = replay.replay(execution)
+            if execution is None:
+                return decision
+            if successors.has_many(execution) and execution.revision != prepared:
+                return decision if isinstance(decision.answer, errors.FabricError) else Decision(None)
+            if execution.flow_id is None:
+                return decision
+            if dependencies.is_skipped_member(execution):
+                by_id = {upstream.execution_id: upstream for upstream in upstreams(rows) if upstream is not None}
+                decision = dependencies.replay_skipped_member(execution, group(rows), edges(rows), by_id)
+            return flow_cancel.without_pending_cancel(decision, backlog(rows), pending(rows))
 
-        return await self.runtime.decide_and_commit(
-            (Read(Execution, (execution,)),), decide, load_more=self._around_a_replay
-        )
+        async def load_more(rows: Rows) -> Rows:
+            execution = row(rows)
+            return [] if execution is None or execution.flow_id is None else await self._load_member(execution)
 
-    async def _around_a_replay(self, rows: Rows) -> Rows:
-        """Of a member: whether its flow is about to cancel it; if it was skipped, its join and its upstreams, too."""
-        row = first(rows[0])
-        if row is None or row.flow_id is None:
-            return []
-        wants: tuple[Read, ...] = (
-            Read(CancelBacklog, (row.flow_id,)),
-            Read(PendingMemberCancel, (row.flow_id, row.execution_id)),
-        )
+        return await self.runtime.decide_and_commit(reads, decide, load_more=load_more)
+
+    async def _load_member(self, row: Execution) -> Rows:
+        """Load the pending cancel of a flow member; of a skipped one also the join group, the edges and upstreams."""
+        reads = ReadSet()
+        reads.one(CancelBacklog, row.flow_id)
+        reads.many(PendingMemberCancel, row.flow_id, row.execution_id)
         if not dependencies.is_skipped_member(row):
-            return (await self.runtime.load(wants)).rows
-        wants += (Read(EdgeGroup, (row.flow_id, row.execution_id)), Read(Dependency, (row.execution_id,)))
-        found = (await self.runtime.load(wants)).rows
-        names = sorted({one.upstream_execution_id for one in found[3]})
-        return [*found, *(await self.runtime.load([Read(Execution, (name,)) for name in names])).rows]
+            return (await self.runtime.load(reads)).rows
+        reads.one(EdgeGroup, row.flow_id, row.execution_id)
+        edges = reads.many(Dependency, row.execution_id)
+        rows = (await self.runtime.load(reads)).rows
+        upstreams = ReadSet()
+        upstreams.each(Execution, ((one,) for one in sorted({edge.upstream_execution_id for edge in edges(rows)})))
+        return [*rows, *(await self.runtime.load(upstreams)).rows]

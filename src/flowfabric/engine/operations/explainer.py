@@ -1,7 +1,7 @@
-"""Explain: why an execution is not running, in one typed answer with the concrete obstacle.
+"""Explain: finds the concrete obstacle that keeps an execution from running.
 
-The questions are asked in the order in which a claim would meet the obstacles: its own state, somebody who could run
-it, budgets, quotas, the queue. Nothing is changed.
+Obstacles are checked in the order in which a claim would meet them: the state of the execution, capable workers,
+budgets, quotas, the queue. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from flowfabric import errors
 from flowfabric.engine.claiming.ready_queues import ReadyQueues
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
 from flowfabric.engine.limits.aggregates import LimitAggregates
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model import obstacles
 from flowfabric.model.execution import Execution
@@ -22,9 +23,9 @@ from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.scheduling import explain as explain_rules
 from flowfabric.rules.scheduling import workers
 from flowfabric.rules.suspension import suspend as suspend_rules
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
-MAX_COUNTED = 1000
+MAX_COUNTED = 1000  # executions ahead in the queue, and running ones; a higher count is cut off
 
 
 class Explainer:
@@ -43,16 +44,18 @@ class Explainer:
         self.queues = queues
 
     async def explain(self, execution_id: str) -> obstacles.Explanation:
-        """Why an execution is not running."""
-        loaded = await self.runtime.load((Read(Execution, (execution_id,)),))
-        if not loaded.rows[0]:
+        """Return the obstacle that keeps an execution from running."""
+        reads = ReadSet()
+        execution_row = reads.one(Execution, execution_id)
+        loaded = await self.runtime.load(reads)
+        row = execution_row(loaded.rows)
+        if row is None:
             raise errors.NotFound("execution")
-        row: Execution = loaded.rows[0][0]
         return obstacles.Explanation(row.execution_id, row.public_state, await self._obstacle(row, loaded.now))
 
     async def _obstacle(self, row: Execution, now: int) -> obstacles.Obstacle:
-        if found := explain_rules.explain_row(row, now):
-            return found
+        if obstacle := explain_rules.explain_row(row, now):
+            return obstacle
         if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
             return await self._suspension(row)
         if row.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
@@ -60,43 +63,47 @@ class Explainer:
         live = await self.routes.list_live_workers(row.namespace)
         return (
             explain_rules.explain_workers(row, live)
-            or await self._budget_in_the_way(row)
-            or await self._quota_in_the_way(row)
+            or await self._blocking_budget(row)
+            or await self._blocking_quota(row)
             or await self._queue(row, live)
         )
 
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
-        loaded = await self.runtime.load((Read(Suspension, (row.execution_id,)),))
-        root = loaded.rows[0][0] if loaded.rows[0] else None
-        needs = [need for need in suspend_rules.budget_needs(row, root) if explain_rules.may_show_budget(row, need)]
-        if not needs:
-            return explain_rules.explain_suspension(row, root)
-        _, sheets = await self.aggregates.budgets.load([needs[0].budget])
-        return explain_rules.explain_budget_need(sheets[needs[0].budget], needs[0])
+        reads = ReadSet()
+        suspension_row = reads.one(Suspension, row.execution_id)
+        suspension = suspension_row((await self.runtime.load(reads)).rows)
+        needs = suspend_rules.budget_needs(row, suspension)
+        need = next((need for need in needs if explain_rules.may_show_budget(row, need)), None)
+        if need is None:
+            return explain_rules.explain_suspension(row, suspension)
+        _, budgets = await self.aggregates.budgets.load([need.budget])
+        return explain_rules.explain_budget_need(budgets[need.budget], need)
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
-        loaded = await self.runtime.load((Read(Dependency, (row.execution_id,)),))
-        open_ones = {one.upstream_execution_id for one in loaded.rows[0] if one.state is DependencyState.UNSATISFIED}
-        return obstacles.Dependencies(tuple(sorted(open_ones)))
+        reads = ReadSet()
+        edge_rows = reads.many(Dependency, row.execution_id)
+        edges = edge_rows((await self.runtime.load(reads)).rows)
+        unmet = {edge.upstream_execution_id for edge in edges if edge.state is DependencyState.UNSATISFIED}
+        return obstacles.Dependencies(tuple(sorted(unmet)))
 
-    async def _budget_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
+    async def _blocking_budget(self, row: Execution) -> obstacles.Obstacle | None:
         names = decode_terms(row.terms).budget_ids
         if not names:
             return None
-        _, sheets = await self.aggregates.budgets.load(owner_rules.candidates(row.namespace, names))
-        roots = {key: sheet.root for key, sheet in sheets.items()}
+        _, budgets = await self.aggregates.budgets.load(owner_rules.candidates(row.namespace, names))
+        roots = {key: budget.root for key, budget in budgets.items()}
         return explain_rules.explain_budgets(
-            [sheets[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names]
+            [budgets[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names]
         )
 
-    async def _quota_in_the_way(self, row: Execution) -> obstacles.Obstacle | None:
+    async def _blocking_quota(self, row: Execution) -> obstacles.Obstacle | None:
         names = decode_terms(row.terms).quota_policy_ids
         if not names:
             return None
-        now, sheets = await self.aggregates.quotas.load(owner_rules.candidates(row.namespace, names))
-        roots = {key: sheet.root for key, sheet in sheets.items()}
+        now, quotas = await self.aggregates.quotas.load(owner_rules.candidates(row.namespace, names))
+        roots = {key: quota.root for key, quota in quotas.items()}
         return explain_rules.explain_quotas(
-            row, [sheets[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names], now
+            row, [quotas[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names], now
         )
 
     async def _queue(self, row: Execution, live: list[RegisteredWorker]) -> obstacles.Queued:
@@ -105,14 +112,11 @@ class Explainer:
             for worker in live
             if workers.serves(worker, row.lane_id, row.required_capabilities)
         )
-        lines = tuple(await self.queues.lane_queues(row.lane_id))
-        before = (Where("line", "in", lines), Where("rank", "<=", row.rank))
-        rows = (
-            await self.runtime.scan(Scan(Execution, before, ("rank",), limit=MAX_COUNTED, limit_by="line"))
-            if lines
-            else []
-        )
-        ahead = sum((one.rank, one.execution_id) < (row.rank, row.execution_id) for one in rows)
-        held = (Where("lease_expires_at", "set"), Where("worker_instance_id", "in", capable))
-        running = len(await self.runtime.scan(Scan(Execution, held, limit=MAX_COUNTED)))
+        rows: list[Execution] = []
+        if queues := tuple(await self.queues.lane_queues(row.lane_id)):
+            before = (Where("line", "in", queues), Where("rank", "<=", row.rank))
+            rows = await self.runtime.scan(Scan(Execution, before, ("rank",), limit=MAX_COUNTED, limit_by="line"))
+        ahead = sum((other.rank, other.execution_id) < (row.rank, row.execution_id) for other in rows)
+        leased = (Where("lease_expires_at", "set"), Where("worker_instance_id", "in", capable))
+        running = len(await self.runtime.scan(Scan(Execution, leased, limit=MAX_COUNTED)))
         return obstacles.Queued(min(ahead, MAX_COUNTED), capable, running)

@@ -1,4 +1,4 @@
-"""The verbs of a life but for its end (`finishing`): create, renew, note, delay, cancel, replay, expire, operate."""
+"""Operations of the holder of a lease: renew it, report progress, delay, wait, cancel, complete and fail."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.flows.join_resolver import JoinResolver
-from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
+from flowfabric.model.flow import EdgeGroup
 from flowfabric.model.instant import FromNow
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
@@ -26,11 +28,10 @@ from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import dependencies
 from flowfabric.stores.claims import LeaseRef
-from flowfabric.stores.queries import Read
 
 NO_FENCE = Fence()
-MAX_CHILDREN_PER_CHANGE = 100  # children that are cancelled in one change
-YIELD_TURNS = 5  # of the loop, within which a worker has handed over what it did with work that was handed to it
+MAX_CHILDREN_PER_CHANGE = 100  # children that one change cancels
+YIELD_TURNS = 5  # turns of the event loop in which a worker sends its next claims and completions
 
 
 class LeaseOperations:
@@ -49,16 +50,16 @@ class LeaseOperations:
         source: str | None = None,
         lease_ttl_ms: int | None = None,
     ) -> answers.Renewed:
-        """Move the end of a live lease to now + ttl, which may also be earlier than it was.
+        """Set the expiry of a live lease to now + ttl, which may be earlier than before.
 
-        Without a handle the whole fence is needed: there is no `source` that may renew a lease it does not hold.
+        Without a handle the whole fence is required: no `source` may renew a lease that it does not hold.
         """
         validate.validate_source(source)
         if handle is None:
-            held = await self._named_lease(execution_id, attempt_index, fence, lease_ttl_ms)
+            ref = await self._lease_of_fence(execution_id, attempt_index, fence, lease_ttl_ms)
         else:
-            held = self._held(handle, lease_ttl_ms)
-        [answer] = self._counted(await self._renew([held]))
+            ref = self._lease_of_handle(handle, lease_ttl_ms)
+        [answer] = self._count_renewals(await self._renew([ref]))
         if isinstance(answer, errors.FabricError):
             raise answer
         return answer
@@ -66,55 +67,57 @@ class LeaseOperations:
     async def renew_many(
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
     ) -> list[answers.Renewed | errors.FabricError]:
-        """Renew many leases in one round trip; each answer stands for itself."""
-        held: list[LeaseRef | errors.FabricError] = []
+        """Renew many leases in one round trip; return a result or an error for each."""
+        refs: list[LeaseRef | errors.FabricError] = []
         for handle in validate.validate_iterable("handles", handles):
             try:
-                held.append(self._held(handle, lease_ttl_ms))
+                refs.append(self._lease_of_handle(handle, lease_ttl_ms))
             except errors.FabricError as refused:
-                held.append(refused)
-        return self._counted(await self._renew(held))
+                refs.append(refused)
+        return self._count_renewals(await self._renew(refs))
 
-    async def _renew(self, held: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
-        # No store keeps an epoch beyond 63 bits, so a lease with one is not even asked for.
-        leases = [one for one in held if isinstance(one, LeaseRef) and one.lease_epoch <= validation.MAX_INTEGER]
+    async def _renew(self, refs: Sequence[LeaseRef | errors.FabricError]) -> list[answers.Renewed | errors.FabricError]:
+        # An epoch beyond 63 bits cannot be stored, so no lease has it, and the store would refuse the parameter.
+        leases = [ref for ref in refs if isinstance(ref, LeaseRef) and ref.lease_epoch <= validation.MAX_INTEGER]
         renewed: list[int | None] = []
         if leases:
             store = self.runtime.store
             renewed = await self.runtime.retry_while_unavailable(lambda: store.renew(leases, lease.RENEWAL))
-        ends = dict(zip(leases, renewed, strict=True))
+        expiries = dict(zip(leases, renewed, strict=True))
         results: list[answers.Renewed | errors.FabricError] = []
-        for asked in held:
-            if isinstance(asked, errors.FabricError):
-                results.append(asked)
-            elif (end := ends.get(asked)) is not None:
-                if (seen := self.runtime._lease_cache.get(asked.execution_id)) is not None:
-                    self.runtime._lease_cache[asked.execution_id] = msgspec.structs.replace(seen, lease_expires_at=end)
-                    self.runtime.track_lease_expiry(seen.lane_id, end)  # it may have become shorter
-                results.append(answers.Renewed(end, asked.lease_epoch))
+        for ref in refs:
+            if isinstance(ref, errors.FabricError):
+                results.append(ref)
+            elif (expires_at := expiries.get(ref)) is not None:
+                if (row := self.runtime._lease_cache.get(ref.execution_id)) is not None:
+                    self.runtime._lease_cache[ref.execution_id] = msgspec.structs.replace(
+                        row, lease_expires_at=expires_at
+                    )
+                    self.runtime.track_lease_expiry(row.lane_id, expires_at)  # it may be earlier than before
+                results.append(answers.Renewed(expires_at, ref.lease_epoch))
             else:
-                results.append(await self._why_not_renewed(asked))
+                results.append(await self._explain_or_retry_renewal(ref))
         return results
 
-    def _counted(
+    def _count_renewals(
         self, results: list[answers.Renewed | errors.FabricError]
     ) -> list[answers.Renewed | errors.FabricError]:
-        lost = sum(isinstance(one, errors.FabricError) for one in results)
-        self.runtime.metrics.count("ff_lease_renewal", len(results) - lost, outcome="ok")
-        self.runtime.metrics.count("ff_lease_renewal", lost, outcome="error")
+        failed = sum(isinstance(result, errors.FabricError) for result in results)
+        self.runtime.metrics.count("ff_lease_renewal", len(results) - failed, outcome="ok")
+        self.runtime.metrics.count("ff_lease_renewal", failed, outcome="error")
         return results
 
-    async def _why_not_renewed(self, held: LeaseRef) -> answers.Renewed | errors.FabricError:
-        fence = Fence(held.lease_id, held.lease_epoch, held.attempt_id)
+    async def _explain_or_retry_renewal(self, ref: LeaseRef) -> answers.Renewed | errors.FabricError:
+        fence = Fence(ref.lease_id, ref.lease_epoch, ref.attempt_id)
         try:
             await self.runtime.decide_execution(
-                held.execution_id, lambda row, now: lease.check_renewal(row, held.attempt_index, fence, now)
+                ref.execution_id, lambda row, now: lease.check_renewal(row, ref.attempt_index, fence, now)
             )
         except errors.FabricError as refused:
             return refused
-        return (await self._renew([held]))[0]  # it was live after all: the first try met a passing fault
+        return (await self._renew([ref]))[0]  # the lease is live: the first try met a transient fault
 
-    def _held(self, handle: Handle, lease_ttl_ms: int | None) -> LeaseRef:
+    def _lease_of_handle(self, handle: Handle, lease_ttl_ms: int | None) -> LeaseRef:
         fields = self.runtime.handle_fields(handle)
         return LeaseRef(
             fields.execution_id,
@@ -125,23 +128,23 @@ class LeaseOperations:
             validation.duration_ms("lease_ttl_ms", fields.lease_ttl_ms if lease_ttl_ms is None else lease_ttl_ms),
         )
 
-    async def _named_lease(
+    async def _lease_of_fence(
         self, execution_id: str | None, attempt_index: int | None, fence: Fence, lease_ttl_ms: int | None
     ) -> LeaseRef:
         ttl = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
         index = validation.integer("attempt_index", attempt_index, least=0, most=validate.MAX_ATTEMPT_INDEX)
-        execution, shown = self._execution_and_fence(None, execution_id, fence)
-        if shown.lease_id is None or shown.lease_epoch is None or shown.attempt_id is None:
-            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, shown, now))
-        return LeaseRef(execution, index, shown.attempt_id or "", shown.lease_id or "", shown.lease_epoch or 0, ttl)
+        execution, fence = self._execution_and_fence(None, execution_id, fence)
+        if fence.lease_id is None or fence.lease_epoch is None or fence.attempt_id is None:
+            await self.runtime.decide_execution(execution, lambda row, now: lease.check_renewal(row, index, fence, now))
+        return LeaseRef(execution, index, fence.attempt_id or "", fence.lease_id or "", fence.lease_epoch or 0, ttl)
 
     async def progress(
         self, handle: Handle, *, pct: int | None = None, message: str | None = None
     ) -> answers.ProgressNoted:
-        """Note how far the work is; what is not given stays as it was."""
+        """Record the progress of the attempt; an argument that is None leaves its value unchanged."""
         fields = self.runtime.handle_fields(handle)
         return await self.update_progress(
-            fields.execution_id, fence=Fence.of(fields), pct=pct, message=message, _trust=True
+            fields.execution_id, fence=Fence.of(fields), pct=pct, message=message, _use_cache=True
         )
 
     async def update_progress(
@@ -151,14 +154,16 @@ class LeaseOperations:
         fence: Fence,
         pct: int | None = None,
         message: str | None = None,
-        _trust: bool = False,
+        _use_cache: bool = False,
     ) -> answers.ProgressNoted:
-        """Note progress for a caller that names its lease."""
-        execution, shown = self._execution_and_fence(None, execution_id, fence)
-        share = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
-        words = validation.optional_text("progress_message", message)
+        """Record progress for a caller that names its lease."""
+        execution, fence = self._execution_and_fence(None, execution_id, fence)
+        percent = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
+        text = validation.optional_text("progress_message", message)
         return await self.runtime.decide_execution(
-            execution, lambda row, now: progress_rules.update_progress(row, shown, share, words, now), use_cache=_trust
+            execution,
+            lambda row, now: progress_rules.update_progress(row, fence, percent, text, now),
+            use_cache=_use_cache,
         )
 
     async def delay(
@@ -170,25 +175,25 @@ class LeaseOperations:
         source: str | None = None,
         delay_until: int,
     ) -> answers.Delayed:
-        """Put the work away until an instant; the same attempt goes on afterwards."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        """Release the execution until an instant; the same attempt continues afterwards."""
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         until = validation.instant_ms("delay_until", delay_until)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: delay.delay(row, shown, by, until, now),
-            use_cache=handle is not None and self._untimed(execution),
+            lambda row, now: delay.delay(row, fence, by, until, now),
+            use_cache=handle is not None and self._has_no_attempt_timeout(execution),
         )
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
-        """Put the work away for a while, reckoned by the store's clock; 0 hands it back at once."""
+        """Release the execution for this long by the store's clock; 0 means that it is due at once."""
         fields = self.runtime.handle_fields(handle)
         until = FromNow(validation.duration_ms("length_ms", length_ms, least=0))
         why = validation.text("reason", reason)
         return await self.runtime.decide_execution(
             fields.execution_id,
             lambda row, now: delay.delay(row, Fence.of(fields), None, until, now, detail=why),
-            use_cache=self._untimed(fields.execution_id),
+            use_cache=self._has_no_attempt_timeout(fields.execution_id),
         )
 
     async def wait_children(
@@ -199,32 +204,35 @@ class LeaseOperations:
         fence: Fence = NO_FENCE,
         source: str | None = None,
     ) -> answers.Moved:
-        """Put the work away until its dependencies are resolved."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        """Release the execution until its dependencies are resolved."""
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
-        # Only for a holder: an operator means the lease of now, and the one that is remembered here may be long over.
-        seen = self.runtime._lease_cache.get(execution) if handle is not None and self._untimed(execution) else None
+        reads = ReadSet()
+        row, group = reads.one(Execution, execution), reads.more_one(EdgeGroup)
+        # Only a holder may use the cache: an operator means the current lease, and the cached one may have expired.
+        use_cache = handle is not None and self._has_no_attempt_timeout(execution)
+        cached = self.runtime._lease_cache.get(execution) if use_cache else None
         return await self.runtime.decide_and_commit(
-            (Read(Execution, (execution,)),),
-            lambda rows, now: dependencies.wait_children(first(rows[0]), first(rows[1]), shown, by, now),
-            assumed_rows=[[seen], []] if seen is not None and seen.flow_id is None else None,
+            reads,
+            lambda rows, now: dependencies.wait_children(row(rows), group(rows), fence, by, now),
+            assumed_rows=reads.assume(row, cached) if cached is not None and cached.flow_id is None else None,
             load_more=self.join_resolver.load_join_group,
         )
 
-    def _untimed(self, execution_id: str) -> bool:
-        """Whether a remembered sheet will do: the time left of an attempt is reckoned from a fresh look only."""
-        seen = self.runtime._lease_cache.get(execution_id)
-        return seen is not None and seen.attempt_timeout_at is None
+    def _has_no_attempt_timeout(self, execution_id: str) -> bool:
+        """True if the cached row has no attempt timeout; the remaining time is computed from a loaded row only."""
+        row = self.runtime._lease_cache.get(execution_id)
+        return row is not None and row.attempt_timeout_at is None
 
     def _execution_and_fence(self, handle: Handle | None, execution_id: str | None, fence: Fence) -> tuple[str, Fence]:
-        """Which execution is meant, and what is shown for it."""
+        """Return the execution and the fence of a handle, or the validated arguments."""
         if handle is not None:
             fields = self.runtime.handle_fields(handle)
             return fields.execution_id, Fence.of(fields)
         return validate.validate_execution_id(execution_id), validate.validate_fence(fence)
 
     async def cancel(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
-        """Cancel as the holder; again is success."""
+        """Cancel the execution as its holder. Idempotent."""
         fields = self.runtime.handle_fields(handle)
         why = validation.text("reason", reason)
         return await self.runtime.decide_execution(
@@ -234,42 +242,42 @@ class LeaseOperations:
     async def cancel_children(
         self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
     ) -> answers.ChildrenCancelled:
-        """Cancel children of the execution that is held; some at a time, each portion whole or not at all."""
+        """Cancel children of the held execution in batches; each batch is atomic."""
         fields = self.runtime.handle_fields(handle)
         why = validation.text("reason", reason)
-        names = [
-            *dict.fromkeys(
-                validate.validate_execution_id(one)
-                for one in validate.validate_iterable("execution_ids", execution_ids)
-            )
+        unchecked = validate.validate_iterable("execution_ids", execution_ids)
+        children = list(dict.fromkeys(map(validate.validate_execution_id, unchecked)))
+        results = [
+            await self._cancel_batch(fields, children[start : start + MAX_CHILDREN_PER_CHANGE], why)
+            for start in range(0, len(children), MAX_CHILDREN_PER_CHANGE)
         ]
-        portions = [
-            names[start : start + MAX_CHILDREN_PER_CHANGE] for start in range(0, len(names), MAX_CHILDREN_PER_CHANGE)
-        ]
-        done = [await self._cancel_portion(fields, portion, why) for portion in portions]
         return answers.ChildrenCancelled(
-            tuple(name for one in done for name in one.cancelled), tuple(name for one in done for name in one.ended)
+            tuple(child for result in results for child in result.cancelled),
+            tuple(child for result in results for child in result.ended),
         )
 
-    async def _cancel_portion(self, fields: HandleFields, names: Sequence[str], why: str) -> answers.ChildrenCancelled:
-        def decide(rows: Rows, now: int) -> Decision[answers.ChildrenCancelled]:
-            children = {name: first(found) for name, found in zip(names, rows[1:], strict=True)}
-            return cancel.cancel_children(first(rows[0]), Fence.of(fields), children, why, now)
+    async def _cancel_batch(self, fields: HandleFields, batch: Sequence[str], why: str) -> answers.ChildrenCancelled:
+        reads = ReadSet()
+        parent = reads.one(Execution, fields.execution_id)
+        child_rows = reads.each(Execution, ((child,) for child in batch))
 
-        wants = [Read(Execution, (name,)) for name in (fields.execution_id, *names)]
-        return await self.runtime.decide_and_commit(wants, decide)
+        def decide(rows: Rows, now: int) -> Decision[answers.ChildrenCancelled]:
+            children = dict(zip(batch, child_rows(rows), strict=True))
+            return cancel.cancel_children(parent(rows), Fence.of(fields), children, why, now)
+
+        return await self.runtime.decide_and_commit(reads, decide)
 
     async def set_tags(self, handle: Handle, pairs: Mapping[str, str]) -> int:
-        """Set several tags of the held execution, all or none; how many were given.
+        """Set several tags of the held execution, all or none; return how many were given.
 
-        Only the holder of the lease may set tags that begin with `ff.`: people who decide by them trust them.
+        Only the holder of the lease may set tags that begin with `ff.`, because people rely on them for decisions.
         """
         execution_id, fence = self.runtime.handle_fields(handle).execution_id, Fence.of(handle.fields)
-        given = validate.validate_tags(pairs)
-        if refused := tag_rules.check_not_empty(given):
+        tags = validate.validate_tags(pairs)
+        if refused := tag_rules.check_not_empty(tags):
             raise refused
         return await self.runtime.decide_execution(
-            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, given, now), use_cache=True
+            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, tags, now), use_cache=True
         )
 
     async def cancel_as_holder(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
@@ -281,9 +289,9 @@ class LeaseOperations:
         )
 
     async def require_lease(self, handle: Handle) -> None:
-        """Refuse a handle whose lease is not the current one, or is over.
+        """Raise unless the handle's lease is current and live.
 
-        For verbs on other partitions, which cannot be fenced in the same change: the lease may end right after it.
+        Meant for operations on other partitions, which one change cannot fence: the lease may expire right afterwards.
         """
         fields, fence = self.runtime.handle_fields(handle), Fence.of(handle.fields)
         await self.runtime.decide_execution(
@@ -300,14 +308,14 @@ class LeaseOperations:
         result: bytes | None = None,
         encoding: str | None = None,
     ) -> answers.Completed:
-        """End the execution successfully, as the holder of a handle, of a fence, or as an operator."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        """Complete the execution, as the holder of a handle or a fence, or as an operator."""
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: finish.complete(row, shown, by, payload, label, now),
+            lambda row, now: finish.complete(row, fence, by, payload, label, now),
             use_cache=handle is not None,
         )
 
@@ -322,8 +330,8 @@ class LeaseOperations:
         category: str = "transient",
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
-        """End the attempt as failed; the retry policy decides whether another one follows."""
-        execution, shown = self._execution_and_fence(handle, execution_id, fence)
+        """Fail the attempt; the retry policy decides whether another one follows."""
+        execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         why = validation.text("failure_reason", reason)
         kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
@@ -332,7 +340,7 @@ class LeaseOperations:
         return await self.runtime.decide_execution(
             execution,
             lambda row, now: finish.fail(
-                row, shown, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
+                row, fence, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
             ),
             use_cache=handle is not None,
         )
@@ -344,98 +352,98 @@ class LeaseOperations:
         encoding: str | None = None,
         answered: Callable[[], None] | None = None,
     ) -> list[answers.Completed | errors.FabricError]:
-        """Complete each of these with its result; one answer for each, in their order, refusals included.
+        """Complete each of these with its result; return an answer or an error for each, in their order.
 
-        Handles of one execution are answered as if they came one after the other, in this order.
+        Handles of one execution are completed one after the other, in this order. Completions that can be decided on
+        cached rows are committed together; the others are completed one by one afterwards.
 
-        `answered` is called once the store has answered for those that go together; the others have a long way. Where
-        the store is a server, whoever goes on with what was set free goes first then, and the answer is made something
-        of while the server is at work again.
+        `answered` is called when the store has acknowledged the batch; items that are retried alone take longer. On a
+        client/server store this then yields to the event loop, so that claims unblocked by the batch are sent first and
+        overlap with the bookkeeping here.
         """
         label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
         pairs = validate.validate_pairs("results", results)
-        found: list[Any] = [None] * len(pairs)
-        sent: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
-        alone: dict[int, tuple[UnknownOutcome, ...]] = {}
-        trusted: dict[int, Rows] = {}  # of those: sheets to decide on without a look
-        waiting: dict[str, list[int]] = {}  # and those by execution, in the order in which they are settled
-        now, seen, sets_free = self.runtime.estimate.now(), self.runtime._lease_cache, False
-        for place, (handle, result) in enumerate(pairs):
+        replies: list[Any] = [None] * len(pairs)
+        batch: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
+        singles: dict[str, list[int]] = {}  # by execution: indexes of completions that are committed one by one
+        assumed: dict[int, Rows] = {}  # rows to decide some of those on without a load
+        unknown: dict[int, tuple[UnknownOutcome, ...]] = {}  # commits of those whose reply was lost
+        now, cache, unblocks = self.runtime.estimate.now(), self.runtime._lease_cache, False
+        for index, (handle, result) in enumerate(pairs):
             try:
                 fields = self.runtime.handle_fields(handle)
                 payload = None if result is None else validation.payload("result_payload", result)
             except errors.FabricError as refused:
-                found[place] = refused
+                replies[index] = refused
                 continue
             execution_id = fields.execution_id
-            row = seen.get(execution_id)
-            if row is None or execution_id in sent or execution_id in waiting:
-                alone[place] = ()
-                waiting.setdefault(execution_id, []).append(place)
+            row = cache.get(execution_id)
+            if row is None or execution_id in batch or execution_id in singles:
+                singles.setdefault(execution_id, []).append(index)
                 continue
-            shown = Fence.of(fields)
-            decision = finish.complete(row, shown, None, payload, label, now)
+            decision = finish.complete(row, Fence.of(fields), None, payload, label, now)
             if decision.change is None or isinstance(decision.answer, errors.FabricError):
-                alone[place] = ()
-                waiting.setdefault(execution_id, []).append(place)
+                singles.setdefault(execution_id, []).append(index)
                 continue
             change = msgspec.structs.replace(decision.change, id=self.runtime.minter.change_id())
             if row.successors is not None and self.runtime.release_inliner is not None:
-                carrying = self.runtime.release_inliner.try_inline_release(change, row)
-                if carrying is None:
-                    alone[place], trusted[place] = (), [[row]]
-                    waiting.setdefault(execution_id, []).append(place)
+                inlined = self.runtime.release_inliner.try_inline_release(change, row)
+                if inlined is None:
+                    assumed[index] = [[row]]
+                    singles.setdefault(execution_id, []).append(index)
                     continue
-                change, sets_free = carrying, True
-            sent[execution_id] = (place, change, decision, row)
-        verdicts = await self.runtime.commit_queue.add_all([change for _, change, _, _ in sent.values()])
+                change, unblocks = inlined, True
+            batch[execution_id] = (index, change, decision, row)
+        verdicts = await self.runtime.commit_queue.add_all([change for _, change, _, _ in batch.values()])
         if answered is not None:
             answered()
-            for _ in range(YIELD_TURNS if sets_free and not self.runtime.store.executes_in_order else 0):
+            for _ in range(YIELD_TURNS if unblocks and not self.runtime.store.executes_in_order else 0):
                 await asyncio.sleep(0)
-        alike: list[tuple[Change, Execution]] = []
+        plain: list[tuple[Change, Execution]] = []
         others: list[tuple[Change, Rows]] = []
-        for (place, change, decision, row), verdict in zip(sent.values(), verdicts, strict=True):
+        for (index, change, decision, row), verdict in zip(batch.values(), verdicts, strict=True):
             if type(verdict) is int:
                 now = verdict
                 if change.template is None or row.successors is not None:
                     others.append((change, [[row]]))
                 else:
-                    alike.append((change, row))
-                found[place] = decision.unwrap(verdict)
+                    plain.append((change, row))
+                replies[index] = decision.unwrap(verdict)
             else:
-                in_doubt = isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
-                alone[place] = (UnknownOutcome(change, decision, [[row]]),) if in_doubt else ()
-                waiting.setdefault(row.execution_id, []).insert(0, place)  # before the others of its execution
-        if alike:
-            self.runtime.publish_completions(alike, now)
+                if isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt:
+                    unknown[index] = (UnknownOutcome(change, decision, [[row]]),)
+                singles.setdefault(row.execution_id, []).insert(0, index)  # before the others of its execution
+        if plain:
+            self.runtime.publish_completions(plain, now)
         if others:
             self.runtime.publish_commits(others, now)
-        if not alone:
-            return found
 
-        async def in_order(places: Sequence[int]) -> None:
-            for place in places:
+        async def complete_in_order(indexes: Sequence[int]) -> None:
+            for index in indexes:
                 try:
-                    found[place] = await self._complete_alone(*pairs[place], label, alone[place], trusted.get(place))
+                    replies[index] = await self._complete_alone(
+                        *pairs[index], label, assumed.get(index), unknown.get(index, ())
+                    )
                 except errors.FabricError as refused:
-                    found[place] = refused
+                    replies[index] = refused
 
-        await asyncio.gather(*map(in_order, waiting.values()))
-        return found
+        if singles:
+            await asyncio.gather(*map(complete_in_order, singles.values()))
+        return replies
 
     async def _complete_alone(
         self,
         handle: Handle,
         payload: bytes | None,
         label: str | None,
-        doubts: tuple[UnknownOutcome, ...],
-        trusting: Rows | None,
+        assumed_rows: Rows | None,
+        unknown_outcomes: tuple[UnknownOutcome, ...],
     ) -> answers.Completed:
-        shown = Fence.of(handle.fields)
+        reads, fence = ReadSet(), Fence.of(handle.fields)
+        row = reads.one(Execution, handle.fields.execution_id)
         return await self.runtime.decide_and_commit(
-            (Read(Execution, (handle.fields.execution_id,)),),
-            lambda rows, now: finish.complete(rows[0][0] if rows[0] else None, shown, None, payload, label, now),
-            assumed_rows=trusting,
-            unknown_outcomes=doubts,
+            reads,
+            lambda rows, now: finish.complete(row(rows), fence, None, payload, label, now),
+            assumed_rows=assumed_rows,
+            unknown_outcomes=unknown_outcomes,
         )

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Answers of read operations: outcomes, and pages of lists with their cursors."""
 
 from __future__ import annotations
 
@@ -13,50 +13,54 @@ from flowfabric.rules.suspension.waitpoints import WaitpointView
 
 
 class ExecutionOutcome(msgspec.Struct, frozen=True):
-    """How a life ended."""
+    """The outcome of a finished execution."""
 
     execution_id: str
     outcome: TerminalOutcome
     result: bytes | None
     encoding: str | None
     reason: str | None
-    namespace: str | None = None  # None when a server does not say it
+    namespace: str | None = None  # None if a server did not report it
 
 
 class FlowPage(msgspec.Struct, frozen=True):
-    """Flows, and the cursor of the next page when there is one."""
+    """Flows, and the cursor of the next page; None on the last one, as in all pages here."""
 
     flows: list[FlowStatus]
     next_cursor: str | None = None
 
 
 class ExecutionPage(msgspec.Struct, frozen=True):
-    """Execution ids, and the cursor of the next page when there is one."""
+    """Execution ids, and the cursor of the next page."""
 
     executions: list[str]
     next_cursor: str | None = None
 
 
 class SnapshotPage(msgspec.Struct, frozen=True):
-    """Executions as people see them, and the cursor of the next page when there is one."""
+    """Snapshots of executions, and the cursor of the next page."""
 
     executions: list[views.ExecutionSnapshot]
     next_cursor: str | None = None
 
 
 class IdMatches(msgspec.Struct, frozen=True):
-    """Execution ids that begin like a shortened one, in order; `more` says that there are others."""
+    """Execution ids with a given prefix, in order; `more` is True if there are others."""
 
     execution_ids: list[str]
     more: bool = False
 
 
 class LanePage(msgspec.Struct, frozen=True):
+    """Names of lanes, and the cursor of the next page."""
+
     lanes: list[str]
     next_cursor: str | None = None
 
 
 class ExpiredLease(msgspec.Struct, frozen=True):
+    """A lease that has expired and was not yet reclaimed."""
+
     execution_id: str
     lease_id: str
     lease_epoch: int
@@ -66,6 +70,8 @@ class ExpiredLease(msgspec.Struct, frozen=True):
 
 
 class ExpiredLeasePage(msgspec.Struct, frozen=True):
+    """Expired leases, and the expiry and execution id of the last one as the cursor of the next page."""
+
     entries: list[ExpiredLease]
     cursor: tuple[int, str] | None = None
 
@@ -79,14 +85,14 @@ class HistoryEntry(msgspec.Struct, frozen=True):
 
 
 class WaitpointPage(msgspec.Struct, frozen=True):
-    """Open waitpoints, and the cursor of the next page when there is one."""
+    """Open waitpoints, and the cursor of the next page."""
 
     entries: list[WaitpointView]
     next_cursor: str | None = None
 
 
 class SuspendedEntry(msgspec.Struct, frozen=True):
-    """A suspended execution in a list; the time is that of its timeout."""
+    """A suspended execution in a list; `suspended_at_ms` is the instant of its timeout."""
 
     execution_id: str
     suspended_at_ms: int
@@ -94,5 +100,7 @@ class SuspendedEntry(msgspec.Struct, frozen=True):
 
 
 class SuspendedPage(msgspec.Struct, frozen=True):
+    """Suspended executions, and the cursor of the next page."""
+
     entries: list[SuspendedEntry]
     next_cursor: str | None = None
