@@ -18,7 +18,7 @@ def search_for(upstream: str, downstream: str, *stored: str) -> tuple[CycleSearc
     levels = []
     while search.frontier:
         levels.append([*search.frontier])
-        edges = [Edge("f", pair, *pair, SUCCESS_ONLY, 0) for pair in stored if pair[0] in search.frontier]
+        edges = [Edge("f", pair, pair[0], pair[1], SUCCESS_ONLY, 0) for pair in stored if pair[0] in search.frontier]
         search = graph.continue_search(search, edges)
     return search, levels
 
