@@ -154,7 +154,7 @@ class SuspensionOperations:
             raise errors.NotFound("execution")
         entries: list[WaitpointView] = []
         where = (Where("execution_id", "=", execution), Where("closed_at", "unset"))
-        while len(entries) <= size:  # a closed suspension closes waitpoints too: a page may need several scans
+        while len(entries) <= size:  # some are closed without `closed_at`: a page may need several scans
             rows = await self.runtime.scan(Scan(Waitpoint, where, ("execution_id", "waitpoint_id"), position, size + 1))
             views = [waitpoint_rules.waitpoint_view(one, suspension(loaded.rows), loaded.now) for one in rows]
             entries += [view for view in views if view is not None]
