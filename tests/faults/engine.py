@@ -120,7 +120,7 @@ ENGINE = (
     Fault(
         "a reconciler resolves a join without pending sibling cancels",
         "engine/operations/flows.py",
-        "if await self._has_pending_cancels(child):",
+        "if await load_one(self.runtime, PendingSiblingCancel, *child) is not None:",
         "if True:",
         "tests/engine/flows/test_unneeded_siblings.py",
     ),

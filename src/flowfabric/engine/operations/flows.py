@@ -15,7 +15,7 @@ from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, Joi
 from flowfabric.engine.operations.bulk_create import defaults_of
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import flow as flow_answers
@@ -173,11 +173,10 @@ class FlowOperations:
         async def load_siblings(rows: Rows) -> Rows:
             join = group(rows)
             names = [] if join is None else flow_cancel.siblings_to_cancel(join)
-            wanted = ReadSet()
-            found = wanted.each(Execution, ((name,) for name in names))
-            return [[row for row in found((await self.runtime.load(wanted)).rows) if row] if names else []]
+            found = await load_each(self.runtime, Execution, ((name,) for name in names))
+            return [[row for row in found if row is not None]]
 
-        if await self._has_pending_cancels(child):
+        if await load_one(self.runtime, PendingSiblingCancel, *child) is not None:
             await self.bulk_canceller.resolve_unrecorded_outcomes(child)
         return await self.runtime.decide_and_commit(
             reads,
@@ -186,11 +185,6 @@ class FlowOperations:
             ),
             load_more=load_siblings,
         )
-
-    async def _has_pending_cancels(self, child: Downstream) -> bool:
-        reads = ReadSet()
-        pending = reads.one(PendingSiblingCancel, *child)
-        return pending((await self.runtime.load(reads)).rows) is not None
 
     async def create_flow(
         self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"

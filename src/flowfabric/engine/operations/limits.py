@@ -13,7 +13,7 @@ from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.limits.quota_slots import QuotaSlots
 from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_one
 from flowfabric.engine.runtime.root_queue import Decide
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
@@ -205,10 +205,8 @@ class LimitOperations:
         return NamespacedId(await self._namespace_of(execution_id), budget)
 
     async def _namespace_of(self, execution_id: str) -> str:
-        reads = ReadSet()
-        row = reads.one(Execution, execution_id)
-        found = row((await self.runtime.load(reads)).rows)
-        return DEFAULT_NAMESPACE if found is None else found.namespace
+        row = await load_one(self.runtime, Execution, execution_id)
+        return DEFAULT_NAMESPACE if row is None else row.namespace
 
     async def _decide_on_owner(
         self,
@@ -293,14 +291,9 @@ class LimitOperations:
     ) -> str | None:
         """Return the execution that a reservation belongs to; None if there is no such reservation."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
-        reads = ReadSet()
-        reservation = reads.one(
-            BudgetReservation,
-            *budget,
-            ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id"),
-        )
-        found = reservation((await self.runtime.load(reads)).rows)
-        return None if found is None else found.execution_id
+        reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
+        row = await load_one(self.runtime, BudgetReservation, *budget, reservation)
+        return None if row is None else row.execution_id
 
     async def refund_budget(
         self,
@@ -441,9 +434,8 @@ class LimitOperations:
         self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.QuotaLimits | None:
         """Return the limits of a policy of a namespace; None if it is undefined."""
-        reads = ReadSet()
-        policy = reads.one(QuotaPolicy, *_validate_policy_id(namespace, quota_policy_id))
-        return validate.value_or_raise(quota.limits_of(policy((await self.runtime.load(reads)).rows)))
+        policy = await load_one(self.runtime, QuotaPolicy, *_validate_policy_id(namespace, quota_policy_id))
+        return validate.value_or_raise(quota.limits_of(policy))
 
     async def check_admission(
         self,
@@ -487,9 +479,7 @@ class LimitOperations:
         own = shared if row is None else NamespacedId(row.namespace, policy)
         policies = {shared: shared_policy(rows)}
         if not own.is_shared:
-            reads = ReadSet()
-            own_policy = reads.one(QuotaPolicy, *own)
-            policies[own] = own_policy((await self.runtime.load(reads)).rows)
+            policies[own] = await load_one(self.runtime, QuotaPolicy, *own)
         return row, owner_rules.resolve_owner(own.namespace, policy, policies)
 
     async def release_admission(self, quota_policy_id: str, execution_id: str) -> limit_answers.AdmissionReleased:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from flowfabric.engine.operations.pages import (
     SnapshotPage,
 )
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import completion_topic, wait_for_wakeup
@@ -59,7 +59,6 @@ _HISTORY_FIELDS = (
     "worker_instance_id",
     "reason",
 )
-R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ReadOperations:
@@ -150,7 +149,9 @@ class ReadOperations:
 
     async def describe_edge(self, flow_id: str, edge_id: str) -> EdgeSnapshot | None:
         """Return an edge; None if this flow has no such edge."""
-        edge = await self._load(Edge, validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id))
+        edge = await load_one(
+            self.runtime, Edge, validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id)
+        )
         return None if edge is None else edge_snapshot(edge)
 
     async def resolve_execution_flow_id(self, execution_id: str) -> str | None:
@@ -162,12 +163,12 @@ class ReadOperations:
         """Return one tag; None if the flow or the tag is missing."""
         if refused := tag_rules.check_tag_key(validation.text("key", key)):
             raise refused
-        flow = await self._load(Flow, validate.validate_flow_id(flow_id))
+        flow = await load_one(self.runtime, Flow, validate.validate_flow_id(flow_id))
         return None if flow is None else flow_views.tags_of(flow).get(key)
 
     async def get_flow_summary(self, flow_id: str) -> FlowSummary | None:
         """Return the summary that was last projected; None before the first projection."""
-        return await self._load(FlowSummary, validate.validate_flow_id(flow_id))
+        return await load_one(self.runtime, FlowSummary, validate.validate_flow_id(flow_id))
 
     async def project_flow_summary(self, flow_id: str) -> bool:
         """Count the members of a flow and write its summary; False if there is nothing to count."""
@@ -180,9 +181,8 @@ class ReadOperations:
             names = [member.execution_id for member in members(rows)]
             found: list[Execution] = []
             for start in range(0, len(names), MAX_MEMBERS_PER_LOAD):
-                batch = ReadSet()
-                each = batch.each(Execution, ((name,) for name in names[start : start + MAX_MEMBERS_PER_LOAD]))
-                found += [row for row in each((await self.runtime.load(batch)).rows) if row is not None]
+                batch = ((name,) for name in names[start : start + MAX_MEMBERS_PER_LOAD])
+                found += [row for row in await load_each(self.runtime, Execution, batch) if row is not None]
             return [found]
 
         return await self.runtime.decide_and_commit(
@@ -240,7 +240,7 @@ class ReadOperations:
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """Return the result's exact bytes; None until one is stored."""
-        result = await self._load(Result, validate.validate_execution_id(execution_id))
+        result = await load_one(self.runtime, Result, validate.validate_execution_id(execution_id))
         return None if result is None else result.payload
 
     async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
@@ -258,11 +258,7 @@ class ReadOperations:
             validate.validate_execution_id(execution)
             for execution in validate.validate_iterable("execution_ids", execution_ids)
         ]
-        if not executions:
-            return {}
-        reads = ReadSet()
-        payloads = reads.each(Payload, ((name,) for name in executions))
-        found = payloads((await self.runtime.load(reads)).rows)
+        found = await load_each(self.runtime, Payload, ((name,) for name in executions))
         return {payload.execution_id: payload.execution_kind for payload in found if payload is not None}
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
@@ -444,13 +440,8 @@ class ReadOperations:
     async def _page(self, scan: Scan, size: int) -> list[Execution]:
         return await self.runtime.scan(scan) if size else []
 
-    async def _load(self, row: type[R], *key: Any) -> R | None:
-        reads = ReadSet()
-        found = reads.one(row, *key)
-        return found((await self.runtime.load(reads)).rows)
-
     async def _row(self, execution_id: str) -> Execution | None:
-        return await self._load(Execution, validate.validate_execution_id(execution_id))
+        return await load_one(self.runtime, Execution, validate.validate_execution_id(execution_id))
 
     async def _known(self, execution_id: str) -> Execution:
         row = await self._row(execution_id)

@@ -15,7 +15,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import decode_cursor
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
 from flowfabric.engine.streams.frame_writer import FrameWriter
@@ -123,18 +123,14 @@ class StreamOperations:
 
     async def read_summary(self, execution_id: str, attempt_index: int) -> SummaryView | None:
         """Return the document that the attempt's summary frames produced; None if there were none."""
-        reads = ReadSet()
-        summary = reads.one(StreamSummary, *_stream_key(execution_id, attempt_index))
-        row = summary((await self.runtime.load(reads)).rows)
+        row = await load_one(self.runtime, StreamSummary, *_stream_key(execution_id, attempt_index))
         if row is None:
             return None
         return SummaryView(row.document, row.version, row.patch_kind, row.last_updated_ms, row.first_applied_ms)
 
     async def read_stream_info(self, execution_id: str, attempt_index: int) -> Stream | None:
         """Return the stream's counters and state; None if it was never written."""
-        reads = ReadSet()
-        stream = reads.one(Stream, *_stream_key(execution_id, attempt_index))
-        return stream((await self.runtime.load(reads)).rows)
+        return await load_one(self.runtime, Stream, *_stream_key(execution_id, attempt_index))
 
     async def _read(
         self, key: tuple[str, int], after: StreamPosition, last: StreamPosition, count: int, visibility: Visibility

@@ -10,7 +10,7 @@ from flowfabric import errors, ids
 from flowfabric.engine.operations.pages import SuspendedEntry, SuspendedPage, WaitpointPage
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.pending_rows import RootQueues
-from flowfabric.engine.runtime.read_set import Many, One, ReadSet
+from flowfabric.engine.runtime.read_set import Many, One, ReadSet, load_each, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.validation import execution as validate
@@ -115,10 +115,9 @@ class SuspensionOperations:
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = PROACTIVE) -> bool:
         """Close a waitpoint without resuming the execution that waits on it; True if it was open."""
-        reads = ReadSet()
-        waitpoint = reads.one(Waitpoint, validate_suspension.validate_waitpoint_id(waitpoint_id))
+        identity = validate_suspension.validate_waitpoint_id(waitpoint_id)
         reason = validation.text("reason", reason) or PROACTIVE
-        found = waitpoint((await self.runtime.load(reads)).rows)
+        found = await load_one(self.runtime, Waitpoint, identity)
         if found is None:
             raise errors.WaitpointNotFound()
         return await decide_on_waitpoint(
@@ -168,9 +167,7 @@ class SuspensionOperations:
     ) -> waitpoint_tokens.WaitpointToken | None:
         """Return the token of an open waitpoint; None if there is no such waitpoint."""
         index = validate.validate_flow_partition(partition, self.runtime.partitions)
-        reads = ReadSet()
-        waitpoint = reads.one(Waitpoint, validate_suspension.validate_waitpoint_id(waitpoint_id), index)
-        found = waitpoint((await self.runtime.load(reads)).rows)
+        found = await load_one(self.runtime, Waitpoint, validate_suspension.validate_waitpoint_id(waitpoint_id), index)
         if found is None:
             return None
         reads = ReadSet()
@@ -280,7 +277,7 @@ class SuspensionOperations:
     async def observe_signals(self, handle: Handle) -> list[ObservedSignal]:
         """Return the signals that resumed this attempt, in the order in which they were accepted."""
         fields = self.runtime.handle_fields(handle)
-        suspension = await self._load_suspension(fields.execution_id)
+        suspension = await load_one(self.runtime, Suspension, fields.execution_id)
         resuming = signals.resuming_signals(suspension, fields.attempt_index)
         found = await self._load_signals(fields.execution_id, resuming)
         return [wait_state.observed_signal(signal) for signal in found]
@@ -434,23 +431,15 @@ class SuspensionOperations:
     async def describe_suspension(self, execution_id: str) -> SuspensionRecord | None:
         """Return the open or the last suspension of an execution; None if it was never suspended."""
         execution = validate.validate_execution_id(execution_id)
-        suspension = await self._load_suspension(execution)
+        suspension = await load_one(self.runtime, Suspension, execution)
         if suspension is None:
             return None
         closing = await self._load_signals(execution, wait_encoding.closing_signals(suspension))
         return views.suspension_record(suspension, closing)
 
-    async def _load_suspension(self, execution_id: str) -> Suspension | None:
-        reads = ReadSet()
-        suspension = reads.one(Suspension, execution_id)
-        return suspension((await self.runtime.load(reads)).rows)
-
     async def _load_signals(self, execution_id: str, refs: Sequence[SignalRef]) -> list[Signal]:
-        if not refs:
-            return []
-        reads = ReadSet()
-        signals = reads.each(Signal, ((execution_id, ref.waitpoint_id, ref.seq) for ref in refs))
-        return [signal for signal in signals((await self.runtime.load(reads)).rows) if signal is not None]
+        keys = ((execution_id, ref.waitpoint_id, ref.seq) for ref in refs)
+        return [signal for signal in await load_each(self.runtime, Signal, keys) if signal is not None]
 
     async def list_suspended(
         self, partition: int | str, *, cursor: str | None = None, limit: int = 50
@@ -471,7 +460,7 @@ class SuspensionOperations:
 
     async def _position_after(self, scan: Scan, cursor: str) -> tuple[int, str] | None:
         """Return the position after an execution, suspended or not; if it is gone, that of the next id."""
-        suspension = await self._load_suspension(cursor)
+        suspension = await load_one(self.runtime, Suspension, cursor)
         if suspension is not None and suspension.suspension_id is not None:
             return (NO_TIMEOUT if suspension.timeout_at is None else suspension.timeout_at), cursor
         where = (*scan.where, Where("execution_id", ">", cursor))

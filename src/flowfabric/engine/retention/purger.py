@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_each
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
@@ -152,9 +152,6 @@ class Purger:
                 return needing
             after = (row.execution_id, edges[-1].edge_id)
 
-    async def _load_executions(self, names: Sequence[str]) -> list[Execution]:
-        if not names:
-            return []
-        reads = ReadSet()
-        executions = reads.each(Execution, ((name,) for name in names))
-        return [row for row in executions((await self.runtime.load(reads)).rows) if row is not None]
+    async def _load_executions(self, names: Iterable[str]) -> list[Execution]:
+        found = await load_each(self.runtime, Execution, ((name,) for name in names))
+        return [row for row in found if row is not None]
