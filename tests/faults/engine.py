@@ -92,7 +92,7 @@ ENGINE = (
     Fault(
         "a child with very many readers is purged although its parent still needs it",
         "engine/retention/purger.py",
-        " or any(\n            one and retention.may_still_need(one[0], row) for one in named\n        )",
+        " or any(retention.may_still_need(one, row) for one in named)",
         "",
         "tests/scenarios/flow/test_retention.py::test_a_child_with_many_readers_is_kept_for_its_parent",
     ),
@@ -120,7 +120,7 @@ ENGINE = (
     Fault(
         "a reconciler resolves a join without pending sibling cancels",
         "engine/operations/flows.py",
-        "if (await self.runtime.load((Read(PendingSiblingCancel, child),))).rows[0]:",
+        "if await load_one(self.runtime, PendingSiblingCancel, *child) is not None:",
         "if True:",
         "tests/engine/flows/test_unneeded_siblings.py",
     ),

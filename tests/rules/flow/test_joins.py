@@ -292,6 +292,17 @@ def test_a_child_that_waits_for_something_else_has_to_be_loaded(kind: Dependency
     assert successor("e", CHILD, kind, inbound=inbound, ref=None, queue=QueueKey("default")).queue == ()
 
 
+def test_every_verdict_has_a_public_form_and_an_edge_without_one_is_no_dependency() -> None:
+    assert [joins.resolution_of(verdict, "e", CHILD) for verdict in Verdict] == [
+        "satisfied",
+        "impossible",
+        "pending",
+        "already_resolved",
+        "already_resolved",
+    ]
+    assert isinstance(joins.resolution_of(None, "e", CHILD), errors.InvalidDependency)
+
+
 def waited_for_by(follows: Successor) -> Execution:
     return msgspec.structs.replace(child(), successors=encode_successors([follows]))
 

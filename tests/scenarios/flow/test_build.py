@@ -271,7 +271,7 @@ async def test_a_long_cycle_is_refused(flow: FlowEnv) -> None:
 
 
 async def test_the_cycle_search_stops_at_its_node_limit(flow: FlowEnv, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.engine.operations.flows.MAX_SEARCHED_NODES", 4)
+    monkeypatch.setattr("flowfabric.rules.flow.graph.MAX_SEARCHED_NODES", 4)
     await flow.begin("abcdeu")
     for upstream, downstream in ("ab", "bc", "cd", "de"):
         await flow.stage(upstream, downstream)

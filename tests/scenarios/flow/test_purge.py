@@ -234,7 +234,7 @@ async def test_a_member_added_during_the_check_prevents_the_purge(
     await flow.cancel("a")
     flow.clock.advance_ms(DAY_MS)
     late = await flow.create("late")
-    left_of = flow.engine.purger._member_left
+    left_of = flow.engine.purger._find_remaining
 
     async def joins_meanwhile(flow_id: str) -> Any:
         found = await left_of(flow_id)
@@ -242,7 +242,7 @@ async def test_a_member_added_during_the_check_prevents_the_purge(
         await flow.engine.add_execution_to_flow(flow.id, late)
         return found
 
-    monkeypatch.setattr(flow.engine.purger, "_member_left", joins_meanwhile)
+    monkeypatch.setattr(flow.engine.purger, "_find_remaining", joins_meanwhile)
     assert await flow.sweep("retention_trimmer") == [1]
 
     assert await flow.engine.list_flow_members(flow.id) == flow.ids(["a", "late"])
@@ -255,7 +255,7 @@ async def test_a_member_recreated_during_the_check_prevents_the_purge(
     await flow.begin("a")
     await flow.cancel("a")
     flow.clock.advance_ms(DAY_MS)
-    left_of = flow.engine.purger._member_left
+    left_of = flow.engine.purger._find_remaining
 
     async def comes_again(flow_id: str) -> Any:
         found = await left_of(flow_id)
@@ -264,7 +264,7 @@ async def test_a_member_recreated_during_the_check_prevents_the_purge(
         await flow.engine.add_execution_to_flow(flow.id, flow.names["a"])
         return found
 
-    monkeypatch.setattr(flow.engine.purger, "_member_left", comes_again)
+    monkeypatch.setattr(flow.engine.purger, "_find_remaining", comes_again)
     assert await flow.sweep("retention_trimmer") == [1]
 
     assert await flow.engine.resolve_execution_flow_id(flow.names["a"]) == flow.id

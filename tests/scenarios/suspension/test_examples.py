@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied, TokenMismatch, UnknownWaitpoint
+from flowfabric.engine.operations.suspensions import ConditionAlreadySatisfied
 from flowfabric.model.answers.execution import Completed, Renewed
 from flowfabric.model.condition import Single
+from flowfabric.rules.security.waitpoint_token import TokenMismatch, UnknownWaitpoint
 from flowfabric.rules.suspension.arguments import UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import Accepted
 from tests.scenarios.env import Env

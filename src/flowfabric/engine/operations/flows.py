@@ -1,4 +1,4 @@
-"""Cancelling a flow: the header, the members, and the wait for them."""
+"""Flow operations: build a graph, resolve its edges, cancel its members."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from flowfabric.engine.flows.bulk_cancel import BulkCanceller, load_readable
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.operations.bulk_create import defaults_of
-from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import flow as flow_answers
@@ -34,39 +35,29 @@ from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.flow import build, dependencies, graph
+from flowfabric.rules.flow import build, dependencies, graph, joins
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.dependencies import ApplyDependency
 from flowfabric.rules.flow.graph import CreateGraph
-from flowfabric.rules.flow.joins import Verdict
-from flowfabric.stores.queries import Read
 
 MAX_WAIT_MS = 300_000
 MAX_LISTED_MEMBERS = 1000  # members that the answer to a repeated cancel lists
 FlowCancel = flow_answers.FlowCancelled | flow_answers.CancellationScheduled | flow_answers.PartiallyCancelled
-MAX_SEARCHED_NODES = 1000
-_RESOLUTION = {
-    Verdict.SATISFIED: flow_answers.Resolution.SATISFIED,
-    Verdict.IMPOSSIBLE: flow_answers.Resolution.IMPOSSIBLE,
-    Verdict.PENDING: flow_answers.Resolution.PENDING,
-    Verdict.ALREADY_FIRED: flow_answers.Resolution.ALREADY_RESOLVED,
-    Verdict.ALREADY_RESOLVED: flow_answers.Resolution.ALREADY_RESOLVED,
-}
 
 
 class NoWait(msgspec.Struct, frozen=True):
-    """Answer when the flow is marked; members are cancelled in the background."""
+    """Return once the flow is marked; members are cancelled in the background."""
 
 
 class WaitTimeout(msgspec.Struct, frozen=True):
-    """Answer when every member is dealt with, or raise when that takes longer."""
+    """Return once every member is cancelled; raise `OperationTimeout` if that takes longer."""
 
     timeout_ms: int
 
 
 class WaitIndefinite(msgspec.Struct, frozen=True):
-    """Answer when every member is dealt with; "for ever" ends after five minutes."""
+    """Return once every member is cancelled; the limit is five minutes."""
 
 
 Wait = NoWait | WaitTimeout | WaitIndefinite
@@ -74,7 +65,7 @@ NO_WAIT = NoWait()
 
 
 class GraphEdge(msgspec.Struct, frozen=True):
-    """An edge of a graph that is created as a whole; an id is minted when none is given."""
+    """An edge of a graph that is created as a whole; without an id, one is minted."""
 
     upstream: str
     downstream: str
@@ -100,29 +91,29 @@ class FlowOperations:
         reason: str = "",
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
-        """Cancel a flow and those of its members that the policy selects; a repeated call changes nothing."""
-        wanted = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
-        longest_ms = max_wait_ms_of(wait)
-        why = validation.text("reason", reason)
-        answer = await self.cancel_flow_header(flow_id, reason=why, policy=wanted)
+        """Cancel a flow and the members that the policy selects; a repeated call changes nothing."""
+        policy = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        timeout_ms = max_wait_ms_of(wait)
+        reason = validation.text("reason", reason)
+        answer = await self.cancel_flow_header(flow_id, reason=reason, policy=policy)
         if isinstance(answer, flow_answers.HeaderAlreadyTerminal):
-            stored = answer.stored_cancellation_policy or wanted
+            stored = answer.stored_cancellation_policy or policy
             return flow_answers.FlowCancelled(stored, answer.member_execution_ids[:MAX_LISTED_MEMBERS])
-        everyone, chosen = answer.member_execution_ids, answer.selected_execution_ids
-        if not chosen:
-            return flow_answers.FlowCancelled(wanted, everyone)
+        members, selected = answer.member_execution_ids, answer.selected_execution_ids
+        if not selected:
+            return flow_answers.FlowCancelled(policy, members)
         flow = validate.validate_flow_id(flow_id)
-        work = self.bulk_canceller.cancel_members(flow, chosen, why or flow_cancel.FALLBACK_REASON)
-        if longest_ms is None:
+        work = self.bulk_canceller.cancel_members(flow, selected, reason or flow_cancel.FALLBACK_REASON)
+        if timeout_ms is None:
             self.bulk_canceller.finish_in_background(work)
-            return flow_answers.CancellationScheduled(wanted, len(everyone), everyone)
+            return flow_answers.CancellationScheduled(policy, len(members), members)
         try:
-            failed = await asyncio.wait_for(work, longest_ms / 1000)
+            failed = await asyncio.wait_for(work, timeout_ms / 1000)
         except TimeoutError:
-            raise errors.OperationTimeout("cancel_flow", longest_ms) from None
+            raise errors.OperationTimeout("cancel_flow", timeout_ms) from None
         if failed:
-            return flow_answers.PartiallyCancelled(wanted, everyone, failed)
-        return flow_answers.FlowCancelled(wanted, everyone)
+            return flow_answers.PartiallyCancelled(policy, members, failed)
+        return flow_answers.FlowCancelled(policy, members)
 
     async def cancel_flow_header(
         self,
@@ -132,77 +123,81 @@ class FlowOperations:
         policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
         grace_ms: Any = flow_cancel.GRACE_MS,
     ) -> flow_answers.HeaderCancelled | flow_answers.HeaderAlreadyTerminal:
-        """Mark a flow as cancelled and list the members to cancel; a reconciler sees to them after the grace."""
-        flow = validate.validate_flow_id(flow_id)
-        wanted = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
-        why = validation.text("reason", reason)
+        """Mark a flow as cancelled and list the members to cancel; a reconciler cancels them after the grace."""
+        flow_id = validate.validate_flow_id(flow_id)
+        cancellation_policy = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        reason = validation.text("reason", reason)
         if refused := flow_cancel.check_grace(grace_ms):
             raise refused
+        reads = ReadSet()
+        flow, members = reads.one(Flow, flow_id), reads.many(FlowMember, flow_id)
+        executions = reads.more_many(Execution)
+        unreadable: list[str] = []
 
-        async def members(rows: Rows) -> Rows:
-            names = [member.execution_id for member in rows[1]]
+        async def load_members(rows: Rows) -> Rows:
+            names = [member.execution_id for member in members(rows)]
             found = await load_readable(self.runtime, names)
-            return [[row for row in found.values() if row is not None], [name for name in names if name not in found]]
+            unreadable[:] = [name for name in names if name not in found]
+            return [[row for row in found.values() if row is not None]]
 
         return await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)), Read(FlowMember, (flow,))),
+            reads,
             lambda rows, _: flow_cancel.cancel_header(
-                first(rows[0]),
-                rows[1],
-                {row.execution_id: row for row in rows[2]},
-                unread=rows[3],
-                reason=why,
-                policy=wanted,
+                flow(rows),
+                members(rows),
+                {row.execution_id: row for row in executions(rows)},
+                unread=unreadable,
+                reason=reason,
+                policy=cancellation_policy,
                 grace_ms=grace_ms,
             ),
-            load_more=members,
+            load_more=load_members,
         )
 
     async def ack_cancel_member(self, flow_id: str, execution_id: str) -> None:
-        """One member of a cancelled flow is done with; one that is not listed is done with already."""
+        """Remove a member from the cancel backlog of its flow; one that is not listed is ignored."""
         execution = validate.validate_execution_id(execution_id)
         await self.bulk_canceller.acknowledge(validate.validate_flow_id(flow_id), [execution])
 
     async def drain_sibling_cancel_group(self, flow_id: str, downstream: str) -> flow_answers.SiblingDrain:
-        """Clear what a fired join had flagged for cancelling."""
-        return await self.bulk_canceller.drain(_child(flow_id, downstream))
+        """Clear the pending sibling cancels of a join that has fired."""
+        return await self.bulk_canceller.drain(_downstream(flow_id, downstream))
 
     async def reconcile_sibling_cancel_group(self, flow_id: str, downstream: str) -> flow_answers.SiblingReconcile:
-        """Finish a drain that a crash interrupted; cancels nobody."""
-        child = _child(flow_id, downstream)
+        """Finish a drain that a crash interrupted; cancels nothing."""
+        child = _downstream(flow_id, downstream)
+        reads = ReadSet()
+        pending, group = reads.one(PendingSiblingCancel, *child), reads.one(EdgeGroup, *child)
+        inbound, siblings = reads.many(Dependency, child.execution_id), reads.more_many(Execution)
 
-        async def listed(rows: Rows) -> Rows:
-            names = flow_cancel.siblings_to_cancel(rows[1][0]) if rows[1] else []
-            return [[row for each in await self._rows_of(names) for row in each]]
+        async def load_siblings(rows: Rows) -> Rows:
+            join = group(rows)
+            names = [] if join is None else flow_cancel.siblings_to_cancel(join)
+            found = await load_each(self.runtime, Execution, ((name,) for name in names))
+            return [[row for row in found if row is not None]]
 
-        if (await self.runtime.load((Read(PendingSiblingCancel, child),))).rows[0]:
+        if await load_one(self.runtime, PendingSiblingCancel, *child) is not None:
             await self.bulk_canceller.resolve_unrecorded_outcomes(child)
         return await self.runtime.decide_and_commit(
-            (Read(PendingSiblingCancel, child), Read(EdgeGroup, child), Read(Dependency, (child.execution_id,))),
+            reads,
             lambda rows, _: flow_cancel.reconcile_siblings(
-                first(rows[0]),
-                first(rows[1]),
-                {row.execution_id: row for row in rows[3]},
-                rows[2],
+                pending(rows), group(rows), {row.execution_id: row for row in siblings(rows)}, inbound(rows)
             ),
-            load_more=listed,
+            load_more=load_siblings,
         )
-
-    async def _rows_of(self, names: list[str]) -> Rows:
-        if not names:
-            return []
-        return (await self.runtime.load([Read(Execution, (name,)) for name in names])).rows
 
     async def create_flow(
         self, flow_id: str, *, flow_kind: str = "dag", namespace: str = "default"
     ) -> flow_answers.FlowCreated | flow_answers.FlowExists:
-        """Create a flow; one that exists stays as it is."""
-        flow = validate.validate_flow_id(flow_id)
-        kind, namespace = _labels(flow_kind, namespace)
-        partition = ids.flow_partition(flow, self.runtime.partitions)
+        """Create a flow; an existing one does not change."""
+        name = validate.validate_flow_id(flow_id)
+        kind, namespace = _validate_labels(flow_kind, namespace)
+        partition = ids.flow_partition(name, self.runtime.partitions)
+        reads = ReadSet()
+        flow = reads.one(Flow, name)
         return await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)),),
-            lambda rows, _: build.create_flow(first(rows[0]), flow, partition, kind, namespace),
+            reads,
+            lambda rows, _: build.create_flow(flow(rows), name, partition, kind, namespace),
             assumed_rows=[[]],
         )
 
@@ -216,46 +211,52 @@ class FlowOperations:
         flow_kind: str = "dag",
         namespace: str = "default",
     ) -> flow_answers.GraphCreated | flow_answers.FlowExists:
-        """Create a flow with all its members, edges and joins, all of it or nothing; repeating the call is harmless."""
-        flow = validate.validate_flow_id(flow_id)
-        kind, namespace = _labels(flow_kind, namespace)
-        here = ids.flow_partition(flow, self.runtime.partitions)
+        """Create a flow with its members, edges and joins in one change; repeating the call changes nothing."""
+        name = validate.validate_flow_id(flow_id)
+        kind, namespace = _validate_labels(flow_kind, namespace)
+        partition = ids.flow_partition(name, self.runtime.partitions)
         if not isinstance(policies or {}, Mapping):
             raise errors.InvalidInput("policies: not a mapping")
-        members = [_on(here, node) for node in validate.validate_creates(nodes)]
+        members = validate.validate_creates(nodes)
+        for node in members:
+            _check_partition(node.execution_id, node.partition, partition)
         names = {node.execution_id for node in members}
-        ask = CreateGraph(
-            flow,
-            here,
+        request = CreateGraph(
+            name,
+            partition,
             kind,
             namespace,
             members,
-            [self._staged(flow, _an_edge(edge, names)) for edge in validate.validate_iterable("edges", edges)],
-            {self._member_id(flow, name): _policy(policy) for name, policy in (policies or {}).items()},
+            [
+                self._stage_request(name, _check_edge(edge, names))
+                for edge in validate.validate_iterable("edges", edges)
+            ],
+            {self._member_id(name, child): _parse_policy(policy) for child, policy in (policies or {}).items()},
         )
-        if refused := graph.check_graph(ask):
+        if refused := graph.check_graph(request):
             raise refused
-        wants = [Read(Flow, (flow,)), *(Read(Execution, (node.execution_id,)) for node in ask.nodes)]
+        reads = ReadSet()
+        flow = reads.one(Flow, name)
+        executions = reads.each(Execution, ((node.execution_id,) for node in request.nodes))
 
-        def decide(rows: Rows, now: int) -> Any:
-            existing = {each[0].execution_id: each[0] for each in rows[1:] if each}
-            return graph.create_graph(first(rows[0]), existing, ask, now, defaults=defaults_of(self.runtime))
+        def decide(rows: Rows, now: int) -> Decision[flow_answers.GraphCreated | flow_answers.FlowExists]:
+            existing = {row.execution_id: row for row in executions(rows) if row is not None}
+            return graph.create_graph(flow(rows), existing, request, now, defaults=defaults_of(self.runtime))
 
-        answer: flow_answers.GraphCreated | flow_answers.FlowExists
-        answer = await self.runtime.decide_and_commit(wants, decide, assumed_rows=[[] for _ in wants])
-        return answer
+        return await self.runtime.decide_and_commit(reads, decide, assumed_rows=[[] for _ in reads])
 
     async def add_execution_to_flow(
         self, flow_id: str, execution_id: str
     ) -> flow_answers.Added | flow_answers.AlreadyMember:
         """Make an execution a member of a flow on its partition."""
-        flow = validate.validate_flow_id(flow_id)
-        member = self._member_id(flow, execution_id)
-        wants = (Read(Flow, (flow,)), Read(Execution, (member,)), Read(FlowMember, (flow, member)))
-        async with self.flow_locks.hold(flow):
+        name = validate.validate_flow_id(flow_id)
+        execution = self._member_id(name, execution_id)
+        reads = ReadSet()
+        flow, row = reads.one(Flow, name), reads.one(Execution, execution)
+        member = reads.one(FlowMember, name, execution)
+        async with self.flow_locks.hold(name):
             return await self.runtime.decide_and_commit(
-                wants,
-                lambda rows, _: build.add_member(first(rows[0]), first(rows[1]), first(rows[2]), member),
+                reads, lambda rows, _: build.add_member(flow(rows), row(rows), member(rows), execution)
             )
 
     async def stage_dependency_edge(
@@ -269,8 +270,8 @@ class FlowOperations:
         data_passing_ref: str | None = None,
         expected_graph_revision: int | None = None,
     ) -> flow_answers.Staged:
-        """Add an edge to the graph; without an expected revision none is asked for."""
-        flow = validate.validate_flow_id(flow_id)
+        """Add an edge to the graph; without an expected revision, any revision is accepted."""
+        name = validate.validate_flow_id(flow_id)
         expected = validate.validate_revision("expected_graph_revision", expected_graph_revision)
         edge = GraphEdge(
             validate.validate_member_id("upstream", upstream),
@@ -278,52 +279,38 @@ class FlowOperations:
             dependency_kind,
             data_passing_ref,
         )
-        ask = msgspec.structs.replace(
-            self._staged(flow, edge),
+        request = msgspec.structs.replace(
+            self._stage_request(name, edge),
             edge_id=validate.validate_edge_id(edge_id),
             expected_graph_revision=expected,
         )
-        wants = (
-            Read(Flow, (flow,)),
-            Read(Edge, (flow, ask.edge_id)),
-            Read(FlowMember, (flow, ask.upstream)),
-            Read(FlowMember, (flow, ask.downstream)),
-            Read(EdgeGroup, (flow, ask.downstream)),
-        )
-        circle = False
+        reads = ReadSet()
+        flow, existing = reads.one(Flow, name), reads.one(Edge, name, request.edge_id)
+        members = [reads.one(FlowMember, name, end) for end in (request.upstream, request.downstream)]
+        group = reads.one(EdgeGroup, name, request.downstream)
+        search = graph.start_search(request)
 
-        async def search(rows: Rows) -> Rows:
-            # After the flow was read: an edge that is staged since then makes the flow's guard fail.
-            nonlocal circle
-            circle = bool(rows[0]) and await self._reaches(ask.downstream, ask.upstream)
+        async def search_cycle(rows: Rows) -> Rows:
+            # The flow is already loaded: an edge that is staged from now on makes the guard on the flow fail.
+            nonlocal search
+            search = graph.start_search(request)
+            while flow(rows) is not None and search.frontier:
+                search = graph.continue_search(search, await outgoing_edges(self.runtime, search.frontier))
             return []
 
-        async with self.flow_locks.hold(flow):
+        async with self.flow_locks.hold(name):
             return await self.runtime.decide_and_commit(
-                wants,
+                reads,
                 lambda rows, _: build.stage_edge(
-                    first(rows[0]),
-                    first(rows[1]),
-                    (first(rows[2]), first(rows[3])),
-                    first(rows[4]),
-                    ask,
-                    closes_cycle=circle,
+                    flow(rows),
+                    existing(rows),
+                    (members[0](rows), members[1](rows)),
+                    group(rows),
+                    request,
+                    closes_cycle=search.closes_cycle,
                 ),
-                load_more=search,
+                load_more=search_cycle,
             )
-
-    async def _reaches(self, start: str, goal: str) -> bool:
-        """Whether a way leads from start to goal; a search that grows too large counts as yes."""
-        visited, level = {start}, [start]
-        while level:
-            nexts = {edge.downstream_execution_id for edge in await outgoing_edges(self.runtime, level)}
-            if goal in nexts:
-                return True
-            level = sorted(nexts - visited)
-            visited |= nexts
-            if len(visited) > MAX_SEARCHED_NODES:
-                return True
-        return False
 
     async def apply_dependency_to_child(
         self,
@@ -336,47 +323,41 @@ class FlowOperations:
         dependency_kind: str | None = None,
         data_passing_ref: str | None = None,
     ) -> flow_answers.DependencyApplied | flow_answers.DependencyAlreadyApplied:
-        """Let the downstream of a staged edge wait for its upstream; what is left out is taken from the edge."""
-        seen = validate.validate_revision("graph_revision", graph_revision)
-        ask = ApplyDependency(
+        """Make the downstream of a staged edge wait for its upstream; omitted arguments are those of the edge."""
+        revision = validate.validate_revision("graph_revision", graph_revision)
+        request = ApplyDependency(
             validate.validate_flow_id(flow_id),
             validate.validate_edge_id(edge_id),
             validate.validate_member_id("upstream", upstream),
             validate.validate_member_id("downstream", downstream),
             None if dependency_kind is None else validate.value_or_raise(build.parse_dependency_kind(dependency_kind)),
             validation.optional_text("data_passing_ref", data_passing_ref),
-            None
-            if seen is None
-            else min(seen, validation.MAX_INTEGER),  # a note for people; no graph has come that far
+            None if revision is None else min(revision, validation.MAX_INTEGER),  # informational: cap what is stored
         )
-        wants = (
-            Read(Execution, (ask.downstream,)),
-            Read(Execution, (ask.upstream,)),
-            Read(Edge, (ask.flow_id, ask.edge_id)),
-            Read(Dependency, (ask.downstream, ask.edge_id)),
-            Read(EdgeGroup, (ask.flow_id, ask.downstream)),
+        reads = ReadSet()
+        child, parent = reads.one(Execution, request.downstream), reads.one(Execution, request.upstream)
+        edge = reads.one(Edge, request.flow_id, request.edge_id)
+        existing = reads.one(Dependency, request.downstream, request.edge_id)
+        group = reads.one(EdgeGroup, request.flow_id, request.downstream)
+        return await self.runtime.decide_and_commit(
+            reads,
+            lambda rows, _: dependencies.apply_dependency(
+                child(rows), parent(rows), edge(rows), existing(rows), group(rows), request
+            ),
         )
-
-        def decide(
-            rows: Rows, _: int
-        ) -> Decision[flow_answers.DependencyApplied | flow_answers.DependencyAlreadyApplied]:
-            child, above, edge, existing, group = map(first, rows)
-            return dependencies.apply_dependency(child, above, edge, existing, group, ask)
-
-        return await self.runtime.decide_and_commit(wants, decide)
 
     async def set_edge_group_policy(
         self, flow_id: str, downstream: str, policy: Mapping[str, Any]
     ) -> flow_answers.SetJoinPolicyResult:
-        """Say how an execution joins its upstreams, before any edge into it is staged."""
-        given = _policy(policy)
-        flow = validate.validate_flow_id(flow_id)
-        child = validate.validate_member_id("downstream", downstream)
+        """Set how an execution joins its upstreams, before any edge into it is staged."""
+        join_policy = _parse_policy(policy)
+        key = _downstream(flow_id, downstream)
+        reads = ReadSet()
+        flow, group = reads.one(Flow, key.flow_id), reads.one(EdgeGroup, *key)
         answer = await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)), Read(EdgeGroup, (flow, child))),
-            lambda rows, _: build.set_join_policy(first(rows[0]), first(rows[1]), flow, child, given),
+            reads, lambda rows, _: build.set_join_policy(flow(rows), group(rows), *key, join_policy)
         )
-        self.runtime.metrics.count("ff_edge_group_policy", policy=given.variant.value)
+        self.runtime.metrics.count("ff_edge_group_policy", policy=join_policy.variant.value)
         return answer
 
     async def set_flow_tag(self, flow_id: str, key: str, value: str) -> None:
@@ -384,52 +365,53 @@ class FlowOperations:
         name = validation.text("key", key)
         if refused := tag_rules.check_tag_key(name) or tag_rules.check_not_reserved(name):
             raise refused
-        flow, text = validate.validate_flow_id(flow_id), validation.text("value", value)
-        await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)),), lambda rows, _: build.set_flow_tag(first(rows[0]), name, text)
-        )
+        reads = ReadSet()
+        flow, text = reads.one(Flow, validate.validate_flow_id(flow_id)), validation.text("value", value)
+        await self.runtime.decide_and_commit(reads, lambda rows, _: build.set_flow_tag(flow(rows), name, text))
 
     async def resolve_dependency(
         self, flow_id: str, edge_id: str, downstream: str, outcome: str
     ) -> flow_answers.Resolution:
-        """Count the end of an edge's upstream on its downstream; counting it again changes nothing."""
-        ended = _outcome(outcome)
-        child = Downstream(validate.validate_flow_id(flow_id), validate.validate_member_id("downstream", downstream))
+        """Count the outcome of an edge's upstream in the downstream's join; a repeated call changes nothing."""
+        upstream_outcome = _parse_outcome(outcome)
+        child = _downstream(flow_id, downstream)
         edge = validate.validate_edge_id(edge_id)
-        [fold] = await self.join_resolver.resolve([CompletedEdge(child, edge, ended)])
-        if fold.refused is not None:
-            raise fold.refused
-        if edge not in fold.verdicts:
-            raise errors.InvalidDependency(f"edge {edge} was never applied to {downstream}")
-        return _RESOLUTION[fold.verdicts[edge]]
+        [resolved] = await self.join_resolver.resolve([CompletedEdge(child, edge, upstream_outcome)])
+        if resolved.refused is not None:
+            raise resolved.refused
+        return validate.value_or_raise(joins.resolution_of(resolved.verdicts.get(edge), edge, downstream))
 
     async def cascade_completion(self, execution_id: str) -> flow_answers.CascadeOutcome:
-        """Resolve every edge of an execution that has ended, and of those that this skips, before it answers."""
+        """Resolve every edge of an execution that has ended, and those of descendants that this skips."""
         resolved, descended = await self.dispatcher.cascade([validate.validate_execution_id(execution_id)])
         return flow_answers.CascadeOutcome(resolved, descended)
 
     async def promote_blocked_to_eligible(self, execution_id: str) -> Moved:
-        """Make an execution claimable that waits although its dependencies are met."""
-        execution = validate.validate_execution_id(execution_id)
+        """Make an execution claimable that is blocked although its dependencies are met."""
+        reads = ReadSet()
+        row = reads.one(Execution, validate.validate_execution_id(execution_id))
+        group = reads.more_one(EdgeGroup)
         return await self.runtime.decide_and_commit(
-            (Read(Execution, (execution,)),),
-            lambda rows, _: dependencies.promote_blocked(first(rows[0]), first(rows[1])),
+            reads,
+            lambda rows, _: dependencies.promote_blocked(row(rows), group(rows)),
             load_more=self.join_resolver.load_join_group,
         )
 
     async def evaluate_flow_eligibility(self, execution_id: str) -> flow_answers.Eligibility:
-        """Whether dependencies let an execution run."""
-        rows = (await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows
-        return dependencies.dependency_eligibility(
-            first(rows[0]), first((await self.join_resolver.load_join_group(rows))[0])
-        )
+        """Return whether dependencies let an execution run."""
+        reads = ReadSet()
+        row = reads.one(Execution, validate.validate_execution_id(execution_id))
+        group = reads.more_one(EdgeGroup)
+        rows = (await self.runtime.load(reads)).rows
+        rows = rows + await self.join_resolver.load_join_group(rows)
+        return dependencies.dependency_eligibility(row(rows), group(rows))
 
     def _member_id(self, flow_id: ids.FlowId, execution_id: str) -> str:
         execution = validate.validate_execution_id(execution_id)
         _check_partition(execution, ids.partition_of(execution), ids.flow_partition(flow_id, self.runtime.partitions))
         return execution
 
-    def _staged(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
+    def _stage_request(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
             flow_id,
             self.runtime.minter.uuid() if edge.edge_id is None else validate.validate_edge_id(edge.edge_id),
@@ -442,7 +424,7 @@ class FlowOperations:
 
 
 def max_wait_ms_of(wait: Wait) -> int | None:
-    """How long a caller waits at most; None for one that does not."""
+    """Return the longest time that a caller waits; None if it does not wait."""
     match wait:
         case NoWait():
             return None
@@ -454,46 +436,41 @@ def max_wait_ms_of(wait: Wait) -> int | None:
             raise errors.InvalidInput("wait: none of NoWait, WaitTimeout, WaitIndefinite")
 
 
-def _child(flow_id: str, downstream: str) -> Downstream:
+def _downstream(flow_id: str, downstream: str) -> Downstream:
     return Downstream(validate.validate_flow_id(flow_id), validate.validate_member_id("downstream", downstream))
 
 
-def _check_partition(execution_id: str, partition: int, here: int) -> None:
-    if partition != here:
-        raise errors.InvalidInput(f"partition mismatch: {execution_id} is on {partition}, its flow on {here}")
+def _check_partition(execution_id: str, partition: int, flow_partition: int) -> None:
+    if partition != flow_partition:
+        raise errors.InvalidInput(f"partition mismatch: {execution_id} is on {partition}, its flow on {flow_partition}")
 
 
-def _on(here: int, node: CreateExecution) -> CreateExecution:
-    _check_partition(node.execution_id, node.partition, here)
-    return node
-
-
-def _an_edge(given: object, names: Set[str]) -> GraphEdge:
-    """An edge whose ends are ids, which those of members are known to be."""
-    if not isinstance(given, GraphEdge):
+def _check_edge(edge: object, names: Set[str]) -> GraphEdge:
+    """Return the edge if both its ends are ids; those of members are already validated."""
+    if not isinstance(edge, GraphEdge):
         raise errors.InvalidInput("edges: not a GraphEdge")
-    for part, end in (("upstream", given.upstream), ("downstream", given.downstream)):
+    for part, end in (("upstream", edge.upstream), ("downstream", edge.downstream)):
         if type(end) is not str or end not in names:
             validate.validate_member_id(part, end)
-    return given
+    return edge
 
 
-def _labels(flow_kind: str, namespace: str) -> tuple[str, str]:
+def _validate_labels(flow_kind: str, namespace: str) -> tuple[str, str]:
     kind = validation.text("flow_kind", flow_kind, limit=validation.MAX_NAME_BYTES)
     if not kind:
         raise errors.InvalidInput("flow_kind: empty")
     return kind, validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES)
 
 
-def _policy(policy: object) -> build.JoinPolicy:
+def _parse_policy(policy: object) -> build.JoinPolicy:
     return validate.value_or_raise(build.parse_join_policy(dict(policy) if isinstance(policy, Mapping) else policy))
 
 
-def _outcome(outcome: str) -> TerminalOutcome:
+def _parse_outcome(outcome: str) -> TerminalOutcome:
     try:
-        ended = TerminalOutcome(outcome)
+        parsed = TerminalOutcome(outcome)
     except ValueError:
-        ended = TerminalOutcome.NONE
-    if ended is TerminalOutcome.NONE:
-        raise errors.InvalidInput(f"outcome: {validation.preview(outcome)} is no end")
-    return ended
+        parsed = TerminalOutcome.NONE
+    if parsed is TerminalOutcome.NONE:
+        raise errors.InvalidInput(f"outcome: {validation.preview(outcome)} is no terminal outcome")
+    return parsed

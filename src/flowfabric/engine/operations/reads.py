@@ -1,4 +1,4 @@
-"""Reads of flows: what people and consoles look at, and the summary that is projected for them."""
+"""Read operations: executions, flows and their history, for people and consoles."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from flowfabric.engine.operations.pages import (
     SnapshotPage,
 )
 from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import completion_topic, wait_for_wakeup
@@ -40,14 +41,14 @@ from flowfabric.rules.execution import views
 from flowfabric.rules.flow import views as flow_views
 from flowfabric.rules.flow.build import EdgeSnapshot, edge_snapshot
 from flowfabric.rules.flow.views import FlowSnapshot
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
-FIRST_CHECK_DELAY_S = 0.02  # that the end of what was just created is waited for before a look at it
-MAX_MEMBERS_PER_LOAD = 500  # members that are looked at together
+FIRST_CHECK_DELAY_S = 0.02  # the time for which the completion of a new execution is awaited before a load
+MAX_MEMBERS_PER_LOAD = 500
 MAX_PAGE = 1000
 MAX_EXPIRED_PAGE = 10_000
 MAX_HISTORY_EVENTS = 1000
-RENEWED = "renewed"  # told so often that nothing else would be left of a long life
+RENEWED = "renewed"  # left out: so frequent that it would displace all other events of a long execution
 MAX_MATCHES = 100
 _HISTORY_FIELDS = (
     "lease_id",
@@ -72,24 +73,25 @@ class ReadOperations:
         return await self.explainer.explain(validate.validate_execution_id(execution_id))
 
     async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
-        """How the execution ended; None when it has not within the time."""
+        """Wait for the execution to end and return its outcome; None if it does not end in time."""
         execution = parse_execution_id(validation.text("execution_id", execution_id))
         clock = asyncio.get_running_loop().time
         until = clock() + validation.duration_ms("max_wait_ms", max_wait_ms, least=0) / 1000
-        wants = (Read(Execution, (execution,)), Read(Result, (execution,)))
+        reads = ReadSet()
+        row, result = reads.one(Execution, execution), reads.one(Result, execution)
         is_new = self.recent_creates.take(execution)
         while True:
             hint = self.runtime.wakeups.subscribe(completion_topic(execution))
             try:
-                if is_new and until > clock():  # a look would be in vain, and in the way of whoever works on it
+                if is_new and until > clock():  # a load now would find nothing and delay the worker
                     is_new = False
                     await asyncio.wait((hint,), timeout=min(FIRST_CHECK_DELAY_S, until - clock()))
-                loaded = await self.runtime.load(wants)
-                if not loaded.rows[0]:
+                rows = (await self.runtime.load(reads)).rows
+                found = row(rows)
+                if found is None:
                     raise errors.NotFound("execution", execution_id=execution)
-                row: Execution = loaded.rows[0][0]
-                if row.lifecycle_phase is LifecyclePhase.TERMINAL:
-                    return _ended(row, loaded.rows[1][0] if loaded.rows[1] else None)
+                if found.lifecycle_phase is LifecyclePhase.TERMINAL:
+                    return _outcome(found, result(rows))
                 left = until - clock()
                 if left <= 0:
                     return None
@@ -98,35 +100,39 @@ class ReadOperations:
                 hint.cancel()
 
     async def describe_flow(self, flow_id: str) -> FlowSnapshot | None:
-        """The flow with its joins; None when there is none."""
-        flow = validate.validate_flow_id(flow_id)
-        found, groups = (await self.runtime.load((Read(Flow, (flow,)), Read(EdgeGroup, (flow,))))).rows
-        return flow_views.flow_snapshot(found[0], groups) if found else None
+        """Return the flow with its joins; None if there is none."""
+        flow_id = validate.validate_flow_id(flow_id)
+        reads = ReadSet()
+        flow, groups = reads.one(Flow, flow_id), reads.many(EdgeGroup, flow_id)
+        rows = (await self.runtime.load(reads)).rows
+        found = flow(rows)
+        return None if found is None else flow_views.flow_snapshot(found, groups(rows))
 
     async def list_flows(self, partition: int | str, *, cursor: str | None = None, limit: int = 50) -> FlowPage:
-        """Flows of one partition (its number or its key) by id, strictly after the cursor."""
+        """List the flows of one partition (its number or its key) by id, after the cursor."""
         index = validate.validate_flow_partition(partition, self.runtime.partitions)
-        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (index, validate.validate_flow_id(cursor))
-        if not wanted:
+        if not size:
             return FlowPage([])
         where = (Where("partition", "=", index),)
-        rows = await self.runtime.store.scan(Scan(Flow, where, ("partition", "flow_id"), after, wanted + 1))
-        page = [flow_views.flow_status(row) for row in rows[:wanted]]
-        return FlowPage(page, page[-1].flow_id if len(rows) > wanted else None)
+        rows = await self.runtime.store.scan(Scan(Flow, where, ("partition", "flow_id"), after, size + 1))
+        page = [flow_views.flow_status(row) for row in rows[:size]]
+        return FlowPage(page, page[-1].flow_id if len(rows) > size else None)
 
     async def list_flow_members(self, flow_id: str) -> list[str]:
-        """Every member that was ever added, ascending."""
-        found = (await self.runtime.load((Read(FlowMember, (validate.validate_flow_id(flow_id),)),))).rows[0]
-        return [row.execution_id for row in found]
+        """List every member that was ever added, ascending."""
+        reads = ReadSet()
+        members = reads.many(FlowMember, validate.validate_flow_id(flow_id))
+        return [member.execution_id for member in members((await self.runtime.load(reads)).rows)]
 
     async def list_outgoing_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
-        """The edges that lead away from an execution, by id."""
+        """List the outgoing edges of an execution by id."""
         flow, upstream = validate.validate_flow_id(flow_id), validate.validate_execution_id(execution_id)
         return [edge_snapshot(edge) for edge in await outgoing_edges(self.runtime, [upstream]) if edge.flow_id == flow]
 
     async def list_incoming_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
-        """The edges that lead to an execution, by id."""
+        """List the incoming edges of an execution by id."""
         flow, downstream = validate.validate_flow_id(flow_id), validate.validate_execution_id(execution_id)
         found = await scan_edges(self.runtime, "downstream_execution_id", [downstream])
         return [edge_snapshot(edge) for edge in found if edge.flow_id == flow]
@@ -134,7 +140,7 @@ class ReadOperations:
     async def list_edges(
         self, flow_id: str, *, outgoing: str | None = None, incoming: str | None = None
     ) -> list[EdgeSnapshot]:
-        """The edges away from one execution, or to one."""
+        """List the outgoing or the incoming edges of one execution."""
         if (outgoing is None) == (incoming is None):
             raise errors.InvalidInput("edges are listed either outgoing from or incoming to one execution")
         if outgoing is not None:
@@ -142,48 +148,51 @@ class ReadOperations:
         return await self.list_incoming_edges(flow_id, incoming or "")
 
     async def describe_edge(self, flow_id: str, edge_id: str) -> EdgeSnapshot | None:
-        """One edge; None when this flow has no such edge."""
-        key = (validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id))
-        found = (await self.runtime.load((Read(Edge, key),))).rows[0]
-        return edge_snapshot(found[0]) if found else None
+        """Return an edge; None if this flow has no such edge."""
+        edge = await load_one(
+            self.runtime, Edge, validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id)
+        )
+        return None if edge is None else edge_snapshot(edge)
 
     async def resolve_execution_flow_id(self, execution_id: str) -> str | None:
-        """The flow of an execution; None when it has none or does not exist."""
-        found = (await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))).rows[0]
-        return found[0].flow_id if found else None
+        """Return the flow of an execution; None if it has none or does not exist."""
+        row = await self._row(execution_id)
+        return None if row is None else row.flow_id
 
     async def get_flow_tag(self, flow_id: str, key: str) -> str | None:
-        """One tag; None when the flow or the tag is missing."""
+        """Return one tag; None if the flow or the tag is missing."""
         if refused := tag_rules.check_tag_key(validation.text("key", key)):
             raise refused
-        found = (await self.runtime.load((Read(Flow, (validate.validate_flow_id(flow_id),)),))).rows[0]
-        return flow_views.tags_of(found[0]).get(key) if found else None
+        flow = await load_one(self.runtime, Flow, validate.validate_flow_id(flow_id))
+        return None if flow is None else flow_views.tags_of(flow).get(key)
 
     async def get_flow_summary(self, flow_id: str) -> FlowSummary | None:
-        """What the projector last counted; None before it did."""
-        found = (await self.runtime.load((Read(FlowSummary, (validate.validate_flow_id(flow_id),)),))).rows[0]
-        return found[0] if found else None
+        """Return the summary that was last projected; None before the first projection."""
+        return await load_one(self.runtime, FlowSummary, validate.validate_flow_id(flow_id))
 
     async def project_flow_summary(self, flow_id: str) -> bool:
-        """Count the members of a flow and write its summary; False when there is nothing to count."""
-        flow = validate.validate_flow_id(flow_id)
+        """Count the members of a flow and write its summary; False if there is nothing to count."""
+        flow_id = validate.validate_flow_id(flow_id)
+        reads = ReadSet()
+        flow, members = reads.one(Flow, flow_id), reads.many(FlowMember, flow_id)
+        executions = reads.more_many(Execution)
 
-        async def members(rows: Rows) -> Rows:
-            names = [member.execution_id for member in rows[1]]
-            found: list[Any] = []
+        async def load_members(rows: Rows) -> Rows:
+            names = [member.execution_id for member in members(rows)]
+            found: list[Execution] = []
             for start in range(0, len(names), MAX_MEMBERS_PER_LOAD):
-                part = names[start : start + MAX_MEMBERS_PER_LOAD]
-                found += (await self.runtime.load([Read(Execution, (name,)) for name in part])).rows
-            return [[row for each in found for row in each]]
+                batch = ((name,) for name in names[start : start + MAX_MEMBERS_PER_LOAD])
+                found += [row for row in await load_each(self.runtime, Execution, batch) if row is not None]
+            return [found]
 
         return await self.runtime.decide_and_commit(
-            (Read(Flow, (flow,)), Read(FlowMember, (flow,))),
-            lambda rows, _: flow_views.project_summary(rows[0][0] if rows[0] else None, len(rows[1]), rows[2]),
-            load_more=members,
+            reads,
+            lambda rows, _: flow_views.project_summary(flow(rows), len(members(rows)), executions(rows)),
+            load_more=load_members,
         )
 
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
-        """The execution for a reader; None when there is none, `Corruption` when what is kept of it cannot be read."""
+        """Return the execution for display; None if there is none, `Corruption` if its row cannot be decoded."""
         try:
             row = await self._row(execution_id)
             return None if row is None else views.execution_snapshot(row)
@@ -191,50 +200,51 @@ class ReadOperations:
             raise errors.Corruption(f"describe_execution: {fault.detail}", execution_id=execution_id) from fault
 
     async def read_execution_info(self, execution_id: str) -> views.ExecutionInfo | None:
-        """The execution for the API; None when there is none."""
+        """Return the execution for the API; None if there is none."""
         row, payload = await self._row_and_payload(execution_id)
         return None if row is None or payload is None else views.execution_info(row, payload)
 
     async def read_execution_state(self, execution_id: str) -> PublicState | None:
-        """The one public word."""
+        """Return the public state."""
         row = await self._row(execution_id)
         return None if row is None else row.public_state
 
     async def read_state_vector(self, execution_id: str) -> views.StateVector | None:
-        """The seven dimensions."""
+        """Return the seven dimensions of the state."""
         row = await self._row(execution_id)
         return None if row is None else views.make_state_vector(row)
 
     async def read_results(
         self, execution_ids: Sequence[str], *, namespace: str | None = None
     ) -> dict[str, bytes | None]:
-        """The results of many executions in one trip; None for one that has none.
+        """Return the results of many executions in one round trip; None for one that has none.
 
         With a `namespace`, an execution of another one is a conflict.
         """
-        wanted = [
+        executions = [
             validate.validate_execution_id(execution)
             for execution in validate.validate_iterable("execution_ids", execution_ids)
         ]
         validation.optional_text("namespace", namespace)
-        if not wanted:
+        if not executions:
             return {}
-        owners = () if namespace is None else wanted
-        wants = [Read(Result, (one,)) for one in wanted] + [Read(Execution, (one,)) for one in owners]
-        found = (await self.runtime.load(wants)).rows
-        for row in (row for rows in found[len(wanted) :] for row in rows):
-            if row.namespace != namespace:
+        reads = ReadSet()
+        results = reads.each(Result, ((name,) for name in executions))
+        owners = reads.each(Execution, ((name,) for name in executions if namespace is not None))
+        rows = (await self.runtime.load(reads)).rows
+        for row in owners(rows):
+            if row is not None and row.namespace != namespace:
                 raise errors.IdInOtherNamespace(execution_id=row.execution_id)
-        return {one: rows[0].payload if rows else None for one, rows in zip(wanted, found, strict=False)}
+        found = zip(executions, results(rows), strict=True)
+        return {name: None if result is None else result.payload for name, result in found}
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
-        """The result's exact bytes; None until one is stored."""
-        execution = validate.validate_execution_id(execution_id)
-        loaded = await self.runtime.load((Read(Result, (execution,)),))
-        return loaded.rows[0][0].payload if loaded.rows[0] else None
+        """Return the result's exact bytes; None until one is stored."""
+        result = await load_one(self.runtime, Result, validate.validate_execution_id(execution_id))
+        return None if result is None else result.payload
 
     async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
-        """What a handler needs to begin."""
+        """Return the input, kind and tags that a handler starts with."""
         row, payload = await self._row_and_payload(execution_id)
         if row is None or payload is None:
             raise errors.InvalidInput("execution_id: no such execution")
@@ -243,37 +253,36 @@ class ReadOperations:
         )
 
     async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
-        """What kinds these executions are of, in one trip; one that does not exist has none."""
-        wanted = [
+        """Return the kinds of these executions in one round trip; a missing execution is left out."""
+        executions = [
             validate.validate_execution_id(execution)
             for execution in validate.validate_iterable("execution_ids", execution_ids)
         ]
-        loaded = await self.runtime.load([Read(Payload, (execution,)) for execution in wanted]) if wanted else None
-        found = [] if loaded is None else loaded.rows
-        return {execution: rows[0].execution_kind for execution, rows in zip(wanted, found, strict=True) if rows}
+        found = await load_each(self.runtime, Payload, ((name,) for name in executions))
+        return {payload.execution_id: payload.execution_kind for payload in found if payload is not None}
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
-        """The index of the latest attempt; 0 before the first claim."""
+        """Return the index of the latest attempt; 0 before the first claim."""
         return (await self._known(execution_id)).attempt_index or 0
 
     async def read_total_attempt_count(self, execution_id: str) -> int:
-        """The index that the next fresh attempt will take."""
+        """Return the index of the next new attempt."""
         return (await self._known(execution_id)).total_attempt_count
 
     async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
-        """What the holder last said of its progress: percentage and message."""
+        """Return the progress that was last reported: percentage and message."""
         row = await self._row(execution_id)
         if row is None:
             raise errors.NotFound("execution", execution_id=execution_id)
         return row.progress_pct, row.progress_message
 
     async def get_execution_namespace(self, execution_id: str) -> str | None:
-        """The namespace; None when there is no such execution."""
+        """Return the namespace; None if there is no such execution."""
         row = await self._row(execution_id)
         return None if row is None else row.namespace
 
     async def get_execution_tag(self, execution_id: str, key: str) -> str | None:
-        """One tag; None when the execution or the tag is missing."""
+        """Return one tag; None if the execution or the tag is missing."""
         name = validation.text("key", key)
         if refused := tag_rules.check_tag_key(name):
             raise refused
@@ -281,7 +290,7 @@ class ReadOperations:
         return None if row is None else tag_rules.decode_tags(row.tags).get(name)
 
     async def read_exec_core_fields(self, partition: int, execution_id: str, names: Sequence[str]) -> dict[str, Any]:
-        """The named fields of the core record that are set."""
+        """Return those of the named fields of the execution that are set."""
         execution = validate.validate_execution_id(execution_id)
         wanted = [validation.text("names", name) for name in validate.validate_iterable("names", names)]
         if ids.partition_of(execution) != validate.validate_flow_partition(partition, self.runtime.partitions):
@@ -293,13 +302,15 @@ class ReadOperations:
         return {name: fields[name] for name in wanted if name in fields}
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
-        """Every attempt by index, the running one included."""
+        """List every attempt by index, the running one included."""
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Attempt, (execution,))))
-        return views.attempt_views(loaded.rows[0][0] if loaded.rows[0] else None, loaded.rows[1])
+        reads = ReadSet()
+        row, attempts = reads.one(Execution, execution), reads.many(Attempt, execution)
+        rows = (await self.runtime.load(reads)).rows
+        return views.attempt_views(row(rows), attempts(rows))
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
-        """What happened to the leases of an execution, oldest first; renewals are told in the feed only."""
+        """List the lease events of an execution, oldest first; renewals are in the feed only."""
         execution = validate.validate_execution_id(execution_id)
         row = await self._row(execution)
         if row is None:
@@ -307,17 +318,17 @@ class ReadOperations:
         events = await self.runtime.retry_while_unavailable(
             lambda: self.runtime.store.history(execution, Topic.LEASE, MAX_HISTORY_EVENTS, RENEWED)
         )
-        return [_entry(told) for told in views.current_history(row, events)]
+        return [_history_entry(event) for event in views.current_history(row, events)]
 
     async def list_executions(self, partition: int, *, cursor: str | None = None, limit: int = 50) -> ExecutionPage:
-        """Ids of one partition, ascending, strictly after the cursor."""
-        place = validate.validate_flow_partition(partition, self.runtime.partitions)
-        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        """List the ids of one partition, ascending, after the cursor."""
+        index = validate.validate_flow_partition(partition, self.runtime.partitions)
+        size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         after = None if cursor is None else (validate.validate_execution_id(cursor),)
-        where = (Where("partition", "=", place), Where("execution_id", "starts", f"{{fp:{place}}}:"))
-        rows = await self._page(Scan(Execution, where, ("execution_id",), after, wanted + 1), wanted)
-        found = [row.execution_id for row in rows[:wanted]]
-        return ExecutionPage(found, found[-1] if len(rows) > wanted else None)
+        where = (Where("partition", "=", index), Where("execution_id", "starts", f"{{fp:{index}}}:"))
+        rows = await self._page(Scan(Execution, where, ("execution_id",), after, size + 1), size)
+        found = [row.execution_id for row in rows[:size]]
+        return ExecutionPage(found, found[-1] if len(rows) > size else None)
 
     async def search_executions(
         self,
@@ -332,7 +343,7 @@ class ReadOperations:
         cursor: str | None = None,
         limit: int = 50,
     ) -> SnapshotPage:
-        """Executions of all partitions that meet every filter, by id, strictly after the cursor."""
+        """List executions of all partitions that match every filter, by id, after the cursor."""
         where: list[Where] = []
         if namespace is not None:
             where.append(Where("namespace", "=", validation.text("namespace", namespace)))
@@ -349,49 +360,47 @@ class ReadOperations:
         label = None if tag is None else _tag(tag)
         if label is not None:
             where.append(Where("tags", "set"))
-        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
-        size = wanted + 1 if label is None else MAX_PAGE + 1
+        page_size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        scan_size = page_size + 1 if label is None else MAX_PAGE + 1
         found: list[Execution] = []
         after: tuple[str, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
-        while True:  # a tag is looked for in what the other filters leave over
-            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, size), wanted)
+        while True:  # stores do not filter by tag: several scans may be needed for a page
+            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, scan_size), page_size)
             found += [row for row in rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]]
-            if len(rows) < size or len(found) > wanted:
+            if len(rows) < scan_size or len(found) > page_size:
                 break
             after = (rows[-1].execution_id,)
-        page = [views.execution_snapshot(row) for row in found[:wanted]]
-        return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
+        page = [views.execution_snapshot(row) for row in found[:page_size]]
+        return SnapshotPage(page, page[-1].execution_id if len(found) > page_size and page else None)
 
     async def find_executions(
         self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
     ) -> IdMatches:
-        """Executions whose id begins like this, of some namespaces or of all.
+        """Find executions by a prefix of their id, in some namespaces or in all.
 
-        The partition may be left out: 86:019a9f3c and 019a9f3c stand for {fp:86}:019a9f3c. Each partition is one range
-        of the index of ids.
+        The partition may be omitted: 86:019a9f3c and 019a9f3c match {fp:86}:019a9f3c. Each partition is one range scan
+        of the id index.
         """
-        wanted = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
-        begins = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.runtime.partitions))
-        where: tuple[Where, ...] = (Where("execution_id", "starts", begins),)
+        size = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
+        prefixes = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.runtime.partitions))
+        where: tuple[Where, ...] = (Where("execution_id", "starts", prefixes),)
         if namespaces is not None:
-            own = tuple(
-                validation.text("namespaces", one) for one in validate.validate_iterable("namespaces", namespaces)
-            )
-            where += (Where("namespace", "in", own),)
+            names = validate.validate_iterable("namespaces", namespaces)
+            where += (Where("namespace", "in", tuple(validation.text("namespaces", name) for name in names)),)
         rows = await self.runtime.scan(
-            Scan(Execution, where, ("execution_id",), limit=wanted + 1, limit_by="execution_id")
+            Scan(Execution, where, ("execution_id",), limit=size + 1, limit_by="execution_id")
         )
         found = [row.execution_id for row in rows]
-        return IdMatches(found[:wanted], len(found) > wanted)
+        return IdMatches(found[:size], len(found) > size)
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
-        """Lanes that ever had an execution, ascending."""
+        """List the lanes that ever had an execution, ascending."""
         after = None if cursor is None else validate.validate_lane_id(cursor)
-        wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
-        if not wanted:
+        size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
+        if not size:
             return LanePage([])
-        lanes = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.lanes(after, wanted + 1))
-        return LanePage(lanes[:wanted], lanes[wanted - 1] if len(lanes) > wanted else None)
+        lanes = await self.runtime.retry_while_unavailable(lambda: self.runtime.store.lanes(after, size + 1))
+        return LanePage(lanes[:size], lanes[size - 1] if len(lanes) > size else None)
 
     async def list_expired_leases(
         self,
@@ -402,18 +411,18 @@ class ReadOperations:
         max_partitions_per_call: int = 32,
         namespace: str | None = None,
     ) -> ExpiredLeasePage:
-        """Leases whose end had come at `as_of`, marked or not, by end and id; revoked ones are not among them.
+        """List the leases that had expired at `as_of`, marked or not, by expiry and id; revoked ones are left out.
 
-        `max_partitions_per_call` may be given and hides nothing: one list serves all partitions here.
+        `max_partitions_per_call` has no effect: one index covers all partitions.
         """
         validation.integer("max_partitions_per_call", max_partitions_per_call, least=0)
-        wanted = min(validation.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
+        size = min(validation.integer("limit", limit, least=0), MAX_EXPIRED_PAGE)
         where = [Where("lease_expires_at", "<=", validation.instant_ms("as_of", as_of))]
         if namespace is not None:
             where.append(Where("namespace", "=", validation.text("namespace", namespace)))
-        place = None if after is None else _expired_cursor(after)
+        position = None if after is None else _expired_cursor(after)
         order = ("lease_expires_at", "execution_id")
-        rows = await self._page(Scan(Execution, tuple(where), order, place, wanted + 1), wanted)
+        rows = await self._page(Scan(Execution, tuple(where), order, position, size + 1), size)
         entries = [
             ExpiredLease(
                 row.execution_id,
@@ -423,17 +432,16 @@ class ReadOperations:
                 row.lease_expires_at or 0,
                 row.attempt_index or 0,
             )
-            for row in rows[:wanted]
+            for row in rows[:size]
         ]
-        more = (entries[-1].expires_at_ms, entries[-1].execution_id) if len(rows) > wanted and entries else None
+        more = (entries[-1].expires_at_ms, entries[-1].execution_id) if len(rows) > size and entries else None
         return ExpiredLeasePage(entries, more)
 
-    async def _page(self, scan: Scan, wanted: int) -> list[Execution]:
-        return await self.runtime.scan(scan) if wanted else []
+    async def _page(self, scan: Scan, size: int) -> list[Execution]:
+        return await self.runtime.scan(scan) if size else []
 
     async def _row(self, execution_id: str) -> Execution | None:
-        loaded = await self.runtime.load((Read(Execution, (validate.validate_execution_id(execution_id),)),))
-        return loaded.rows[0][0] if loaded.rows[0] else None
+        return await load_one(self.runtime, Execution, validate.validate_execution_id(execution_id))
 
     async def _known(self, execution_id: str) -> Execution:
         row = await self._row(execution_id)
@@ -443,14 +451,14 @@ class ReadOperations:
 
     async def _row_and_payload(self, execution_id: str) -> tuple[Execution | None, Payload | None]:
         execution = validate.validate_execution_id(execution_id)
-        loaded = await self.runtime.load((Read(Execution, (execution,)), Read(Payload, (execution,))))
-        if not loaded.rows[0]:
-            return None, None
-        return loaded.rows[0][0], loaded.rows[1][0] if loaded.rows[1] else None
+        reads = ReadSet()
+        row, payload = reads.one(Execution, execution), reads.one(Payload, execution)
+        rows = (await self.runtime.load(reads)).rows
+        return row(rows), payload(rows)
 
 
-def _ended(row: Execution, result: Result | None) -> ExecutionOutcome:
-    succeeded = row.terminal_outcome is TerminalOutcome.SUCCESS  # then a reason is that of an earlier attempt
+def _outcome(row: Execution, result: Result | None) -> ExecutionOutcome:
+    succeeded = row.terminal_outcome is TerminalOutcome.SUCCESS  # then a stored reason is of an earlier attempt
     return ExecutionOutcome(
         row.execution_id,
         row.terminal_outcome,
@@ -480,8 +488,8 @@ def _public_state(value: PublicState | str) -> PublicState:
         raise errors.InvalidInput(f"public_state: {validation.preview(value)} is no state") from None
 
 
-def _entry(told: FeedEvent) -> HistoryEntry:
-    event = told.event
+def _history_entry(feed_event: FeedEvent) -> HistoryEntry:
+    event = feed_event.event
     fields = {name: getattr(event, name) for name in _HISTORY_FIELDS if getattr(event, name) is not None}
     details = msgspec.json.decode(event.details, type=dict[str, Any]) if event.details else {}
     if event.lease == "reclaimed":
@@ -495,4 +503,4 @@ def _entry(told: FeedEvent) -> HistoryEntry:
         }
     elif event.lease == "replay_initiated":
         fields = {name: details[name] for name in ("replay_count", "replay_type")}
-    return HistoryEntry(event.lease or "", told.at, fields)
+    return HistoryEntry(event.lease or "", feed_event.at, fields)

@@ -1,8 +1,7 @@
-"""Output streams: append, read, tail.
+"""Stream operations: append to, read and tail output streams; subscribe to event feeds.
 
-Appends to one execution are decided together: while one batch of frames is on its way the next one fills, so a worker
-that writes token by token costs a change per batch, not per token. A tail that waits holds nothing but a place in the
-list of those who want a hint.
+Appends to one attempt are batched: while one batch is in flight, the next one fills, so a worker that writes token by
+token costs a change per batch. A tail that waits holds a wakeup subscription, no connection.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import decode_cursor
+from flowfabric.engine.runtime.read_set import ReadSet, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
 from flowfabric.engine.streams.frame_writer import FrameWriter
@@ -32,14 +32,14 @@ from flowfabric.rules.feed import CompletionFeedEntry, Filter, LeaseFeedEntry, O
 from flowfabric.rules.stream import read
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
 from flowfabric.rules.stream.read import StreamPage, StreamPosition, SummaryView
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
 MAX_BLOCK_MS = 30_000
 TRIM_BATCH = 1000
 
 
 class Visibility(StrEnum):
-    """Which frames a tail wants."""
+    """The frames that a tail returns."""
 
     ALL = ""
     EXCLUDE_BEST_EFFORT = "exclude_best_effort"
@@ -64,20 +64,19 @@ class StreamOperations:
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
-        """Add a frame to the attempt's output; refused for whoever no longer holds the lease. `seq` is passed over."""
-        given = validate_suspension.build_frame(payload, kind, frame_type, mode, best_effort, correlation_id)
+        """Append a frame to the attempt's output; refused without the lease. `seq` is ignored."""
+        validated = validate_suspension.build_frame(payload, kind, frame_type, mode, best_effort, correlation_id)
         fields = self.runtime.handle_fields(handle)
-        ask = FrameArgs(
-            payload=given.payload,
-            frame_type=given.frame_type,
+        frame = FrameArgs(
+            payload=validated.payload,
+            frame_type=validated.frame_type,
             attempt_index=fields.attempt_index,
             fence=Fence.of(fields),
-            mode=given.mode,
-            best_effort=given.best_effort,
-            correlation_id=given.correlation_id,
+            mode=validated.mode,
+            best_effort=validated.best_effort,
+            correlation_id=validated.correlation_id,
         )
-        key = (fields.execution_id, fields.attempt_index)
-        return await self.frame_writer.append(key, ask)
+        return await self.frame_writer.append((fields.execution_id, fields.attempt_index), frame)
 
     async def read_stream(
         self,
@@ -87,8 +86,8 @@ class StreamOperations:
         to_cursor: str = read.END,
         count_limit: int = 100,
     ) -> StreamPage:
-        """Frames between two places, both included; a stream that was never written is empty and open."""
-        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
+        """Return the frames between two positions, inclusive; a stream that was never written is empty and open."""
+        key = _stream_key(execution_id, attempt_index)
         first, last = read.lower_bound(from_cursor), read.upper_bound(to_cursor)
         count = read.check_count(count_limit)
         async with self.stream_reads.acquire():
@@ -103,9 +102,10 @@ class StreamOperations:
         count_limit: int = 50,
         visibility: Visibility | str = Visibility.ALL,
     ) -> StreamPage:
-        """Frames after a place; with none there, waits for one that is visible, or for the end of the stream."""
-        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
-        place, count, seen = read.tail_position(after), read.check_count(count_limit), _visibility(visibility)
+        """Return the frames after a position; if there are none, wait for a visible one or the end of the stream."""
+        key = _stream_key(execution_id, attempt_index)
+        position, count = read.tail_position(after), read.check_count(count_limit)
+        shown = _parse_visibility(visibility)
         block_s = validation.integer("block_ms", block_ms, least=0, most=MAX_BLOCK_MS) / 1000
         clock = asyncio.get_running_loop().time
         async with self.stream_reads.acquire():
@@ -113,7 +113,7 @@ class StreamOperations:
             while True:
                 hint = self.runtime.wakeups.subscribe(stream_topic(key[0]))
                 try:
-                    page = await self._read(key, place, read.LAST, count, seen)
+                    page = await self._read(key, position, read.LAST, count, shown)
                     left = until - clock()
                     if page.frames or page.closed_at is not None or left <= 0 or self.stream_reads.closing.is_set():
                         return page
@@ -122,30 +122,25 @@ class StreamOperations:
                     hint.cancel()
 
     async def read_summary(self, execution_id: str, attempt_index: int) -> SummaryView | None:
-        """The document that the attempt's summary frames amount to; None when there was none."""
-        key = (validate.validate_execution_id(execution_id), _index(attempt_index))
-        found = (await self.runtime.load((Read(StreamSummary, key),))).rows[0]
-        if not found:
+        """Return the document that the attempt's summary frames produced; None if there were none."""
+        row = await load_one(self.runtime, StreamSummary, *_stream_key(execution_id, attempt_index))
+        if row is None:
             return None
-        kept: StreamSummary = found[0]
-        return SummaryView(kept.document, kept.version, kept.patch_kind, kept.last_updated_ms, kept.first_applied_ms)
+        return SummaryView(row.document, row.version, row.patch_kind, row.last_updated_ms, row.first_applied_ms)
 
     async def read_stream_info(self, execution_id: str, attempt_index: int) -> Stream | None:
-        """The stream's own numbers; None when it was never written."""
-        found = (
-            await self.runtime.load(
-                (Read(Stream, (validate.validate_execution_id(execution_id), _index(attempt_index))),)
-            )
-        ).rows[0]
-        return found[0] if found else None
+        """Return the stream's counters and state; None if it was never written."""
+        return await load_one(self.runtime, Stream, *_stream_key(execution_id, attempt_index))
 
     async def _read(
         self, key: tuple[str, int], after: StreamPosition, last: StreamPosition, count: int, visibility: Visibility
     ) -> StreamPage:
-        loaded = await self.runtime.load((Read(Stream, key),))
-        if not loaded.rows[0]:
+        reads = ReadSet()
+        row = reads.one(Stream, *key)
+        loaded = await self.runtime.load(reads)
+        stream = row(loaded.rows)
+        if stream is None:
             return StreamPage([])
-        stream: Stream = loaded.rows[0][0]
         page = StreamPage([], stream.closed_at, stream.closed_reason)
         if read.is_expired(stream, loaded.now) or after >= StreamPosition(stream.last_ms, stream.last_seq):
             return page
@@ -160,11 +155,11 @@ class StreamOperations:
         order = ("execution_id", "attempt_index", "page", "ms", "seq")
         start = (*key, read.first_page(stream, after), after.ms, after.seq)
         rows: list[Frame] = await self.runtime.scan(Scan(Frame, tuple(where), order, start, count))
-        wanted = [read.frame_view(row) for row in rows if StreamPosition(row.ms, row.seq) <= last]
-        return msgspec.structs.replace(page, frames=wanted)
+        frames = [read.frame_view(frame) for frame in rows if StreamPosition(frame.ms, frame.seq) <= last]
+        return msgspec.structs.replace(page, frames=frames)
 
     async def shutdown_prepare(self, grace_ms: int = 15_000) -> None:
-        """Turn new reads away, let waiting tails return at once, and wait for those that are under way."""
+        """Refuse new reads, wake up waiting tails, and wait until reads in progress have returned."""
         grace = validation.duration_ms("grace_ms", grace_ms, least=0)
         self.stream_reads.closing.set()
         self.runtime.wakeups.notify_prefix(stream_topic(""))
@@ -176,37 +171,37 @@ class StreamOperations:
     async def subscribe_lease_history(
         self, cursor: bytes = b"", chosen: Filter | None = None
     ) -> Subscription[LeaseFeedEntry]:
-        """Every change of every lease."""
+        """Subscribe to all lease changes."""
         return await self._subscribe(Topic.LEASE, cursor, chosen, feed.lease_entry)
 
     async def subscribe_completion(
         self, cursor: bytes = b"", chosen: Filter | None = None
     ) -> Subscription[CompletionFeedEntry]:
-        """Every end of a life."""
+        """Subscribe to all completions."""
         return await self._subscribe(Topic.COMPLETION, cursor, chosen, feed.completion_entry)
 
     async def subscribe_operator_event(
         self, cursor: bytes = b"", chosen: Filter | None = None
     ) -> Subscription[OperatorFeedEntry]:
-        """What operators did."""
+        """Subscribe to the actions of operators."""
         return await self._subscribe(Topic.OPERATOR, cursor, chosen, feed.operator_entry)
 
     async def subscribe_signal_delivery(
         self, cursor: bytes = b"", chosen: Filter | None = None
     ) -> Subscription[SignalFeedEntry]:
-        """Every signal that was accepted, buffered or recognised as a repetition."""
+        """Subscribe to all signals that were accepted, buffered or recognised as duplicates."""
         return await self._subscribe(Topic.SIGNAL, cursor, chosen, feed.signal_entry)
 
     async def subscribe_instance_tags(self, cursor: bytes = b"") -> Subscription[Any]:
-        """There is no such feed."""
+        """Raise `Unavailable`: there is no such feed."""
         raise errors.Unavailable("subscribe_instance_tags")
 
     async def subscribe_completions(self) -> LegacyCompletions:
-        """Completions in the older form, from now on."""
+        """Subscribe to new completions in the older form."""
         return await self.subscribe_completions_filtered(Filter())
 
     async def subscribe_completions_filtered(self, chosen: Filter) -> LegacyCompletions:
-        """The same for some executions."""
+        """Subscribe to new completions of matching executions in the older form."""
 
         async def subscribe(cursor: bytes) -> Subscription[CompletionFeedEntry]:
             return await self.subscribe_completion(cursor, chosen)
@@ -214,29 +209,30 @@ class StreamOperations:
         return LegacyCompletions(await subscribe(b""), subscribe)
 
     async def trim_feed(self) -> int:
-        """Drop events that have been kept long enough; how many went."""
+        """Delete events whose retention is over; return how many."""
         now = await self.runtime.retry_while_unavailable(self.runtime.store.ping)
         before = now - self.runtime.settings.feed_retention_ms
         return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.trim_feed(before, TRIM_BATCH))
 
     async def _subscribe(
-        self, topic: Topic, cursor: bytes, chosen: Filter | None, tell: Callable[[FeedEvent], N | None]
+        self, topic: Topic, cursor: bytes, chosen: Filter | None, decode: Callable[[FeedEvent], N | None]
     ) -> Subscription[N]:
         if not isinstance(cursor, bytes | bytearray):
             raise errors.InvalidInput("cursor: not bytes")
-        wanted = validate.validate_filter(chosen)
+        accepted = validate.validate_filter(chosen)
         position = decode_cursor(bytes(cursor))
         if position is None:
             position = await self.runtime.retry_while_unavailable(self.runtime.store.feed_end)
-        # Nothing stands before the first place, and so nothing can be missing there.
-        return Subscription(self.runtime, topic, max(position, 0), wanted, tell)
+        # No event precedes position 0, so a smaller position must not be reported as a gap.
+        return Subscription(self.runtime, topic, max(position, 0), accepted, decode)
 
 
-def _index(attempt_index: object) -> int:
-    return validation.integer("attempt_index", attempt_index, least=0)
+def _stream_key(execution_id: object, attempt_index: object) -> tuple[str, int]:
+    execution = validate.validate_execution_id(execution_id)
+    return execution, validation.integer("attempt_index", attempt_index, least=0)
 
 
-def _visibility(value: str) -> Visibility:
+def _parse_visibility(value: str) -> Visibility:
     if value == "all":
         return Visibility.ALL
     try:

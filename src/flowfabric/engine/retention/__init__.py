@@ -1,1 +1,1 @@
-"""retention"""
+"""Purging of ended executions and flows."""

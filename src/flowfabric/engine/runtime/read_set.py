@@ -12,12 +12,15 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.stores.queries import Read
+
+if TYPE_CHECKING:
+    from flowfabric.engine.runtime.runtime import Runtime
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -51,6 +54,18 @@ class Each(Generic[R]):
 
     def __call__(self, rows: Rows) -> list[R | None]:
         return [found[0] if found else None for found in rows[self.start : self.end]]
+
+
+async def load_one(runtime: Runtime, row: type[R], *key: Any) -> R | None:
+    """Load the row with this key, if there is one."""
+    [found] = (await runtime.load((Read(row, key),))).rows
+    return found[0] if found else None
+
+
+async def load_each(runtime: Runtime, row: type[R], keys: Iterable[tuple[Any, ...]]) -> list[R | None]:
+    """Load one row by each of these keys; None where there is none. Without keys there is no round trip."""
+    reads = [Read(row, key) for key in keys]
+    return [found[0] if found else None for found in (await runtime.load(reads)).rows] if reads else []
 
 
 class ReadSet(list[Read]):

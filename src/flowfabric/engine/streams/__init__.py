@@ -1,1 +1,1 @@
-"""streams"""
+"""Output streams and event subscriptions."""

@@ -1,16 +1,15 @@
-"""Frame writer: frames of one attempt are appended in order and in batches."""
+"""Frame writer: appends the frames of each attempt in order and in batches."""
 
 from __future__ import annotations
 
 from flowfabric import errors
 from flowfabric.batcher import KeyedBatcher
-from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.execution import Execution
 from flowfabric.model.stream import Stream, StreamSummary
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import Appended, FrameArgs
-from flowfabric.stores.queries import Read
 
 BATCH_FRAMES = 500
 BATCH_BYTES = 4 * 1024 * 1024
@@ -28,20 +27,20 @@ class FrameWriter:
         )
 
     async def append(self, key: AttemptKey, frame: FrameArgs) -> Appended:
-        """Append a frame after those that were handed in before."""
+        """Append a frame after those that were added before."""
         return await self._batches.add(key, frame)
 
     async def drain(self) -> None:
-        """Wait until every frame that was handed in is written or refused."""
+        """Wait until every added frame is written or refused."""
         await self._batches.drain()
 
     async def _append_batch(self, key: AttemptKey, frames: list[FrameArgs]) -> append_rules.AppendResults:
+        reads = ReadSet()
+        row, stream, summary = reads.one(Execution, key[0]), reads.one(Stream, *key), reads.one(StreamSummary, *key)
         try:
             return await self.runtime.decide_and_commit(
-                (Read(Execution, key[:1]), Read(Stream, key), Read(StreamSummary, key)),
-                lambda rows, now: append_rules.append_frames(
-                    first(rows[0]), first(rows[1]), first(rows[2]), frames, now
-                ),
+                reads,
+                lambda rows, now: append_rules.append_frames(row(rows), stream(rows), summary(rows), frames, now),
             )
         except errors.FabricError:
             raise

@@ -1,4 +1,4 @@
-"""Read limiter: how many stream reads and tails one engine serves at a time."""
+"""Read limiter: bounds the stream reads and tails that one engine serves concurrently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StreamReadLimiter:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[None]:
-        """Hold one place; `ResourceExhausted` when all are taken, `Unavailable` while shutting down."""
+        """Hold one slot; `ResourceExhausted` if all are in use, `Unavailable` during shutdown."""
         if self.closing.is_set():
             raise errors.Unavailable("stream_ops")
         if self.running >= self.limit:

@@ -22,29 +22,29 @@ DIVERGED = "the cursor is not in this feed: the store was restored, or failed ov
 
 
 class Subscription(AsyncIterator[N]):
-    """The events of one feed after a place. Reading ahead is bounded by one page; a slow reader slows itself only.
+    """The events of one feed after a position. It reads ahead by at most one page; a slow reader delays only itself.
 
-    What has to be said besides events is raised where it belongs among them. After `StreamBackpressure` (a gap: events
-    were no longer kept, or the cursor points to what the store has lost) and `Corruption` (one could not be read) the
-    next one can be asked for; `StreamDisconnected` is the end, and subscribing with its cursor loses nothing.
+    Errors are raised at their position among the events. The subscription continues after `StreamBackpressure` (a gap:
+    events were trimmed, or the cursor points to events that the store has lost) and `Corruption` (an event cannot be
+    decoded). `StreamDisconnected` ends it; subscribing again with its cursor loses nothing.
     """
 
     def __init__(
-        self, core: Runtime, topic: Topic, position: int, chosen: Filter, tell: Callable[[FeedEvent], N | None]
+        self, runtime: Runtime, topic: Topic, position: int, chosen: Filter, decode: Callable[[FeedEvent], N | None]
     ) -> None:
-        self._core = core
+        self._runtime = runtime
         self._topic = topic
         self._position = position
         self._read_to = position
         self._filter = chosen
-        self._tell = tell
+        self._decode = decode
         self._page: deque[tuple[int, N | errors.FabricError]] = deque()
         self._ended = False
-        self.retry_for_s = RETRY_FOR_S  # how long a store that is away is waited for
+        self.retry_for_s = RETRY_FOR_S  # how long an unavailable store is retried
 
     @property
     def cursor(self) -> bytes:
-        """The place after the last event that was handed out, or passed over by the filter."""
+        """The position after the last event that was returned or filtered out."""
         return encode_cursor(self._position)
 
     def __aiter__(self) -> Subscription[N]:
@@ -58,15 +58,15 @@ class Subscription(AsyncIterator[N]):
         raise StopAsyncIteration
 
     async def next(self, *, timeout_s: float) -> N | None:
-        """The next event; None when there was none in time, or when the subscription has ended."""
+        """Return the next event; None if there is none in time, or if the subscription has ended."""
         while not self._page and not self._ended:
-            hint = self._core.wakeups.subscribe(FEED_TOPIC)
+            hint = self._runtime.wakeups.subscribe(FEED_TOPIC)
             try:
                 if await self._read():
                     continue
                 if timeout_s <= 0:
                     return None
-                pause = min(timeout_s, self._core.poll_interval_s)
+                pause = min(timeout_s, self._runtime.poll_interval_s)
                 if not await wait_for_wakeup(hint, pause):
                     timeout_s -= pause
             finally:
@@ -81,14 +81,14 @@ class Subscription(AsyncIterator[N]):
         return event
 
     async def _read(self) -> bool:
-        """Read a page; True when the feed had anything new, wanted or not."""
+        """Read a page; True if the feed had new events, filtered out or not."""
         before = self._read_to
         page = await self._fetch()
         if page.has_gap or page.diverged:
             self._page.append((before, errors.StreamBackpressure(DIVERGED if page.diverged else "")))
-        for told in page.events:
-            if self._filter.accepts(told.event) and (news := self._told(told)) is not None:
-                self._page.append((told.position, news))
+        for event in page.events:
+            if self._filter.accepts(event.event) and (entry := self._decode_event(event)) is not None:
+                self._page.append((event.position, entry))
         self._read_to = page.position
         if not self._page:
             self._position = self._read_to
@@ -98,7 +98,7 @@ class Subscription(AsyncIterator[N]):
         pause = StoreBackoff(self.retry_for_s)
         while True:
             try:
-                return await self._core.store.feed(self._topic, self._read_to, PAGE_SIZE)
+                return await self._runtime.store.feed(self._topic, self._read_to, PAGE_SIZE)
             except errors.StoreUnavailable as away:
                 try:
                     await pause.sleep_or_raise()
@@ -106,11 +106,11 @@ class Subscription(AsyncIterator[N]):
                     self._ended = True
                     raise errors.StreamDisconnected(self.cursor) from away
 
-    def _told(self, told: FeedEvent) -> N | errors.FabricError | None:
+    def _decode_event(self, event: FeedEvent) -> N | errors.FabricError | None:
         try:
-            return self._tell(told)
+            return self._decode(event)
         except (errors.Corruption, msgspec.DecodeError, ValueError):
-            return errors.Corruption(f"event at {told.position}", execution_id=told.event.execution_id)
+            return errors.Corruption(f"event at {event.position}", execution_id=event.event.execution_id)
 
 
 class LegacyCompletion(msgspec.Struct, frozen=True):
@@ -124,14 +124,15 @@ class LegacyCompletion(msgspec.Struct, frozen=True):
 
 
 class LegacyCompletions(AsyncIterator[LegacyCompletion]):
-    """Completions from now on, in the older form; it goes on through everything and never ends."""
+    """New completions in the older form; it never ends: gaps are skipped and disconnects are followed by a new
+    subscription."""
 
     def __init__(
         self,
         subscription: Subscription[CompletionFeedEntry],
         subscribe: Callable[[bytes], Awaitable[Subscription[CompletionFeedEntry]]],
     ) -> None:
-        """`subscribe` subscribes again, from a cursor."""
+        """`subscribe` opens a new subscription at a cursor."""
         self._subscription = subscription
         self._subscribe = subscribe
 

@@ -1,9 +1,9 @@
-"""Create a whole graph: flow, members, edges and joins in one change, with an exact cycle check."""
+"""Graphs: create one in a single change, with an exact cycle check; search a stored one for a cycle."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from flowfabric import errors
 from flowfabric.model.answers.flow import FlowExists, GraphCreated
 from flowfabric.model.change import Change, Insert, Write, absent
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import Dependency, Flow, FlowMember, FlowState
+from flowfabric.model.flow import Dependency, Edge, Flow, FlowMember, FlowState
 from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
@@ -23,6 +23,7 @@ from flowfabric.rules.scheduling import queue
 
 MAX_NODES = 10_000
 MAX_EDGES = 100_000
+MAX_SEARCHED_NODES = 1000
 
 
 class CreateGraph(msgspec.Struct, frozen=True):
@@ -82,6 +83,32 @@ def find_cycle(edges: Sequence[StageEdge]) -> errors.CycleDetected | None:
     if not cycle:
         return None
     return errors.CycleDetected(f"{cycle[0]} comes before itself", execution_id=cycle[0])
+
+
+class CycleSearch(msgspec.Struct, frozen=True):
+    """A breadth-first search from the downstream of a new edge for its upstream.
+
+    It is over when `frontier` is empty. Until then, load the edges that leave those nodes and call `continue_search`.
+    """
+
+    upstream: str
+    frontier: Sequence[str]
+    visited: frozenset[str]
+    closes_cycle: bool = False
+
+
+def start_search(request: StageEdge) -> CycleSearch:
+    """Return the search that decides whether this edge would close a cycle."""
+    return CycleSearch(request.upstream, [request.downstream], frozenset((request.downstream,)))
+
+
+def continue_search(search: CycleSearch, edges: Iterable[Edge]) -> CycleSearch:
+    """Add the edges that leave the frontier. A graph that is too large to search counts as one with a cycle."""
+    reached = frozenset(edge.downstream_execution_id for edge in edges)
+    visited = search.visited | reached
+    if search.upstream in reached or len(visited) > MAX_SEARCHED_NODES:
+        return CycleSearch(search.upstream, (), visited, closes_cycle=True)
+    return CycleSearch(search.upstream, sorted(reached - search.visited), visited)
 
 
 def create_graph(

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.model.answers.flow import Resolution
 from flowfabric.model.change import Change, ColumnRef, Expected, Guard, Patch, Upsert, Write, expect, seen
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, Payload, QueueKey, Result
@@ -65,6 +66,22 @@ class Verdict(StrEnum):
     PENDING = "pending"
     ALREADY_FIRED = "already_fired"
     ALREADY_RESOLVED = "already_resolved"
+
+
+_RESOLUTIONS = {
+    Verdict.SATISFIED: Resolution.SATISFIED,
+    Verdict.IMPOSSIBLE: Resolution.IMPOSSIBLE,
+    Verdict.PENDING: Resolution.PENDING,
+    Verdict.ALREADY_FIRED: Resolution.ALREADY_RESOLVED,
+    Verdict.ALREADY_RESOLVED: Resolution.ALREADY_RESOLVED,
+}
+
+
+def resolution_of(verdict: Verdict | None, edge_id: str, downstream: str) -> Resolution | errors.InvalidDependency:
+    """Return the public form of a verdict; an edge without one was never applied to its downstream."""
+    if verdict is None:
+        return errors.InvalidDependency(f"edge {edge_id} was never applied to {downstream}")
+    return _RESOLUTIONS[verdict]
 
 
 class UpstreamOutcome(msgspec.Struct, frozen=True, gc=False):

@@ -51,6 +51,21 @@ class WaitpointToken:
     __str__ = __repr__
 
 
+class UnknownWaitpoint(InvalidToken):
+    """The waitpoint has no token: it is missing, closed, or of another execution."""
+
+
+class TokenMismatch(InvalidToken):
+    """The presented token is not the waitpoint's."""
+
+
+def check_presented(issued: WaitpointToken | None, presented: WaitpointToken) -> InvalidToken | None:
+    """Return why a presented token does not equal the one that was issued for the waitpoint, or None."""
+    if issued is None:
+        return UnknownWaitpoint()
+    return None if issued == presented else TokenMismatch()
+
+
 def mint_token(key: SigningKey, execution_id: str, waitpoint_id: str) -> str:
     """Return the token that lets its bearer signal this waitpoint of this execution."""
     return f"{key.kid}:{sign_message(key.secret_hex, key.kid, f'{execution_id}:{waitpoint_id}')}"

@@ -106,7 +106,14 @@ def deliver_signal(rows: SignalRows, args: SignalArgs, now: int) -> Decision[Acc
     row, waitpoint = rows.row, rows.waitpoint
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := _verify(rows, args, now):
+    if refused := check_token(
+        waitpoint,
+        rows.keys,
+        _token_text(args),
+        execution_id=args.execution_id,
+        waitpoint_id=args.waitpoint_id,
+        now=now,
+    ):
         failure_time = Patch(
             Execution, (row.execution_id,), {"last_hmac_validation_failed_at": NOW, "last_mutation_at": NOW}
         )
@@ -134,8 +141,30 @@ def deliver_signal(rows: SignalRows, args: SignalArgs, now: int) -> Decision[Acc
     return _accept(rows, row, suspension, waitpoint, args, now)
 
 
-def _verify(rows: SignalRows, args: SignalArgs, now: int) -> errors.FabricError | None:
-    waitpoint, token = rows.waitpoint, _token_text(args)
+def approval_token(
+    row: Execution | None, waitpoint: Waitpoint | None, keys: Sequence[SigningKey], lane_id: str
+) -> waitpoint_tokens.WaitpointToken | errors.FabricError:
+    """Return the token that delivers an operator's approval, or why this waitpoint cannot be approved."""
+    if row is None:
+        return errors.NotFound("execution")
+    if lane_id != row.lane_id:
+        return errors.InvalidInput(f"lane_mismatch: the execution is in lane {row.lane_id}")
+    if waitpoint is None or waitpoint.execution_id != row.execution_id:
+        return errors.NotFound("waitpoint")
+    token = waitpoint_tokens.remint_token(keys, waitpoint.token_kid, row.execution_id, waitpoint.waitpoint_id)
+    return waitpoint_tokens.WaitpointToken(token)
+
+
+def check_token(
+    waitpoint: Waitpoint | None,
+    keys: Sequence[SigningKey],
+    token: str,
+    *,
+    execution_id: str,
+    waitpoint_id: str,
+    now: int,
+) -> errors.FabricError | None:
+    """Return why a token does not permit signalling this waitpoint, open or closed; None if it does."""
     # The waitpoint stores the kid and a prefix of the digest. A token that matches both is the one that was issued: a
     # kid that was dropped and reused with another secret signs other digests.
     is_issued = waitpoint is not None and waitpoint_tokens.matches_stored(
@@ -143,9 +172,9 @@ def _verify(rows: SignalRows, args: SignalArgs, now: int) -> errors.FabricError 
     )
     return waitpoint_tokens.verify_token(
         token,
-        rows.keys,
-        execution_id=args.execution_id,
-        waitpoint_id=args.waitpoint_id,
+        keys,
+        execution_id=execution_id,
+        waitpoint_id=waitpoint_id,
         owner=waitpoint.execution_id if waitpoint is not None else None,
         stored=token if is_issued else None,
         now=now,

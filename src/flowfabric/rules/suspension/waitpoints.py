@@ -144,9 +144,15 @@ def _close_change(row: Execution, suspension: Suspension, waitpoint: Waitpoint, 
 
 
 def token_if_open(
-    waitpoint: Waitpoint, suspension: Suspension | None, keys: Sequence[SigningKey], now: int
+    waitpoint: Waitpoint | None,
+    execution_id: str,
+    suspension: Suspension | None,
+    keys: Sequence[SigningKey],
+    now: int,
 ) -> waitpoint_tokens.WaitpointToken | None:
-    """Return the token that was issued for a waitpoint; None if it is closed or its signing key is gone."""
+    """Return the token that was issued for a waitpoint of this execution; None if it is closed or its key is gone."""
+    if waitpoint is None or waitpoint.execution_id != execution_id:
+        return None
     if not waitpoint.token_kid or wait_state.waitpoint_state(waitpoint, suspension, now) is WaitpointState.CLOSED:
         return None
     token = waitpoint_tokens.remint_token(keys, waitpoint.token_kid, waitpoint.execution_id, waitpoint.waitpoint_id)
