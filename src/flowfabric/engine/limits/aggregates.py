@@ -41,8 +41,8 @@ class BudgetAdapter:
         change = budget_rules.change_between(before, after)
         if change is None:
             return None
-        # A report without a key must not be applied twice. After a lost reply the revision says nothing, because another
-        # process may have changed it since, so each change writes a marker.
+        # A report without a key must not be applied twice. After a lost reply the revision proves nothing, because
+        # another process may have changed it since, so each change writes a marker.
         until = after.root_or_new().last_updated_at + COMMIT_MARKER_TTL_MS
         marker = UsageKey(before.budget_id, _marker(change_id), until, before.namespace)
         return msgspec.structs.replace(change, writes=(*change.writes, Upsert(marker)))

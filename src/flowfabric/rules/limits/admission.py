@@ -1,4 +1,4 @@
-"""Admission: whether the loaded budgets and quota policies of an execution let it run now, and if not, which refuses."""
+"""Admission: whether the budgets and quota policies of an execution let it run now, and which one refuses it."""
 
 from __future__ import annotations
 
