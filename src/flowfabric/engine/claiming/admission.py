@@ -182,10 +182,10 @@ class AdmissionControl:
         seen.limits_to_recheck.clear()
 
     async def clean_up_lost_race(self, row: Execution) -> None:
-        """Release the slots of a row that another call claimed, if neither call would.
+        """Clean up after another call claimed this row first.
 
-        Calls take over slots from each other. An execution that has ended needs no slot. One that was blocked meanwhile
-        continues with the slot it has.
+        Calls take over slots from each other, so a slot may be left that neither call releases. It is released if the
+        execution has ended. If it was blocked meanwhile, it is unblocked and keeps the slot.
         """
         policy_ids = decode_terms(row.terms).quota_policy_ids
         if not policy_ids:

@@ -1,8 +1,8 @@
 """Fair turns of this process: the credits of each fairness key, and the first blocked row of each.
 
-A turn is used up when an execution is claimed, and only then. What is known of blocked keys (`rules.limits.blocked_keys`)
-comes from refusals and from the lists that unblocking reads, so it may be out of date. A claim reads the lists again
-before it lets a blocked key go first.
+A turn is used up when an execution is claimed, and only then. The blocked rows come from refusals and from the lists
+that unblocking reads, so they may be out of date. A claim reads the lists again before it lets a blocked key go first
+(`rules.limits.blocked_keys`).
 """
 
 from __future__ import annotations
