@@ -296,7 +296,7 @@ FAILURES = (
     Fault(
         "executions of a late claim are not released before their lease expires",
         "engine/claiming/fast_claims.py",
-        "                self.late_claims.watch(doubtful, got)\n",
+        "                self.late_claims.watch(pending, claimed)\n",
         "                pass\n",
         "tests/engine/claiming/test_late_claims.py::test_an_execution_claimed_by_a_late_request_is_claimable_again_soon",
     ),

@@ -251,3 +251,12 @@ def test_the_state_of_an_admitted_row_decides_whether_its_slot_is_orphaned() -> 
     assert [(quota.is_life_over(row, one), quota.is_blocked_by_quota(row, one)) for one, _, _ in found] == [
         (is_over, is_held_up) for _, is_over, is_held_up in found
     ]
+
+
+def test_an_expired_slot_is_dead_unless_its_execution_is_active() -> None:
+    active = loaded(execution("active", lifecycle_phase=LifecyclePhase.ACTIVE))
+    ended = loaded(execution("ended", lifecycle_phase=LifecyclePhase.TERMINAL))
+
+    idle = quota.idle_executions(["active", "ended", "purged"], [active, ended, None])
+
+    assert idle == {"ended", "purged"}

@@ -1,1 +1,1 @@
-"""claiming"""
+"""Claiming: how workers get ready executions, directly or by grants."""

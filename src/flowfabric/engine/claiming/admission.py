@@ -1,7 +1,7 @@
-"""Admitting: may this work run now, by its budgets and quotas; what may not is blocked by what is in its way.
+"""Admission: checks budgets and quotas before a claim, and blocks the executions that they refuse.
 
-Admission lives in other partitions than the claim and is committed before it: a claim that then fails gives back
-exactly the admission that this call got.
+Limits are in other partitions than the execution, so an admission is committed before the claim. A claim that then
+fails releases exactly the admissions that its call acquired.
 """
 
 from __future__ import annotations
@@ -11,76 +11,44 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flowfabric import errors
 from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.quota_slots import QuotaSlots
-from flowfabric.engine.limits.unblocker import Capacity, Unblocker
+from flowfabric.engine.limits.unblocker import Unblocker
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
 from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.quota import QuotaPolicy, QuotaRequest
 from flowfabric.model.states import BlockingReason
-from flowfabric.model.text import pluralize
 from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.execution.policy import decode_terms
-from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.limits import admission as admission_rules
 from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.limits import quota
-from flowfabric.rules.limits.quota import QuotaState
-from flowfabric.stores.queries import Read
+from flowfabric.rules.limits.admission import AdmissionRefusal, KnownLimits
+from flowfabric.rules.limits.capacity import Capacity
 
 
 class AdmissionContext(msgspec.Struct):
-    """What one call has learnt of budgets, policies and workers, and who refused something."""
+    """What one call has loaded, and which limits refused executions in it."""
 
-    exhausted: dict[NamespacedId, BudgetDimension | None] = {}  # by budget: the dimension that is exhausted
-    budgets: dict[NamespacedId, Budget | None] = {}
-    limits: dict[NamespacedId, limit_answers.QuotaLimits | None] = {}
-    policies: dict[NamespacedId, QuotaPolicy | None] = {}
-    unreadable: dict[NamespacedId, errors.FabricError] = {}  # and why; they matter to whom they belong
-    full_policies: set[NamespacedId] = set()  # policies that refused somebody
+    limits: KnownLimits = msgspec.field(default_factory=KnownLimits)
+    full_policies: set[NamespacedId] = set()  # policies that refused an execution
     live_workers: dict[str, list[RegisteredWorker]] = {}
-    refused_limits: set[tuple[BlockingReason, NamespacedId]] = (
-        set()
-    )  # since somebody last looked whether there is room now
+    limits_to_recheck: set[tuple[BlockingReason, NamespacedId]] = set()
     refusal_count: int = 0
-
-    def budgets_of(self, row: Execution) -> list[NamespacedId]:
-        """The budgets that the ids in a row's policy stand for."""
-        return [
-            owner_rules.resolve_owner(row.namespace, one, self.budgets) for one in decode_terms(row.terms).budget_ids
-        ]
-
-    def policies_of(self, row: Execution) -> list[NamespacedId]:
-        """The quota policies that the ids in a row's policy stand for."""
-        return [
-            owner_rules.resolve_owner(row.namespace, one, self.policies)
-            for one in decode_terms(row.terms).quota_policy_ids
-        ]
-
-
-class AdmissionRefusal(msgspec.Struct, frozen=True):
-    """What keeps a row from running now."""
-
-    reason: BlockingReason
-    limit: NamespacedId  # the budget or the quota policy
-    detail: str
-    dimension: str = ""  # of the budget
-    hit: limit_answers.QuotaLimitKind | None = None  # of the quota
-    wait_ms: int | None = None
 
 
 class AdmittedExecution(msgspec.Struct, frozen=True):
-    """An execution that may run, and the admissions that this call got for it."""
+    """An execution that may run, and the admissions that this call acquired for it."""
 
     row: Execution
     admissions: tuple[tuple[NamespacedId, int], ...] = ()
 
 
 class PolicyCheck(msgspec.Struct):
-    """A policy that did not refuse: what was asked, whether this call got a slot, and the request before this one."""
+    """A policy that did not refuse: the request, whether it acquired a slot, and the window entry it replaced."""
 
     policy: NamespacedId
     limits: limit_answers.QuotaLimits
@@ -105,91 +73,84 @@ class AdmissionControl:
         self.quota_slots = quota_slots
 
     async def admit(self, rows: Sequence[Execution], seen: AdmissionContext | None = None) -> list[AdmittedExecution]:
-        """Those of the rows that may run now, in order; the others are blocked by what is in their way."""
+        """Return those of the rows that may run now, in order; block the others."""
         if not rows:
             return []
         seen = seen or AdmissionContext()
         for row in rows:
-            if row.blocking_reason is BlockingReason.WAITING_FOR_CAPABLE_WORKER:  # here is one
+            if row.blocking_reason is BlockingReason.WAITING_FOR_CAPABLE_WORKER:  # the caller is one
                 await self.unblocker.unblock_row(row.execution_id, row.blocking_reason)
-        await self._learn(rows, seen)
-        verdict = await asyncio.gather(*(self._admit_row(row, seen) for row in rows))
-        await self._look_again_at(seen)
-        return [one for one in verdict if one is not None]
+        await self._load_limits(rows, seen)
+        admitted = await asyncio.gather(*(self._admit_row(row, seen) for row in rows))
+        await self._recheck_limits(seen)
+        return [one for one in admitted if one is not None]
 
     async def refuse_first(self, rows: Sequence[Execution], seen: AdmissionContext) -> list[Execution]:
-        """Block these rows up to the first that what refused others in this call would let run; which were blocked.
+        """Block these rows up to the first that the limits of this call do not refuse; return the blocked ones.
 
-        Nobody is admitted: a request that is not followed by a claim would be missing in its window.
+        Nothing is admitted: a request without a claim would use up the rate of its window.
         """
-        await self._learn(rows, seen)  # budgets come first for these, too
-        now, sheets = await self.aggregates.quotas.load(sorted(seen.full_policies)) if seen.full_policies else (0, {})
+        await self._load_limits(rows, seen)  # budgets come first here, too
+        now, states = await self.aggregates.quotas.load(sorted(seen.full_policies)) if seen.full_policies else (0, {})
         refused: list[tuple[Execution, AdmissionRefusal]] = []
         for row in rows:
-            refusal = self._refusal(row, seen, sheets, now)
+            call_id, chance = self.runtime.minter.change_id(), self.runtime.random()
+            refusal = seen.limits.refusal(row, states, now, call_id=call_id, chance=chance)
             if refusal is None:
                 break
             refused.append((row, refusal))
         await asyncio.gather(*(self._refuse(row, refusal, seen) for row, refusal in refused))
-        await self._look_again_at(seen)
+        await self._recheck_limits(seen)
         return [row for row, _ in refused]
 
-    async def _learn(self, rows: Sequence[Execution], seen: AdmissionContext) -> None:
-        terms = [(row.namespace, decode_terms(row.terms)) for row in rows]
-        named = {one for namespace, given in terms for one in owner_rules.candidates(namespace, given.budget_ids)}
-        unknown = sorted(named - seen.exhausted.keys())
-        if unknown:
-            _, sheets = await self.aggregates.budgets.load(unknown)
-            for name, sheet in sheets.items():
-                if corrupt := budget_rules.find_corruption(sheet):
-                    seen.unreadable[name] = corrupt
-                seen.budgets[name] = sheet.root
-                seen.exhausted[name] = budget_rules.first_exhausted(sheet.dimensions.values())
-        named = {one for namespace, given in terms for one in owner_rules.candidates(namespace, given.quota_policy_ids)}
-        unknown = sorted(named - seen.limits.keys())
-        if unknown:
-            loaded = await self.runtime.load([Read(QuotaPolicy, policy) for policy in unknown])
-            for name, found in zip(unknown, loaded.rows, strict=True):
-                seen.policies[name] = found[0] if found else None
-                numbers = quota.limits_of(seen.policies[name])
-                if isinstance(numbers, errors.FabricError):
-                    seen.unreadable[name], numbers = numbers, None
-                seen.limits[name] = None if numbers is None or numbers.unlimited else numbers
-        if seen.unreadable:
-            meant = [one for row in rows for one in (*seen.budgets_of(row), *seen.policies_of(row))]
-            for one in meant:
-                if corrupt := seen.unreadable.get(one):
-                    raise corrupt
+    async def _load_limits(self, rows: Sequence[Execution], seen: AdmissionContext) -> None:
+        """Load the limits of these rows; raise if one of them is corrupt."""
+        if missing := seen.limits.missing_budgets(rows):
+            _, budgets = await self.aggregates.budgets.load(missing)
+            for key, state in budgets.items():
+                seen.limits.add_budget(key, state)
+        if missing := seen.limits.missing_policies(rows):
+            reads = ReadSet()
+            policies = reads.each(QuotaPolicy, missing)
+            loaded = await self.runtime.load(reads)
+            for key, root in zip(missing, policies(loaded.rows), strict=True):
+                seen.limits.add_policy(key, root)
+        if corrupt := seen.limits.find_corruption(rows):
+            raise corrupt
 
     async def _admit_row(self, row: Execution, seen: AdmissionContext) -> AdmittedExecution | None:
-        if refusal := _spent(row, seen):
+        if refusal := seen.limits.budget_refusal(row):
             await self._refuse(row, refusal, seen)
             return None
-        limited = [
-            (policy, numbers) for policy in seen.policies_of(row) if (numbers := seen.limits[policy]) is not None
-        ]
-        asked: list[PolicyCheck] = []
-        for place, (policy, numbers) in enumerate(limited, start=1):
-            ask = self._asking(row, numbers, provisional=place < len(limited))
-            verdict, before = await self.quota_slots.check(policy, ask)
-            if refusal := _full(policy, numbers, verdict):
-                await self._refuse_asked(row, refusal, asked, seen)
+        limited = seen.limits.limited_policies(row)
+        checks: list[PolicyCheck] = []
+        for number, (policy, limits) in enumerate(limited, start=1):
+            request = admission_rules.request_for(
+                row,
+                limits,
+                call_id=self.runtime.minter.change_id(),
+                chance=self.runtime.random(),
+                provisional=number < len(limited),
+            )
+            verdict, before = await self.quota_slots.check(policy, request)
+            if refusal := admission_rules.quota_refusal(policy, limits, verdict):
+                await self._undo_and_refuse(row, refusal, checks, seen)
                 return None
-            got = isinstance(verdict, limit_answers.Admitted)
-            asked.append(PolicyCheck(policy, numbers, ask, got, before if got else None))
-        for one in asked[:-1]:
+            acquired = isinstance(verdict, limit_answers.Admitted)
+            checks.append(PolicyCheck(policy, limits, request, acquired, before if acquired else None))
+        for one in checks[:-1]:
             verdict = await self.quota_slots.confirm(one.policy, one.request, acquired=one.acquired)
-            if refusal := _full(one.policy, one.limits, verdict):
-                await self._refuse_asked(row, refusal, asked, seen)
+            if refusal := admission_rules.quota_refusal(one.policy, one.limits, verdict):
+                await self._undo_and_refuse(row, refusal, checks, seen)
                 return None
             one.acquired = isinstance(verdict, limit_answers.Admitted)
-        return AdmittedExecution(row, tuple((one.policy, one.request.call_id) for one in asked if one.acquired))
+        return AdmittedExecution(row, tuple((one.policy, one.request.call_id) for one in checks if one.acquired))
 
-    async def _refuse_asked(
-        self, row: Execution, refusal: AdmissionRefusal, asked: Sequence[PolicyCheck], seen: AdmissionContext
+    async def _undo_and_refuse(
+        self, row: Execution, refusal: AdmissionRefusal, checks: Sequence[PolicyCheck], seen: AdmissionContext
     ) -> None:
-        """Block a row that some of its policies have admitted, and undo that."""
-        for one in asked:
+        """Undo the admissions of a row by its other policies, and block it."""
+        for one in checks:
             await self.quota_slots.undo_admission(
                 one.policy,
                 row.execution_id,
@@ -199,39 +160,8 @@ class AdmissionControl:
             )
         await self._refuse(row, refusal, seen)
 
-    def _refusal(
-        self, row: Execution, seen: AdmissionContext, sheets: dict[NamespacedId, QuotaState], now: int
-    ) -> AdmissionRefusal | None:
-        """What of that which refused others is in the way of this row, too."""
-        if refusal := _spent(row, seen):
-            return refusal
-        for policy in seen.policies_of(row):
-            numbers = seen.limits.get(policy)
-            if numbers is None or policy not in sheets:
-                continue
-            verdict, _ = quota.admit(sheets[policy], self._asking(row, numbers), now)
-            if refusal := _full(policy, numbers, verdict):
-                return refusal
-        return None
-
-    def _asking(
-        self, row: Execution, numbers: limit_answers.QuotaLimits, *, provisional: bool = False
-    ) -> quota.AdmissionRequest:
-        return quota.AdmissionRequest(
-            execution_id=row.execution_id,
-            window_ms=quota.window_ms(numbers),
-            rate_limit=numbers.max_requests_per_window,
-            concurrency_cap=numbers.active_concurrency_cap,
-            jitter_ms=numbers.jitter_ms,
-            life=row.replay_count,
-            call_id=self.runtime.minter.change_id(),
-            takes_over_slot=True,
-            provisional=provisional,
-            chance=self.runtime.random(),
-        )
-
     async def _refuse(self, row: Execution, refusal: AdmissionRefusal, seen: AdmissionContext) -> None:
-        """Block a row by what is in its way; room that it leaves unused elsewhere is for others."""
+        """Block a row on the limit that refuses it. Its other policies are checked again, too."""
         seen.refusal_count += 1
         if refusal.hit is None:
             self.runtime.metrics.count("ff_budget_hit", dimension=refusal.dimension)
@@ -241,67 +171,37 @@ class AdmissionControl:
         if refusal.wait_ms is not None:
             self.unblocker.schedule_quota_unblock(refusal.limit.id, refusal.wait_ms, namespace=refusal.limit.namespace)
         if await self.unblocker.block_row(row, refusal.reason, refusal.detail, str(refusal.limit)):
-            seen.refused_limits.add((refusal.reason, refusal.limit))
-            seen.refused_limits.update((BlockingReason.WAITING_FOR_QUOTA, policy) for policy in seen.policies_of(row))
+            policies = seen.limits.policies_of(row)
+            seen.limits_to_recheck.add((refusal.reason, refusal.limit))
+            seen.limits_to_recheck.update((BlockingReason.WAITING_FOR_QUOTA, policy) for policy in policies)
 
-    async def _look_again_at(self, seen: AdmissionContext) -> None:
-        """Room that was made while rows were being blocked must not wait for the sweep."""
-        for reason, name in sorted(seen.refused_limits):
-            wake = (
-                self.unblocker.unblock_budget_waiters
-                if reason is BlockingReason.WAITING_FOR_BUDGET
-                else self.unblocker.unblock_quota_waiters
-            )
-            await wake(name.id, namespace=name.namespace)
-        seen.refused_limits.clear()
+    async def _recheck_limits(self, seen: AdmissionContext) -> None:
+        """Unblock what has capacity now: capacity freed while rows were being blocked must not wait for the sweep."""
+        for reason, limit in sorted(seen.limits_to_recheck):
+            await self.unblocker.unblock_waiters(reason, limit)
+        seen.limits_to_recheck.clear()
 
     async def clean_up_lost_race(self, row: Execution) -> None:
-        """Somebody else was faster with this row: see that no slot which calls took over from each other is left to it.
+        """Clean up after another call claimed this row first.
 
-        One that has ended needs none any more; one that was blocked meanwhile goes on with what it has.
+        Calls take over slots from each other, so a slot may be left that neither call releases. It is released if the
+        execution has ended. If it was blocked meanwhile, it is unblocked and keeps the slot.
         """
-        policies = decode_terms(row.terms).quota_policy_ids
-        if not policies:
+        policy_ids = decode_terms(row.terms).quota_policy_ids
+        if not policy_ids:
             return
-        rows = (await self.runtime.load((Read(Execution, (row.execution_id,)),))).rows[0]
-        found = rows[0] if rows else None
+        reads = ReadSet()
+        current = reads.one(Execution, row.execution_id)
+        found = current((await self.runtime.load(reads)).rows)
         if quota.is_life_over(row, found):
-            for policy in owner_rules.candidates(row.namespace, policies):
+            for policy in owner_rules.candidates(row.namespace, policy_ids):
                 await self.quota_slots.release(policy, row.execution_id, life=row.replay_count)
         elif found is not None and quota.is_blocked_by_quota(row, found):
-            await self.unblocker.unblock_rows(
-                [found], Capacity(self.aggregates)
-            )  # wherever it stands in the lists of what is blocked
-            for policy in owner_rules.candidates(row.namespace, policies):
+            await self.unblocker.unblock_rows([found], Capacity())  # it may be far from the head of its list
+            for policy in owner_rules.candidates(row.namespace, policy_ids):
                 await self.unblocker.unblock_quota_waiters(policy.id, namespace=policy.namespace)
 
     async def release_slots(self, admitted: AdmittedExecution) -> None:
-        """Release exactly what this call got."""
+        """Release exactly the admissions that this call acquired."""
         for policy, admission_id in admitted.admissions:
             await self.quota_slots.release(policy, admitted.row.execution_id, admitted=admission_id)
-
-
-def _spent(row: Execution, seen: AdmissionContext) -> AdmissionRefusal | None:
-    """The first budget of a row that is known to be exhausted."""
-    for budget in seen.budgets_of(row):
-        if full := seen.exhausted.get(budget):
-            detail = f"budget {budget.id}: {full.dimension} {budget_rules.used_and_reserved(full)}/{full.hard_limit}"
-            return AdmissionRefusal(BlockingReason.WAITING_FOR_BUDGET, budget, detail, full.dimension)
-    return None
-
-
-def _full(policy: NamespacedId, numbers: limit_answers.QuotaLimits, verdict: object) -> AdmissionRefusal | None:
-    """What a policy's verdict means for a row; None when it lets it run."""
-    match verdict:
-        case limit_answers.RateExceeded(retry_after_ms=wait):
-            detail = f"quota {policy.id}: rate, again in {wait} ms"
-            return AdmissionRefusal(
-                BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=limit_answers.QuotaLimitKind.RATE, wait_ms=wait
-            )
-        case limit_answers.ConcurrencyExceeded():
-            detail = f"quota {policy.id}: {pluralize(numbers.active_concurrency_cap, 'slot')}, all taken"
-            return AdmissionRefusal(
-                BlockingReason.WAITING_FOR_QUOTA, policy, detail, hit=limit_answers.QuotaLimitKind.CONCURRENCY
-            )
-        case _:
-            return None

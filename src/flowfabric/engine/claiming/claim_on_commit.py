@@ -1,8 +1,9 @@
-"""Handing over: what the ends of this process set free goes to its own claims, in the commit that tells those ends.
+"""Commit-and-claim: a claim of this process is attached to the commit of its completions.
 
-A chain of short steps costs a trip a step then, not two. A claim that is nothing but a take says beforehand what it
-would like; the first batch that puts work into its lane takes the wish along, if the store sees that a take would find
-this work first. Everything else stays as it is: a wish that nobody took along, or that brought nothing, is a look.
+A chain of short steps then costs one round trip per step, not two. A worker registers a pending claim if the fast path
+is enough for it. The first batch that enqueues work in one of its lanes carries the claim, if the store can see that a
+claim would find this work first. A pending claim that was not attached, or that returned nothing, is followed by an
+ordinary claim.
 """
 
 from __future__ import annotations
@@ -36,50 +37,50 @@ class ClaimOnCommit:
         self.queues = queues
 
     def register_pending_claim(self, orders: Sequence[ClaimOrder], limit: int) -> PendingClaim | None:
-        """A wish for up to so many executions of one of these lanes; None when a claim there is more than a take."""
-        plain = {order: lines for order in orders if (lines := self._plain_lines(order))}
-        if not plain:
+        """Attach a claim of up to `limit` executions to the next commit; None if no lane allows the fast path."""
+        queues_by_order = {order: queues for order in orders if (queues := self._fast_queues(order))}
+        if not queues_by_order:
             return None
-        wish = PendingClaim(
+        pending = PendingClaim(
             {
-                lane_topic(order.lane_id): partial(self.fast_claims.claim_request, lines, limit, order)
-                for order, lines in plain.items()
+                lane_topic(order.lane_id): partial(self.fast_claims.claim_request, queues, limit, order)
+                for order, queues in queues_by_order.items()
             }
         )
-        self.runtime.commit_queue.add_pending_claim(wish)
-        return wish
+        self.runtime.commit_queue.add_pending_claim(pending)
+        return pending
 
-    def _plain_lines(self, order: ClaimOrder) -> tuple[QueueKey, ...]:
-        """The lines that a claim of this order would take from, if it did no more than that."""
+    def _fast_queues(self, order: ClaimOrder) -> tuple[QueueKey, ...]:
+        """Return the queues that this order claims from on the fast path; none if it needs another path."""
         lane = order.lane_id
         if order.namespaces is not None or lane in self.runtime._takeover_lanes:
             return ()
-        if not self.queues.is_lane_fresh(lane):  # or nobody would notice what was lost in this lane
+        if not self.queues.is_lane_fresh(lane):  # otherwise expired leases of this lane would go unnoticed
             return ()
         known = sorted(self.runtime._queues.get(lane, ()))
-        lines = [line for line in known if capabilities.covers(line.required, order.capabilities)]
-        if not self.queues.is_fast(lane, lines) or len(lines) > MAX_QUEUES_PER_CLAIM:
+        queues = [queue for queue in known if capabilities.covers(queue.required, order.capabilities)]
+        if not self.queues.is_fast(lane, queues) or len(queues) > MAX_QUEUES_PER_CLAIM:
             return ()
-        return tuple(line for line in lines if not line.guarded)
+        return tuple(queue for queue in queues if not queue.guarded)
 
-    async def collect_pending_claim(self, wish: PendingClaim) -> list[answers.Claimed]:
-        """What came of a wish, which is over with this."""
-        self.runtime.commit_queue.remove_pending_claim(wish)
-        take = wish.attached
-        if take is None:
+    async def collect_pending_claim(self, pending: PendingClaim) -> list[answers.Claimed]:
+        """Remove a pending claim and return what it claimed."""
+        self.runtime.commit_queue.remove_pending_claim(pending)
+        request = pending.attached
+        if request is None:
             return []
         try:
-            return self.fast_claims.accept_claimed(take, await wish.rows)
+            return self.fast_claims.accept_claimed(request, await pending.rows)
         except errors.StoreUnavailable as lost:
             if not lost.in_doubt:
                 return []
-            return await self.fast_claims.find_claimed([take]) or await self.fast_claims.send_claim(
-                self.fast_claims.with_new_lease_ids(take), take
+            return await self.fast_claims.find_claimed([request]) or await self.fast_claims.send_claim(
+                self.fast_claims.with_new_lease_ids(request), request
             )
 
-    def abandon_pending_claim(self, wish: PendingClaim) -> None:
-        """Wait for a wish no more; what it gets all the same is given back."""
-        self.runtime.commit_queue.remove_pending_claim(wish)
-        if wish.attached is not None and (not wish.rows.done() or wish.rows.cancelled()):
-            self.fast_claims.late_claims.watch([wish.attached])
-        wish.rows.cancel()
+    def abandon_pending_claim(self, pending: PendingClaim) -> None:
+        """Stop waiting for a pending claim; whatever it still claims is released."""
+        self.runtime.commit_queue.remove_pending_claim(pending)
+        if pending.attached is not None and (not pending.rows.done() or pending.rows.cancelled()):
+            self.fast_claims.late_claims.watch([pending.attached])
+        pending.rows.cancel()

@@ -1,11 +1,11 @@
-"""Taking work: the pull of a worker.
+"""Claimer: claims ready executions of one lane for a worker.
 
-Two roads lead to a claim. *Uniform* rows are taken by the store in one trip: the first rows of the lines that the
-worker covers. *Decided* rows need a decision at the claim: an expired or revoked lease has a cap to respect and an
-attempt to end, a budget or a quota has a say. They stand in lines of their own, claimed by load, rule and commit.
+There are two paths. On the *fast* path the store claims the first rows of the queues that the worker covers, in one
+round trip. *Guarded* rows need a decision: an expired or revoked lease has a cap and an attempt to end, or a budget or
+quota may refuse. They are in queues of their own and are claimed by load, rule and commit.
 
-A lane with uniform work of one fairness key only is taken from directly. Otherwise the first rows of all lines are
-planned (`rules.fairness`), and both roads are taken at once.
+If a lane has fast queues of only one fairness key, the store claims from them directly. Otherwise the first rows of all
+queues are put in fair order (`rules.scheduling.fairness`), and both paths run concurrently.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from flowfabric.rules.execution.operator import is_eligible
 from flowfabric.rules.scheduling import capabilities, fairness
 
 MAX_CLAIM_LIMIT = 10_000  # executions that one claim may ask for
-MAX_TRIES = 2  # of one claim for a row: what a limit refused may be unblocked meanwhile, and it is still its turn
-MAX_ROUNDS = 8  # of one claim in which blocked work whose turn it is goes first
-CHEAP_SCAN_S = 0.01  # what a look may take to be repeated at will
-PAUSE_FACTOR, MAX_PAUSE_S = 10, 1.0  # how much longer than that the next one is waited for
+MAX_TRIES = 2  # of one claim for a row: a refused row may be unblocked meanwhile, and its turn is not used up
+MAX_ROUNDS = 8  # of one claim in which blocked work goes first
+CHEAP_SCAN_S = 0.01  # a claim by namespace that takes longer and finds nothing delays the next one
+PAUSE_FACTOR, MAX_PAUSE_S = 10, 1.0  # the delay, in durations of that claim
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What to claim next, and who takes part in the turns: claimable rows and the first blocked ones."""
+    """The rows to claim next, and all rows that took part in the fair order: claimable and blocked ones."""
 
     picks: Sequence[Execution]
-    after: dict[str, int]  # the turns if all of them are claimed
+    after: dict[str, int]  # the credits if all of them are claimed
     present: Sequence[Execution]
     cut: Set[str]
     now: int
@@ -76,7 +76,7 @@ class Claimer:
         self.turns = turns
         self.guarded_claims = guarded_claims
         self._next_lane = 0
-        self._resting: dict[tuple[str, frozenset[str]], float] = {}
+        self._paused_until: dict[tuple[str, frozenset[str]], float] = {}
         self._routes_checked_at: dict[str, int] = {}
 
     async def poll_lane(self, order: ClaimOrder, limit: int, max_wait_ms: int) -> list[answers.Claimed]:
@@ -85,23 +85,23 @@ class Claimer:
         validation.duration_ms("max_wait_ms", max_wait_ms, least=0)
         clock = asyncio.get_running_loop().time
         until = clock() + max_wait_ms / 1000
-        if not max_wait_ms:  # nobody has to be woken then, and none of this process's writes looks for whom to wake
+        if not max_wait_ms:  # without a subscription, commits of this process need not wake it
             return await self.claim_available(order, limit)
         while True:
-            hint = self.runtime.wakeups.subscribe(lane_topic(order.lane_id))
+            wakeup = self.runtime.wakeups.subscribe(lane_topic(order.lane_id))
             try:
                 claimed = await self.claim_available(order, limit)
                 left = until - clock()
                 if claimed or left <= 0:
                     return claimed
-                await wait_for_wakeup(hint, min(left, self.runtime.poll_interval_s))
+                await wait_for_wakeup(wakeup, min(left, self.runtime.poll_interval_s))
             finally:
-                hint.cancel()
+                wakeup.cancel()
 
     async def claim_available(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
         """Claim up to `limit` executions that are claimable now.
 
-        A claim with admission that finds nothing marks the work that no live worker can run.
+        A claim with admission that finds nothing blocks the work that no live worker can run.
         """
         if order.namespaces is None:
             claimed = await self._claim_any(order, limit)
@@ -112,33 +112,36 @@ class Claimer:
         return claimed
 
     async def _claim_any(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        """Claim what is there, after a look around when the last one is old, and with one before finding nothing."""
-        looked = not self.queues.is_lane_fresh(order.lane_id) or order.lane_id in self.runtime._takeover_lanes
-        if looked:
-            await self.queues.refresh_lane(order.lane_id)
-        lines = await self.queues.covered_queues(order.lane_id, order.capabilities)
-        if looked or not self.queues.is_fast(order.lane_id, lines):
-            claimed = await self._claim_by_plan(order, lines, limit)
+        """Claim from all queues; refresh the lane if that is due, and before returning nothing."""
+        lane_id = order.lane_id
+        refreshed = not self.queues.is_lane_fresh(lane_id) or lane_id in self.runtime._takeover_lanes
+        if refreshed:
+            await self.queues.refresh_lane(lane_id)
+        queues = await self.queues.covered_queues(lane_id, order.capabilities)
+        if refreshed or not self.queues.is_fast(lane_id, queues):
+            claimed = await self._claim_in_windows(order, queues, limit)
         else:
-            claimed = await self.fast_claims.claim_fast([line for line in lines if not line.guarded], order, limit)
-        if not claimed and not looked:
-            await self.queues.refresh_lane(order.lane_id)
-            lines = await self.queues.covered_queues(order.lane_id, order.capabilities)
-            claimed = await self._claim_by_plan(order, lines, limit)
+            claimed = await self.fast_claims.claim_fast([one for one in queues if not one.guarded], order, limit)
+        if not claimed and not refreshed:
+            await self.queues.refresh_lane(lane_id)
+            queues = await self.queues.covered_queues(lane_id, order.capabilities)
+            claimed = await self._claim_in_windows(order, queues, limit)
         return claimed
 
-    async def _claim_by_plan(self, order: ClaimOrder, lines: Sequence[QueueKey], limit: int) -> list[answers.Claimed]:
-        """By plan; of more lines than can be compared, of the first portion that has something."""
-        for portion in self.queues.rotating_windows(lines):
-            if claimed := await self._claim_planned(order, portion, limit):
+    async def _claim_in_windows(
+        self, order: ClaimOrder, queues: Sequence[QueueKey], limit: int
+    ) -> list[answers.Claimed]:
+        """Claim in fair order; of more queues than can be compared, from the first window that has work."""
+        for window in self.queues.rotating_windows(queues):
+            if claimed := await self._claim_planned(order, window, limit):
                 return claimed
         return []
 
-    async def _claim_planned(self, order: ClaimOrder, lines: Sequence[QueueKey], limit: int) -> list[answers.Claimed]:
-        """Claim from both kinds of lines in the order that fairness plans.
+    async def _claim_planned(self, order: ClaimOrder, queues: Sequence[QueueKey], limit: int) -> list[answers.Claimed]:
+        """Claim from guarded and fast queues in fair order.
 
-        Blocked keys that wait for the same limits take part in the turns. If it is the turn of one of them, it is
-        unblocked if there is capacity; otherwise what needs that limit waits with it.
+        Blocked keys that wait for the same limits take part in it. If it is the turn of one of them, it is unblocked if
+        there is capacity; otherwise the rows that need that limit are blocked as well.
         """
         claimed: list[answers.Claimed] = []
         tries = Counter[str]()
@@ -146,106 +149,105 @@ class Claimer:
         while len(claimed) < limit:
             tried = {name for name, count in tries.items() if count >= MAX_TRIES}
             wanted = limit - len(claimed)
-            decided = [line for line in lines if line.guarded]
-            uniform = [line for line in lines if not line.guarded]
-            waiting, cut = await self.queues.claim_candidates(order.lane_id, decided, wanted, exclude=tried)
-            if not waiting:
+            guarded = [queue for queue in queues if queue.guarded]
+            fast = [queue for queue in queues if not queue.guarded]
+            rows, cut = await self.queues.claim_candidates(order.lane_id, guarded, wanted, exclude=tried)
+            if not rows:
                 await self.queues.forget_guarded(order.lane_id)
-                if not takes_turns(uniform):
-                    return claimed + await self.fast_claims.claim_fast(uniform, order, wanted)
-            more, cut_too = await self.queues.claim_candidates(order.lane_id, uniform, wanted)
-            turn = await self._next_turn(order, waiting + more, cut | cut_too, wanted, yields=rounds < MAX_ROUNDS)
+                if not takes_turns(fast):
+                    return claimed + await self.fast_claims.claim_fast(fast, order, wanted)
+            more, more_cut = await self.queues.claim_candidates(order.lane_id, fast, wanted)
+            turn = await self._next_turn(order, rows + more, cut | more_cut, wanted, yields=rounds < MAX_ROUNDS)
             if turn is None:
                 rounds += 1
                 continue
             picks = turn.picks
-            if not decided:
+            if not guarded:
                 self.turns.keep_turns(order.lane_id, turn.after)
-            tries.update(row.execution_id for row in picks if _is_decided(row))
+            tries.update(row.execution_id for row in picks if _is_guarded(row))
             try:
-                taken = await self._claim_picks(picks, uniform, order)
+                more_claimed = await self._claim_picks(picks, fast, order)
             except errors.StoreUnavailable:
                 if claimed:
-                    return claimed  # these are held already: the next call may meet the error
+                    return claimed  # these are leased already; the next call may raise
                 raise
-            if decided:
-                self._use_up(turn, order, taken)
-            claimed += taken
-            if not taken and not any(map(_is_decided, picks)):
-                return claimed  # others were faster
+            if guarded:
+                self._charge(turn, order, more_claimed)
+            claimed += more_claimed
+            if not more_claimed and not any(map(_is_guarded, picks)):
+                return claimed  # other workers claimed them
         return claimed
 
     async def _next_turn(
         self, order: ClaimOrder, rows: Sequence[Execution], cut: Set[str], wanted: int, *, yields: bool
     ) -> Turn | None:
-        """Which of these rows to claim now; None if blocked work came first, so that they have to be read again."""
-        rivals = self.turns.rivals(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
-        cut = cut | {fairness.fairness_key_of(rival.row) for rival in rivals.values()}
+        """Return which of these rows to claim now; None if blocked work went first and they have to be read again."""
+        blocked = self.turns.competitors(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
+        cut = cut | {fairness.fairness_key_of(one.row) for one in blocked.values()}
         for row in rows:
-            rivals.pop(row.execution_id, None)
-        present = [*rows, *(rival.row for rival in rivals.values())]
+            blocked.pop(row.execution_id, None)
+        present = [*rows, *(one.row for one in blocked.values())]
         now, turns = self.runtime.estimate.now(), self.turns.turns_of(order.lane_id)
         picks, after = fairness.fair_order(present, turns, now, wanted, truncated=cut)
-        if rivals and picks:
-            if yields and (rival := rivals.get(picks[0].execution_id)):
-                await self.guarded_claims.let_blocked_go_first(rows, rival)
+        if blocked and picks:
+            if yields and (first := blocked.get(picks[0].execution_id)):
+                await self.guarded_claims.let_blocked_go_first(rows, first)
                 return None
-            picks = list(takewhile(lambda row: row.execution_id not in rivals, picks))
+            picks = list(takewhile(lambda row: row.execution_id not in blocked, picks))
             picks = picks or fairness.fair_order(rows, turns, now, 1)[0]
         return Turn(picks, after, present, cut, now)
 
-    def _use_up(self, turn: Turn, order: ClaimOrder, taken: Sequence[answers.Claimed]) -> None:
-        """Use up the turns of what was claimed; what a limit refused keeps its turn."""
-        if taken:
+    def _charge(self, turn: Turn, order: ClaimOrder, claimed: Sequence[answers.Claimed]) -> None:
+        """Charge the keys of what was claimed; a key that a limit refused keeps its turn."""
+        if claimed:
             turns = self.turns.turns_of(order.lane_id)
-            after = fairness.charge(turn.present, turns, turn.now, _rows_of(taken, turn.picks), cut=turn.cut)
+            after = fairness.charge(turn.present, turns, turn.now, _rows_of(claimed, turn.picks), cut=turn.cut)
             self.turns.keep_turns(order.lane_id, fairness.keep_idle_credits(turns, after))
 
     async def _claim_picks(
-        self, picks: Sequence[Execution], uniform: Sequence[QueueKey], order: ClaimOrder
+        self, picks: Sequence[Execution], fast: Sequence[QueueKey], order: ClaimOrder
     ) -> list[answers.Claimed]:
-        """Claim these rows; of the uniform ones of few keys, as many of each, whichever are first by now."""
-        counts = Counter(fairness.fairness_key_of(row) for row in picks if not _is_decided(row))
+        """Claim these rows; from the fast queues of each key as many rows as were picked, whichever are first now."""
+        counts = Counter(fairness.fairness_key_of(row) for row in picks if not _is_guarded(row))
         if len(counts) > MAX_KEYS_PER_CLAIM:
             return await self.guarded_claims.claim_rows(picks, order)
-        takes = [
-            self.fast_claims.claim_fast([line for line in uniform if line.fairness_key == key], order, count)
+        claims = [
+            self.fast_claims.claim_fast([queue for queue in fast if queue.fairness_key == key], order, count)
             for key, count in counts.items()
         ]
-        decided = [row for row in picks if _is_decided(row)]
-        claimed = await gather_claims(self.guarded_claims.claim_rows(decided, order), *takes)
-        places = {row.execution_id: place for place, row in enumerate(picks)}
-        return sorted(claimed, key=lambda one: places.get(one.execution_id, len(places)))
+        guarded = [row for row in picks if _is_guarded(row)]
+        claimed = await gather_claims(self.guarded_claims.claim_rows(guarded, order), *claims)
+        numbers = {row.execution_id: number for number, row in enumerate(picks)}
+        return sorted(claimed, key=lambda one: numbers.get(one.execution_id, len(numbers)))
 
     async def _claim_in_namespaces(self, order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        """Claim work of some namespaces only, wherever it stands in the lines that the worker covers."""
-        clock, asked = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
-        await asyncio.sleep(max(0.0, self._resting.pop(asked, 0.0) - clock()))
+        """Claim work of some namespaces only, at any position of the queues that the worker covers."""
+        clock, filtered = asyncio.get_running_loop().time, (order.lane_id, order.namespaces or frozenset())
+        await asyncio.sleep(max(0.0, self._paused_until.pop(filtered, 0.0) - clock()))
         began = clock()
         self.runtime._namespace_filtered_lanes.add(order.lane_id)
         await self.queues.refresh_lane(order.lane_id)
         claimed: list[answers.Claimed] = []
         try:
-            for portion in self.queues.rotating_windows(
-                await self.queues.covered_queues(order.lane_id, order.capabilities)
-            ):
-                await self._claim_from_queues(portion, order, limit, claimed)
+            queues = await self.queues.covered_queues(order.lane_id, order.capabilities)
+            for window in self.queues.rotating_windows(queues):
+                await self._claim_from_queues(window, order, limit, claimed)
         except errors.StoreUnavailable:
-            if not claimed:  # those are held already: the next call may meet the error
+            if not claimed:  # otherwise return what is leased already; the next call may raise
                 raise
-        if not claimed and (took := clock() - began) > CHEAP_SCAN_S:
-            self._resting[asked] = clock() + min(took * PAUSE_FACTOR, MAX_PAUSE_S)
+        if not claimed and (elapsed_s := clock() - began) > CHEAP_SCAN_S:
+            self._paused_until[filtered] = clock() + min(elapsed_s * PAUSE_FACTOR, MAX_PAUSE_S)
         return claimed
 
     async def _claim_from_queues(
-        self, lines: Sequence[QueueKey], order: ClaimOrder, limit: int, claimed: list[answers.Claimed]
+        self, queues: Sequence[QueueKey], order: ClaimOrder, limit: int, claimed: list[answers.Claimed]
     ) -> None:
-        """Claim from these lines as long as something is there, and less was claimed than is wanted."""
+        """Claim from these queues until they are empty or enough is claimed."""
         own = in_namespaces(order.namespaces)
         tries, rounds = Counter[str](), 0
         while (wanted := limit - len(claimed)) > 0:
             tried = {name for name, count in tries.items() if count >= MAX_TRIES}
-            rows, cut = await self.queues.claim_candidates(order.lane_id, lines, wanted, exclude=tried, where=own)
+            rows, cut = await self.queues.claim_candidates(order.lane_id, queues, wanted, exclude=tried, where=own)
             if not rows:
                 return
             turn = await self._next_turn(order, rows, cut, wanted, yields=rounds < MAX_ROUNDS)
@@ -253,34 +255,34 @@ class Claimer:
                 rounds += 1
                 continue
             tries.update(row.execution_id for row in turn.picks)
-            taken = await self.guarded_claims.claim_rows(turn.picks, order)
-            self._use_up(turn, order, taken)
-            claimed += taken
+            more = await self.guarded_claims.claim_rows(turn.picks, order)
+            self._charge(turn, order, more)
+            claimed += more
 
     async def _block_unserved(self, order: ClaimOrder) -> None:
-        """When there is nothing to do, say of what stands in other lines that nobody can do it, if that is so."""
+        """Block the first rows of the queues that this worker does not cover if no live worker can run them."""
         now = self.runtime.estimate.now()
         if abs(now - self._routes_checked_at.get(order.lane_id, 0)) < LANE_REFRESH_MS:
             return
         self._routes_checked_at[order.lane_id] = now
-        lines = await self.queues.lane_queues(order.lane_id)
-        others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
+        queues = await self.queues.lane_queues(order.lane_id)
+        others = [queue for queue in queues if not capabilities.covers(queue.required, order.capabilities)]
         live: LiveWorkers = {}
         for row in await self.queues.queue_heads(others, lookahead_rows(others), where=ELIGIBLE):
             await self.routes.block_if_unserved(row, live)
 
     def next_lane_index(self, count: int) -> int:
-        """Which of so many lanes is looked at first this time."""
-        turn, self._next_lane = self._next_lane % count, (self._next_lane + 1) % count
-        return turn
+        """Return which of `count` lanes is claimed from first; the next call returns the next one."""
+        index, self._next_lane = self._next_lane % count, (self._next_lane + 1) % count
+        return index
 
 
-def _rows_of(taken: Sequence[answers.Claimed], picks: Sequence[Execution]) -> list[Execution]:
-    """The rows of what was claimed; a store may have taken another row of the same key than the one that was picked."""
+def _rows_of(claimed: Sequence[answers.Claimed], picks: Sequence[Execution]) -> list[Execution]:
+    """Return the picks that were claimed; the store may have claimed another row of the same key instead of a pick."""
     by_id = {row.execution_id: row for row in picks}
-    others = (row for row in picks if row.execution_id not in {one.execution_id for one in taken})
-    return [by_id.get(one.execution_id) or next(others) for one in taken]
+    others = (row for row in picks if row.execution_id not in {one.execution_id for one in claimed})
+    return [by_id.get(one.execution_id) or next(others) for one in claimed]
 
 
-def _is_decided(row: Execution) -> bool:
+def _is_guarded(row: Execution) -> bool:
     return row.line is not None and row.line.guarded

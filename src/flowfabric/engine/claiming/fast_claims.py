@@ -10,6 +10,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.claiming.late_claims import LateClaims
 from flowfabric.engine.claiming.ready_queues import ReadyQueues, claim_limit
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC
 from flowfabric.engine.validation.execution import ClaimOrder
@@ -19,16 +20,16 @@ from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptType
 from flowfabric.rules.execution import lease
 from flowfabric.stores.claims import ClaimRequest, LeaseIds
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
-# Names of this module are found faster than members of an enum; this runs for every claimed row.
+# A global is found faster than a member of an enum; this runs for every claimed row.
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
-MIN_PREMINTED_IDS = 16  # identities that it is worth making beforehand
+MIN_PREMINTED_IDS = 16  # lease ids of a request that are worth minting beforehand
 
 
 class FastClaims:
-    """Claims that the store makes alone."""
+    """Claims that the store executes without a rule."""
 
     def __init__(
         self,
@@ -36,65 +37,65 @@ class FastClaims:
         queues: ReadyQueues,
         give_back: Callable[[answers.Claimed], Awaitable[object]],
     ) -> None:
-        """`give_back` makes an execution claimable again that a request claimed after its caller had given up."""
+        """`give_back` makes an execution claimable again that was claimed after the caller had given up."""
         self.runtime = runtime
         self.queues = queues
         self.late_claims = LateClaims(self.find_claimed, give_back)
         self._spare: tuple[LeaseIds, ...] = ()
         self._found_enough = False
 
-    async def claim_fast(self, lines: Sequence[QueueKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
-        """The first rows of these lines; of very many lines, those of the first portion that has any."""
-        most = claim_limit(lines, limit)
-        for portion in await self.queues.batch_queues(lines):
-            if taken := await self.send_claim(self.claim_request(tuple(portion), most, order)):
-                return taken
+    async def claim_fast(self, queues: Sequence[QueueKey], order: ClaimOrder, limit: int) -> list[answers.Claimed]:
+        """Claim the first rows of these queues; of very many, those of the first batch of queues that has any."""
+        most = claim_limit(queues, limit)
+        for batch in await self.queues.batch_queues(queues):
+            if claimed := await self.send_claim(self.claim_request(tuple(batch), most, order)):
+                return claimed
         return []
 
-    async def send_claim(self, take: ClaimRequest, *doubts: ClaimRequest) -> list[answers.Claimed]:
-        """Take; `doubts` are such of before whose answers got lost, and which may still arrive."""
-        doubtful = [*doubts]
-        got: list[answers.Claimed] = []
+    async def send_claim(self, request: ClaimRequest, *unknown: ClaimRequest) -> list[answers.Claimed]:
+        """Send a claim; the outcomes of the requests in `unknown` are unknown, and they may still be executed."""
+        pending = [*unknown]
+        claimed: list[answers.Claimed] = []
         try:
-            got = await self._take_doubted(take, doubtful)
-            return got
+            claimed = await self._send_until_known(request, pending)
+            return claimed
         finally:
-            if doubtful:
-                self.late_claims.watch(doubtful, got)
+            if pending:
+                self.late_claims.watch(pending, claimed)
 
-    async def _take_doubted(self, take: ClaimRequest, doubtful: list[ClaimRequest]) -> list[answers.Claimed]:
-        """Take; what may still arrive of this and of earlier takes is added to the doubtful ones."""
+    async def _send_until_known(self, request: ClaimRequest, unknown: list[ClaimRequest]) -> list[answers.Claimed]:
+        """Send a claim, with new lease ids after each failure; add requests with unknown outcome to `unknown`."""
         pause = StoreBackoff()
         while True:
-            if (
-                self._found_enough and len(take.lease_ids) >= MIN_PREMINTED_IDS
-            ):  # while the store is at it, make what the next one needs
-                asyncio.get_running_loop().call_soon(self._stock, len(take.lease_ids))
+            count = len(request.lease_ids)
+            if self._found_enough and count >= MIN_PREMINTED_IDS:  # mint for the next claim while the store is busy
+                asyncio.get_running_loop().call_soon(self._mint_spare, count)
             try:
-                taken = await self.runtime.store.claim_rows(take)
+                claimed = await self.runtime.store.claim_rows(request)
             except asyncio.CancelledError:
-                doubtful.append(take)
+                unknown.append(request)
                 raise
             except errors.StoreUnavailable as lost:
                 if lost.in_doubt:
-                    doubtful.append(take)
-                    if found := await self.find_claimed(doubtful):
+                    unknown.append(request)
+                    if found := await self.find_claimed(unknown):
                         return found
                 await pause.sleep_or_raise()
-                take = self.with_new_lease_ids(take)
+                request = self.with_new_lease_ids(request)
                 continue
-            self.runtime.estimate.update(taken.now)
-            if doubtful and not taken.rows:  # perhaps the doubtful one arrived just after we had looked for it
-                return await self.find_claimed(doubtful)
-            return self.accept_claimed(take, taken.rows)
+            self.runtime.estimate.update(claimed.now)
+            if unknown and not claimed.rows:  # an earlier request may have been executed after the search for it
+                return await self.find_claimed(unknown)
+            return self.accept_claimed(request, claimed.rows)
 
-    def with_new_lease_ids(self, take: ClaimRequest) -> ClaimRequest:
-        """The same take once more, with identities that nobody has seen."""
-        return msgspec.structs.replace(take, lease_ids=self._next_lease_ids(len(take.lease_ids)))
+    def with_new_lease_ids(self, request: ClaimRequest) -> ClaimRequest:
+        """Return the request with unused lease ids."""
+        return msgspec.structs.replace(request, lease_ids=self._next_lease_ids(len(request.lease_ids)))
 
-    def claim_request(self, lines: tuple[QueueKey, ...], limit: int, order: ClaimOrder) -> ClaimRequest:
+    def claim_request(self, queues: tuple[QueueKey, ...], limit: int, order: ClaimOrder) -> ClaimRequest:
+        """Return a request for the first rows of these queues."""
         return ClaimRequest(
-            lines,
+            queues,
             self._next_lease_ids(limit),
             order.worker_id,
             order.worker_instance_id,
@@ -102,43 +103,48 @@ class FastClaims:
             lease.CLAIM,
         )
 
-    def accept_claimed(self, take: ClaimRequest, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
-        """What a take got; the stamps that it did not use are used later."""
-        self._found_enough = len(rows) == len(take.lease_ids)
+    def accept_claimed(self, request: ClaimRequest, rows: Sequence[tuple[Execution, Payload]]) -> list[answers.Claimed]:
+        """Return the answers for the rows of a reply; keep the lease ids that were not used."""
+        self._found_enough = len(rows) == len(request.lease_ids)
         if not self._found_enough:
             used = {row.lease_id for row, _ in rows}
-            self._spare = tuple(stamp for stamp in take.lease_ids if stamp.lease_id not in used)
+            self._spare = tuple(ids for ids in request.lease_ids if ids.lease_id not in used)
         if rows:
-            self.runtime.notify((FEED_TOPIC,), at_once=False)  # what is claimed may soon be over, which is told, too
+            self.runtime.notify((FEED_TOPIC,), at_once=False)  # completions may follow soon, and are emitted, too
             self.runtime.wake_sweeps_for([row for row, _ in rows])
             self.runtime.track_lease_expiry(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
-        return [self._claimed_by_store(row, payload, take.lease_ttl_ms) for row, payload in rows]
+        return [self._claimed_by_store(row, payload, request.lease_ttl_ms) for row, payload in rows]
 
     def _next_lease_ids(self, count: int) -> tuple[LeaseIds, ...]:
-        """New identities, and before them those that an earlier take found nothing for: workers ask for many."""
-        self._stock(count)
-        stamps, self._spare = self._spare[:count], ()
-        return stamps
+        """Return unused lease ids, first those that an earlier request did not need: workers request many."""
+        self._mint_spare(count)
+        lease_ids, self._spare = self._spare[:count], ()
+        return lease_ids
 
-    def _stock(self, count: int) -> None:
-        """Have so many identities to give out."""
+    def _mint_spare(self, count: int) -> None:
+        """Mint lease ids until there are `count` spare ones."""
         missing = count - len(self._spare)
         if missing > 0:
             uuid, change_id = self.runtime.minter.uuid, self.runtime.minter.change_id
             self._spare += tuple([LeaseIds(uuid(), uuid(), change_id()) for _ in range(missing)])
 
-    async def find_claimed(self, takes: Sequence[ClaimRequest]) -> list[answers.Claimed]:
-        """After lost answers: the rows that carry the stamps, if one of the takes happened."""
-        leases = tuple(stamp.lease_id for take in takes for stamp in take.lease_ids)
-        where = (Where("lease_expires_at", "set"), Where("lease_id", "in", leases))
-        rows = await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(leases)))
+    async def find_claimed(self, requests: Sequence[ClaimRequest]) -> list[answers.Claimed]:
+        """Return what these requests with unknown outcome have claimed, found by their lease ids."""
+        lease_ids = tuple(ids.lease_id for request in requests for ids in request.lease_ids)
+        where = (Where("lease_expires_at", "set"), Where("lease_id", "in", lease_ids))
+        rows = await self.runtime.scan(Scan(Execution, where, ("rank", "execution_id"), limit=len(lease_ids)))
         if not rows:
             return []
-        loaded = await self.runtime.load([Read(Payload, (row.execution_id,)) for row in rows])
-        ttl = takes[0].lease_ttl_ms
-        return [self._claimed_by_store(row, found[0], ttl) for row, found in zip(rows, loaded.rows, strict=True)]
+        reads = ReadSet()
+        payloads = reads.each(Payload, ((row.execution_id,) for row in rows))
+        loaded = await self.runtime.load(reads)
+        ttl_ms = requests[0].lease_ttl_ms
+        return [
+            self._claimed_by_store(row, payload, ttl_ms)
+            for row, payload in zip(rows, payloads(loaded.rows), strict=True)
+        ]
 
-    def _claimed_by_store(self, row: Execution, payload: Payload, lease_ttl_ms: int) -> answers.Claimed:
+    def _claimed_by_store(self, row: Execution, payload: Payload | None, lease_ttl_ms: int) -> answers.Claimed:
         self.runtime.cache_leased_row(row)
         kind = _FRESH
         if row.attempt_resumed_at is not None:

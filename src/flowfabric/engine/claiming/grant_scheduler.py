@@ -1,4 +1,4 @@
-"""The grant scheduler: which execution a worker is offered, within budgets and quotas."""
+"""The grant scheduler: picks the execution that a worker is granted, within budgets and quotas."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ class GrantScheduler:
     async def best(
         self, order: GrantRequest, key: Any, own: tuple[Where, ...]
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
-        """Offer the rows that this worker covers until one is granted, those of other lines among them.
+        """Grant the first row in fair order that nothing prevents; None if there is none.
 
-        Of the others the first are looked at, once: they are not for this worker, however many there are.
+        The heads of queues that this worker does not cover are read once, to block what no live worker can run.
         """
         seen = AdmissionContext()
-        lines = await self.queues.lane_queues(order.lane_id)
-        mine = [line for line in lines if capabilities.covers(line.required, order.capabilities)]
-        others = [line for line in lines if not capabilities.covers(line.required, order.capabilities)]
-        beyond = await self.queues.queue_heads(others, lookahead_rows(others), where=ELIGIBLE + own)
-        for portion in self.queues.rotating_windows(mine) or [()]:
-            if (granted := await self._best_of(portion, beyond, order, key, own, seen)) is not None:
+        queues = await self.queues.lane_queues(order.lane_id)
+        covered = [queue for queue in queues if capabilities.covers(queue.required, order.capabilities)]
+        others = [queue for queue in queues if not capabilities.covers(queue.required, order.capabilities)]
+        uncovered = await self.queues.queue_heads(others, lookahead_rows(others), where=ELIGIBLE + own)
+        for window in self.queues.rotating_windows(covered) or [()]:
+            if (granted := await self._best_of(window, uncovered, order, key, own, seen)) is not None:
                 return granted
-            beyond = []
+            uncovered = []
         return None
 
     async def _best_of(
         self,
-        mine: Sequence[QueueKey],
-        beyond: list[Execution],
+        queues: Sequence[QueueKey],
+        uncovered: list[Execution],
         order: GrantRequest,
         key: Any,
         own: tuple[Where, ...],
         seen: AdmissionContext,
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
-        tried, depth = set[str](), lookahead_rows(mine)
-        while rows := await self.queues.queue_heads(mine, depth, exclude=tried, where=own) + beyond:
+        tried, depth = set[str](), lookahead_rows(queues)
+        while rows := await self.queues.queue_heads(queues, depth, exclude=tried, where=own) + uncovered:
             counts = Counter(row.line for row in rows)
             while rows:
                 [row], after = fairness.fair_order(
@@ -89,17 +89,17 @@ class GrantScheduler:
                     self.turns.keep_turns(order.lane_id, after)
                     return granted
                 if seen.refusal_count > refusals:
-                    await self.guarded_claims.refuse_alike([row], mine, seen, own)
+                    await self.guarded_claims.refuse_alike([row], queues, seen, own)
                     break
-                if counts[row.line] >= depth and row not in beyond and all(one.line != row.line for one in rows):
-                    break  # what stands behind these in their line may come before the rest
-            beyond = [row for row in beyond if row.execution_id not in tried]
+                if counts[row.line] >= depth and row not in uncovered and all(one.line != row.line for one in rows):
+                    break  # the next rows of this queue may come before the rest
+            uncovered = [row for row in uncovered if row.execution_id not in tried]
         return None
 
     async def _offer(
         self, row: Execution, order: GrantRequest, key: Any, seen: AdmissionContext
     ) -> answers.ClaimGrant | answers.ReclaimGrant | None:
-        """A grant for this row, if nothing is in its way; what is in its way is noted on it."""
+        """Grant this row, or block it for the reason that prevents it."""
         if capabilities.missing(row.required_capabilities, order.capabilities):
             await self.routes.block_if_unserved(row, seen.live_workers)
             return None
@@ -118,7 +118,7 @@ class GrantScheduler:
         except errors.CapabilityMismatch:
             await self.routes.block_if_unserved(row, seen.live_workers)
         except errors.FabricError:
-            pass  # somebody was faster: the next one
+            pass  # another worker got it; try the next row
         await self.admission.release_slots(admitted[0])
         return None
 
@@ -133,5 +133,5 @@ class GrantScheduler:
         except errors.StoreUnavailable:
             raise
         except errors.FabricError:
-            return None  # granted to somebody else
+            return None  # granted to another worker
         return answer if isinstance(answer, answers.ReclaimGrant) else None

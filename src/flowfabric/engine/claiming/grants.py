@@ -1,4 +1,4 @@
-"""Grants: work offered to one worker, and claims that redeem such an offer."""
+"""Signed grants: an execution that is reserved for one worker until it is redeemed or expires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.rules.security import grant_key as grant_keys
 
 
 class GrantKeySigner:
-    """Signs the grant that a rule decides on, and keeps the key for its receiver."""
+    """Signs the grant that a rule decides on, and keeps the key for the answer."""
 
     def __init__(self, key: Any, *, reclaim: bool) -> None:
         self._key = key
@@ -37,15 +37,16 @@ class GrantKeySigner:
         return grant_keys.grant_id(self.grant_key)
 
     def grant_fields(self, row: Execution, order: GrantRequest) -> tuple[str, str, str, int, str]:
-        """What a grant that was signed here tells its receiver."""
+        """Return the fields of the signed grant for the answer."""
         execution = ids.ExecutionId(row.execution_id)
         return execution, partition_key(execution), self.grant_key, self.expires_at, order.lane_id
 
 
 def sign_claim_grant(row: Execution | None, order: GrantRequest, key: Any, now: int) -> Decision[answers.ClaimGrant]:
-    """Offer work that waits, with a key for the one who gets it.
+    """Grant ready work, with a key for its receiver.
 
-    The answer holds the key of this very decision: one that is made again signs anew, and either may be written.
+    A decision that is made again signs a new key, and either may be committed, so the answer has the key of its own
+    decision.
     """
     signer = GrantKeySigner(key, reclaim=False)
     decision: Decision[Any] = grant_rules.issue_claim_grant(row, order, now, signer, include_route_blocked=True)
@@ -58,7 +59,7 @@ def sign_claim_grant(row: Execution | None, order: GrantRequest, key: Any, now: 
 def sign_reclaim_grant(
     row: Execution | None, order: GrantRequest, key: Any, now: int
 ) -> Decision[answers.ReclaimGrant | answers.NotReclaimable | answers.ReclaimCapExceeded]:
-    """The same for work whose lease is gone."""
+    """Grant work that lost its lease, with a key for its receiver."""
     signer = GrantKeySigner(key, reclaim=True)
     decision: Decision[Any] = reclaim.issue_reclaim_grant(row, order, now, signer)
     if row is None or not isinstance(decision.answer, answers.Granted):

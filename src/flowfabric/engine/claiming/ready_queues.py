@@ -1,10 +1,10 @@
-"""Lines: where claimable work stands, and who stands first.
+"""Ready queues of each lane: which exist, and which rows are at their heads.
 
-A process knows the lines of a lane that it wrote to or heard of. Leases that lapsed enter their line when somebody
-notices. Every claim looks for those of its lane, and for lines that other processes began: always when it found
-nothing, or when a lease ends that it knows of, and twice a second when it is busy.
+A process knows the queues that it has written to or loaded. Executions whose lease expired enter their queue when a
+claim marks them. A claim refreshes its lane, that is, marks expired leases and loads queues of other processes: before
+it returns nothing, when a known lease has expired, and twice a second under load.
 
-A row that cannot be read is left where it is, and stands in nobody's way.
+A row that cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from flowfabric.rules.scheduling import capabilities, fairness
 from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.claiming")
-LANE_REFRESH_MS = 500  # how old a look around in a lane may be; half of what a takeover may take beyond the ttl
+LANE_REFRESH_MS = 500  # between two refreshes; half of the time after the expiry of a lease that a takeover may need
 LOOKAHEAD_ROWS = 10
 EXPIRED_LEASES_BATCH = 100
 ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
 QUEUE_ORDER = ("rank", "execution_id")
-MAX_QUEUES_PER_CLAIM = 64  # that are taken from in one trip
-MAX_KEYS_PER_CLAIM = 8  # whose work is taken key by key: each costs a trip of its own
-MAX_COMPARED_QUEUES = 1024  # whose first rows are looked at to see which come first, and how many rows of all of them
+MAX_QUEUES_PER_CLAIM = 64  # that one round trip claims from
+MAX_KEYS_PER_CLAIM = 8  # that are claimed from separately: each costs a round trip
+MAX_COMPARED_QUEUES = 1024  # whose heads are compared, and how many rows are read of all of them
 
 
 class ReadyQueues:
@@ -47,41 +47,39 @@ class ReadyQueues:
         self._unreadable: set[str] = set()
 
     async def refresh_lane(self, lane_id: str) -> None:
-        """Put lapsed leases of the lane into their lines, and hear of lines that other processes began."""
+        """Mark expired leases of the lane, and load the queues that other processes added."""
         if self.fits_one_round_trip(lane_id):
             await asyncio.gather(self.mark_expired_leases(lane_id), self.runtime.load_lane_queues(lane_id))
-        else:  # where there are very many, every claim asks which of them have work
+        else:  # of very many, every claim loads the nonempty ones
             await self.mark_expired_leases(lane_id)
         self.runtime._lane_refreshed_at[lane_id] = self.runtime.estimate.now()
 
     def is_lane_fresh(self, lane_id: str) -> bool:
-        """Whether the last look around in this lane is recent, and no lease that is known of has lapsed since."""
+        """True if the lane was refreshed recently and no known lease has expired since."""
         now = self.runtime.estimate.now()
         if self.runtime._next_lease_expiry.get(lane_id, now + 1) <= now:
             return False
         return abs(now - self.runtime._lane_refreshed_at.get(lane_id, 0)) < LANE_REFRESH_MS
 
     async def mark_expired_leases(self, lane_id: str) -> None:
-        """Mark all leases of the lane that have lapsed: any of their work may be the first in line.
+        """Mark all expired leases of the lane: each of these executions may be at the head of its queue.
 
-        Whoever finds that others have just marked what it found leaves the rest to them.
+        If other processes have just marked a whole batch, the rest is left to them.
         """
         where = (Where("lane_id", "=", lane_id), Where("lease_expired_at", "unset"))
         while True:
-            self.runtime._next_lease_expiry.pop(
-                lane_id, None
-            )  # those that are noted from here on may be missing in what is read
+            self.runtime._next_lease_expiry.pop(lane_id, None)  # before the read, which may miss later ones
             due = await self.runtime.retry_while_unavailable(
                 lambda: self.runtime.store.due(Execution, "lease_expires_at", limit=EXPIRED_LEASES_BATCH, where=where)
             )
             self.runtime.estimate.update(due.now)
             if due.next_at is not None:
                 self.runtime.track_lease_expiry(lane_id, due.next_at)
-            marks = await asyncio.gather(*(self._marks_lapsed(row.execution_id) for row in due.rows))
+            marks = await asyncio.gather(*(self._mark_expired(row.execution_id) for row in due.rows))
             if len(due.rows) < EXPIRED_LEASES_BATCH or not any(marks):
                 return
 
-    async def _marks_lapsed(self, execution_id: str) -> bool:
+    async def _mark_expired(self, execution_id: str) -> bool:
         try:
             answer = await self.runtime.decide_execution(execution_id, expire.mark_lease_expired_if_due)
             return isinstance(answer, answers.MarkedExpired)
@@ -90,15 +88,15 @@ class ReadyQueues:
             return False
 
     def skip_unreadable(self, execution_id: str, fault: errors.Corruption) -> None:
-        """Leave out a row that cannot be read, and say so once."""
+        """Log once that a row cannot be read."""
         if execution_id not in self._unreadable:
             self._unreadable.add(execution_id)
             logger.warning("%s cannot be claimed: %s", execution_id, fault)
 
     async def lane_queues(self, lane_id: str) -> list[QueueKey]:
-        """The lines of a lane that this process knows of, in a fixed order; of very many, those with work in them.
+        """Return the known queues of a lane in a fixed order; of very many, the nonempty ones.
 
-        Lines are never forgotten. Where each user of an application has a key, most of them are empty at any time.
+        Queues are never forgotten. If each user of an application has a fairness key, most are empty at any time.
         """
         if lane_id not in self.runtime._queues:
             await self.runtime.load_lane_queues(lane_id)
@@ -107,115 +105,114 @@ class ReadyQueues:
         return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.nonempty_queues(lane_id))
 
     def fits_one_round_trip(self, lane_id: str) -> bool:
-        """Whether one look sees all lines of a lane, so that what it did not find is not there."""
+        """True if one round trip reads all queues of a lane, so that one without a result proves that it is empty."""
         return len(self.runtime._queues.get(lane_id, ())) <= MAX_QUEUES_PER_CLAIM
 
-    def is_fast(self, lane_id: str, lines: Sequence[QueueKey]) -> bool:
+    def is_fast(self, lane_id: str, queues: Sequence[QueueKey]) -> bool:
         """True if the store alone may claim from these queues of a lane: none is guarded, and all have one key."""
-        return lane_id not in self.runtime._guarded_lanes and not takes_turns(lines)
+        return lane_id not in self.runtime._guarded_lanes and not takes_turns(queues)
 
     async def covered_queues(self, lane_id: str, offered: Set[str]) -> list[QueueKey]:
-        """The lines whose work a worker with these capabilities can do."""
-        return [line for line in await self.lane_queues(lane_id) if capabilities.covers(line.required, offered)]
+        """Return the queues whose work a worker with these capabilities can run."""
+        return [queue for queue in await self.lane_queues(lane_id) if capabilities.covers(queue.required, offered)]
 
-    async def batch_queues(self, lines: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
-        """The lines in portions that one trip can take from; of more than one can, those with the best work first."""
-        if len(lines) <= MAX_QUEUES_PER_CLAIM:
-            return _portions(lines, MAX_QUEUES_PER_CLAIM)
-        [compared, *others] = self.rotating_windows(lines)
-        firsts = await self.queue_heads(compared, 1)
-        in_order = [line for line in dict.fromkeys(row.line for row in firsts) if line is not None]
-        return [portion for some in (in_order, *others) for portion in _portions(some, MAX_QUEUES_PER_CLAIM)]
+    async def batch_queues(self, queues: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
+        """Divide the queues into batches of one round trip each; of several, those with the best heads come first."""
+        if len(queues) <= MAX_QUEUES_PER_CLAIM:
+            return _batches(queues, MAX_QUEUES_PER_CLAIM)
+        [compared, *others] = self.rotating_windows(queues)
+        in_order = [*dict.fromkeys(_queues_of(await self.queue_heads(compared, 1)))]
+        return [batch for window in (in_order, *others) for batch in _batches(window, MAX_QUEUES_PER_CLAIM)]
 
-    def rotating_windows(self, lines: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
-        """The lines, or as many at a time as can be compared with each other, beginning with others each time."""
-        portions = _portions(lines, MAX_COMPARED_QUEUES)
-        if len(portions) <= 1:
-            return portions
+    def rotating_windows(self, queues: Sequence[QueueKey]) -> list[Sequence[QueueKey]]:
+        """Divide the queues into windows that can be compared; each call starts with another window."""
+        windows = _batches(queues, MAX_COMPARED_QUEUES)
+        if len(windows) <= 1:
+            return windows
         self._rotation += 1
-        start = self._rotation % len(portions)
-        return portions[start:] + portions[:start]
+        start = self._rotation % len(windows)
+        return windows[start:] + windows[:start]
 
     async def claim_candidates(
         self,
         lane_id: str,
-        lines: Sequence[QueueKey],
+        queues: Sequence[QueueKey],
         wanted: int,
         *,
         exclude: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
     ) -> tuple[list[Execution], Set[str]]:
-        """The rows of these lines among which the next `wanted` are, and the keys of which more may stand there.
+        """Return rows that include the next `wanted` in fair order, and the fairness keys that may have more rows.
 
-        Of many lines some rows each are read. When the next ones of a key are needed before enough is found, those of
-        the keys that come first are read as far as can be needed.
+        Of many queues only some rows each are read. If that is not enough to find `wanted` rows, more rows are read of
+        the keys that come first.
         """
-        few = len(lines) <= MAX_QUEUES_PER_CLAIM and len({line.fairness_key for line in lines}) <= MAX_KEYS_PER_CLAIM
-        depth = wanted if few else min(wanted, max(1, MAX_COMPARED_QUEUES // len(lines)))
-        rows = await self.queue_heads(lines, depth, exclude=exclude, where=where)
+        key_count = len({queue.fairness_key for queue in queues})
+        few = len(queues) <= MAX_QUEUES_PER_CLAIM and key_count <= MAX_KEYS_PER_CLAIM
+        depth = wanted if few else min(wanted, max(1, MAX_COMPARED_QUEUES // len(queues)))
+        rows = await self.queue_heads(queues, depth, exclude=exclude, where=where)
         if depth == wanted:
             return rows, frozenset()
-        cut = {line.fairness_key for line, count in Counter(_lines(rows)).items() if count >= depth}
+        cut = {queue.fairness_key for queue, count in Counter(_queues_of(rows)).items() if count >= depth}
         picks, _ = fairness.fair_order(
             rows, self.turns.turns_of(lane_id), self.runtime.estimate.now(), wanted, truncated=cut
         )
         if len(picks) in (wanted, len(rows)):
             return rows, cut
-        next_ones = [key for key in dict.fromkeys(map(fairness.fairness_key_of, picks)) if key in cut][
-            :MAX_KEYS_PER_CLAIM
-        ]
-        near = [line for line in dict.fromkeys(_lines(rows)) if line.fairness_key in next_ones][:MAX_QUEUES_PER_CLAIM]
-        further = await self.queue_heads(near, wanted, exclude=exclude, where=where)
-        left = {line.fairness_key for line in _lines(rows) if line not in near}
-        return further + [row for row in rows if row.line not in near], cut & left
+        keys = [key for key in dict.fromkeys(map(fairness.fairness_key_of, picks)) if key in cut][:MAX_KEYS_PER_CLAIM]
+        near = [one for one in dict.fromkeys(_queues_of(rows)) if one.fairness_key in keys][:MAX_QUEUES_PER_CLAIM]
+        more = await self.queue_heads(near, wanted, exclude=exclude, where=where)
+        left = {queue.fairness_key for queue in _queues_of(rows) if queue not in near}
+        return more + [row for row in rows if row.line not in near], cut & left
 
     async def queue_heads(
         self,
-        lines: Sequence[QueueKey],
+        queues: Sequence[QueueKey],
         limit: int,
         *,
         exclude: Set[str] = frozenset(),
         where: tuple[Where, ...] = (),
     ) -> list[Execution]:
-        """The first rows of each of the lines, without those granted to somebody and those named, best rank first.
+        """Return the first rows of each queue by position, without granted rows and those in `exclude`.
 
-        Of few lines some more rows are read at once, since some may have to be passed over.
+        Of few queues some more rows are read, because some may have to be skipped.
         """
-        if not lines:
+        if not queues:
             return []
-        size = limit + (LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 0)
-        conditions = (Where("line", "in", tuple(lines)), *where)
+        size = limit + (LOOKAHEAD_ROWS if len(queues) <= MAX_QUEUES_PER_CLAIM else 0)
+        conditions = (Where("line", "in", tuple(queues)), *where)
         page = await self.runtime.scan(
             Scan(Execution, conditions, QUEUE_ORDER, None, size, limit_by="line", partial=True)
         )
         rows = self._claimable(page, exclude)
         found, seen = Counter(row.line for row in rows), Counter(row.line for row in page)
-        for line in lines:  # many of its first rows were passed over: look further
-            if seen[line] == size and found[line] < limit:
-                last = [row for row in page if row.line == line][-1]
-                rows += await self._further(line, limit - found[line], exclude, where, (last.rank, last.execution_id))
+        for queue in queues:  # read more if many of its first rows were skipped
+            if seen[queue] == size and found[queue] < limit:
+                last = [row for row in page if row.line == queue][-1]
+                after = (last.rank, last.execution_id)
+                rows += await self._rows_after(queue, limit - found[queue], exclude, where, after)
         return sorted(rows, key=lambda row: (row.rank, row.execution_id))
 
-    async def _further(
-        self, line: QueueKey, limit: int, without: Set[str], where: tuple[Where, ...], after: tuple[int, str]
+    async def _rows_after(
+        self, queue: QueueKey, limit: int, exclude: Set[str], where: tuple[Where, ...], after: tuple[int, str]
     ) -> list[Execution]:
         found: list[Execution] = []
         size = limit + LOOKAHEAD_ROWS
         while True:
             page = await self.runtime.scan(
-                Scan(Execution, (Where("line", "=", line), *where), QUEUE_ORDER, after, size, partial=True)
+                Scan(Execution, (Where("line", "=", queue), *where), QUEUE_ORDER, after, size, partial=True)
             )
-            found += self._claimable(page, without)
+            found += self._claimable(page, exclude)
             if len(found) >= limit or len(page) < size:
                 return found[:limit]
             after = (page[-1].rank, page[-1].execution_id)
 
-    def _claimable(self, page: Sequence[Execution], without: Set[str]) -> list[Execution]:
+    def _claimable(self, page: Sequence[Execution], exclude: Set[str]) -> list[Execution]:
         now = self.runtime.estimate.now()
         return [
             row
             for row in page
-            if row.execution_id not in without and not grant_rules.has_live_grant(row, now) and self._is_readable(row)
+            if row.execution_id not in exclude and not grant_rules.has_live_grant(row, now) and self._is_readable(row)
         ]
 
     def _is_readable(self, row: Execution) -> bool:
@@ -227,35 +224,34 @@ class ReadyQueues:
         return True
 
     async def forget_guarded(self, lane_id: str) -> None:
-        """Stop expecting decided work in a lane, unless there is some: granted, or beyond the worker that looked."""
+        """Forget that a lane has guarded work, unless there is some: granted, or for other workers."""
         if lane_id not in self.runtime._guarded_lanes and lane_id not in self.runtime._takeover_lanes:
             return
-        for line in await self.lane_queues(lane_id):
-            first = Scan(Execution, (Where("line", "=", line),), QUEUE_ORDER, limit=1, partial=True)
-            if line.guarded and await self.runtime.scan(first):
+        for queue in await self.lane_queues(lane_id):
+            first = Scan(Execution, (Where("line", "=", queue),), QUEUE_ORDER, limit=1, partial=True)
+            if queue.guarded and await self.runtime.scan(first):
                 return
         self.runtime._guarded_lanes.discard(lane_id)
         self.runtime._takeover_lanes.discard(lane_id)
 
 
-def claim_limit(lines: Sequence[QueueKey], limit: int) -> int:
-    """How many of these lines can be claimed together: the best so many stand in the first portion."""
-    return limit if len(lines) <= MAX_QUEUES_PER_CLAIM else min(limit, MAX_QUEUES_PER_CLAIM)
+def claim_limit(queues: Sequence[QueueKey], limit: int) -> int:
+    """Return how many rows one request may claim from these queues; the first batch has that many of the best."""
+    return limit if len(queues) <= MAX_QUEUES_PER_CLAIM else min(limit, MAX_QUEUES_PER_CLAIM)
 
 
-def _lines(rows: Iterable[Execution]) -> Iterator[QueueKey]:
-    """The lines in which these rows stand."""
+def _queues_of(rows: Iterable[Execution]) -> Iterator[QueueKey]:
     return (row.line for row in rows if row.line is not None)
 
 
-def takes_turns(lines: Sequence[QueueKey]) -> bool:
+def takes_turns(queues: Sequence[QueueKey]) -> bool:
     """True if these queues hold work of several fairness keys."""
-    return len({line.fairness_key for line in lines if not line.guarded}) > 1
+    return len({queue.fairness_key for queue in queues if not queue.guarded}) > 1
 
 
-def lookahead_rows(lines: Sequence[QueueKey]) -> int:
+def lookahead_rows(queues: Sequence[QueueKey]) -> int:
     """Return how many rows of each of these queues are read at once."""
-    return LOOKAHEAD_ROWS if len(lines) <= MAX_QUEUES_PER_CLAIM else 1
+    return LOOKAHEAD_ROWS if len(queues) <= MAX_QUEUES_PER_CLAIM else 1
 
 
 def in_namespaces(names: Set[str] | None) -> tuple[Where, ...]:
@@ -263,5 +259,5 @@ def in_namespaces(names: Set[str] | None) -> tuple[Where, ...]:
     return () if names is None else (Where("namespace", "in", tuple(sorted(names))),)
 
 
-def _portions(lines: Sequence[QueueKey], size: int) -> list[Sequence[QueueKey]]:
-    return [lines[first : first + size] for first in range(0, len(lines), size)]
+def _batches(queues: Sequence[QueueKey], size: int) -> list[Sequence[QueueKey]]:
+    return [queues[start : start + size] for start in range(0, len(queues), size)]

@@ -1,8 +1,8 @@
-"""Redeeming: a worker that is offered work by grants, and takes no more of it than it has room for.
+"""GrantRedeemer: redeems grants for one worker, within its capacity.
 
-SDK workers claim directly and need none of this. It is for workers that a scheduler sends grants to: the place is taken
-before the grant is used up, so a worker that is full leaves the grant as good as it was. The key that was issued with a
-grant is checked when it is redeemed.
+SDK workers claim directly and do not need it. It is for workers that receive grants from a scheduler. A slot is
+reserved before the grant is redeemed, so a worker without capacity leaves the grant unused. The key that was issued
+with a grant is checked when it is redeemed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POOL = "tasks"
 
 
 class GrantRedeemer:
-    """One worker's grants, turned into leases: never more of them at a time than it may run."""
+    """Redeems grants of one worker, up to the number of tasks that it may run at a time."""
 
     def __init__(
         self,
@@ -45,49 +45,49 @@ class GrantRedeemer:
         self._worker_id = validate.validate_worker_id(worker_id)
         self._instance_id = validate.validate_instance_id(worker_instance_id)
         self._lease_ttl_ms = validation.duration_ms("lease_ttl_ms", lease_ttl_ms)
-        self._most = validation.integer("max_concurrent_tasks", max_concurrent_tasks, least=1)
-        self._asking = 0
-        self._held: set[str] = set()  # leases: one that was lost, and the one that took over, are two tasks
+        self._max_tasks = validation.integer("max_concurrent_tasks", max_concurrent_tasks, least=1)
+        self._redeeming = 0
+        self._lease_ids: set[str] = set()  # a lost lease and the one that took over are two tasks
 
     async def claim_from_grant(
         self, grant: ClaimGrant | ReclaimGrant
     ) -> Claimed | NotReclaimable | ReclaimCapExceeded | GrantNotFound:
-        """Redeem a grant of any kind: begin an attempt, go on with an interrupted one, or take over a lost one."""
+        """Redeem a grant of any kind: start an attempt, continue an interrupted one, or take over a lost one."""
         if isinstance(grant, ReclaimGrant):
-            return await self._redeemed(lambda: self._reclaim(grant))
-        return await self._redeemed(lambda: self._claim(_claim_grant(grant)))
+            return await self._with_slot(lambda: self._reclaim(grant))
+        return await self._with_slot(lambda: self._claim(_claim_grant(grant)))
 
     async def claim_from_resume_grant(self, grant: ClaimGrant) -> Handle:
         """Redeem a grant for an interrupted attempt."""
-        claimed = await self._redeemed(lambda: self._resume(_claim_grant(grant)))
+        claimed = await self._with_slot(lambda: self._resume(_claim_grant(grant)))
         return claimed.handle
 
     async def claim_from_reclaim_grant(
         self, grant: ReclaimGrant, *, execution_id: str, lane_id: str, max_reclaim_count: int | None = None
     ) -> Claimed | NotReclaimable | ReclaimCapExceeded | GrantNotFound:
-        """Redeem a reclaim grant for the execution it is for; another one, or too late, is refused before anything."""
+        """Redeem a reclaim grant; refuse it if it is expired or for another execution or lane."""
         if not isinstance(grant, ReclaimGrant):
             raise errors.InvalidInput("grant: not a reclaim grant")
         if (execution_id, lane_id) != (grant.execution_id, grant.lane_id):
             raise errors.InvalidInput("grant: for another execution or lane")
         if grant.expires_at_ms <= await self._engine.runtime.store.ping():
             raise errors.InvalidInput("grant: its time is over")
-        return await self._redeemed(lambda: self._reclaim(grant, max_reclaim_count))
+        return await self._with_slot(lambda: self._reclaim(grant, max_reclaim_count))
 
     def finished(self, handle: Handle) -> None:
-        """The task of this handle has ended, one way or another: there is room for the next."""
-        self._held.discard(handle.fields.lease_id)
+        """Free the slot of a task that has ended."""
+        self._lease_ids.discard(handle.fields.lease_id)
 
-    async def _redeemed(self, redeem: Callable[[], Awaitable[T]]) -> T:
-        if len(self._held) + self._asking >= self._most:
-            raise errors.WorkerAtCapacity(POOL, self._most)
-        self._asking += 1
+    async def _with_slot(self, redeem: Callable[[], Awaitable[T]]) -> T:
+        if len(self._lease_ids) + self._redeeming >= self._max_tasks:
+            raise errors.WorkerAtCapacity(POOL, self._max_tasks)
+        self._redeeming += 1
         try:
             answer = await redeem()
         finally:
-            self._asking -= 1
+            self._redeeming -= 1
         if isinstance(answer, Claimed):
-            self._held.add(answer.lease_id)
+            self._lease_ids.add(answer.lease_id)
         return answer
 
     async def _claim(self, grant: ClaimGrant) -> Claimed:

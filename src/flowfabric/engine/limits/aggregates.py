@@ -1,4 +1,4 @@
-"""The roots that are decided on as one sheet, and their chains: budgets and quota policies."""
+"""Budgets and quota policies as aggregates: all rows of one are loaded and decided on together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.rules.limits.quota import QuotaState
 from flowfabric.stores.queries import Read
 
-COMMIT_MARKER_TTL_MS = 2 * 60 * 1000  # how long a change of a budget can be asked for after its answer got lost
+COMMIT_MARKER_TTL_MS = 2 * 60 * 1000  # how long a change of a budget can be found after its reply was lost
 
 
 class BudgetAdapter:
-    """The rows of a budget as one sheet."""
+    """Builds the state of a budget from its rows."""
 
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
@@ -34,28 +34,28 @@ class BudgetAdapter:
         return Read(Budget, key), Read(BudgetDimension, key), Read(BudgetReservation, key)
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> BudgetState:
-        place = ids.budget_partition(ids.BudgetId(key.id), self._partitions)
-        return budget_rules.budget_state(key.id, place, rows, key.namespace)
+        partition = ids.budget_partition(ids.BudgetId(key.id), self._partitions)
+        return budget_rules.budget_state(key.id, partition, rows, key.namespace)
 
     def change_between(self, before: BudgetState, after: BudgetState, change_id: int) -> Change | None:
         change = budget_rules.change_between(before, after)
         if change is None:
             return None
-        # A report without a key must not be applied twice, and by the time we ask after a lost answer another process
-        # may have moved the revision on: so each change leaves a trace of its own.
+        # A report without a key must not be applied twice. After a lost reply the revision proves nothing, because
+        # another process may have changed it since, so each change writes a marker.
         until = after.root_or_new().last_updated_at + COMMIT_MARKER_TTL_MS
-        trace = UsageKey(before.budget_id, _trace(change_id), until, before.namespace)
-        return msgspec.structs.replace(change, writes=(*change.writes, Upsert(trace)))
+        marker = UsageKey(before.budget_id, _marker(change_id), until, before.namespace)
+        return msgspec.structs.replace(change, writes=(*change.writes, Upsert(marker)))
 
     def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
-        return Read(UsageKey, (*key, _trace(change_id)))
+        return Read(UsageKey, (*key, _marker(change_id)))
 
     def confirms(self, row: Any, change_id: int) -> bool:
         return True
 
 
 class QuotaAdapter:
-    """The rows of a quota policy as one sheet. Admitting and releasing twice is the same as once."""
+    """Builds the state of a quota policy from its rows. Admission and release are idempotent."""
 
     def __init__(self, partitions: ids.PartitionCounts) -> None:
         self._partitions = partitions
@@ -64,8 +64,8 @@ class QuotaAdapter:
         return Read(QuotaPolicy, key), Read(QuotaSlot, key), Read(QuotaRequest, key)
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> QuotaState:
-        place = ids.quota_partition(ids.QuotaPolicyId(key.id), self._partitions)
-        return quota.quota_state(key.id, place, rows, key.namespace)
+        partition = ids.quota_partition(ids.QuotaPolicyId(key.id), self._partitions)
+        return quota.quota_state(key.id, partition, rows, key.namespace)
 
     def change_between(self, before: QuotaState, after: QuotaState, change_id: int) -> Change | None:
         return quota.change_between(before, after)
@@ -78,12 +78,12 @@ class QuotaAdapter:
 
 
 class LimitAggregates:
-    """The aggregates of budgets and quota policies, each with its queue."""
+    """The repositories of budgets and quota policies."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
-    # Built on first use: the number of partitions is known when the store is open.
+    # Built on first use: the number of partitions is known once the store is open.
 
     @cached_property
     def budgets(self) -> AggregateRepository[BudgetState]:
@@ -96,5 +96,5 @@ class LimitAggregates:
         return AggregateRepository(self.runtime, QuotaAdapter(self.runtime.partitions))
 
 
-def _trace(change_id: int) -> str:
+def _marker(change_id: int) -> str:
     return f"change:{change_id}"

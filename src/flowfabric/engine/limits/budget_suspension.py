@@ -1,8 +1,4 @@
-"""Sleeping on a budget: what the hard action `suspend` does, and how room in the budget wakes the sleepers.
-
-A sleeper is woken once there is room for what it asked for, not before: otherwise it would ask again, be refused again
-and never rest. Room that one is woken for is not offered to the next.
-"""
+"""Budget suspension: the hard action `suspend` suspends an execution until the budget has capacity for its need."""
 
 from __future__ import annotations
 
@@ -10,17 +6,16 @@ import asyncio
 from collections.abc import Sequence
 
 from flowfabric.engine.limits.aggregates import LimitAggregates
-from flowfabric.engine.runtime.after_commit import first
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.engine.runtime.signing_keys import KEYSTORE, SigningKeys
+from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
+from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.suspension import Suspension
-from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import budget_suspension
 from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.rules.suspension import suspend as suspend_rules
-from flowfabric.stores.queries import Read
 
 
 class BudgetSuspender:
@@ -37,39 +32,53 @@ class BudgetSuspender:
         self.aggregates = aggregates
 
     async def suspend_for_budget(self, handle: Handle, need: BudgetNeed) -> bool:
+        """Suspend the execution of this handle until its need fits; False if that is not possible."""
         holder = self.runtime.handle_fields(handle)
-        bed = budget_suspension.BudgetSuspensionIds(self.runtime.minter.uuid(), self.runtime.minter.uuid())
+        minted = budget_suspension.BudgetSuspensionIds(self.runtime.minter.uuid(), self.runtime.minter.uuid())
+        reads = ReadSet()
+        row = reads.one(Execution, holder.execution_id)
+        suspension = reads.one(Suspension, holder.execution_id)
+        keys = reads.many(SigningKey, 0)
         return await self.runtime.decide_and_commit(
-            (*_wants(holder.execution_id), *KEYSTORE),
+            reads,
             lambda rows, now: budget_suspension.suspend_for_budget(
-                first(rows[0]), first(rows[1]), self.signing_keys.unseal_loaded_keys(rows[3]), need, bed, holder, now
+                row(rows),
+                suspension(rows),
+                self.signing_keys.unseal_loaded_keys(keys(rows)),
+                need,
+                minted,
+                holder,
+                now,
             ),
         )
 
     async def resume_budget_suspended(self, rows: Sequence[Execution]) -> int:
-        loaded = await self.runtime.load([Read(Suspension, (row.execution_id,)) for row in rows])
-        needs = [suspend_rules.budget_needs(row, first(found)) for row, found in zip(rows, loaded.rows, strict=True)]
-        names = sorted({need.budget for some in needs for need in some})
-        _, sheets = await self.aggregates.budgets.load(names)
-        sheets = {name: sheet for name, sheet in sheets.items() if not budget_rules.find_corruption(sheet)}
-        waking = []
-        for row, some in zip(rows, needs, strict=True):
-            for need in some:
-                if need.budget in sheets and budget_rules.has_capacity_for(sheets[need.budget], need):
-                    sheets[need.budget] = budget_rules.with_reserved(sheets[need.budget], need)
-                    waking.append(self._wake_for(row.execution_id, need))
-                    break
-        return sum(await asyncio.gather(*waking))
-
-    async def _wake_for(self, execution_id: str, need: BudgetNeed) -> bool:
-        message_id = self.runtime.minter.uuid()
-        return await self.runtime.decide_and_commit(
-            _wants(execution_id),
-            lambda rows, now: budget_suspension.resume_from_budget(
-                first(rows[0]), first(rows[1]), need, message_id, now
-            ),
+        """Resume those of the suspended executions whose need fits now; return how many."""
+        reads = ReadSet()
+        suspensions = reads.each(Suspension, ((row.execution_id,) for row in rows))
+        loaded = await self.runtime.load(reads)
+        needs = [
+            suspend_rules.budget_needs(row, suspension)
+            for row, suspension in zip(rows, suspensions(loaded.rows), strict=True)
+        ]
+        _, budgets = await self.aggregates.budgets.load(sorted({need.budget for own in needs for need in own}))
+        fitting = budget_suspension.needs_with_capacity(needs, budgets)
+        return sum(
+            await asyncio.gather(
+                *(
+                    self._resume(row.execution_id, need)
+                    for row, need in zip(rows, fitting, strict=True)
+                    if need is not None
+                )
+            )
         )
 
-
-def _wants(execution_id: str) -> tuple[Read, ...]:
-    return Read(Execution, (execution_id,)), Read(Suspension, (execution_id,))
+    async def _resume(self, execution_id: str, need: BudgetNeed) -> bool:
+        message_id = self.runtime.minter.uuid()
+        reads = ReadSet()
+        row = reads.one(Execution, execution_id)
+        suspension = reads.one(Suspension, execution_id)
+        return await self.runtime.decide_and_commit(
+            reads,
+            lambda rows, now: budget_suspension.resume_from_budget(row(rows), suspension(rows), need, message_id, now),
+        )

@@ -14,11 +14,12 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
-from flowfabric.engine.limits.unblocker import PAGE_SIZE, Capacity, Unblocker
+from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
 from flowfabric.engine.sweeps.sweeper import SweepFilter, SweepResult
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.model.worker import RegisteredWorker
+from flowfabric.rules.limits.capacity import Capacity
 from flowfabric.rules.scheduling import workers
 from flowfabric.rules.scheduling.queue import ASLEEP_ON_PREFIX, BLOCKED_ON_PREFIX
 from flowfabric.stores.queries import Scan, Where
@@ -46,7 +47,7 @@ class UnblockSweep:
         return SweepResult(freed, failed)
 
     async def _pass_over(self, start: str, batch: int, choice: SweepFilter) -> SweepResult:
-        room, live = Capacity(self.unblocker.aggregates), LiveWorkers(self.routes)
+        room, live = Capacity(), LiveWorkers(self.routes)
         place = self._places.get(start)
         seen = freed = failed = 0
         while seen < batch:

@@ -7,7 +7,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from flowfabric.handles import HandleFields
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
+from flowfabric.model.owned_id import NamespacedId
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Suspension
@@ -24,7 +25,8 @@ from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.limits.budget import BudgetNeed
+from flowfabric.rules.limits import budget as budget_rules
+from flowfabric.rules.limits.budget import BudgetNeed, BudgetState
 from flowfabric.rules.security import keystore
 from flowfabric.rules.suspension import resume
 from flowfabric.rules.suspension import state as wait_state
@@ -81,6 +83,25 @@ def suspend_for_budget(
     )
     rows = suspend_rules.SuspendRows(row, suspension, remembered=None, waitpoints={}, buffered=(), keys=keys)
     return Decision(True, suspend_rules.suspend_on(rows, row, args, holder, [waitpoint], {}, [], now).change)
+
+
+def needs_with_capacity(
+    needs: Iterable[Sequence[BudgetNeed]], budgets: Mapping[NamespacedId, BudgetState]
+) -> list[BudgetNeed | None]:
+    """Return for each suspended execution the first of its needs that fits; None if none does.
+
+    Capacity found for one execution is not offered to the next. Without enough capacity an execution stays suspended:
+    it would only request again and be refused again.
+    """
+    left = {key: state for key, state in budgets.items() if not budget_rules.find_corruption(state)}
+    fitting: list[BudgetNeed | None] = []
+    for own in needs:
+        fits = (need for need in own if need.budget in left and budget_rules.has_capacity_for(left[need.budget], need))
+        need = next(fits, None)
+        if need is not None:
+            left[need.budget] = budget_rules.with_reserved(left[need.budget], need)
+        fitting.append(need)
+    return fitting
 
 
 def resume_from_budget(

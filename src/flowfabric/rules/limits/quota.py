@@ -285,6 +285,12 @@ def release_messages(row: Execution) -> tuple[Upsert, ...]:
     )
 
 
+def idle_executions(execution_ids: Iterable[str], rows: Iterable[Execution | None]) -> frozenset[str]:
+    """Return those of the executions that are not active or do not exist, given their loaded rows."""
+    active = {row.execution_id for row in rows if row is not None and row.lifecycle_phase is LifecyclePhase.ACTIVE}
+    return frozenset(execution_ids) - active
+
+
 def reconcile(state: QuotaState, idle: frozenset[str], now: int) -> QuotaDecision[bool]:
     """Drop expired window entries and dead slots and recount the active slots; True if anything changed.
 

@@ -164,29 +164,29 @@ class DeadEntries:
         self._allowance = float(ENTRIES_PER_S)
         self._at = monotonic()
 
-    def may_hide_rows(self, lines: Iterable[Hashable]) -> bool:
+    def may_hide_rows(self, keys: Iterable[Hashable]) -> bool:
         """True if some of these queues may have rows that a claim does not read."""
-        return bool(self._queues) and any(line in self._queues for line in lines)
+        return bool(self._queues) and any(key in self._queues for key in keys)
 
     def ranges_to_read(
-        self, lines: Sequence[Hashable]
+        self, keys: Sequence[Hashable]
     ) -> tuple[list[IndexRange], tuple[BloatedQueue, IndexSlice] | None]:
         """Return the ranges that a claim of these queues reads, and the slice among them."""
-        known = [(line, self._queues.get(line)) for line in lines]
-        parts = [IndexRange(line) if queue is None else IndexRange(line, queue.floor) for line, queue in known]
-        waiting = [(line, queue) for line, queue in known if queue is not None]
+        known = [(key, self._queues.get(key)) for key in keys]
+        parts = [IndexRange(key) if queue is None else IndexRange(key, queue.floor) for key, queue in known]
+        waiting = [(key, queue) for key, queue in known if queue is not None]
         if not waiting:
             return parts, None
-        line, queue = max(waiting, key=lambda one: (one[1].is_wanted, one[1].unread))
+        key, queue = max(waiting, key=lambda one: (one[1].is_wanted, one[1].unread))
         if not queue.is_wanted and not self._affords():
             return parts, None
         queue.begin_round()
         part = queue.slices[0]
-        return [IndexRange(line, part.low, part.high), *parts], (queue, part)
+        return [IndexRange(key, part.low, part.high), *parts], (queue, part)
 
     def record_scan(
         self,
-        lines: Sequence[Hashable],
+        keys: Sequence[Hashable],
         part: tuple[BloatedQueue, IndexSlice] | None,
         entries: int,
         found: int,
@@ -199,14 +199,14 @@ class DeadEntries:
             behind = min(found, entries)
             self._allowance -= entries - behind
             queue.record_read(read, entries - behind)
-        for line in lines:
-            known = self._queues.get(line)
+        for key in keys:
+            known = self._queues.get(key)
             if known is not None:
                 known.raise_floor(floor, behind)
                 if known.is_clean:
-                    del self._queues[line]
+                    del self._queues[key]
             elif part is None and entries > BLOAT_THRESHOLD + 4 * found:
-                self._queues[line] = BloatedQueue(floor, entries)
+                self._queues[key] = BloatedQueue(floor, entries)
 
     def tracked_numbers(self) -> list[int]:
         """Return the ids of the ready queues that have a floor."""
@@ -271,9 +271,9 @@ class DeadEntries:
         """True if the budget allows reading entries below floors."""
         return self._affords()
 
-    def may_read_more(self, lines: Sequence[Hashable]) -> bool:
+    def may_read_more(self, keys: Sequence[Hashable]) -> bool:
         """True if a claim without a result may read a further slice of these queues."""
-        return any(line in self._queues and self._queues[line].unread > 0 for line in lines) and self._affords()
+        return any(key in self._queues and self._queues[key].unread > 0 for key in keys) and self._affords()
 
     def _affords(self) -> bool:
         now = monotonic()

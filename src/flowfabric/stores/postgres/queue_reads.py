@@ -6,10 +6,10 @@ and counted separately.
 
 `nonempty_queues` steps from queue to queue through the index, and reads all dead entries of queues that have become
 empty. Queues with a floor are excluded from these steps and are read one by one, `MAX_TRACKED` in one search: the next
-search goes on after them.
+search continues after them.
 
-Lists of blocked work by prefix are read alike. No table has the names of lists that are empty, so a process knows those
-that it has read rows of. The dead entries of other lists are read within the budget of the process only.
+Lists of blocked work by prefix are read alike. No table has the names of empty lists, so a process remembers those that
+it has read rows of. The dead entries of other lists are read only within the budget of the process.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class QueueReads:
         self._queue_ids = queue_ids
         self.dead_entries = dead_entries
         self._clock = clock
-        self._cursors: dict[str, Any] = {}  # by index: where the next search goes on
+        self._cursors: dict[str, Any] = {}  # by index: where the next search continues
         self._names: dict[str, None] = {}  # of lists of blocked work, oldest first
-        self._gap_entries: dict[str, int] = {}  # by prefix: what the last search outside of lists with a floor has read
+        self._gap_entries: dict[str, int] = {}  # by prefix: read by the last search outside of lists with a floor
 
     async def scan(self, scan: Scan) -> list[Execution]:
         """Return the first rows of some queues, as far as they are read now; later scans find the others."""
@@ -200,7 +200,7 @@ class QueueReads:
     def _window(self, index: str, tracked: list[Any], low: Any, high: Any) -> tuple[list[Any], list[Any]]:
         """Return the next `MAX_TRACKED` queues with a floor, and the bounds of the ranges between them.
 
-        If there are more, the next call goes on after them.
+        If there are more, the next call continues after them.
         """
         start = max(low, self._cursors.pop(index, low))
         ahead = [one for one in tracked if one > start]
@@ -262,8 +262,8 @@ class QueueReads:
         name, *position = scan.after or (prefix,)
         if position and position[0] < _LARGEST:
             where = (Where("blocked_on", "=", name), *others)
-            place = (position[0], position[1] if len(position) > 1 else "")
-            rows = await self.scan(Scan(Execution, where, BY_POSITION, place, scan.limit, partial=True))
+            after = (position[0], position[1] if len(position) > 1 else "")
+            rows = await self.scan(Scan(Execution, where, BY_POSITION, after, scan.limit, partial=True))
         if len(rows) < scan.limit:
             where = (Where("blocked_on", "in", tuple(await self._nonempty_names(prefix, name, scan.limit))), *others)
             page = Scan(Execution, where, BY_POSITION, limit=scan.limit, limit_by="blocked_on", partial=True)
@@ -271,7 +271,7 @@ class QueueReads:
         return rows[: scan.limit]
 
     async def _nonempty_names(self, prefix: str, after: str, limit: int) -> list[str]:
-        """Return nonempty lists, and lists with a floor. What lies between these is read within the budget only."""
+        """Return nonempty lists, and lists with a floor. The ranges between these are read only within the budget."""
         tracked, bounds = self._window(prefix, self._tracked_names(prefix, after), after, prefix_upper_bound(prefix))
         if self._gap_entries.get(prefix, 0) > BLOAT_THRESHOLD and not self.dead_entries.affords_more:
             return tracked[:limit]
@@ -280,7 +280,7 @@ class QueueReads:
         return sorted([*names, *tracked])[:limit]
 
     def _record_gaps(self, prefix: str, found: list[str], end: str | None, entries: int, now: int) -> None:
-        """Record what a search up to `end` has read. If that is too much, the known lists that are empty get floors."""
+        """Record the entries that a search up to `end` has read; beyond the threshold, known empty lists get floors."""
         dead = self._gap_entries[prefix] = entries - 4 * len(found)
         if dead <= BLOAT_THRESHOLD:
             return
@@ -294,7 +294,7 @@ class QueueReads:
         return sorted(name for name in self.dead_entries.tracked_names() if name.startswith(prefix) and name > after)
 
     async def _measure_queues(self, tracked: list[int]) -> None:
-        """Find out which of the other queues have many dead entries."""
+        """Count the dead entries of each of the other queues."""
         records = await self._pool.read(lambda connection: connection.fetch(_SIZES, self._clock(), tracked))
         self.dead_entries.spend(len(records) + sum(record["ended"] - record["began"] for record in records))
         for record in records:
