@@ -15,7 +15,7 @@ ENGINE = (
     Fault(
         "a report that arrives late is counted again",
         "engine/runtime/root_queue.py",
-        "doubts.append((change, answers))",
+        "unknown.append((change, answers))",
         "pass",
         "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
     ),
@@ -57,8 +57,8 @@ ENGINE = (
     Fault(
         "a lost reply is treated as a refused commit",
         "engine/runtime/runtime.py",
-        '            if doubt := doubtful.get(getattr(row, "revision", 0)):\n',
-        '            if doubt := {}.get(getattr(row, "revision", 0)):\n',
+        '            if lost := unknown.get(getattr(row, "revision", 0)):\n',
+        '            if lost := {}.get(getattr(row, "revision", 0)):\n',
         FLAKY,
     ),
     Fault(

@@ -28,7 +28,9 @@ def evidence_rows(change: Change, decided_on: Iterable[msgspec.Struct]) -> list[
     A signal counts only if the change has no event, because the same signal may be sent twice.
     """
     minted = MINTED_ROWS if change.events else (*MINTED_ROWS, Signal)
-    rows = [write.row for write in change.writes if isinstance(write, Insert) and isinstance(write.row, minted)]
+    rows: list[msgspec.Struct] = [
+        write.row for write in change.writes if isinstance(write, Insert) and isinstance(write.row, minted)
+    ]
     known = [row for row in decided_on if isinstance(row, Waitpoint)]
     for write in change.writes:
         row = write.row

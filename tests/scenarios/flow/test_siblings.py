@@ -266,8 +266,8 @@ async def test_an_idle_dispatcher_keeps_siblings_flagged_concurrently(flow: Flow
     await flow.claim("3")
     load = flow.engine.runtime.load
 
-    async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
-        found = await load(wants)
+    async def and_then_the_join_fires(reads: Sequence[Read]) -> Loaded:
+        found = await load(reads)
         flow.engine.runtime.load = load  # type: ignore[method-assign]
         await flow.succeed_and_cascade("1", "2")
         return found

@@ -187,7 +187,7 @@ class AfterCommit:
         return not queue.guarded and queue in known and len({one.fairness_key for one in known}) == 1
 
     def notify(self, topics: Collection[str], *, at_once: bool = True) -> None:
-        """Wake the tasks that wait for these topics, here and in other processes; there a little later if not urgent."""
+        """Wake the tasks that wait for these topics, here and (unless `at_once`, a little later) in other processes."""
         self.wakeups.notify(topics)
         if self._delayed_notify is not None and not self.commit_queue.pending_topics:  # a commit has sent its topics
             self._delayed_notify.cancel()

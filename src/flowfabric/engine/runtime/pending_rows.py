@@ -81,9 +81,7 @@ def decide_batch(batch: Sequence[_QueuedDecision], reads: Sequence[Read], rows: 
         if decision.change is not None:
             pending.apply(decision.change)
         decisions.append(decision)
-    return Decision(
-        lambda committed_at: [_answer(decision, committed_at) for decision in decisions], pending.to_change()
-    )
+    return Decision(lambda now: [_answer(decision, now) for decision in decisions], pending.to_change())
 
 
 def _answer(decision: Decision[Any], now: int) -> Any:

@@ -98,8 +98,8 @@ class Runtime(AfterCommit):
 
     async def load_lane_queues(self, lane_id: str) -> None:
         """Load the queues of a lane, which other processes may have created."""
-        for line in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):
-            self.add_queue(line)
+        for queue in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):
+            self.add_queue(queue)
 
     def track_lease_expiry(self, lane_id: str, until: int) -> None:
         """Remember when a lease of this lane expires, if it is the first to expire."""
