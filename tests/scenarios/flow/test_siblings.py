@@ -235,9 +235,9 @@ async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: Flo
     cancel_many = cancelling.cancel_many
 
     async def and_then_others_act(
-        names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+        execution_ids: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
     ) -> Dispositions:
-        done = await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
+        done = await cancel_many(execution_ids, reason, backlog_flow_id=backlog_flow_id)
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
         await flow.claim("3")
