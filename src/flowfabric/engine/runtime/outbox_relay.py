@@ -75,8 +75,8 @@ class OutboxRelay:
     async def _deliver_now(self, messages: Sequence[OutboxMessage]) -> None:
         try:
             await asyncio.gather(*(self.deliver_outbox_message(message) for message in messages))
-        except errors.StoreUnavailable as away:
-            logger.warning("%s left to the sweep: %s", pluralize(len(messages), "message"), away)
+        except errors.StoreUnavailable as error:
+            logger.warning("%s left to the sweep: %s", pluralize(len(messages), "message"), error)
 
     async def _commit(self, change: Change) -> None:
         # A failed guard means that another process has delivered the message: nothing is left to do.

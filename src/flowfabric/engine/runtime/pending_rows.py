@@ -116,9 +116,9 @@ class PendingRows:
         """Apply a change to the rows."""
         self._changes.append(change)
         for guard in change.guards:
-            kept = self._guards.setdefault((guard.row, guard.key), guard)
-            if kept.lease is None and guard.lease is not None:
-                self._guards[guard.row, guard.key] = msgspec.structs.replace(kept, lease=guard.lease)
+            first = self._guards.setdefault((guard.row, guard.key), guard)
+            if first.lease is None and guard.lease is not None:
+                self._guards[guard.row, guard.key] = msgspec.structs.replace(first, lease=guard.lease)
         for write in change.writes:
             self._write(write)
 
@@ -138,7 +138,7 @@ class PendingRows:
         key = (patch.row, patch.key)
         row = self._rows.get(key)
         if row is None:
-            raise errors.BugError(f"a patch of a row that was not asked for: {patch.row.__name__}")
+            raise errors.BugError(f"a patch of a row that was not loaded: {patch.row.__name__}")
         if patch.unless_set is not None and getattr(row, patch.unless_set) is not None:
             return
         if patch.row in PATCHED_ROWS:

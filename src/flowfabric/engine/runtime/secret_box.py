@@ -35,16 +35,16 @@ class SecretBox:
         sealed = self._cipher.encrypt(nonce, secret.encode(), kid.encode())
         return SEALED_PREFIX + base64.b64encode(nonce + sealed).decode()
 
-    def open(self, kept: str, kid: str) -> str:
+    def open(self, stored: str, kid: str) -> str:
         """Return the secret itself, or `UNREADABLE_SECRET` if it cannot be opened here; nothing is signed with that."""
-        if not kept.startswith(SEALED_PREFIX):
-            return kept
+        if not stored.startswith(SEALED_PREFIX):
+            return stored
         if self._cipher is None:
             return UNREADABLE_SECRET
         from cryptography.exceptions import InvalidTag
 
         try:
-            data = base64.b64decode(kept.removeprefix(SEALED_PREFIX), validate=True)
+            data = base64.b64decode(stored.removeprefix(SEALED_PREFIX), validate=True)
             opened: bytes = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], kid.encode())
             return opened.decode()
         except (InvalidTag, ValueError):

@@ -20,7 +20,9 @@ from flowfabric.stores.queries import Read
 
 KEY_CACHE_S = 0.5
 SIGNING_KEYS = Read(SigningKey, (0,))
-KEYSTORE = (Read(Keystore, (0,)), SIGNING_KEYS)
+KEYSTORE = ReadSet()
+_ROOT = KEYSTORE.one(Keystore, 0)
+_KEYS = KEYSTORE.many(SigningKey, 0)
 
 
 class SigningKeys:
@@ -74,9 +76,9 @@ class SigningKeys:
         if not decision.put and not decision.drop:
             return Decision(decision.answer)
         self._cached = None
-        root = rows[0][0] if rows[0] else None
+        root = _ROOT(rows)
         current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
-        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, rows[1])) for key in decision.put)
+        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, _KEYS(rows))) for key in decision.put)
         change = Change(
             guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
             writes=(
