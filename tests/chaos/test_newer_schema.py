@@ -71,7 +71,7 @@ async def test_an_idle_server_reports_that_the_schema_is_newer_and_stops(
     assert output.count("the server stops") == 1
     assert f"The store has schema version {version} and this release knows {version - 1}: update" in output, output
     assert "Hint: update this installation: pip install --upgrade flowfabric" in output
-    assert output.count("sweeps no more") <= 1
+    assert output.count("stops its sweeps") <= 1
     assert "Traceback" not in output
     assert "is away" not in output
 
@@ -101,6 +101,6 @@ async def test_a_worker_reports_that_the_schema_is_newer_and_stops(database: Dat
     assert worker.returncode == 1, output
     assert output.count("this worker stops") == 1
     assert f"The store has schema version {version} and this release knows {version - 1}: update" in output, output
-    assert output.count("sweeps no more") <= 1
+    assert output.count("stops its sweeps") <= 1
     assert "Traceback" not in output
     assert "is away" not in output

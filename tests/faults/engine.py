@@ -15,7 +15,7 @@ ENGINE = (
     Fault(
         "a report that arrives late is counted again",
         "engine/runtime/root_queue.py",
-        "doubts.append((change, answers))",
+        "unknown.append((change, answers))",
         "pass",
         "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
     ),
@@ -57,8 +57,8 @@ ENGINE = (
     Fault(
         "a lost reply is treated as a refused commit",
         "engine/runtime/runtime.py",
-        '            if doubt := doubtful.get(getattr(row, "revision", 0)):\n',
-        '            if doubt := {}.get(getattr(row, "revision", 0)):\n',
+        '            if lost := unknown.get(getattr(row, "revision", 0)):\n',
+        '            if lost := {}.get(getattr(row, "revision", 0)):\n',
         FLAKY,
     ),
     Fault(
@@ -99,7 +99,7 @@ ENGINE = (
     Fault(
         "a replayed sibling is counted by its former outcome",
         "engine/flows/join_resolver.py",
-        "        if dependency.revision != one.revision:\n            return None\n",
+        "        if dependency.revision != edge.revision:\n            return None\n",
         "",
         "tests/engine/flows/test_unneeded_siblings.py",
     ),
@@ -127,15 +127,15 @@ ENGINE = (
     Fault(
         "a join is drained although its outcomes cannot be resolved",
         "engine/flows/bulk_cancel.py",
-        "            if fold.refused is not None:\n",
+        "            if resolution.refused is not None:\n",
         "            if False:\n",
         "tests/engine/flows/test_unneeded_siblings.py",
     ),
     Fault(
         "of many edges into one child only the first ones are counted",
         "engine/flows/join_resolver.py",
-        "                if not todo[fold.downstream]:\n                    del todo[fold.downstream]\n",
-        "                del todo[fold.downstream]\n",
+        "                if not todo[downstream]:\n                    del todo[downstream]\n",
+        "                del todo[downstream]\n",
         "tests/scenarios/flow/test_cascade.py::test_a_cascade_resolves_all_parallel_edges_in_small_batches",
     ),
     Fault(
@@ -155,7 +155,7 @@ ENGINE = (
     Fault(
         "a member that is claimed while it is being cancelled keeps running",
         "engine/flows/bulk_cancel.py",
-        "                left.append(name)  # it moved meanwhile: look again\n",
+        "                left.append(execution_id)  # another writer was faster\n",
         "                pass\n",
         "tests/engine/flows/test_process_deaths.py"
         "::test_members_that_are_claimed_just_before_their_cancel_are_cancelled_too",

@@ -38,8 +38,8 @@ FAILURES = (
     Fault(
         "a missing queue is not restored",
         "engine/runtime/runtime.py",
-        "for line in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):",
-        "for line in list[str]():",
+        "for queue in await self.retry_while_unavailable(lambda: self.store.queues(lane_id)):",
+        "for queue in list[str]():",
         f"{QUEUES}::test_the_reconciler_enqueues_an_execution_again",
     ),
     Fault(

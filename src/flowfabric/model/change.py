@@ -122,6 +122,8 @@ class BulkInsert(msgspec.Struct, frozen=True, gc=False):
 RowWrite = Insert | Upsert | Patch | Delete
 Write = RowWrite | BulkInsert
 
+PATCHED_ROWS = (Execution,)  # have columns that are written without a guard (renewals), so they are never replaced
+
 
 class ColumnRef(msgspec.Struct, frozen=True, gc=False):
     """In a template: the value that the row has in this column."""

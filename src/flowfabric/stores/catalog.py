@@ -223,6 +223,11 @@ TABLES: tuple[Table, ...] = (
 TABLE: dict[type[msgspec.Struct], Table] = {table.row: table for table in TABLES}
 
 
+def key_of(row: msgspec.Struct) -> tuple[Any, ...]:
+    """Return the key of a row."""
+    return tuple(getattr(row, name) for name in TABLE[type(row)].key)
+
+
 def index_columns(row: type[msgspec.Struct], column: str) -> tuple[str, ...]:
     """Return the columns of the index that starts with this column."""
     return next(index.columns for index in TABLE[row].indexes if index.columns[0] == column)

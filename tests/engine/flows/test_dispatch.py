@@ -181,7 +181,7 @@ async def test_siblings_are_cancelled_without_any_sweep(harness: FlowHarness) ->
 @pytest.fixture
 def force_bulk_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel few siblings by the path that serves many."""
-    monkeypatch.setattr(bulk_cancel, "MIN_UNSEEN_CANCELS", 1)
+    monkeypatch.setattr(bulk_cancel, "MIN_UNLOADED_CANCELS", 1)
 
 
 @pytest.mark.usefixtures("force_bulk_cancel")

@@ -179,7 +179,7 @@ async def test_every_join_fires_once_and_no_execution_is_stranded(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, cancelling: bool
 ) -> None:
     for seed in range(SEEDS[store.tag.title.lower()]):
-        monkeypatch.setattr("flowfabric.engine.flows.bulk_cancel.MIN_UNSEEN_CANCELS", 1 if seed % 2 else 50)
+        monkeypatch.setattr("flowfabric.engine.flows.bulk_cancel.MIN_UNLOADED_CANCELS", 1 if seed % 2 else 50)
         cluster = Cluster(store, seed * 2 + cancelling)
         wanted = random_plan(cluster.chance, cluster.flow, cluster.calm, cancelling=cancelling)
 

@@ -32,7 +32,7 @@ ALL_COUNTED = (1, 3, 4)
 @pytest.fixture(autouse=True)
 def _bulk_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel few siblings by the path that serves many."""
-    monkeypatch.setattr(bulk_cancel, "MIN_UNSEEN_CANCELS", 1)
+    monkeypatch.setattr(bulk_cancel, "MIN_UNLOADED_CANCELS", 1)
 
 
 async def create_join(harness: FlowHarness, policy: dict[str, Any] = FIRST_OF_ALL) -> Claimed:

@@ -374,10 +374,12 @@ async def test_a_member_replayed_after_the_reconciler_listed_it_is_not_cancelled
     cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
-    async def after_a_replay(names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None) -> Dispositions:
-        assert names == flow.ids("ab"[: 1 + others])
+    async def after_a_replay(
+        execution_ids: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+    ) -> Dispositions:
+        assert execution_ids == flow.ids("ab"[: 1 + others])
         assert await replay(flow, "a") == ["waiting"]
-        return await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
+        return await cancel_many(execution_ids, reason, backlog_flow_id=backlog_flow_id)
 
     cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
     await flow.sweep("cancel_reconciler")
@@ -392,10 +394,12 @@ async def test_a_member_replayed_during_the_cancel_of_its_flow_runs(flow: FlowEn
     cancelling = flow.engine.bulk_canceller
     cancel_many = cancelling.cancel_many
 
-    async def after_a_replay(names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None) -> Dispositions:
+    async def after_a_replay(
+        execution_ids: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+    ) -> Dispositions:
         await flow.engine.complete(claim.handle)
         assert await replay(flow, "a") == ["waiting"]
-        return await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
+        return await cancel_many(execution_ids, reason, backlog_flow_id=backlog_flow_id)
 
     cancelling.cancel_many = after_a_replay  # type: ignore[method-assign]
     answer = await flow.engine.cancel_flow(flow.id, wait=WaitTimeout(20_000))

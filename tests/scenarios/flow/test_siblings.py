@@ -235,9 +235,9 @@ async def test_a_late_dispatcher_keeps_siblings_flagged_after_its_scan(flow: Flo
     cancel_many = cancelling.cancel_many
 
     async def and_then_others_act(
-        names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+        execution_ids: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
     ) -> Dispositions:
-        done = await cancel_many(names, reason, backlog_flow_id=backlog_flow_id)
+        done = await cancel_many(execution_ids, reason, backlog_flow_id=backlog_flow_id)
         for name in "123b":
             await flow.engine.replay_execution(flow.names[name])
         await flow.claim("3")
@@ -266,8 +266,8 @@ async def test_an_idle_dispatcher_keeps_siblings_flagged_concurrently(flow: Flow
     await flow.claim("3")
     load = flow.engine.runtime.load
 
-    async def and_then_the_join_fires(wants: Sequence[Read]) -> Loaded:
-        found = await load(wants)
+    async def and_then_the_join_fires(reads: Sequence[Read]) -> Loaded:
+        found = await load(reads)
         flow.engine.runtime.load = load  # type: ignore[method-assign]
         await flow.succeed_and_cascade("1", "2")
         return found

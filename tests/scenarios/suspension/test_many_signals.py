@@ -106,7 +106,7 @@ async def test_the_signal_limit_holds_under_concurrency(waits: Waits) -> None:
 @pytest.mark.parametrize("loss", Loss)
 async def test_concurrent_signals_with_a_lost_message_count_once(waits: Waits, flaky: FlakyStore, loss: Loss) -> None:
     claim, p = await waits.create_suspended(OperatorOnly())
-    flaky.lose("commit", loss, after=1)
+    flaky.lose("commit", loss)
 
     results = await gather_results([waits.effect(claim.execution_id, "go", p) for _ in range(20)])
 

@@ -1,1 +1,1 @@
-"""flows"""
+"""Joins, fan-out and cancellation of the executions of a flow."""

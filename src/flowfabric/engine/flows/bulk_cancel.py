@@ -1,7 +1,7 @@
-"""Cancelling many executions: the members of a flow, or the siblings that a join no longer needs.
+"""BulkCanceller: cancels the members of a flow, or the siblings that a join no longer needs.
 
-Members are cancelled in batches, each member a change of its own; who was cancelled, had ended, or is gone is
-acknowledged afterwards. A cancel may be repeated at will, so a crash in between costs a second look, nothing else.
+Members are cancelled in batches, each in a change of its own. A member that was cancelled, had completed before or does
+not exist any more is acknowledged afterwards. Cancelling is idempotent, so a crash in between costs a second load.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
-from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import CommitResult
+from flowfabric.engine.runtime.read_set import One, ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers.flow import MemberCancelResult, SiblingDrain
 from flowfabric.model.change import Change
@@ -29,19 +30,19 @@ from flowfabric.rules.execution import cancel, lease
 from flowfabric.rules.execution.lease import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import successors
-from flowfabric.stores.queries import Read
 
 logger = logging.getLogger("flowfabric.flows")
 
 BACKGROUND_GRACE_S = 15.0  # how long closing waits for cancels in the background
-MAX_BATCH_CANCELS = 250  # of one commit; while one is on its way, the next one is decided
-MIN_UNSEEN_CANCELS = 50  # siblings: of fewer most are running when their join fires, and would be tried in vain
+MAX_BATCH_CANCELS = 250  # in one commit; while one is in flight, the next one is decided
+MIN_UNLOADED_CANCELS = 50  # of fewer siblings most are running when their join fires, so the attempt would fail
 
+T = TypeVar("T")
 Dispositions = dict[str, MemberCancelResult | errors.FabricError]
 
 
 class PlannedCancel(NamedTuple):
-    """One that is to be written, and the rows that it was decided on."""
+    """A cancel to commit, and the rows it was decided on."""
 
     execution_id: str
     change: Change
@@ -49,7 +50,7 @@ class PlannedCancel(NamedTuple):
 
 
 class BulkCanceller:
-    """Ends executions that nobody needs any more."""
+    """Cancels many executions."""
 
     def __init__(self, runtime: Runtime, join_resolver: JoinResolver) -> None:
         self.runtime = runtime
@@ -57,110 +58,115 @@ class BulkCanceller:
         self._background: set[asyncio.Task[None]] = set()
 
     async def cancel_many(
-        self, names: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
+        self, execution_ids: Sequence[str], reason: str, *, backlog_flow_id: str | None = None
     ) -> Dispositions:
-        """Cancel these; what became of each. A failure is told, not raised.
+        """Cancel these executions and return the result of each. A failure is returned, not raised.
 
-        `listed_by` names a flow: of its members only those are cancelled that stand in its backlog when they are looked
-        at. A replay takes a member off in the change that revives it, so none that was replayed is cancelled again.
+        `backlog_flow_id` names a flow: only members that are in its backlog when they are loaded are cancelled. A
+        replay removes its member from the backlog in the same change, so no replayed member is cancelled again.
         """
-        parts = [names[start : start + MAX_BATCH_CANCELS] for start in range(0, len(names), MAX_BATCH_CANCELS)]
         done: Dispositions = {}
-        for part in await asyncio.gather(*(self._cancel_part(part, reason, backlog_flow_id) for part in parts)):
-            done |= part
+        for batch in await asyncio.gather(
+            *(self._cancel_batch(batch, reason, backlog_flow_id) for batch in _batches(execution_ids))
+        ):
+            done |= batch
         return done
 
-    async def _cancel_part(self, names: Sequence[str], reason: str, listed_by: str | None) -> Dispositions:
+    async def _cancel_batch(self, execution_ids: Sequence[str], reason: str, flow_id: str | None) -> Dispositions:
         done: Dispositions = {}
-        left = list(names)
+        left = list(execution_ids)
         while left:
-            wants = [Read(Execution, (name,)) for name in left]
-            if listed_by is not None:
-                wants += [Read(PendingMemberCancel, (listed_by, name)) for name in left]
+            reads = ReadSet()
+            rows = reads.each(Execution, [(execution_id,) for execution_id in left])
+            listed = [] if flow_id is None else [(flow_id, execution_id) for execution_id in left]
+            entries = reads.each(PendingMemberCancel, listed)
             try:
-                found = (await self.runtime.store.load(wants)).rows
-            except errors.StoreUnavailable as away:
-                return done | dict.fromkeys(left, away)
+                loaded = (await self.runtime.store.load(reads)).rows
+            except errors.StoreUnavailable as unavailable:
+                return done | dict.fromkeys(left, unavailable)
             except errors.FabricError as unreadable:
                 if len(left) == 1:
                     return done | {left[0]: unreadable}
-                half = len(left) // 2  # until the one that cannot be read is alone
+                half = len(left) // 2  # until the unreadable row is alone
                 for part in (left[:half], left[half:]):
-                    done |= await self._cancel_part(part, reason, listed_by)
+                    done |= await self._cancel_batch(part, reason, flow_id)
                 return done
-            looked_at = list(zip(left, found[: len(left)], strict=True))
-            if listed_by is not None:
-                looked_at = [one for one, entry in zip(looked_at, found[len(left) :], strict=True) if entry]
+            members = list(zip(left, rows(loaded), strict=True))
+            if flow_id is not None:
+                members = [member for member, entry in zip(members, entries(loaded), strict=True) if entry is not None]
             cancels: list[PlannedCancel] = []
-            for name, rows in looked_at:
+            for execution_id, row in members:
                 try:
-                    decision = cancel.cancel(first(rows), Fence(), lease.OPERATOR_OVERRIDE, reason)
+                    decision = cancel.cancel(row, Fence(), lease.OPERATOR_OVERRIDE, reason)
                 except errors.FabricError as unreadable:
-                    done[name] = unreadable
+                    done[execution_id] = unreadable
                     continue
                 if decision.change is None:
-                    done[name] = _disposition(decision.answer)
+                    done[execution_id] = _disposition(decision.answer)
                 else:
-                    cancels.append(PlannedCancel(name, decision.change, [rows]))
+                    cancels.append(PlannedCancel(execution_id, decision.change, [[row]]))
             left = await self._write(cancels, done)
         return done
 
     async def _write(self, cancels: Sequence[PlannedCancel], done: Dispositions) -> list[str]:
-        """Write these and add what became of each; those that are not as they were thought to be are the answer."""
+        """Commit cancels and add the result of each; return the executions whose cancel has to be decided again."""
         if not cancels:
             return []
-        changes = [msgspec.structs.replace(one.change, id=self.runtime.minter.change_id()) for one in cancels]
+        changes = [msgspec.structs.replace(planned.change, id=self.runtime.minter.change_id()) for planned in cancels]
         left, written = list[str](), dict[int, list[tuple[Change, Rows]]]()
-        verdicts = await self._resolved(changes, await self.runtime.commit_queue.send_batch(changes))
-        for (name, _, rows), change, verdict in zip(cancels, changes, verdicts, strict=True):
+        verdicts = await self._resolve_unknown(changes, await self.runtime.commit_queue.send_batch(changes))
+        for (execution_id, _, rows), change, verdict in zip(cancels, changes, verdicts, strict=True):
             if isinstance(verdict, errors.FabricError):
-                done[name] = verdict
+                done[execution_id] = verdict
             elif verdict is None:
-                left.append(name)  # it moved meanwhile: look again
+                left.append(execution_id)  # another writer was faster
             else:
                 written.setdefault(verdict, []).append((change, rows))
-                done[name] = MemberCancelResult.CANCELLED
-        for committed_at, together in written.items():
-            self.runtime.publish_commits(together, committed_at)
+                done[execution_id] = MemberCancelResult.CANCELLED
+        for committed_at, commits in written.items():
+            self.runtime.publish_commits(commits, committed_at)
         return left
 
-    async def _resolved(self, changes: Sequence[Change], verdicts: list[CommitResult]) -> list[CommitResult]:
-        """The verdicts, with one look at those whose answer got lost: what bears the change's mark was written."""
-        doubtful = [
+    async def _resolve_unknown(self, changes: Sequence[Change], verdicts: list[CommitResult]) -> list[CommitResult]:
+        """Load the rows of changes whose reply was lost: one with the change's id as revision was written."""
+        unknown = [
             place
             for place, verdict in enumerate(verdicts)
             if isinstance(verdict, errors.StoreUnavailable) and verdict.in_doubt
         ]
-        if not doubtful:
+        if not unknown:
             return verdicts
+        reads = ReadSet()
+        rows = reads.each(Execution, [changes[place].guards[0].key for place in unknown])
         try:
-            loaded = await self.runtime.store.load(
-                [Read(Execution, changes[place].guards[0].key) for place in doubtful]
-            )
-        except errors.FabricError:  # then they are told as failed, and a sweep looks again
+            loaded = await self.runtime.store.load(reads)
+        except errors.FabricError:  # they are reported as failed, and a sweep tries again
             return verdicts
-        for place, rows in zip(doubtful, loaded.rows, strict=True):
-            if rows and rows[0].revision == changes[place].id:
+        for place, row in zip(unknown, rows(loaded.rows), strict=True):
+            if row is not None and row.revision == changes[place].id:
                 verdicts[place] = loaded.now
         return verdicts
 
     # -- members of a flow ------------------------------------------------------------------------------------------
 
-    async def cancel_members(self, flow_id: str, names: Sequence[str], reason: str) -> list[str]:
-        """Cancel members of a cancelled flow and acknowledge them; those that failed stay in the backlog."""
-        done = await self.cancel_many(names, reason, backlog_flow_id=flow_id)
-        await self.acknowledge(flow_id, [name for name, one in done.items() if isinstance(one, MemberCancelResult)])
-        return [name for name in names if isinstance(done.get(name), errors.FabricError)]
+    async def cancel_members(self, flow_id: str, execution_ids: Sequence[str], reason: str) -> list[str]:
+        """Cancel members of a cancelled flow and acknowledge them; return those that failed and stay in the backlog."""
+        done = await self.cancel_many(execution_ids, reason, backlog_flow_id=flow_id)
+        cancelled = [member for member, result in done.items() if isinstance(result, MemberCancelResult)]
+        await self.acknowledge(flow_id, cancelled)
+        return [member for member in execution_ids if isinstance(done.get(member), errors.FabricError)]
 
-    async def acknowledge(self, flow_id: str, names: Sequence[str]) -> int:
-        """Strike members off the backlog of their flow; how many stood there."""
-        if not names:
+    async def acknowledge(self, flow_id: str, execution_ids: Sequence[str]) -> int:
+        """Remove members from the backlog of their flow; return how many were in it."""
+        if not execution_ids:
             return 0
-        wants = [Read(CancelBacklog, (flow_id,)), *(Read(PendingMemberCancel, (flow_id, name)) for name in names)]
+        reads = ReadSet()
+        backlog = reads.one(CancelBacklog, flow_id)
+        entries = reads.each(PendingMemberCancel, [(flow_id, execution_id) for execution_id in execution_ids])
         return await self.runtime.decide_and_commit(
-            wants,
+            reads,
             lambda rows, _: flow_cancel.acknowledge_cancels(
-                first(rows[0]), [row for found in rows[1:] for row in found]
+                backlog(rows), [entry for entry in entries(rows) if entry is not None]
             ),
         )
 
@@ -169,86 +175,87 @@ class BulkCanceller:
     async def cancel_siblings(
         self, child: Downstream, flagged: flow_cancel.SiblingCancels | None = None
     ) -> Dispositions:
-        """Cancel the remaining upstreams of a fired group and drain it; a group with a failure keeps everything.
+        """Cancel the remaining upstreams of a fired group and drain it; after a failure the group is not drained.
 
-        `flagged` is what the group says of them, when the caller has just written that.
+        `flagged` holds the siblings to cancel if the caller has just written them.
         """
         if flagged is None:
-            entry, group = (await self.runtime.load((Read(PendingSiblingCancel, child), Read(EdgeGroup, child)))).rows
-            if not entry:  # somebody else has drained it
+            reads, entry, group = _sibling_reads(child)
+            rows = (await self.runtime.load(reads)).rows
+            if (pending := entry(rows)) is None:  # another process has drained it
                 return {}
-            flagged = flow_cancel.sibling_cancels_of(entry[0], first(group))
+            flagged = flow_cancel.sibling_cancels_of(pending, group(rows))
             done = await self.cancel_many(flagged.siblings, flagged.reason)
             await self.resolve_unrecorded_outcomes(child)
         else:
-            unseen = await self._cancel_unseen(flagged)
-            seen = [name for name in flagged.siblings if name not in unseen]
-            done = unseen | await self.cancel_many(seen, flagged.reason)
-            await self._fold(
+            unloaded = await self._cancel_without_load(flagged)
+            others = [sibling for sibling in flagged.siblings if sibling not in unloaded]
+            done = unloaded | await self.cancel_many(others, flagged.reason)
+            await self._resolve(
                 CompletedEdge(child, edge.edge_id, TerminalOutcome.CANCELLED, edge.revision)
                 for edge in flagged.inbound
-                if unseen.get(edge.upstream_execution_id) is MemberCancelResult.CANCELLED
+                if unloaded.get(edge.upstream_execution_id) is MemberCancelResult.CANCELLED
             )
         if flagged.reason:
             self._count(flagged.reason, done)
-        if all(isinstance(one, MemberCancelResult) for one in done.values()):
+        if all(isinstance(result, MemberCancelResult) for result in done.values()):
             await self.drain(child, flagged.revision)
         return done
 
-    async def _cancel_unseen(self, flagged: flow_cancel.SiblingCancels) -> Dispositions:
-        """Cancel without a look those that nobody has touched since they were created; what became of these."""
+    async def _cancel_without_load(self, flagged: flow_cancel.SiblingCancels) -> Dispositions:
+        """Cancel siblings that were presumably not changed since they were created; return the result of each."""
         edges, done = flow_cancel.presumably_unstarted(flagged), Dispositions()
-        if len(edges) < MIN_UNSEEN_CANCELS:
+        if len(edges) < MIN_UNLOADED_CANCELS:
             return done
 
-        async def part(some: Sequence[Dependency]) -> None:
-            cancels = flow_cancel.cancel_siblings_without_load(flagged, some)
+        async def cancel_batch(batch: Sequence[Dependency]) -> None:
+            cancels = flow_cancel.cancel_siblings_without_load(flagged, batch)
             await self._write([PlannedCancel(row.execution_id, change, [[row]]) for change, row in cancels], done)
 
-        await asyncio.gather(
-            *(part(edges[start : start + MAX_BATCH_CANCELS]) for start in range(0, len(edges), MAX_BATCH_CANCELS))
-        )
+        await asyncio.gather(*map(cancel_batch, _batches(edges)))
         return done
 
     async def resolve_unrecorded_outcomes(self, child: Downstream) -> None:
-        """Count the ends that are noted on no edge of this group: whoever was to count them may have died."""
-        inbound: list[Dependency] = (await self.runtime.load((Read(Dependency, (child.execution_id,)),))).rows[0]
-        edges = [edge for edge in inbound if flow_cancel.has_no_outcome(edge)]
+        """Resolve completed edges of this group whose outcome was not recorded before the canceller died."""
+        reads = ReadSet()
+        inbound = reads.many(Dependency, child.execution_id)
+        rows = (await self.runtime.load(reads)).rows
+        edges = [edge for edge in inbound(rows) if flow_cancel.has_no_outcome(edge)]
         upstreams = await load_readable(self.runtime, sorted({edge.upstream_execution_id for edge in edges}))
-        await self._fold(
+        await self._resolve(
             CompletedEdge(
                 child,
                 edge.edge_id,
-                end,
+                outcome,
                 edge.revision,
-                expected_upstream=_with_many(upstreams[edge.upstream_execution_id]),
+                expected_upstream=_if_fan_out(upstreams[edge.upstream_execution_id]),
             )
             for edge in edges
-            if (end := flow_cancel.unrecorded_outcome(upstreams.get(edge.upstream_execution_id))) is not None
+            if (outcome := flow_cancel.unrecorded_outcome(upstreams.get(edge.upstream_execution_id))) is not None
         )
 
-    async def _fold(self, settled: Iterable[CompletedEdge]) -> None:
-        """Count these; raises when that cannot be: once the group is drained, nobody looks for them any more."""
-        for fold in await self.join_resolver.resolve(settled):
-            if fold.refused is not None:
-                raise fold.refused
+    async def _resolve(self, completed: Iterable[CompletedEdge]) -> None:
+        """Resolve edges; raise if one cannot be resolved, because nothing resolves it once the group is drained."""
+        for resolution in await self.join_resolver.resolve(completed):
+            if resolution.refused is not None:
+                raise resolution.refused
 
     def _count(self, reason: str, done: Dispositions) -> None:
-        meters = self.runtime.metrics
-        meters.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
-        dispositions = Counter(one.value for one in done.values() if isinstance(one, MemberCancelResult))
+        metrics = self.runtime.metrics
+        metrics.count("ff_sibling_cancel_dispatched", len(done), reason=reason)
+        dispositions = Counter(result.value for result in done.values() if isinstance(result, MemberCancelResult))
         for disposition, amount in dispositions.items():
-            meters.count("ff_sibling_cancel_disposition", amount, disposition=disposition)
+            metrics.count("ff_sibling_cancel_disposition", amount, disposition=disposition)
 
     async def drain(self, child: Downstream, revision: int | None = None) -> SiblingDrain:
-        """Clear what a fired group had flagged; what it flagged in an entry of this revision, if one is given."""
+        """Delete the pending sibling cancel of a fired group; with `revision`, only one of that revision."""
+        reads, entry, group = _sibling_reads(child)
         return await self.runtime.decide_and_commit(
-            (Read(PendingSiblingCancel, child), Read(EdgeGroup, child)),
-            lambda rows, _: flow_cancel.drain_siblings(first(rows[0]), first(rows[1]), revision),
+            reads, lambda rows, _: flow_cancel.drain_siblings(entry(rows), group(rows), revision)
         )
 
     def finish_in_background(self, cancels: Awaitable[Sequence[object]]) -> None:
-        """Finish cancels that their caller does not wait for; those that fail are left to the reconciler."""
+        """Finish cancels that no caller waits for; those that fail are left to the reconciler."""
 
         async def run() -> None:
             try:
@@ -274,23 +281,34 @@ class BulkCanceller:
         return len(late)
 
 
-async def load_readable(runtime: Runtime, names: Sequence[str]) -> dict[str, Execution | None]:
-    """These executions, None for one that is gone; one that cannot be read is told of and left out."""
-    if not names:
+async def load_readable(runtime: Runtime, execution_ids: Sequence[str]) -> dict[str, Execution | None]:
+    """Return these executions, None for one that does not exist; an unreadable one is logged and left out."""
+    if not execution_ids:
         return {}
+    reads = ReadSet()
+    rows = reads.each(Execution, [(execution_id,) for execution_id in execution_ids])
     try:
-        rows = (await runtime.load([Read(Execution, (name,)) for name in names])).rows
+        loaded = await runtime.load(reads)
     except errors.Corruption as fault:
-        if len(names) == 1:
-            logger.error("%s is passed over: %s", names[0], fault)
+        if len(execution_ids) == 1:
+            logger.error("%s is passed over: %s", execution_ids[0], fault)
             return {}
-        half = len(names) // 2  # until the one that cannot be read is alone
-        return await load_readable(runtime, names[:half]) | await load_readable(runtime, names[half:])
-    return {name: first(row) for name, row in zip(names, rows, strict=True)}
+        half = len(execution_ids) // 2  # until the unreadable row is alone
+        return await load_readable(runtime, execution_ids[:half]) | await load_readable(runtime, execution_ids[half:])
+    return dict(zip(execution_ids, rows(loaded.rows), strict=True))
 
 
-def _with_many(upstream: Execution | None) -> Execution | None:
-    """The upstream if it has many edges, which its replay does not write in its own change."""
+def _batches(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[start : start + MAX_BATCH_CANCELS] for start in range(0, len(items), MAX_BATCH_CANCELS)]
+
+
+def _sibling_reads(child: Downstream) -> tuple[ReadSet, One[PendingSiblingCancel], One[EdgeGroup]]:
+    reads = ReadSet()
+    return reads, reads.one(PendingSiblingCancel, *child), reads.one(EdgeGroup, *child)
+
+
+def _if_fan_out(upstream: Execution | None) -> Execution | None:
+    """Return the upstream if it has many edges, which its replay does not write in its own change."""
     return upstream if successors.has_many(upstream) else None
 
 

@@ -1,9 +1,9 @@
-"""Folding: the settled edges of many children, counted into their groups in a few trips.
+"""JoinResolver: counts completed edges of many downstream executions into their join groups in a few round trips.
 
-One fold loads the groups, children and dependencies of a whole batch together, and then only what their tallies ask
-for: the other upstreams when siblings are to be cancelled, a result when it is handed on, the flow when a child is
-skipped. Each child is a change of its own; a change that came too late is decided again. A child whose rows make no
-sense, or cannot be read, is told of and holds up nobody else.
+A batch loads the groups, downstreams and dependencies together, and then only the rows that their counts require: the
+other upstreams if siblings have to be cancelled, a result that is passed on, the flow if a downstream is skipped. Each
+downstream gets a change of its own; after a conflict it is decided again. A downstream whose rows are unreadable or
+inconsistent is logged and does not block the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.after_commit import Rows, first
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import Each, Many, One, ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.model.change import Change, merge_changes
 from flowfabric.model.execution import Execution, Payload, Result
@@ -24,27 +25,26 @@ from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, Pendi
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.flow import joins
 from flowfabric.rules.flow.joins import JoinContext, JoinCounts, JoinResolution, UpstreamOutcome, Verdict
-from flowfabric.stores.queries import Read
 
-logger = logging.getLogger("flowfabric.folding")
+logger = logging.getLogger("flowfabric.flows")
 
-MAX_DOWNSTREAMS_PER_BATCH = 250  # folded together
-MAX_EDGES_PER_BATCH = 2000  # looked at together
+MAX_DOWNSTREAMS_PER_BATCH = 250
+MAX_EDGES_PER_BATCH = 2000
 
 
 class Downstream(NamedTuple):
-    """Whose group it is."""
+    """The execution whose join group is resolved."""
 
     flow_id: str
     execution_id: str
 
 
 class CompletedEdge(NamedTuple):
-    """An edge whose upstream has ended; without an outcome it is folded as its dependency notes it, if it does.
+    """An edge whose upstream has completed; without an outcome it counts with the one its dependency records, if any.
 
-    With a revision it is folded only while the dependency has that: whoever saw the end had seen it before. Of an
-    upstream with many edges, whose replay writes them before it is written itself, an end is folded only while the
-    dependency is as it is loaded (`of_many`); one that is noted nowhere only while the upstream is as it was `seen`.
+    With a revision it counts only while the dependency still has that revision. An upstream with many edges is replayed
+    after its edges are written; so its outcome counts only while the dependency is as loaded (`of_fan_out`), and one
+    that no edge records only while the upstream is the `expected_upstream`.
     """
 
     downstream: Downstream
@@ -56,234 +56,249 @@ class CompletedEdge(NamedTuple):
 
 
 class DownstreamResolution(msgspec.Struct, frozen=True):
-    """What became of one child: a verdict by edge, and whether it was skipped. An edge never applied has no verdict."""
+    """The result for one downstream: a verdict for each applied edge, and whether it was skipped."""
 
     downstream: Downstream
     verdicts: dict[str, Verdict]
     resolved: int = 0
     skipped: bool = False
-    refused: errors.FabricError | None = None  # why nothing could be done for it
+    refused: errors.FabricError | None = None  # why it could not be resolved
 
 
-class _Case(msgspec.Struct):
-    """One child under way."""
+class _Join(msgspec.Struct):
+    """The join of one downstream while it is resolved."""
 
-    child: Downstream
+    downstream: Downstream
     group: EdgeGroup | None
     row: Execution | None
-    tally: JoinCounts
-    edges: tuple[str, ...]  # of the tally's verdicts
-    around: JoinContext = JoinContext()
-    beside: list[Any] = []  # further rows that were looked at: all its edges, and upstreams that have ended
+    counts: JoinCounts
+    edges: tuple[str, ...]  # in the order of the verdicts
+    context: JoinContext = JoinContext()
+    other_rows: list[Any] = []  # its dependencies and completed upstreams, if they were loaded
 
 
 class JoinResolver:
-    """Counts what has been settled."""
+    """Counts completed edges into join groups."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
     async def load_join_group(self, rows: Rows) -> Rows:
         """Load the join group of a loaded execution, to be decided together with it."""
-        row = first(rows[0])
+        row: Execution | None = rows[0][0] if rows[0] else None
         if row is None or row.flow_id is None:
             return [[]]
-        return (await self.runtime.load((Read(EdgeGroup, (row.flow_id, row.execution_id)),))).rows
+        reads = ReadSet()
+        reads.one(EdgeGroup, row.flow_id, row.execution_id)
+        return (await self.runtime.load(reads)).rows
 
-    async def resolve(self, settled: Iterable[CompletedEdge]) -> list[DownstreamResolution]:
-        """Count these edges; answers when everything is written."""
+    async def resolve(self, completed: Iterable[CompletedEdge]) -> list[DownstreamResolution]:
+        """Resolve these edges; return when everything is committed."""
         todo: dict[Downstream, list[CompletedEdge]] = {}
-        for one in settled:
-            todo.setdefault(one.downstream, []).append(one)
+        for edge in completed:
+            todo.setdefault(edge.downstream, []).append(edge)
         done: list[DownstreamResolution] = []
-        alone, misses, pause = False, 0, StoreBackoff()
+        alone, conflicts, backoff = False, 0, StoreBackoff()
         while todo:
-            batch = _batch(todo)
-            folds = await self._fold_batch(batch, pause, alone=alone)
-            for fold in folds:
-                todo[fold.downstream] = todo[fold.downstream][len(batch[fold.downstream]) :]
-                if not todo[fold.downstream]:
-                    del todo[fold.downstream]
-            done += folds
-            alone = len(folds) < len(batch)
-            misses = misses + 1 if not folds else 0
+            batch = _next_batch(todo)
+            resolutions = await self._resolve_batch(batch, backoff, alone=alone)
+            for resolution in resolutions:
+                downstream = resolution.downstream
+                todo[downstream] = todo[downstream][len(batch[downstream]) :]
+                if not todo[downstream]:
+                    del todo[downstream]
+            done += resolutions
+            alone = len(resolutions) < len(batch)
+            conflicts = conflicts + 1 if not resolutions else 0
             if alone:
-                await asyncio.sleep(self.runtime.random() * min(0.05, 0.001 * 2**misses))
+                await asyncio.sleep(self.runtime.random() * min(0.05, 0.001 * 2**conflicts))
         return done
 
-    async def _fold_batch(
-        self, batch: dict[Downstream, list[CompletedEdge]], pause: StoreBackoff, *, alone: bool
+    async def _resolve_batch(
+        self, batch: dict[Downstream, list[CompletedEdge]], backoff: StoreBackoff, *, alone: bool
     ) -> list[DownstreamResolution]:
         try:
-            return await self._fold_once(batch, pause, alone=alone)
+            return await self._resolve_once(batch, backoff, alone=alone)
         except errors.StoreUnavailable:
             raise
         except errors.FabricError as fault:
             if len(batch) == 1:
-                [child] = batch
-                logger.error("the edges of %s cannot be counted: %s", child.execution_id, fault)
-                return [DownstreamResolution(child, {}, refused=fault)]
-        each = [*batch.items()]  # nothing was written: halves, until the one that is wrong is alone
-        half = len(each) // 2
+                [downstream] = batch
+                logger.error("the edges of %s cannot be counted: %s", downstream.execution_id, fault)
+                return [DownstreamResolution(downstream, {}, refused=fault)]
+        items = [*batch.items()]  # nothing was written: halve the batch until the faulty downstream is alone
+        half = len(items) // 2
         return [
-            fold
-            for part in (each[:half], each[half:])
-            for fold in await self._fold_batch(dict(part), pause, alone=alone)
+            resolution
+            for part in (items[:half], items[half:])
+            for resolution in await self._resolve_batch(dict(part), backoff, alone=alone)
         ]
 
-    async def _fold_once(
-        self, batch: dict[Downstream, list[CompletedEdge]], pause: StoreBackoff, *, alone: bool
+    async def _resolve_once(
+        self, batch: dict[Downstream, list[CompletedEdge]], backoff: StoreBackoff, *, alone: bool
     ) -> list[DownstreamResolution]:
-        cases = await self._cases(batch)
-        await self._look_around(cases)
-        folds: list[DownstreamResolution] = []
-        written: list[tuple[list[_Case], list[JoinResolution], Change]] = []
-        together: dict[str, tuple[list[_Case], list[JoinResolution], list[Change]]] = {}
-        for case in cases:
-            if case.group is None:
-                folds.append(DownstreamResolution(case.child, {}))
+        """Resolve a batch; a downstream with a conflict is missing from the result."""
+        joins_loaded = await self._load_joins(batch)
+        await self._load_context(joins_loaded)
+        resolutions: list[DownstreamResolution] = []
+        decided: list[tuple[list[_Join], list[JoinResolution], Change]] = []
+        skips: dict[str, tuple[list[_Join], list[JoinResolution], list[Change]]] = {}
+        for join in joins_loaded:
+            if join.group is None:
+                resolutions.append(DownstreamResolution(join.downstream, {}))
                 continue
-            decision = joins.resolve_join(case.group, case.row, case.tally, case.around)
+            decision = joins.resolve_join(join.group, join.row, join.counts, join.context)
             answer = decision.unwrap(0)
             if decision.change is None:
-                folds.append(_told(case, answer))
+                resolutions.append(_resolution(join, answer))
             elif answer.skipped and not alone:
-                # Skips rely on the flow, and a batch holds one change about a root: so they are one change.
-                shared = together.setdefault(case.child.flow_id, ([], [], []))
-                shared[0].append(case)
-                shared[1].append(answer)
-                shared[2].append(decision.change)
+                # Skips guard the flow, and a batch holds one change per root: so the skips of a flow are one change.
+                members, answers, changes = skips.setdefault(join.downstream.flow_id, ([], [], []))
+                members.append(join)
+                answers.append(answer)
+                changes.append(decision.change)
             else:
-                written.append(([case], [answer], decision.change))
-        written += [(cases, answers, merge_changes(*changes)) for cases, answers, changes in together.values()]
-        changes = [msgspec.structs.replace(change, id=self.runtime.minter.change_id()) for _, _, change in written]
-        times = await asyncio.gather(*(self._write(change, pause) for change in changes))
-        for (members, answers, _), change, committed_at in zip(written, changes, times, strict=True):
+                decided.append(([join], [answer], decision.change))
+        decided += [(members, answers, merge_changes(*changes)) for members, answers, changes in skips.values()]
+        to_commit = [msgspec.structs.replace(change, id=self.runtime.minter.change_id()) for _, _, change in decided]
+        times = await asyncio.gather(*(self._commit(change, backoff) for change in to_commit))
+        for (members, answers, _), change, committed_at in zip(decided, to_commit, times, strict=True):
             if committed_at is None:
                 continue
-            for case, answer in zip(members, answers, strict=True):
-                folds.append(_told(case, answer))
-            rows = [[case.row for case in members], *(case.beside for case in members if case.beside)]
+            for join, answer in zip(members, answers, strict=True):
+                resolutions.append(_resolution(join, answer))
+            rows = [[join.row for join in members], *(join.other_rows for join in members if join.other_rows)]
             self.runtime.publish_commit(change, rows, committed_at)
-        return folds
+        return resolutions
 
-    async def _write(self, change: Change, pause: StoreBackoff) -> int | None:
-        """The commit's time, or None when the change was not written and has to be decided again."""
+    async def _commit(self, change: Change, backoff: StoreBackoff) -> int | None:
+        """Return the commit's time; None if the change was not written and has to be decided again."""
         try:
             return await self.runtime.commit_queue.add(change)
         except errors.StoreUnavailable as lost:
-            await pause.sleep_or_raise()
+            await backoff.sleep_or_raise()
             if not lost.in_doubt:
                 return None
-        one = next(guard for guard in change.guards if guard.row is EdgeGroup)
-        loaded = await self.runtime.load((Read(EdgeGroup, one.key),))
-        group = first(loaded.rows[0])
-        return loaded.now if group is not None and group.revision == change.id else None
+        reads = ReadSet()
+        group = reads.one(EdgeGroup, *next(guard.key for guard in change.guards if guard.row is EdgeGroup))
+        loaded = await self.runtime.load(reads)
+        row = group(loaded.rows)
+        return loaded.now if row is not None and row.revision == change.id else None
 
-    async def _cases(self, batch: dict[Downstream, list[CompletedEdge]]) -> list[_Case]:
-        wants: list[Read] = []
-        for child, settled in batch.items():
-            wants += (Read(EdgeGroup, child), Read(Execution, (child.execution_id,)))
-            wants += [Read(Dependency, (child.execution_id, one.edge_id)) for one in settled]
-        found = iter((await self.runtime.load(wants)).rows)
-        cases = []
-        for child, settled in batch.items():
-            group, row = first(next(found)), first(next(found))
-            settlements = []
-            for one in settled:
-                dependency = first(next(found))
-                if (settlement := _settlement(dependency, one)) is not None:
-                    settlements.append(settlement)
-            if group is None:
-                settlements = []
-            tally = joins.count_outcomes(group, settlements) if group is not None else _NOTHING
-            edges = tuple(one.dependency.edge_id for one in sorted(settlements, key=joins.arrival_order))
-            cases.append(_Case(child, group, row, tally, edges))
-        return cases
-
-    async def _look_around(self, cases: Sequence[_Case]) -> None:
-        """Load what the tallies ask for, each kind for all cases at once."""
-        flagging = [case for case in cases if case.group is not None and case.tally.cancels_siblings(case.group)]
-        skipping = [case for case in cases if case.tally.skips(case.row)]
-        if flagging or skipping:
-            wants = [Read(Dependency, (case.child.execution_id,)) for case in flagging]
-            for case in skipping:
-                wants += (Read(Flow, (case.child.flow_id,)), Read(PendingMemberCancel, case.child))
-            found = (await self.runtime.load(wants)).rows
-            inbound, flows = found[: len(flagging)], iter(found[len(flagging) :])
-            for case in skipping:
-                flow, pending = first(next(flows)), bool(next(flows))
-                case.around = msgspec.structs.replace(case.around, flow=flow, cancel_pending=pending)
-            if flagging:
-                await self._look_at_siblings(flagging, inbound)
-        await self._look_for_results(cases)
-
-    async def _look_at_siblings(self, flagging: Sequence[_Case], inbound: list[list[Any]]) -> None:
-        """Who has not ended is seen from the edges; where an end came, the upstream may live again and is looked at."""
-        told = [one.dependency for case in flagging for one in case.tally.counted]
-        told += [one for edges in inbound for one in edges if one.outcome is not None]
-        ended = sorted({one.upstream_execution_id for one in told})
-        again: dict[str, Execution] = {}
-        if ended:
-            found = (await self.runtime.load([Read(Execution, (name,)) for name in ended])).rows
-            again = {each[0].execution_id: each[0] for each in found if each}
-        for case, edges in zip(flagging, inbound, strict=True):
-            going = joins.running_siblings(edges, case.tally, again)
-            case.around = msgspec.structs.replace(case.around, siblings=going)
-            case.beside = [*edges, *again.values()]
-
-    async def _look_for_results(self, cases: Sequence[_Case]) -> None:
-        """The result of the last carrier that has one; usually the last one has."""
-        open_cases = [
-            (case, carriers)
-            for case in cases
-            if case.group is not None and (carriers := case.tally.result_edges(case.group, case.row))
+    async def _load_joins(self, batch: dict[Downstream, list[CompletedEdge]]) -> list[_Join]:
+        reads = ReadSet()
+        accessors: list[tuple[One[EdgeGroup], One[Execution], Each[Dependency]]] = [
+            (
+                reads.one(EdgeGroup, *downstream),
+                reads.one(Execution, downstream.execution_id),
+                reads.each(Dependency, [(downstream.execution_id, edge.edge_id) for edge in completed]),
+            )
+            for downstream, completed in batch.items()
         ]
-        while open_cases:
-            wants: list[Read] = []
-            for case, carriers in open_cases:
-                wants += (
-                    Read(Payload, (case.child.execution_id,)),
-                    Read(Result, (carriers.pop(0).upstream_execution_id,)),
+        rows = (await self.runtime.load(reads)).rows
+        found = []
+        for (downstream, completed), (group_of, row_of, dependencies_of) in zip(batch.items(), accessors, strict=True):
+            group, outcomes = group_of(rows), list[UpstreamOutcome]()
+            if group is not None:
+                pairs = zip(dependencies_of(rows), completed, strict=True)
+                outcomes = [outcome for pair in pairs if (outcome := _upstream_outcome(*pair)) is not None]
+            counts = joins.count_outcomes(group, outcomes) if group is not None else _NO_COUNTS
+            edges = tuple(outcome.dependency.edge_id for outcome in sorted(outcomes, key=joins.arrival_order))
+            found.append(_Join(downstream, group, row_of(rows), counts, edges))
+        return found
+
+    async def _load_context(self, batch: Sequence[_Join]) -> None:
+        """Load the rows that the counts require, each kind for all joins at once."""
+        cancelling = [join for join in batch if join.group is not None and join.counts.cancels_siblings(join.group)]
+        skipping = [join for join in batch if join.counts.skips(join.row)]
+        if cancelling or skipping:
+            reads = ReadSet()
+            inbound: list[Many[Dependency]] = [
+                reads.many(Dependency, join.downstream.execution_id) for join in cancelling
+            ]
+            flows: list[tuple[One[Flow], One[PendingMemberCancel]]] = [
+                (reads.one(Flow, join.downstream.flow_id), reads.one(PendingMemberCancel, *join.downstream))
+                for join in skipping
+            ]
+            rows = (await self.runtime.load(reads)).rows
+            for join, (flow, pending) in zip(skipping, flows, strict=True):
+                join.context = msgspec.structs.replace(
+                    join.context, flow=flow(rows), cancel_pending=pending(rows) is not None
                 )
-            found = iter((await self.runtime.load(wants)).rows)
+            if cancelling:
+                await self._load_siblings(cancelling, [edges(rows) for edges in inbound])
+        await self._load_results(batch)
+
+    async def _load_siblings(self, cancelling: Sequence[_Join], inbound: list[list[Dependency]]) -> None:
+        """Find the running siblings by their edges; load the completed upstreams, which may have been replayed."""
+        recorded = [outcome.dependency for join in cancelling for outcome in join.counts.counted]
+        recorded += [edge for edges in inbound for edge in edges if edge.outcome is not None]
+        upstreams: dict[str, Execution] = {}
+        if completed := sorted({edge.upstream_execution_id for edge in recorded}):
+            reads = ReadSet()
+            found = reads.each(Execution, [(execution_id,) for execution_id in completed])
+            rows = (await self.runtime.load(reads)).rows
+            upstreams = {row.execution_id: row for row in found(rows) if row is not None}
+        for join, edges in zip(cancelling, inbound, strict=True):
+            running = joins.running_siblings(edges, join.counts, upstreams)
+            join.context = msgspec.structs.replace(join.context, siblings=running)
+            join.other_rows = [*edges, *upstreams.values()]
+
+    async def _load_results(self, batch: Sequence[_Join]) -> None:
+        """Load the result to pass on: that of the last edge that has one, which usually is the last edge."""
+        unresolved = [
+            (join, edges)
+            for join in batch
+            if join.group is not None and (edges := join.counts.result_edges(join.group, join.row))
+        ]
+        while unresolved:
+            reads = ReadSet()
+            accessors: list[tuple[One[Payload], One[Result]]] = [
+                (
+                    reads.one(Payload, join.downstream.execution_id),
+                    reads.one(Result, edges.pop(0).upstream_execution_id),
+                )
+                for join, edges in unresolved
+            ]
+            rows = (await self.runtime.load(reads)).rows
             left = []
-            for case, carriers in open_cases:
-                payload, result = first(next(found)), first(next(found))
+            for (join, edges), (payload_of, result_of) in zip(unresolved, accessors, strict=True):
+                payload, result = payload_of(rows), result_of(rows)
                 if payload is not None and result is not None:
-                    case.around = msgspec.structs.replace(case.around, passed_result=(payload, result))
-                elif carriers:
-                    left.append((case, carriers))
-            open_cases = left
+                    join.context = msgspec.structs.replace(join.context, passed_result=(payload, result))
+                elif edges:
+                    left.append((join, edges))
+            unresolved = left
 
 
-_NOTHING = JoinCounts(0, 0, 0, GroupState.PENDING, (), ())
+_NO_COUNTS = JoinCounts(0, 0, 0, GroupState.PENDING, (), ())
 
 
-def _settlement(dependency: Dependency | None, one: CompletedEdge) -> UpstreamOutcome | None:
-    if dependency is None or dependency.flow_id != one.downstream.flow_id:
+def _upstream_outcome(dependency: Dependency | None, edge: CompletedEdge) -> UpstreamOutcome | None:
+    """Return the outcome that counts for an edge; None if it does not count."""
+    if dependency is None or dependency.flow_id != edge.downstream.flow_id:
         return None
-    if one.outcome is not None and one.revision is not None:
-        if dependency.revision != one.revision:
+    if edge.outcome is not None and edge.revision is not None:
+        if dependency.revision != edge.revision:
             return None
-        return UpstreamOutcome(dependency, one.outcome, is_recorded=False, upstream=one.expected_upstream)
-    outcome = one.outcome
+        return UpstreamOutcome(dependency, edge.outcome, is_recorded=False, upstream=edge.expected_upstream)
+    outcome = edge.outcome
     if outcome is None and dependency.unfolded_at is not None:
         outcome = dependency.outcome
-    return None if outcome is None else UpstreamOutcome(dependency, outcome, is_recorded=not one.of_fan_out)
+    return None if outcome is None else UpstreamOutcome(dependency, outcome, is_recorded=not edge.of_fan_out)
 
 
-def _told(case: _Case, answer: JoinResolution) -> DownstreamResolution:
-    verdicts = dict(zip(case.edges, answer.verdicts, strict=True))
-    return DownstreamResolution(case.child, verdicts, answer.resolved, answer.skipped)
+def _resolution(join: _Join, answer: JoinResolution) -> DownstreamResolution:
+    verdicts = dict(zip(join.edges, answer.verdicts, strict=True))
+    return DownstreamResolution(join.downstream, verdicts, answer.resolved, answer.skipped)
 
 
-def _batch(todo: dict[Downstream, list[CompletedEdge]]) -> dict[Downstream, list[CompletedEdge]]:
+def _next_batch(todo: dict[Downstream, list[CompletedEdge]]) -> dict[Downstream, list[CompletedEdge]]:
     batch: dict[Downstream, list[CompletedEdge]] = {}
-    edges = 0
-    for child, settled in todo.items():
-        if batch and (len(batch) == MAX_DOWNSTREAMS_PER_BATCH or edges + len(settled) > MAX_EDGES_PER_BATCH):
+    count = 0
+    for downstream, completed in todo.items():
+        if batch and (len(batch) == MAX_DOWNSTREAMS_PER_BATCH or count + len(completed) > MAX_EDGES_PER_BATCH):
             break
-        batch[child] = settled[:MAX_EDGES_PER_BATCH]
-        edges += len(settled)
+        batch[downstream] = completed[:MAX_EDGES_PER_BATCH]
+        count += len(completed)
     return batch

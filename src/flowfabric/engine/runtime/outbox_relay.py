@@ -1,8 +1,7 @@
-"""The relay: messages to other partitions arrive at once in the process that sent them, and by sweep whatever happens.
+"""OutboxRelay: delivers messages to other partitions, at once in the process that committed them, else by a sweep.
 
-A message is a row of the commit that caused it, so it is never lost and never sent for something that did not happen.
-It may arrive twice (its receiver did the work and the process died before the row was removed), so receivers do the
-same thing once.
+A message is a row of the commit that caused it, so it is never lost and never sent without that commit. It may be
+delivered twice (the process died before the row was deleted), so receivers are idempotent.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class OutboxRelay:
         self._deliveries: set[asyncio.Task[None]] = set()
 
     def deliver_written_messages(self, change: Change, _: object) -> None:
-        """Deliver what a change that was just written here owes to others."""
+        """Deliver the messages of a change that this process has just committed."""
         messages = [
             msgspec.structs.replace(write.row, revision=change.id)
             for write in change.writes
@@ -48,37 +47,37 @@ class OutboxRelay:
         task.add_done_callback(self._deliveries.discard)
 
     async def wait_for_deliveries(self) -> None:
-        """Wait until everything that was sent from here has arrived or was left to the sweep."""
+        """Wait until every message of this process was delivered or left to the sweep."""
         while self._deliveries:
             await asyncio.wait(self._deliveries)
 
     async def deliver_outbox_message(self, message: OutboxMessage) -> bool:
-        """Hand a message to its receiver and forget it; False when it has to wait for another try."""
+        """Deliver a message and delete it; return False if it has to be retried."""
         receiver = self._receivers.get(message.kind)
         if receiver is None:
-            logger.error("message %s: nobody here receives %s", message.message_id, message.kind)
+            logger.error("message %s: no receiver for %s", message.message_id, message.kind)
             return False
         try:
             await receiver(message)
         except errors.FabricError as refused:
-            logger.warning("message %s to %s has to wait: %s", message.message_id, message.target, refused)
+            logger.warning("message %s to %s was not delivered: %s", message.message_id, message.target, refused)
             return False
-        await self._settled(outbox.acknowledge(message))
+        await self._commit(outbox.acknowledge(message))
         return True
 
     async def redeliver_outbox_message(self, message: OutboxMessage) -> bool:
-        """The sweep's form: a message that has to wait again waits longer each time."""
+        """Deliver a message that was not delivered before; each failure makes the next delay longer."""
         if await self.deliver_outbox_message(message):
             return True
-        await self._settled(outbox.postpone(message))
+        await self._commit(outbox.postpone(message))
         return False
 
     async def _deliver_now(self, messages: Sequence[OutboxMessage]) -> None:
         try:
             await asyncio.gather(*(self.deliver_outbox_message(message) for message in messages))
-        except errors.StoreUnavailable as away:
-            logger.warning("%s left to the sweep: %s", pluralize(len(messages), "message"), away)
+        except errors.StoreUnavailable as error:
+            logger.warning("%s left to the sweep: %s", pluralize(len(messages), "message"), error)
 
-    async def _settled(self, change: Change) -> None:
-        # A guard that fails means that another process delivered the message as well: nothing is left to do.
+    async def _commit(self, change: Change) -> None:
+        # A failed guard means that another process has delivered the message: nothing is left to do.
         await self.runtime.commit_queue.add(msgspec.structs.replace(change, id=self.runtime.minter.change_id()))

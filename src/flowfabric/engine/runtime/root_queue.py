@@ -1,9 +1,9 @@
-"""Chains: decisions about one hot root, made one after the other in memory and written once a batch.
+"""AggregateRepository: decisions about one hot aggregate are made one after the other and committed as one change.
 
-Optimistic writers of one row refuse each other: of fifty, one wins a round. So the decisions of a process about one
-root form a chain. While a batch is on its way the next one fills; a batch is loaded once, decided in order of arrival,
-each decision on what the one before left, and committed as one change. When another process was faster, the whole
-batch is loaded and decided again.
+Optimistic writers of one row conflict: of fifty, one is written per round trip. So the decisions of a process about one
+root are queued. While a batch is in flight the next one fills. A batch is loaded once, decided in order of arrival,
+each decision on the state that the one before leaves, and committed as one change. After a conflict with another
+process the whole batch is loaded and decided again.
 """
 
 from __future__ import annotations
@@ -30,93 +30,93 @@ Decide = Callable[[S, int], tuple[A | errors.FabricError, S]]
 
 
 class AggregateAdapter(Protocol[S]):
-    """How the rows of one kind of root become a sheet, and how the difference between two sheets is written."""
+    """Builds the state of one kind of aggregate from its rows, and a change from the difference of two states."""
 
     def reads(self, key: NamespacedId) -> tuple[Read, ...]:
-        """The rows that every decision needs."""
+        """Return the reads that every decision needs."""
         ...
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> S:
-        """The rows as a sheet."""
+        """Return the state that these rows hold."""
         ...
 
     def change_between(self, before: S, after: S, change_id: int) -> Change | None:
-        """What makes the one of the other, under this id; None when nothing differs."""
+        """Return the change with this id that turns one state into the other; None if they are equal."""
         ...
 
     def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
-        """A row that tells, after a lost answer, whether this change was written."""
+        """Return the read of a row that shows, after a lost reply, whether this change was written."""
         ...
 
     def confirms(self, row: Any, change_id: int) -> bool:
-        """Whether it does."""
+        """Return whether that row shows that the change was written."""
         ...
 
 
 class _AggregateDecision(NamedTuple, Generic[S]):
     decide: Callable[[S, int], tuple[Any, S]]
-    wants: tuple[Read, ...]
+    reads: tuple[Read, ...]
 
 
 class AggregateRepository(Generic[S]):
     """Loads aggregates of one kind, and makes decisions about each of them one after the other."""
 
-    def __init__(self, core: Runtime, book: AggregateAdapter[S]) -> None:
-        self._core = core
-        self._book = book
+    def __init__(self, runtime: Runtime, adapter: AggregateAdapter[S]) -> None:
+        self._runtime = runtime
+        self._adapter = adapter
         self._decisions: KeyedBatcher[NamespacedId, _AggregateDecision[S], Any] = KeyedBatcher(
             self._decide_batch, max_items=MAX_BATCH_DECISIONS
         )
 
-    async def decide_and_commit(self, key: NamespacedId, decide: Decide[S, A], wants: tuple[Read, ...] = ()) -> A:
-        """Decide about the aggregate of this key; `wants` are rows that this decision needs beside the aggregate."""
-        answer: A = await self._decisions.add(key, _AggregateDecision(decide, wants))
+    async def decide_and_commit(self, key: NamespacedId, decide: Decide[S, A], reads: tuple[Read, ...] = ()) -> A:
+        """Decide about the aggregate of this key; `reads` are rows that this decision needs beside the aggregate's."""
+        answer: A = await self._decisions.add(key, _AggregateDecision(decide, reads))
         return answer
 
     async def load(self, keys: Sequence[NamespacedId]) -> tuple[int, dict[NamespacedId, S]]:
-        """Sheets as they are now, for reading only, and the store's time."""
-        groups = [self._book.reads(key) for key in keys]
-        loaded = await self._core.load([want for group in groups for want in group])
-        sheets, start = {}, 0
+        """Return the store's time and the current states, for reading only."""
+        groups = [self._adapter.reads(key) for key in keys]
+        loaded = await self._runtime.load([read for group in groups for read in group])
+        states, start = {}, 0
         for key, group in zip(keys, groups, strict=True):
             found = loaded.rows[start : start + len(group)]
-            sheets[key] = self._book.build_state(key, (row for rows in found for row in rows))
+            states[key] = self._adapter.build_state(key, (row for rows in found for row in rows))
             start += len(group)
-        return loaded.now, sheets
+        return loaded.now, states
 
     async def _decide_batch(self, key: NamespacedId, batch: list[_AggregateDecision[S]]) -> list[Any]:
-        """Load the root once, decide in order, commit one change; repeat if another process was faster."""
-        wants = tuple(dict.fromkeys((*self._book.reads(key), *(want for one in batch for want in one.wants))))
-        doubts: list[tuple[Change, list[Any]]] = []  # and the answers to give should one turn out to be written
-        misses, pause = 0, StoreBackoff()
+        """Load the root once, decide in order, commit one change; repeat after a conflict."""
+        reads = tuple(dict.fromkeys((*self._adapter.reads(key), *(read for queued in batch for read in queued.reads))))
+        unknown: list[tuple[Change, list[Any]]] = []  # changes with a lost reply, and the answers if one was written
+        conflicts, backoff = 0, StoreBackoff()
         while True:
-            # Asked at every look, not once: a change whose answer got lost may still be on its way.
-            traces = [self._book.commit_marker(key, doubt.id) for doubt, _ in doubts]
-            loaded = await self._core.load((*wants, *traces))
-            for (doubt, meant), found in zip(doubts, loaded.rows[len(wants) :], strict=True):
-                if any(self._book.confirms(row, doubt.id) for row in found):
-                    self._core.publish_commit(doubt, [], loaded.now)
-                    return meant
-            rows = loaded.rows[: len(wants)]
-            before = after = self._book.build_state(key, (row for found in rows for row in found))
+            # Read after every round trip, not once: a change whose reply was lost may still be in flight.
+            markers = [self._adapter.commit_marker(key, lost.id) for lost, _ in unknown]
+            loaded = await self._runtime.load((*reads, *markers))
+            for (lost, answers), found in zip(unknown, loaded.rows[len(reads) :], strict=True):
+                if any(self._adapter.confirms(row, lost.id) for row in found):
+                    self._runtime.publish_commit(lost, [], loaded.now)
+                    return answers
+            rows = loaded.rows[: len(reads)]
+            before = after = self._adapter.build_state(key, (row for found in rows for row in found))
             answers = []
-            for asked in batch:
-                answer, after = asked.decide(after, loaded.now)
+            for queued in batch:
+                answer, after = queued.decide(after, loaded.now)
                 answers.append(answer)
-            change_id = self._core.minter.change_id()
-            change = self._book.change_between(before, after, change_id)
+            change_id = self._runtime.minter.change_id()
+            change = self._adapter.change_between(before, after, change_id)
             if change is None:
                 return answers
             change = msgspec.structs.replace(change, id=change_id)
             try:
-                committed_at = await self._core.commit_queue.add(change)
-            except errors.StoreUnavailable as lost:
-                if lost.in_doubt:
-                    doubts.append((change, answers))
-                await pause.sleep_or_raise()
+                committed_at = await self._runtime.commit_queue.add(change)
+            except errors.StoreUnavailable as error:
+                if error.in_doubt:
+                    unknown.append((change, answers))
+                await backoff.sleep_or_raise()
                 continue
             if committed_at is not None:
-                self._core.publish_commit(change, [], committed_at)
+                self._runtime.publish_commit(change, [], committed_at)
                 return answers
-            misses += 1
-            await asyncio.sleep(self._core.random() * min(0.1, 0.001 * 2**misses))
+            conflicts += 1
+            await asyncio.sleep(self._runtime.random() * min(0.1, 0.001 * 2**conflicts))

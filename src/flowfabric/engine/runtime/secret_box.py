@@ -1,8 +1,8 @@
-"""The vault: signing secrets as they are kept. Plain by default; sealed with AES-256-GCM when a key is configured.
+"""SecretBox: signing secrets are stored in plain text by default, sealed with AES-256-GCM if a key is configured.
 
-A sealed secret says so in front, so that a store may hold both kinds: what was written before a key was configured
-stays readable, and is sealed when it is written next. The kid is authenticated with the secret, so that nobody can put
-one key's secret in the place of another's.
+A sealed secret has a prefix, so a store may hold both kinds: a secret that was written before a key was configured
+stays readable, and is sealed when it is written next. The kid is authenticated with the secret, so that one key's
+secret cannot be put in the place of another's.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from flowfabric import errors
 from flowfabric.settings import Secret
 
 SEALED_PREFIX = "sealed:1:"
-UNREADABLE_SECRET = "<sealed>"  # what a secret reads as without its key: no secret, and not an empty one either
+UNREADABLE_SECRET = "<sealed>"  # stands for a secret that cannot be opened; it is neither valid nor empty
 _SALT = b"flowfabric/secret-key/1"
 _NONCE_BYTES = 12
 
 
 class SecretBox:
-    """Seals and opens secrets; without a key it hands them through."""
+    """Seals and opens secrets; without a key it returns them as they are."""
 
     def __init__(self, key: Secret | None) -> None:
         self._cipher: Any = None if key is None else _cipher(key)
 
     def seal(self, secret: str, kid: str) -> str:
-        """The secret as it is kept."""
+        """Return the secret as it is stored."""
         if self._cipher is None or secret.startswith(SEALED_PREFIX):
             return secret
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._cipher.encrypt(nonce, secret.encode(), kid.encode())
         return SEALED_PREFIX + base64.b64encode(nonce + sealed).decode()
 
-    def open(self, kept: str, kid: str) -> str:
-        """The secret itself; one that cannot be opened here is unreadable, and is refused by whoever wants to sign."""
-        if not kept.startswith(SEALED_PREFIX):
-            return kept
+    def open(self, stored: str, kid: str) -> str:
+        """Return the secret itself, or `UNREADABLE_SECRET` if it cannot be opened here; nothing is signed with that."""
+        if not stored.startswith(SEALED_PREFIX):
+            return stored
         if self._cipher is None:
             return UNREADABLE_SECRET
         from cryptography.exceptions import InvalidTag
 
         try:
-            data = base64.b64decode(kept.removeprefix(SEALED_PREFIX), validate=True)
+            data = base64.b64decode(stored.removeprefix(SEALED_PREFIX), validate=True)
             opened: bytes = self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], kid.encode())
             return opened.decode()
         except (InvalidTag, ValueError):

@@ -1,4 +1,4 @@
-"""Signing keys: how the engine reads the keystore."""
+"""SigningKeys: loads the keystore and opens its secrets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import UNREADABLE_SECRET, SecretBox
 from flowfabric.model.change import Change, Delete, Guard, Upsert
@@ -19,7 +20,9 @@ from flowfabric.stores.queries import Read
 
 KEY_CACHE_S = 0.5
 SIGNING_KEYS = Read(SigningKey, (0,))
-KEYSTORE = (Read(Keystore, (0,)), SIGNING_KEYS)
+KEYSTORE = ReadSet()
+_ROOT = KEYSTORE.one(Keystore, 0)
+_KEYS = KEYSTORE.many(SigningKey, 0)
 
 
 class SigningKeys:
@@ -32,38 +35,40 @@ class SigningKeys:
         self._clock = time.monotonic
 
     async def require_signing_key(self, op: str) -> SigningKey:
-        """The key that signs grants; without one nothing is granted."""
+        """Return the key that signs grants; raise if there is none."""
         signer = await self.find_signing_key(op)
         if isinstance(signer, errors.FabricError):
             raise signer
         return signer
 
     async def find_signing_key(self, op: str) -> SigningKey | errors.FabricError:
-        """The key that signs grants, or why there is none."""
-        loaded = await self.runtime.load(KEYSTORE)
-        return keystore.grant_signer(self.unseal_loaded_keys(loaded.rows[1]), op)
+        """Return the key that signs grants, or the reason why there is none."""
+        return keystore.grant_signer(self.unseal_loaded_keys(await self._load_keys()), op)
 
     async def handle_keys(self) -> HandleKeys:
-        """The keys with which a server signs and checks handles, as the keystore has them now."""
-        loaded = await self.runtime.load((SIGNING_KEYS,))
-        return handle_keys(self.unseal_loaded_keys(loaded.rows[0]))
+        """Return the current keys with which a server signs and checks handles."""
+        return handle_keys(self.unseal_loaded_keys(await self._load_keys()))
+
+    async def _load_keys(self) -> list[SigningKey]:
+        reads = ReadSet()
+        keys = reads.many(SigningKey, 0)
+        return keys((await self.runtime.load(reads)).rows)
 
     def cached_keys(self) -> list[SigningKey] | None:
-        """The keystore's rows if they were looked at a moment ago: good enough to sign with, never to verify.
+        """Return the keystore's rows if they were loaded a moment ago: good enough to sign with, not to verify.
 
-        A key that retired within that moment still verifies for its grace; what it signed might as well have been
-        signed that much earlier.
+        A key that was retired within that moment still verifies for its grace period.
         """
-        heard = self._cached
-        return heard[1] if heard is not None and self._clock() - heard[0] < KEY_CACHE_S else None
+        cached = self._cached
+        return cached[1] if cached is not None and self._clock() - cached[0] < KEY_CACHE_S else None
 
     def unseal_loaded_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
-        """Keys as they were just loaded, with their secrets opened."""
+        """Cache keys that were just loaded and return them with their secrets opened."""
         self._cached = (self._clock(), rows)
         return self.unseal_keys(rows)
 
     def unseal_keys(self, rows: list[Any]) -> tuple[SigningKey, ...]:
-        """Keys with their secrets opened."""
+        """Return keys with their secrets opened."""
         opened = (self.secret_box.open(key.secret_hex, key.kid) for key in rows)
         return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
@@ -71,9 +76,9 @@ class SigningKeys:
         if not decision.put and not decision.drop:
             return Decision(decision.answer)
         self._cached = None
-        root = rows[0][0] if rows[0] else None
+        root = _ROOT(rows)
         current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
-        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, rows[1])) for key in decision.put)
+        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, _KEYS(rows))) for key in decision.put)
         change = Change(
             guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
             writes=(
@@ -84,8 +89,8 @@ class SigningKeys:
         )
         return Decision(decision.answer, change)
 
-    def _sealed(self, key: SigningKey, kept: list[SigningKey]) -> str:
-        """The key's secret as it is to be kept; one that could not be opened here stays as it is."""
+    def _sealed(self, key: SigningKey, stored: list[SigningKey]) -> str:
+        """Return the key's secret as it is stored; one that could not be opened here stays as it is."""
         if key.secret_hex == UNREADABLE_SECRET:
-            return next(one.secret_hex for one in kept if one.kid == key.kid)
+            return next(row.secret_hex for row in stored if row.kid == key.kid)
         return self.secret_box.seal(key.secret_hex, key.kid)

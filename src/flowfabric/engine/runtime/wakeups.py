@@ -1,4 +1,4 @@
-"""Hints: "look now", and what a change has to tell. Losing one costs at most a poll interval."""
+"""Wakeups: tasks that wait for a topic, and the topics of a change. A lost wakeup costs at most a poll interval."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from flowfabric.model.stream import Stream
 
 
 class Wakeups:
-    """Waiting tasks of this process, by topic."""
+    """The waiting tasks of this process, by topic."""
 
     def __init__(self) -> None:
-        # In the order in which they came: who is woken first claims first, and worlds of one seed must be alike.
+        # In order of arrival: the task that is woken first claims first, and simulations have to be reproducible.
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
-        self.completion_count = 0  # how often it was told that an execution ended, whichever
-        self._for_ends = 0  # how many wait for the end of one
+        self.completion_count = 0  # completions of any execution that this process was notified of
+        self._completion_waiters = 0
 
     def __bool__(self) -> bool:
-        """Whether anyone waits for anything."""
+        """Return whether any task waits."""
         return bool(self._waiters)
 
     def notify(self, topics: Iterable[str]) -> None:
-        """Wake everyone who waits for one of these."""
+        """Wake the tasks that wait for one of these topics."""
         for topic in topics:
             if topic.startswith(COMPLETION_PREFIX):
                 self.completion_count += 1
@@ -34,33 +34,33 @@ class Wakeups:
                     waiter.set_result(None)
 
     def notify_completions(self, execution_ids: Collection[str]) -> None:
-        """Wake everyone who waits for the end of one of these, or for the feed, which tells of it."""
-        if self._for_ends:
+        """Wake the tasks that wait for the completion of one of these, or for the feed."""
+        if self._completion_waiters:
             self.notify(map(completion_topic, execution_ids))
-        else:  # so it is where the work is done; then nobody needs their names
+        else:  # the usual case in a worker process: no topic has to be built
             self.completion_count += len(execution_ids)
         self.notify((FEED_TOPIC,))
 
     def notify_prefix(self, prefix: str) -> None:
-        """Wake everyone who waits for a topic that begins like this."""
+        """Wake the tasks that wait for a topic with this prefix."""
         self.notify([topic for topic in self._waiters if topic.startswith(prefix)])
 
     def subscriber_count(self, topic: str) -> int:
-        """How many wait for a hint about this."""
+        """Return how many tasks wait for this topic."""
         return len(self._waiters.get(topic, ()))
 
     def subscribe(self, *topics: str) -> asyncio.Future[None]:
-        """A future for the next hint. Ask for it before looking, so that nothing falls between look and wait."""
+        """Return a future for the next wakeup. Subscribe before you poll, so that none is lost in between."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for topic in topics:
             self._waiters.setdefault(topic, {})[waiter] = None
-            self._for_ends += topic.startswith(COMPLETION_PREFIX)
+            self._completion_waiters += topic.startswith(COMPLETION_PREFIX)
         waiter.add_done_callback(lambda done: self._forget(topics, done))
         return waiter
 
     def _forget(self, topics: tuple[str, ...], waiter: asyncio.Future[None]) -> None:
         for topic in topics:
-            self._for_ends -= topic.startswith(COMPLETION_PREFIX)
+            self._completion_waiters -= topic.startswith(COMPLETION_PREFIX)
             waiters = self._waiters.get(topic)
             if waiters is not None:
                 waiters.pop(waiter, None)
@@ -69,9 +69,9 @@ class Wakeups:
 
 
 async def wait_for_wakeup(waiter: asyncio.Future[None], timeout_s: float) -> bool:
-    """Wait for a hint; False when none came in time."""
+    """Wait for a wakeup; return False after the timeout."""
     try:
-        async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled when a hint comes as well
+        async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that races with the wakeup
             await waiter
     except TimeoutError:
         return False
@@ -79,24 +79,22 @@ async def wait_for_wakeup(waiter: asyncio.Future[None], timeout_s: float) -> boo
 
 
 def lane_topic(lane_id: str) -> str:
-    """Work became claimable in this lane."""
+    """Return the topic of a lane: work became claimable there."""
     return f"{LANE_PREFIX}{lane_id}"
 
 
 def stream_topic(execution_id: str) -> str:
-    """This execution put something out, or will no more."""
+    """Return the topic of an execution's stream: it got frames, or was closed."""
     return f"stream:{execution_id}"
 
 
 def completion_topic(execution_id: str) -> str:
-    """This execution ended."""
-    return (
-        f"{COMPLETION_PREFIX}{execution_id[-8:]}"  # short, since it travels; a stranger that shares it costs one look
-    )
+    """Return the topic of an execution's completion. It is short, because it is sent; a collision costs one poll."""
+    return f"{COMPLETION_PREFIX}{execution_id[-8:]}"
 
 
 def due_topic(row: type, column: str) -> str:
-    """Something falls due earlier than the sweep of this process expected."""
+    """Return the topic of a sweep: a row falls due before its next planned pass."""
     return f"due:{row.__name__}.{column}"
 
 
@@ -106,52 +104,52 @@ COMPLETION_PREFIX = "end:"
 
 
 def queues_written(change: Change) -> set[QueueKey]:
-    """The lines that a change puts executions into."""
-    found: set[QueueKey] = set()
-    _look_at(change.writes, found, set())
-    return found
+    """Return the queues that a change enqueues executions in."""
+    queues: set[QueueKey] = set()
+    _collect(change.writes, queues, set())
+    return queues
 
 
-def _look_at(writes: Iterable[Write], lines: set[QueueKey], topics: set[str]) -> None:
-    """Add the lines that writes put executions into, and the topics of the streams that they are about."""
-    for write in writes:  # compared by type: this runs for every write, of which a graph has thousands
+def _collect(writes: Iterable[Write], queues: set[QueueKey], topics: set[str]) -> None:
+    """Add the queues that writes enqueue executions in, and the topics of the streams that they write."""
+    for write in writes:  # hot path, a graph has thousands of writes: types are compared, not matched
         row: Any = write.row
         kind = type(row)
         if kind is Execution:
             if row.line is not None:
-                lines.add(row.line)
+                queues.add(row.line)
         elif kind is Stream:
             topics.add(stream_topic(row.execution_id))
         elif type(write) is Patch:
             if row is Execution:
-                if (line := write.fields.get("line")) is not None:
-                    lines.add(line)
+                if (queue := write.fields.get("line")) is not None:
+                    queues.add(queue)
             elif row is Stream:
                 topics.add(stream_topic(write.key[0]))
 
 
 def executions_enqueued(change: Change) -> set[str]:
-    """The executions that a change puts into lines."""
-    found: set[str] = set()
+    """Return the executions that a change enqueues."""
+    enqueued: set[str] = set()
     for write in change.writes:
         row: Any = write.row
         if type(row) is Execution:
             if row.line is not None:
-                found.add(row.execution_id)
+                enqueued.add(row.execution_id)
         elif type(write) is Patch and row is Execution and write.fields.get("line") is not None:
-            found.add(write.key[0])
-    return found
+            enqueued.add(write.key[0])
+    return enqueued
 
 
 def topics_of(changes: Collection[Change]) -> set[str]:
-    """What there is to look at once these changes are written."""
-    ended = [change.guards[0].key[0] for change in changes if change.template is not None]
+    """Return the topics to notify of these changes."""
+    completed = [change.guards[0].key[0] for change in changes if change.template is not None]
     events = [event for change in changes for event in change.events]
-    ended += [event.execution_id for event in events if event.outcome is not None]
-    topics = set(map(completion_topic, ended))
-    if ended or events:
+    completed += [event.execution_id for event in events if event.outcome is not None]
+    topics = set(map(completion_topic, completed))
+    if completed or events:
         topics.add(FEED_TOPIC)
-    lines: set[QueueKey] = set()
-    _look_at([write for change in changes for write in change.writes], lines, topics)
-    topics.update([lane_topic(line.lane_id) for line in lines])
+    queues: set[QueueKey] = set()
+    _collect([write for change in changes for write in change.writes], queues, topics)
+    topics.update([lane_topic(queue.lane_id) for queue in queues])
     return topics

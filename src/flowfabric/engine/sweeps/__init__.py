@@ -1,1 +1,1 @@
-"""sweeps"""
+"""Background passes over rows that fall due."""

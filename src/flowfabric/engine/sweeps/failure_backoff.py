@@ -1,38 +1,37 @@
-"""Forbearance: how a sweep treats items that fail again and again."""
+"""FailureBackoff: a sweep skips items that fail repeatedly."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-MAX_FAILURES = 3  # in a row, after which an item is left alone
+MAX_FAILURES = 3  # in a row, after which an item is skipped
 BACKOFF_CYCLES = 10
 MAX_TRACKED = 500
 CLEANUP_EVERY_CYCLES = 50
 
 
 class FailureBackoff:
-    """Patience with items that fail: after three failures in a row one is spared for ten cycles, then starts afresh."""
+    """Skips an item for some passes after several failures in a row; then its failures are counted anew."""
 
     def __init__(self) -> None:
         self._cycle = 0
         self._failures: dict[Hashable, int] = {}
-        self._spared_until: dict[Hashable, int] = {}
+        self._skipped_until: dict[Hashable, int] = {}
 
     def next_cycle(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._cycle += 1
-        over = [item for item, until in self._spared_until.items() if until <= self._cycle]
-        for item in over:
-            del self._spared_until[item]
+        for item in [item for item, until in self._skipped_until.items() if until <= self._cycle]:
+            del self._skipped_until[item]
         if self._cycle % CLEANUP_EVERY_CYCLES == 0 and len(self._failures) > MAX_TRACKED:
             self._failures.clear()
 
     def is_backing_off(self, item: Hashable) -> bool:
-        """Whether the item is left alone in this pass."""
-        return item in self._spared_until
+        """Return whether the item is skipped in this pass."""
+        return item in self._skipped_until
 
     def record(self, item: Hashable, *, failed: bool) -> None:
-        """What became of an item."""
+        """Record the result for an item."""
         if not failed:
             self._failures.pop(item, None)
             return
@@ -40,4 +39,4 @@ class FailureBackoff:
         if count < MAX_FAILURES:
             self._failures[item] = count
         else:
-            self._spared_until[item] = self._cycle + BACKOFF_CYCLES + 1
+            self._skipped_until[item] = self._cycle + BACKOFF_CYCLES + 1

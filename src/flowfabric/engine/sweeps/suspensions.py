@@ -1,5 +1,4 @@
-"""The sweeps of waiting work: timeouts, waitpoints that were never used, children nobody took in, lost queues, old
-events."""
+"""The sweeps of suspensions: timeouts, unused waitpoints, undelivered child completions, lost queues, old events."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ UNTOUCHED = (SuspensionExpiry.NOT_DUE, SuspensionExpiry.NOT_SUSPENDED)
 
 
 def suspension_sweeps(engine: Engine) -> tuple[Sweep, ...]:
-    """All of them."""
+    """Return these sweeps."""
 
     async def time_out(row: Suspension) -> bool:
         return await engine.expire_suspension(row.execution_id) not in UNTOUCHED
 
-    async def take_in(row: ChildCompletion) -> bool:
+    async def deliver(row: ChildCompletion) -> bool:
         return await engine.child_completions.deliver(row.parent_id) > 0
 
     async def trim(_: int) -> SweepResult:
@@ -39,7 +38,7 @@ def suspension_sweeps(engine: Engine) -> tuple[Sweep, ...]:
     async def restore(batch: int) -> SweepResult:
         return await _restore_queues(engine, batch)
 
-    # Processes may be told to keep events for different times. The shortest holds, whoever else sweeps.
+    # Processes may keep events for different times. Each variant has its own lease, so the shortest time applies.
     kept_ms = engine.runtime.settings.feed_retention_ms
     keeps = "" if kept_ms == FEED_RETENTION_MS else str(kept_ms)
 
@@ -52,14 +51,14 @@ def suspension_sweeps(engine: Engine) -> tuple[Sweep, ...]:
             row=Waitpoint,
             owner="execution_id",
         ),
-        Sweep("child_ends", "due_at", take_in, row=ChildCompletion),
+        Sweep("child_ends", "due_at", deliver, row=ChildCompletion),
         Sweep("feed_trimmer", run_pass=trim, variant=keeps),
         Sweep("queue_reconciler", run_pass=restore),
     )
 
 
 async def _restore_queues(engine: Engine, batch: int) -> SweepResult:
-    """Put executions whose ready queue was lost back into their queues. One that cannot be read holds up no other."""
+    """Enqueue executions again whose ready queue was lost. An unreadable one does not block the others."""
     restored = failed = 0
     for execution_id in await engine.runtime.retry_while_unavailable(
         lambda: engine.runtime.store.executions_in_missing_queues(batch)

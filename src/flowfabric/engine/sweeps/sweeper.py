@@ -1,14 +1,14 @@
-"""Sweeps: what time makes due is done by any process that runs a sweeper; there is no leader.
+"""Sweeper: any process may run the sweeps, which act on rows that fall due; there is no leader.
 
-Each sweep holds a short lease on its own name, so that many processes do not fetch the same rows; those whose filters
-choose different executions hold different ones. It looks for rows whose instant has come, and hands each to the verb
-that decides about it again. It then sleeps until the next instant that it saw, at most its interval. An item that fails
-again and again is left alone for a while and never holds up the others. A sweep that meets an absent store is tried
-again after a growing pause, one that crashes is started again; stopping waits for the items in hand.
+Each sweep holds a short lease on its name, so that many processes do not load the same rows. Sweeps with different
+filters hold different leases. A pass loads the rows that are due and calls an operation for each, which decides again.
+The sweep then sleeps until the next row falls due, at most its interval. An item that fails repeatedly is skipped for a
+while and never blocks the others. If the store is unavailable the sweep retries with a growing delay; after a crash it
+is restarted. Stopping waits for the items in progress.
 
-The lease lasts one interval, and the other processes sleep until it ends: so they notice within one interval that its
-holder is dead. Each process is late by a share of its own (`jitter`), the holder as well, so the one with the smallest
-share keeps the sweep. Two processes that do a sweep at the same time cost a few refused changes and nothing else.
+The lease lasts one interval, and the other processes sleep until it expires: so a dead holder is replaced within one
+interval. Each process, the holder included, adds its own delay (`jitter`), so the one with the smallest delay keeps the
+sweep. Two processes that run a sweep at the same time cost a few conflicts and nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import due_topic
 from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
@@ -33,20 +34,20 @@ from flowfabric.model.execution import Execution
 from flowfabric.rules import sweep_lease, validation
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Sweeps
-from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.catalog import TABLE, key_of
+from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.sweeper")
 
 MIN_INTERVAL_MS = 100
-MAX_PAUSE_S = 30.0
+MAX_DELAY_S = 30.0
 RESTART_DELAY_S = 5.0
 MAX_PAGES = 20
-LONG_PASS_SHARE = 0.05  # of its lease: after a pass that took longer the lease is renewed
+LONG_PASS_SHARE = 0.05  # of its lease: after a longer pass the lease is renewed
 
 
 class SweepResult(msgspec.Struct, frozen=True):
-    """What one pass of a sweep did, and when the next row falls due."""
+    """The result of one pass, and when the next row falls due."""
 
     processed: int
     errors: int
@@ -61,36 +62,35 @@ class SweepFilter(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Sweeps, chosen: Filter | None) -> SweepFilter:
-        """What the settings say, and what is asked for on top of that."""
+        """Return the filter of the settings together with a chosen one."""
         filters = (
             validate.validate_filter(Filter(settings.namespace, settings.instance_tag)),
             validate.validate_filter(chosen),
         )
-        return cls(tuple(one for one in filters if one != Filter()))
+        return cls(tuple(each for each in filters if each != Filter()))
 
     def lease_name(self, sweep: str) -> str:
-        """What a process holds that does this sweep for these executions: others may do it for others meanwhile."""
+        """Return the name of the lease on a sweep of these executions; other filters have other leases."""
         if not self.filters:
             return sweep
         return f"{sweep}:{hashlib.sha256(msgspec.json.encode(self.filters)).hexdigest()[:16]}"
 
     def accepts(self, row: Execution | None) -> bool:
-        """Whether a sweep may act on this execution; one that is not there is nobody's."""
-        return not self.filters if row is None else all(one.accepts(row) for one in self.filters)
+        """Return whether a sweep may act on this execution; a missing one is accepted only without filters."""
+        return not self.filters if row is None else all(each.accepts(row) for each in self.filters)
 
 
-# By sweep and choice: behind which rows its next pass goes on, if the last one did nothing and did not see the end.
+# By sweep and filter: where its next pass begins, if the last one processed nothing and did not reach the end.
 SweepCursors = dict[tuple[str, SweepFilter], tuple[Any, ...]]
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """One kind of due work: which instant, and the verb that decides about a row whose instant has come.
+    """One kind of due work: the column with the instant, and the operation on a row that is due.
 
-    The verb gets the id of an execution, or the row itself of another kind. `whole` is for work that is not found by
-    an instant: it makes a pass of its own over about so many items. `owner` names the column with the execution that a
-    row of another kind belongs to, and that a filter asks about. After a pass that found plenty the next one follows at
-    once, unless the sweep `goes_round`: what it has dealt with comes up again. Processes that do a sweep in another
-    `variant` hold another lease: none of them keeps the others from theirs.
+    `act` gets the id of an execution, or a row of another kind. `run_pass` is for work that is not found by an instant:
+    it makes a pass over about that many items. `owner` names the column with the execution that a row of another kind
+    belongs to, which filters apply to. A pass with a full batch is followed by the next one at once, unless the sweep
+    is `cyclic`: its rows fall due again and again. Each `variant` of a sweep has its own lease.
     """
 
     name: str
@@ -113,11 +113,11 @@ class Sweeper:
         settings: Sweeps,
         sweeps: Iterable[Sweep],
         chosen: Filter | None = None,
-        places: SweepCursors | None = None,
+        cursors: SweepCursors | None = None,
     ) -> None:
-        """`chosen` restricts the sweeps over executions to some of them, on top of what the settings say.
+        """`chosen` restricts the sweeps of executions further than the settings.
 
-        `places` lets it go on where others left off.
+        `cursors` lets it continue where another sweeper of this process stopped.
         """
         self.runtime = runtime
         self._settings = settings
@@ -125,9 +125,9 @@ class Sweeper:
         self._holder = runtime.minter.uuid()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._forbearance: dict[str, FailureBackoff] = {}
-        self._places: SweepCursors = {} if places is None else places
-        self._outdated = False
+        self._backoffs: dict[str, FailureBackoff] = {}
+        self._cursors: SweepCursors = {} if cursors is None else cursors
+        self._schema_too_new = False
         self.restarts = 0
         self.sweeps = {sweep.name: sweep for sweep in sweeps}
 
@@ -141,7 +141,7 @@ class Sweeper:
                 self._tasks.append(asyncio.create_task(self._supervise(sweep, max(interval, MIN_INTERVAL_MS))))
 
     async def stop(self, grace_s: float = 15.0) -> int:
-        """Stop after the items in hand; how many sweeps did not make it in time and were cut off."""
+        """Stop after the items in progress; return how many sweeps were stopped after the grace."""
         self._stopping.set()
         if not self._tasks:
             return 0
@@ -155,52 +155,54 @@ class Sweeper:
         return len(late)
 
     async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
-        """Run a sweep until it is time to stop, and start it again after a crash."""
+        """Run a sweep until `stop`; restart it after a crash."""
         while not self._stopping.is_set():
             try:
                 await self._run(sweep, interval_ms)
             except errors.SchemaTooNew as newer:
-                if not self._outdated:  # once, although each sweep finds out by itself
-                    self._outdated = True
-                    logger.error("this process sweeps no more: %s", newer)
+                if not self._schema_too_new:  # log it once, not for each sweep
+                    self._schema_too_new = True
+                    logger.error("this process stops its sweeps: %s", newer)
                 return
             except Exception:
                 self.restarts += 1
                 self.runtime.metrics.count("ff_scanner_restart", scanner=sweep.name)
-                logger.exception("sweep %s crashed; it starts again in %.0f s", sweep.name, RESTART_DELAY_S)
-                await self._leave(sweep)  # what this process cannot do another one may
-                await self._rest(RESTART_DELAY_S)
+                logger.exception("sweep %s crashed; it restarts in %.0f s", sweep.name, RESTART_DELAY_S)
+                await self._release(sweep)  # another process may be able to run it
+                await self._wait(RESTART_DELAY_S)
 
     async def _run(self, sweep: Sweep, interval_ms: int) -> None:
         failures = 0
-        # So that the processes of a deployment do not march in step.
+        # The processes of a deployment must not run in lockstep.
         spread = scan_jitter(f"{self._holder}:{sweep.name}", 1000) / 1000
-        late_s = interval_ms / 1000 * self._settings.jitter * spread
+        jitter_s = interval_ms / 1000 * self._settings.jitter * spread
         while not self._stopping.is_set():
-            pause_s = interval_ms / 1000 + late_s
-            hint = self.runtime.wakeups.subscribe(due_topic(sweep.row, sweep.column))
-            self._plan(sweep, pause_s)  # an instant that is written while the pass is under way counts as well
+            delay_s = interval_ms / 1000 + jitter_s
+            wakeup = self.runtime.wakeups.subscribe(due_topic(sweep.row, sweep.column))
+            self._plan(sweep, delay_s)  # an instant that is written during the pass wakes the sweep, too
             try:
                 if held_ms := await self._hold(sweep, interval_ms):
-                    pause_s = held_ms / 1000 + late_s
+                    delay_s = held_ms / 1000 + jitter_s
                 else:
-                    done = await self._kept(sweep, interval_ms)
+                    done = await self._run_leased(sweep, interval_ms)
                     if done.next_at is not None:
-                        pause_s = min(pause_s, max(0.0, (done.next_at - done.now) / 1000))
+                        delay_s = min(delay_s, max(0.0, (done.next_at - done.now) / 1000))
                     if done.processed >= self._batch(sweep) and not sweep.cyclic:
-                        pause_s = 0.0
+                        delay_s = 0.0
                 failures = 0
-            except errors.StoreUnavailable as away:
+            except errors.StoreUnavailable as error:
                 failures += 1
-                pause_s = min(MAX_PAUSE_S, pause_s * 2**failures)
-                logger.warning("sweep %s: the store is away (%s); next try in %.1f s", sweep.name, away, pause_s)
-            await self._sleep(sweep, pause_s, hint)
-        await self._leave(sweep)
+                delay_s = min(MAX_DELAY_S, delay_s * 2**failures)
+                logger.warning(
+                    "sweep %s: the store is unavailable (%s); next attempt in %.1f s", sweep.name, error, delay_s
+                )
+            await self._sleep(sweep, delay_s, wakeup)
+        await self._release(sweep)
 
-    async def _kept(self, sweep: Sweep, lease_ms: int) -> SweepResult:
-        """Make a pass; renew the lease while it takes long, and after that."""
+    async def _run_leased(self, sweep: Sweep, lease_ms: int) -> SweepResult:
+        """Make a pass; renew the lease during and after a long one."""
         clock = asyncio.get_running_loop().time
-        began, work = clock(), asyncio.create_task(self._timed(sweep))
+        began, work = clock(), asyncio.create_task(self._run_timed(sweep))
         try:
             while not (await asyncio.wait({work}, timeout=lease_ms / 2000))[0]:
                 await self._renew(sweep, lease_ms)
@@ -211,50 +213,50 @@ class Sweeper:
             work.cancel()
 
     async def _renew(self, sweep: Sweep, lease_ms: int) -> None:
-        """Keep the sweep; if that fails, another process may do it as well."""
+        """Renew the lease; if that fails, another process may run the sweep as well."""
         with contextlib.suppress(errors.FabricError):
             await self._hold(sweep, lease_ms)
 
-    async def _sleep(self, sweep: Sweep, pause_s: float, hint: asyncio.Future[None]) -> None:
-        """Until the pause is over, something falls due earlier, or it is time to stop."""
-        planned = self._plan(sweep, pause_s)
+    async def _sleep(self, sweep: Sweep, delay_s: float, wakeup: asyncio.Future[None]) -> None:
+        """Sleep until the delay is over, a row falls due earlier, or the sweeper stops."""
+        planned = self._plan(sweep, delay_s)
         try:
-            await self._rest(pause_s, hint)
+            await self._wait(delay_s, wakeup)
         finally:
             planned.pop(sweep.column, None)
-            hint.cancel()
+            wakeup.cancel()
 
-    def _plan(self, sweep: Sweep, pause_s: float) -> dict[str, int]:
-        """Say when the sweep looks next, so that a write of an earlier instant wakes it up."""
+    def _plan(self, sweep: Sweep, delay_s: float) -> dict[str, int]:
+        """Record when the next pass begins, so that a commit with an earlier instant wakes the sweep."""
         planned = self.runtime.next_sweep_at.setdefault(sweep.row, {})
         if sweep.column:
-            planned[sweep.column] = self.runtime.estimate.now() + int(pause_s * 1000)
+            planned[sweep.column] = self.runtime.estimate.now() + int(delay_s * 1000)
         return planned
 
-    async def _rest(self, pause_s: float, *hints: asyncio.Future[None]) -> None:
+    async def _wait(self, delay_s: float, *wakeups: asyncio.Future[None]) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
-        waited: list[asyncio.Future[Any]] = [stopping, *hints]
+        waited: list[asyncio.Future[Any]] = [stopping, *wakeups]
         try:
-            await asyncio.wait(waited, timeout=max(0.001, pause_s), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited, timeout=max(0.001, delay_s), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
 
     # -- one pass -------------------------------------------------------------------------------------------------
 
     async def sweep_once(self, name: str, batch: int | None = None) -> SweepResult:
-        """One pass now, whoever holds the sweep."""
+        """Make one pass now, regardless of the lease."""
         sweep = self.sweeps.get(validation.text("sweep", name))
         if sweep is None:
             raise errors.InvalidInput(f"sweep: {name!r} is none of {', '.join(self.sweeps)}")
         if batch is not None:
             validation.integer("batch", batch, least=1, most=10_000)
-        return await self._timed(sweep, batch)
+        return await self._run_timed(sweep, batch)
 
-    async def _timed(self, sweep: Sweep, batch: int | None = None) -> SweepResult:
+    async def _run_timed(self, sweep: Sweep, batch: int | None = None) -> SweepResult:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            return await self._pass(sweep, self._batch(sweep) if batch is None else batch)
+            return await self._run_pass(sweep, self._batch(sweep) if batch is None else batch)
         finally:
             self.runtime.metrics.count("ff_scanner_cycle", scanner=sweep.name)
             self.runtime.metrics.observe("ff_scanner_cycle_duration", clock() - began, scanner=sweep.name)
@@ -262,75 +264,76 @@ class Sweeper:
     def _batch(self, sweep: Sweep) -> int:
         return self._settings.batches.get(sweep.name, self._settings.batch)
 
-    async def _pass(self, sweep: Sweep, batch: int) -> SweepResult:
+    async def _run_pass(self, sweep: Sweep, batch: int) -> SweepResult:
         if sweep.run_pass is not None:
             return await sweep.run_pass(batch)
-        forbearance = self._forbearance.setdefault(sweep.name, FailureBackoff())
-        forbearance.next_cycle()
-        rows, now, next_at, place = await self._due(sweep, batch, forbearance)
-        acts = await asyncio.gather(*(self._act(sweep, row) for row in rows))
-        for row, act in zip(rows, acts, strict=True):
-            forbearance.record(_name(row), failed=isinstance(act, errors.FabricError))
-        failed = [act for act in acts if isinstance(act, errors.FabricError)]
-        if failed and len(failed) == len(acts) and isinstance(failed[0], errors.StoreUnavailable):
+        backoff = self._backoffs.setdefault(sweep.name, FailureBackoff())
+        backoff.next_cycle()
+        rows, now, next_at, cursor = await self._due_rows(sweep, batch, backoff)
+        results = await asyncio.gather(*(self._act(sweep, row) for row in rows))
+        for row, result in zip(rows, results, strict=True):
+            backoff.record(key_of(row), failed=isinstance(result, errors.FabricError))
+        failed = [result for result in results if isinstance(result, errors.FabricError)]
+        if failed and len(failed) == len(results) and isinstance(failed[0], errors.StoreUnavailable):
             raise failed[0]
-        processed = sum(act is True for act in acts)
-        if processed or place is None:
-            self._places.pop((sweep.name, self._choice), None)
+        processed = sum(result is True for result in results)
+        if processed or cursor is None:
+            self._cursors.pop((sweep.name, self._choice), None)
         else:
-            self._places[sweep.name, self._choice] = place
+            self._cursors[sweep.name, self._choice] = cursor
         return SweepResult(processed, len(failed), now, next_at)
 
-    async def _due(
-        self, sweep: Sweep, batch: int, forbearance: FailureBackoff
+    async def _due_rows(
+        self, sweep: Sweep, batch: int, backoff: FailureBackoff
     ) -> tuple[list[Any], int, int | None, tuple[Any, ...] | None]:
-        """The rows to act on: due, chosen, and not left alone for having failed too often; and the place behind them.
+        """Return the rows to act on, the store's time, when the next row falls due, and a cursor behind the rows.
 
-        Those that are passed over, or that nothing could be done about, never hide the ones behind them: however many
-        there are, a pass goes on where the last one did nothing. There is no place behind the end.
+        Rows that are skipped or cannot be processed never hide the rows behind them: the next pass begins behind a pass
+        that processed nothing. The cursor is None at the end.
         """
         runtime, column = self.runtime, sweep.column
-        where = sweep.where + self._wheres(sweep)
+        where = sweep.where + self._store_filters(sweep)
         due = await runtime.retry_while_unavailable(
             lambda: runtime.store.due(sweep.row, column, limit=batch, where=where)
         )
         runtime.estimate.update(due.now)
         order = (column, *(name for name in TABLE[sweep.row].key if name != column))
 
-        def place_of(row: Any) -> tuple[Any, ...]:
+        def cursor_at(row: Any) -> tuple[Any, ...]:
             return tuple(getattr(row, name) for name in order)
 
-        async def behind(place: tuple[Any, ...]) -> list[Any]:
-            return await runtime.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, place, batch))
+        async def page_after(cursor: tuple[Any, ...]) -> list[Any]:
+            return await runtime.scan(Scan(sweep.row, (Where(column, "<=", due.now), *where), order, cursor, batch))
 
-        begins = self._places.get((sweep.name, self._choice))
-        page = (begins and await behind(begins)) or due.rows
-        rows = await self._wanted(sweep, page, forbearance)
+        begin = self._cursors.get((sweep.name, self._choice))
+        page = (begin and await page_after(begin)) or due.rows
+        rows = await self._accepted(sweep, page, backoff)
         for _ in range(MAX_PAGES):
             if len(rows) >= batch or len(page) < batch:
                 break
-            page = await behind(place_of(page[-1]))
-            rows += await self._wanted(sweep, page, forbearance)
+            page = await page_after(cursor_at(page[-1]))
+            rows += await self._accepted(sweep, page, backoff)
         if len(rows) > batch:
-            return rows[:batch], due.now, due.next_at, place_of(rows[batch - 1])
-        return rows, due.now, due.next_at, place_of(page[-1]) if len(page) == batch else None
+            return rows[:batch], due.now, due.next_at, cursor_at(rows[batch - 1])
+        return rows, due.now, due.next_at, cursor_at(page[-1]) if len(page) == batch else None
 
-    def _wheres(self, sweep: Sweep) -> tuple[Where, ...]:
-        """What the store can filter by."""
+    def _store_filters(self, sweep: Sweep) -> tuple[Where, ...]:
+        """Return the part of the filters that the store applies."""
         if sweep.row is not Execution:
             return ()
-        names = [one.namespace for one in self._choice.filters if one.namespace is not None]
-        return tuple(Where("namespace", "=", name) for name in names)
+        namespaces = [each.namespace for each in self._choice.filters if each.namespace is not None]
+        return tuple(Where("namespace", "=", namespace) for namespace in namespaces)
 
-    async def _wanted(self, sweep: Sweep, page: list[Any], forbearance: FailureBackoff) -> list[Any]:
-        """Those of the rows that the filters choose and that have not failed too often."""
-        page = [row for row in page if not forbearance.is_backing_off(_name(row))]
+    async def _accepted(self, sweep: Sweep, page: list[Any], backoff: FailureBackoff) -> list[Any]:
+        """Return the rows that the filters accept and that are not skipped for their failures."""
+        page = [row for row in page if not backoff.is_backing_off(key_of(row))]
         if not self._choice.filters or not page or (sweep.row is not Execution and sweep.owner is None):
             return page
-        owners = page
+        owners: list[Execution | None] = page
         if sweep.owner is not None:
-            loaded = await self.runtime.load([Read(Execution, (getattr(row, sweep.owner),)) for row in page])
-            owners = [found[0] if found else None for found in loaded.rows]
+            reads = ReadSet()
+            executions = reads.each(Execution, [(getattr(row, sweep.owner),) for row in page])
+            owners = executions((await self.runtime.load(reads)).rows)
         return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
     async def _act(self, sweep: Sweep, row: Any) -> bool | errors.FabricError:
@@ -339,31 +342,29 @@ class Sweeper:
         try:
             return await sweep.act(row.execution_id if sweep.row is Execution else row)
         except errors.FabricError as failed:
-            logger.warning("sweep %s: %s is left for another pass: %s", sweep.name, _name(row), failed)
+            logger.warning("sweep %s: %s is left for another pass: %s", sweep.name, key_of(row), failed)
             return failed
-        except Exception as bug:  # one item's, and no reason to leave the others
-            logger.exception("sweep %s: %s is left for another pass", sweep.name, _name(row))
+        except Exception as bug:  # a bug with one item must not stop the others
+            logger.exception("sweep %s: %s is left for another pass", sweep.name, key_of(row))
             return errors.BugError(f"{sweep.name}: {bug!r}")
 
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
-        """For how many milliseconds another process holds the sweep; 0 if this one does."""
+        """Acquire or renew the lease; return for how many milliseconds another process holds it, 0 if none does."""
         name = self._lease_name(sweep)
+        reads = ReadSet()
+        lease = reads.one(SweepLease, name)
         return await self.runtime.decide_and_commit(
-            (Read(SweepLease, (name,)),),
-            lambda rows, now: sweep_lease.hold_sweep(rows[0][0] if rows[0] else None, name, self._holder, ttl_ms, now),
+            reads, lambda rows, now: sweep_lease.hold_sweep(lease(rows), name, self._holder, ttl_ms, now)
         )
 
     def _lease_name(self, sweep: Sweep) -> str:
         return self._choice.lease_name(f"{sweep.name}:{sweep.variant}" if sweep.variant else sweep.name)
 
-    async def _leave(self, sweep: Sweep) -> None:
-        """Let others do the sweep; if that cannot be told, they may when the lease is over."""
+    async def _release(self, sweep: Sweep) -> None:
+        """Release the lease; if that fails, it expires."""
+        reads = ReadSet()
+        lease = reads.one(SweepLease, self._lease_name(sweep))
         with contextlib.suppress(errors.FabricError):
             await self.runtime.decide_and_commit(
-                (Read(SweepLease, (self._lease_name(sweep),)),),
-                lambda rows, _: sweep_lease.release_sweep(rows[0][0] if rows[0] else None, self._holder),
+                reads, lambda rows, _: sweep_lease.release_sweep(lease(rows), self._holder)
             )
-
-
-def _name(row: Any) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in TABLE[type(row)].key)

@@ -1,9 +1,9 @@
-"""The unblock sweep: a net under the wakes.
+"""UnblockSweep: unblocks executions whose unblocking was lost.
 
-Whatever makes room wakes what waits for it. Should that get lost (a process died in between, a window opened by the
-passing of time), this pass finds what nothing holds up any more. It goes through what is blocked by what it is blocked
-on; of a policy without room it looks at a page and then goes on to the next one, and each pass begins where the last
-one ended.
+An operation that frees capacity unblocks the executions that wait for it. If that is lost (a process died, or a window
+opened with time), this sweep finds executions that nothing blocks any more. It scans blocked executions by what they
+are blocked on. Of a policy without capacity it reads one page and goes on with the next policy; each pass begins where
+the last one ended.
 """
 
 from __future__ import annotations
@@ -25,79 +25,81 @@ from flowfabric.rules.scheduling.queue import ASLEEP_ON_PREFIX, BLOCKED_ON_PREFI
 from flowfabric.stores.queries import Scan, Where
 
 ORDER = ("blocked_on", "rank", "execution_id")
-LAST_POSITION = 2**63 - 1  # no rank comes after it
+LAST_POSITION = 2**63 - 1  # no `rank` is greater
 
 
 class UnblockSweep:
-    """The passes of one engine over what is blocked."""
+    """The passes of one engine over blocked executions."""
 
     def __init__(self, unblocker: Unblocker, budget_suspender: BudgetSuspender, routes: WorkerRoutes) -> None:
         self.runtime = unblocker.runtime
         self.unblocker = unblocker
         self.budget_suspender = budget_suspender
         self.routes = routes
-        self._places: dict[str, tuple[Any, ...] | None] = {}
+        self._cursors: dict[str, tuple[Any, ...] | None] = {}
 
     async def run(self, batch: int, choice: SweepFilter) -> SweepResult:
-        """One pass over each kind of block."""
-        freed = failed = 0
-        for start in (*BLOCKED_ON_PREFIX.values(), ASLEEP_ON_PREFIX):
-            done = await self._pass_over(start, batch, choice)
-            freed, failed = freed + done.processed, failed + done.errors
-        return SweepResult(freed, failed)
+        """Make one pass over each kind of blocked executions."""
+        unblocked = failed = 0
+        for prefix in (*BLOCKED_ON_PREFIX.values(), ASLEEP_ON_PREFIX):
+            done = await self._scan_blocked(prefix, batch, choice)
+            unblocked, failed = unblocked + done.processed, failed + done.errors
+        return SweepResult(unblocked, failed)
 
-    async def _pass_over(self, start: str, batch: int, choice: SweepFilter) -> SweepResult:
-        room, live = Capacity(), LiveWorkers(self.routes)
-        place = self._places.get(start)
-        seen = freed = failed = 0
-        while seen < batch:
-            where = (Where("blocked_on", "starts", start),)
-            scan = Scan(Execution, where, ORDER, place, PAGE_SIZE, partial=True)
+    async def _scan_blocked(self, prefix: str, batch: int, choice: SweepFilter) -> SweepResult:
+        capacity, live = Capacity(), LiveWorkers(self.routes)
+        cursor = self._cursors.get(prefix)
+        scanned = unblocked = failed = 0
+        while scanned < batch:
+            where = (Where("blocked_on", "starts", prefix),)
+            scan = Scan(Execution, where, ORDER, cursor, PAGE_SIZE, partial=True)
             page: list[Execution] = await self.runtime.scan(scan)
-            for on, group in groupby(page, key=lambda row: row.blocked_on or ""):
-                rows = [row for row in group if _waits(row, start) and choice.accepts(row)]
+            for blocked_on, group in groupby(page, key=lambda row: row.blocked_on or ""):
+                rows = [row for row in group if _is_blocked(row, prefix) and choice.accepts(row)]
                 try:
-                    freed += await self._free(start, rows, room, live)
+                    unblocked += await self._unblock(prefix, rows, capacity, live)
                 except errors.FabricError:
-                    failed += 1  # what cannot be read stays blocked
-                place = (on, LAST_POSITION) if room.is_list_full(on) else (on, page[-1].rank, page[-1].execution_id)
-            seen += len(page)
+                    failed += 1  # an unreadable row stays blocked
+                last = page[-1]
+                full = capacity.is_list_full(blocked_on)
+                cursor = (blocked_on, LAST_POSITION) if full else (blocked_on, last.rank, last.execution_id)
+            scanned += len(page)
             if len(page) < PAGE_SIZE:
-                place = None
+                cursor = None
                 break
-        self._places[start] = place
-        return SweepResult(freed, failed + len(room.unreadable))
+        self._cursors[prefix] = cursor
+        return SweepResult(unblocked, failed + len(capacity.unreadable))
 
-    async def _free(self, start: str, rows: list[Execution], room: Capacity, live: LiveWorkers) -> int:
+    async def _unblock(self, prefix: str, rows: list[Execution], capacity: Capacity, live: LiveWorkers) -> int:
         if not rows:
             return 0
-        if start == ASLEEP_ON_PREFIX:
+        if prefix == ASLEEP_ON_PREFIX:
             return await self.budget_suspender.resume_budget_suspended(rows)
-        if start != BLOCKED_ON_PREFIX[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
-            return await self.unblocker.unblock_rows(rows, room)
-        freed = 0
+        if prefix != BLOCKED_ON_PREFIX[BlockingReason.WAITING_FOR_CAPABLE_WORKER]:
+            return await self.unblocker.unblock_rows(rows, capacity)
+        unblocked = 0
         for row in rows:
             if await live.has_capable_worker(row):
-                freed += await self.unblocker.unblock_row(row.execution_id, row.blocking_reason)
-        return freed
+                unblocked += await self.unblocker.unblock_row(row.execution_id, row.blocking_reason)
+        return unblocked
 
 
-def _waits(row: Execution, start: str) -> bool:
-    """Whether an execution still waits for what its place in the lists says."""
-    if start == ASLEEP_ON_PREFIX:
+def _is_blocked(row: Execution, prefix: str) -> bool:
+    """Return whether an execution is still blocked for the reason that its index entry names."""
+    if prefix == ASLEEP_ON_PREFIX:
         return row.lifecycle_phase is LifecyclePhase.SUSPENDED
-    return BLOCKED_ON_PREFIX.get(row.blocking_reason) == start
+    return BLOCKED_ON_PREFIX.get(row.blocking_reason) == prefix
 
 
 class LiveWorkers:
-    """The live workers of each namespace, as seen in one pass."""
+    """The live workers of each namespace, loaded once per pass."""
 
     def __init__(self, routes: WorkerRoutes) -> None:
         self._routes = routes
         self._workers: dict[str, list[RegisteredWorker] | None] = {}
 
     async def has_capable_worker(self, row: Execution) -> bool:
-        """Whether somebody can run this; when that cannot be found out it may be tried, and will be blocked again."""
+        """Return whether a worker can run this; True if that is unknown, because a claim would block it again."""
         if row.namespace not in self._workers:
             try:
                 self._workers[row.namespace] = await self._routes.list_live_workers(row.namespace)

@@ -1,1 +1,1 @@
-"""validation"""
+"""Validation of the arguments of operations."""

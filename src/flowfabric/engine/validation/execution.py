@@ -1,6 +1,6 @@
-"""What callers hand in: looked at once, before anything is asked of the store, and put into its one form.
+"""Validation of arguments: each call is checked once, before the store is used, and brought into canonical form.
 
-Whatever is wrong with it, the answer is a `ValidationError`; what comes out can be kept by every store.
+Invalid arguments raise a `ValidationError`. Every store can hold the values that are returned.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_REVISION = 2**64 - 1
 
 
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
-    """Who wants work, from which lane, for how long at a time, and whether budgets and quotas are asked.
+    """The arguments of a claim: worker, lane, lease, and whether budgets and quotas have to admit the work.
 
-    `namespaces` are those whose work is wanted; None is all.
+    Only work of these `namespaces` is claimed; None stands for all.
     """
 
     lane_id: str
@@ -43,7 +43,7 @@ class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
 
 
 def value_or_raise(value: T | errors.FabricError) -> T:
-    """What a rule made of a part of a request; its refusal is raised."""
+    """Return the value that a rule made of an argument, or raise its refusal."""
     if isinstance(value, errors.FabricError):
         raise value
     return value
@@ -54,29 +54,29 @@ def value_or_raise(value: T | errors.FabricError) -> T:
 
 
 def validate_execution_id(execution_id: object) -> ids.ExecutionId:
-    """An execution id."""
+    """Parse an execution id."""
     if type(execution_id) is str and ids.is_canonical_execution_id(execution_id):
         return ids.ExecutionId(execution_id)
     return ids.parse_execution_id(validation.text("execution_id", execution_id))
 
 
 def validate_member_id(name: str, execution_id: object) -> ids.ExecutionId:
-    """The id of an execution that plays a part, named as that part."""
+    """Parse an execution id; an error names the argument."""
     return ids.parse_execution_id(validation.text(name, execution_id))
 
 
 def validate_flow_id(flow_id: object) -> ids.FlowId:
-    """A flow's id."""
+    """Parse a flow id."""
     return ids.FlowId(ids.parse_uuid(validation.text("flow_id", flow_id), "flow_id"))
 
 
 def validate_edge_id(edge_id: object) -> str:
-    """An edge's id."""
+    """Parse an edge id."""
     return ids.parse_uuid(validation.text("edge_id", edge_id), "edge_id")
 
 
 def validate_flow_partition(partition: object, counts: ids.PartitionCounts) -> int:
-    """Read a partition of flows and executions, by its number or its key; one that does not exist is refused."""
+    """Parse a partition of flows and executions, given as number or key; refuse one that does not exist."""
     if isinstance(partition, str):
         parsed = ids.parse_partition_key(partition)
         if parsed.family is not ids.PartitionFamily.FLOW:
@@ -86,29 +86,29 @@ def validate_flow_partition(partition: object, counts: ids.PartitionCounts) -> i
 
 
 def validate_lane_id(lane_id: object) -> ids.LaneId:
-    """A lane; which characters it may have is its own rule."""
+    """Parse a lane id."""
     if not isinstance(lane_id, str):
         return ids.parse_lane_id(validation.text("lane_id", lane_id))
     return ids.parse_lane_id(lane_id if type(lane_id) is str else str.__str__(lane_id))
 
 
 def validate_worker_id(worker_id: object) -> ids.WorkerId:
-    """A worker."""
+    """Parse a worker id."""
     return ids.parse_worker_id(validation.text("worker_id", worker_id))
 
 
 def validate_instance_id(worker_instance_id: object) -> ids.WorkerInstanceId:
-    """One incarnation of a worker."""
+    """Parse a worker instance id."""
     return ids.parse_worker_instance_id(validation.text("worker_instance_id", worker_instance_id))
 
 
 def optional_uuid(name: str, value: object) -> str | None:
-    """A UUID or nothing."""
+    """Parse a UUID; None stays None."""
     return None if value is None else ids.parse_uuid(validation.text(name, value), name)
 
 
 def validate_source(value: object) -> str | None:
-    """Who does something, when that is not the holder."""
+    """Check the name of a caller that is not the lease holder; None stays None."""
     return validation.optional_text("source", value, limit=validation.MAX_NAME_BYTES)
 
 
@@ -117,28 +117,28 @@ def validate_source(value: object) -> str | None:
 
 
 def optional_instant(name: str, value: object) -> int | None:
-    """An instant or nothing."""
+    """Check an instant; None stays None."""
     return None if value is None else validation.instant_ms(name, value)
 
 
 def optional_duration(name: str, value: object) -> int | None:
-    """A length of time, zero included, or nothing."""
+    """Check a duration, which may be zero; None stays None."""
     return None if value is None else validation.duration_ms(name, value, least=0)
 
 
 def validate_revision(name: str, value: object) -> int | None:
-    """A revision of a graph that a caller has seen or believes in, or nothing; there may be none that high."""
+    """Check the graph revision that a caller expects; None stays None. It may not exist."""
     return None if value is None else validation.integer(name, value, least=0, most=MAX_REVISION)
 
 
-def validate_filter(given: object) -> Filter:
-    """Which executions, or events of them, are wanted; all of them when nothing is said."""
-    if given is None:
+def validate_filter(value: object) -> Filter:
+    """Check a filter of executions or events; None accepts all."""
+    if value is None:
         return Filter()
-    if not isinstance(given, Filter):
+    if not isinstance(value, Filter):
         raise errors.InvalidInput("filter: not a filter")
-    namespace = validation.optional_text("namespace", given.namespace)
-    tag: object = given.instance_tag
+    namespace = validation.optional_text("namespace", value.namespace)
+    tag: object = value.instance_tag
     if tag is None:
         return Filter(namespace)
     if not isinstance(tag, tuple | list) or len(tag) != 2:
@@ -147,18 +147,18 @@ def validate_filter(given: object) -> Filter:
 
 
 def validate_iterable(name: str, values: object) -> Iterable[Any]:
-    """Something to go through; a text is not a list of its letters."""
+    """Check that a value is iterable and not a text."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise errors.InvalidInput(f"{name}: not a list")
     return values
 
 
 def validate_pairs(name: str, values: object) -> list[tuple[Any, Any]]:
-    """A list of pairs."""
-    given = list(validate_iterable(name, values))
-    if not all(isinstance(one, tuple | list) and len(one) == 2 for one in given):
+    """Check a list of pairs."""
+    pairs = list(validate_iterable(name, values))
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise errors.InvalidInput(f"{name}: not a list of pairs")
-    return given
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -166,21 +166,21 @@ def validate_pairs(name: str, values: object) -> list[tuple[Any, Any]]:
 
 
 def validate_create(ask: object) -> CreateExecution:
-    """A create, its partition read from the id."""
+    """Check a create, and add the partition, which follows from the id."""
     if not isinstance(ask, CreateExecution):
         raise errors.InvalidInput("ask: not a CreateExecution")
-    name = validation.MAX_NAME_BYTES
+    name_limit = validation.MAX_NAME_BYTES
     execution_id = validate_execution_id(ask.execution_id)
     return CreateExecution(
         execution_id=execution_id,
         partition=ids.partition_of(execution_id),
         lane_id=validate_lane_id(ask.lane_id),
-        namespace=validation.text("namespace", ask.namespace, limit=name),
-        execution_kind=validation.text("execution_kind", ask.execution_kind, limit=name),
+        namespace=validation.text("namespace", ask.namespace, limit=name_limit),
+        execution_kind=validation.text("execution_kind", ask.execution_kind, limit=name_limit),
         input_payload=validation.payload("input_payload", ask.input_payload),
-        payload_encoding=validation.optional_text("payload_encoding", ask.payload_encoding, limit=name),
+        payload_encoding=validation.optional_text("payload_encoding", ask.payload_encoding, limit=name_limit),
         priority=validation.integer("priority", ask.priority),
-        creator_identity=validation.text("creator_identity", ask.creator_identity, limit=name),
+        creator_identity=validation.text("creator_identity", ask.creator_identity, limit=name_limit),
         idempotency_key=validation.optional_text("idempotency_key", ask.idempotency_key),
         tags=validate_tags(ask.tags),
         policy=policy_text(ask.policy),
@@ -191,40 +191,40 @@ def validate_create(ask: object) -> CreateExecution:
 
 
 class CreateValidator:
-    """Accepts creates one after the other: what one shares with the one before it was looked at there."""
+    """Checks creates one after the other; arguments that equal those of the one before are not checked again."""
 
-    __slots__ = ("_model",)
+    __slots__ = ("_previous",)
 
     def __init__(self) -> None:
-        self._model: CreateExecution | None = None  # the last one, in its one form and without its input
+        self._previous: CreateExecution | None = None  # in canonical form, without its input
 
     def __call__(self, ask: object) -> CreateExecution:
-        """A create, its partition read from the id."""
-        model = self._model
-        if not isinstance(ask, CreateExecution) or model is None or not share_template(ask, model):
-            return self._remembered(validate_create(ask))
+        """Check a create, and add the partition, which follows from the id."""
+        previous = self._previous
+        if not isinstance(ask, CreateExecution) or previous is None or not share_template(ask, previous):
+            return self._remember(validate_create(ask))
         execution_id = validate_execution_id(ask.execution_id)
         return msgspec.structs.replace(
-            model,
+            previous,
             execution_id=execution_id,
             partition=ids.partition_of(execution_id),
             input_payload=validation.payload("input_payload", ask.input_payload),
         )
 
-    def _remembered(self, accepted: CreateExecution) -> CreateExecution:
+    def _remember(self, accepted: CreateExecution) -> CreateExecution:
         timed = accepted.delay_until is not None or accepted.execution_deadline_at is not None
         if not timed and accepted.parent_id is None:
-            self._model = msgspec.structs.replace(accepted, input_payload=b"")
+            self._previous = msgspec.structs.replace(accepted, input_payload=b"")
         return accepted
 
 
 def validate_creates(asks: object) -> list[CreateExecution]:
-    """Creates that come together."""
+    """Check the creates of one call."""
     return list(map(CreateValidator(), validate_iterable("nodes", asks)))
 
 
 def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | None:
-    """A parent is told of the end in the change that makes it, so it has to live on the same partition."""
+    """Check a parent: the change that completes the child writes to it, so it has to be on the same partition."""
     if parent_id is None:
         return None
     parent = ids.parse_execution_id(validation.text("parent_id", parent_id))
@@ -233,29 +233,29 @@ def _parent(parent_id: object, child_id: ids.ExecutionId) -> ids.ExecutionId | N
     return parent
 
 
-# Not msgspec's writer, which makes a text of bytes, and null of what is no number.
+# msgspec's encoder would encode bytes as a text, and NaN as null.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _written(policy: Mapping[Any, Any]) -> str:
+def _to_json(policy: Mapping[Any, Any]) -> str:
     try:
         return _encode(policy)
-    except TypeError:  # records, enums and the like; bytes stay bytes, which is no JSON
+    except TypeError:  # structs, enums and the like; bytes stay bytes and are refused
         return _encode(msgspec.to_builtins(policy, builtin_types=(bytes, bytearray, memoryview), str_keys=True))
 
 
 def policy_text(policy: object) -> str | None:
-    """A policy as the text to keep, from its text or its document; what it says is for the rules."""
+    """Return the JSON text of a policy, given as text or mapping; its content is checked by the rules."""
     if policy is None:
         return None
     if isinstance(policy, str):
         if "\x00" in policy or not _is_unicode(policy):
-            return str.__str__(policy)  # no JSON, and no text that a store could keep: the rules refuse it in its turn
+            return str.__str__(policy)  # neither JSON nor storable: the rules refuse it in the specified order
         return validation.text("policy", policy) or None
     if not isinstance(policy, Mapping):
         raise errors.InvalidInput("policy: neither JSON text nor a mapping")
     try:
-        return policy_text(_written(policy))
+        return policy_text(_to_json(policy))
     except (TypeError, ValueError, OverflowError, RecursionError) as fault:
         raise errors.InvalidPolicyJson("malformed") from fault
 
@@ -265,7 +265,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def validate_tags(pairs: object) -> dict[str, str]:
-    """Tags as texts; whether the keys are keys is for the rules."""
+    """Check that tags are texts; the form of their keys is checked by the rules."""
     if type(pairs) is not dict and not isinstance(pairs, Mapping):
         raise errors.InvalidInput("tags: not a mapping")
     if len(pairs) > validation.MAX_TAGS:
@@ -274,40 +274,40 @@ def validate_tags(pairs: object) -> dict[str, str]:
 
 
 def _tag_key(key: object) -> str:
-    """A text; one with a NUL cannot be kept, and is left to the rules, which refuse it by its name."""
+    """Check that a tag key is a text; the rules refuse a NUL in it with a better error."""
     if isinstance(key, str) and "\0" in key:
         validation.text("tags", key.replace("\0", " "))
         return str.__str__(key)
     return validation.text("tags", key)
 
 
-def validate_fence(given: object) -> Fence:
-    """A fence, each part that was given in its one form; a blank part was not given."""
-    if not isinstance(given, Fence):
+def validate_fence(fence: object) -> Fence:
+    """Check the parts of a fence; a blank part is left out."""
+    if not isinstance(fence, Fence):
         raise errors.InvalidInput("fence: not a fence")
-    epoch = given.lease_epoch
+    epoch = fence.lease_epoch
     return Fence(
-        lease_id=uuid_unless_blank("lease_id", given.lease_id),
+        lease_id=uuid_unless_blank("lease_id", fence.lease_id),
         lease_epoch=None if epoch is None else validation.integer("lease_epoch", epoch, least=0, most=MAX_EPOCH),
-        attempt_id=uuid_unless_blank("attempt_id", given.attempt_id),
+        attempt_id=uuid_unless_blank("attempt_id", fence.attempt_id),
     )
 
 
 def uuid_unless_blank(name: str, value: object) -> str | None:
-    """A UUID or nothing, for which a blank stands as well."""
+    """Parse a UUID; None and a blank are None."""
     return None if value == "" else optional_uuid(name, value)
 
 
 def validate_expiry_reason(reason: object) -> str:
-    """Which timer ends an execution."""
-    why = validation.text("reason", reason)
-    if why not in (expire_rules.ATTEMPT_TIMEOUT, expire_rules.EXECUTION_DEADLINE):
-        raise errors.InvalidInput(f"reason: {why!r} is neither attempt_timeout nor execution_deadline")
-    return why
+    """Check the name of the timer that expires an execution."""
+    timer = validation.text("reason", reason)
+    if timer not in (expire_rules.ATTEMPT_TIMEOUT, expire_rules.EXECUTION_DEADLINE):
+        raise errors.InvalidInput(f"reason: {timer!r} is neither attempt_timeout nor execution_deadline")
+    return timer
 
 
 def validate_capabilities(tokens: object) -> frozenset[str]:
-    """The capabilities that a worker asks for work with."""
+    """Check the capabilities that a worker offers."""
     offer = frozenset(validation.text("capabilities", token) for token in validate_iterable("capabilities", tokens))
     if refused := capabilities.check_offer(offer):
         raise refused
@@ -324,7 +324,7 @@ def build_claim_order(
     admission: bool = False,
     namespaces: object = None,
 ) -> ClaimOrder:
-    """A worker's wish for work."""
+    """Check the arguments of a claim."""
     return ClaimOrder(
         validate_lane_id(lane_id),
         validate_worker_id(worker_id),
@@ -337,12 +337,10 @@ def build_claim_order(
 
 
 def validate_namespaces(names: object) -> frozenset[str] | None:
-    """The namespaces whose work is wanted; None is all."""
-    return (
-        None
-        if names is None
-        else frozenset(validation.text("namespaces", name) for name in validate_iterable("namespaces", names))
-    )
+    """Check the namespaces whose work is claimed; None stands for all."""
+    if names is None:
+        return None
+    return frozenset(validation.text("namespaces", name) for name in validate_iterable("namespaces", names))
 
 
 def build_grant_request(
@@ -355,11 +353,9 @@ def build_grant_request(
     route_snapshot_json: object = None,
     admission_summary: object = None,
 ) -> GrantRequest:
-    """A worker's wish for a grant; its capabilities may be joined by commas, as in the list that it presents."""
+    """Check the arguments of a grant; capabilities may be joined by commas, and the rules bound their length."""
     presented = [
-        validation.text(
-            "worker_capabilities", token, limit=validation.MAX_INTEGER
-        )  # how long they may be is for the rule
+        validation.text("worker_capabilities", token, limit=validation.MAX_INTEGER)
         for token in validate_iterable("worker_capabilities", tokens)
     ]
     return GrantRequest(
@@ -383,7 +379,7 @@ def build_holder(
     lease_ttl_ms: object,
     minter: ids.Minter,
 ) -> LeaseHolder:
-    """Who redeems a grant; ids that are not given are minted, and a blank lane is the execution's own."""
+    """Check who redeems a grant; missing ids are minted, and a blank lane stands for the execution's lane."""
     return LeaseHolder(
         validate_worker_id(worker_id),
         validate_instance_id(worker_instance_id),

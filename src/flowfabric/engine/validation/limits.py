@@ -1,4 +1,4 @@
-"""What callers hand in about budgets, looked at once and put into its one form."""
+"""Validation of the arguments of budgets."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from flowfabric.rules.limits import usage
 
 
 def validate_budget_id(text: object) -> str:
-    """A budget's id."""
+    """Parse a budget id."""
     return ids.parse_uuid(validation.text("budget_id", text), "budget_id")
 
 
 def build_owned_id(namespace: object, text: object) -> NamespacedId:
-    """A budget by its owner and its id."""
+    """Parse a budget id together with its namespace."""
     return NamespacedId(
         validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES), validate_budget_id(text)
     )
 
 
 def validate_dimension(name: object) -> str:
-    """The name of a dimension."""
+    """Check the name of a dimension."""
     if not validation.text("dimension", name, limit=validation.MAX_NAME_BYTES):
         raise errors.InvalidInput("dimension: empty")
     return str(name)
 
 
 def build_limits(dimensions: object, hard_limits: object, soft_limits: object) -> usage.Limits:
-    """The limits of some dimensions, each named once."""
+    """Check the limits of dimensions; a dimension may be named once."""
     names = [*validate.validate_iterable("dimensions", dimensions)]
     hard = [
         validation.integer("hard_limits", value, least=0)
@@ -45,7 +45,7 @@ def build_limits(dimensions: object, hard_limits: object, soft_limits: object) -
     if not len(names) == len(hard) == len(soft):
         lengths = f"{len(names)}, {len(hard)} and {len(soft)}"
         raise errors.InvalidInput(f"dimensions, hard_limits and soft_limits: of different lengths, {lengths}")
-    _not_too_many(len(names))
+    _check_count(len(names))
     names = [validate_dimension(name) for name in names]
     if len(set(names)) < len(names):
         raise errors.InvalidInput("dimensions: one is named twice")
@@ -53,32 +53,30 @@ def build_limits(dimensions: object, hard_limits: object, soft_limits: object) -
 
 
 def amounts_by_name(name: str, amounts: object) -> budget_rules.Amounts:
-    """Amounts by dimension, in order of name."""
+    """Check amounts by dimension; return them in order of name."""
     if not isinstance(amounts, Mapping):
         raise errors.InvalidInput(f"{name}: not a mapping")
     return _amounts(amounts.items(), by_name=True)
 
 
 def amounts_in_order(dimensions: object, deltas: object) -> budget_rules.Amounts:
-    """Amounts of dimensions in the order given, added up where one is named twice."""
-    names, amounts = (
-        [*validate.validate_iterable("dimensions", dimensions)],
-        [*validate.validate_iterable("deltas", deltas)],
-    )
+    """Check amounts of dimensions; keep their order, and add up amounts of the same dimension."""
+    names = [*validate.validate_iterable("dimensions", dimensions)]
+    amounts = [*validate.validate_iterable("deltas", deltas)]
     if len(names) != len(amounts):
         raise errors.InvalidInput(f"dimensions and deltas: of different lengths, {len(names)} and {len(amounts)}")
     return _amounts(zip(names, amounts, strict=True), by_name=False)
 
 
 def _amounts(pairs: Iterable[tuple[object, object]], *, by_name: bool) -> budget_rules.Amounts:
-    given = [(validate_dimension(name), validation.integer(str(name), amount, least=0)) for name, amount in pairs]
-    _not_too_many(len(given))
-    amounts = usage.sum_by_dimension(given, by_name=by_name)
+    valid = [(validate_dimension(name), validation.integer(str(name), amount, least=0)) for name, amount in pairs]
+    _check_count(len(valid))
+    amounts = usage.sum_by_dimension(valid, by_name=by_name)
     for name, amount in amounts:
-        validation.integer(name, amount, least=0)  # together they may be too much
+        validation.integer(name, amount, least=0)  # the sum may be too large
     return amounts
 
 
-def _not_too_many(count: int) -> None:
+def _check_count(count: int) -> None:
     if count > usage.MOST_DIMENSIONS:
         raise errors.InvalidInput(f"too_many_dimensions: limit={usage.MOST_DIMENSIONS}, got={count}")

@@ -1,8 +1,7 @@
-"""What callers hand in about waits, signals and frames: looked at once, and put into its one form."""
+"""Validation of the arguments of suspensions, signals, frames, messages and gates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,12 +34,12 @@ BEST_EFFORT = BestEffort()
 
 
 def validate_waitpoint_id(waitpoint_id: object) -> str:
-    """A waitpoint id."""
+    """Parse a waitpoint id."""
     return ids.parse_uuid(validation.text("waitpoint_id", waitpoint_id), "waitpoint_id")
 
 
 def validate_waitpoint_token(value: object) -> WaitpointToken:
-    """A token as a sender shows it; what is wrong with it is for the rules."""
+    """Check the type of a token; the rules verify it."""
     if isinstance(value, WaitpointToken):
         return value
     if value is not None and not isinstance(value, str):
@@ -49,10 +48,10 @@ def validate_waitpoint_token(value: object) -> WaitpointToken:
 
 
 def validate_suspend(args: object) -> SuspendArgs:
-    """What a suspend asks for."""
+    """Check the arguments of a suspend."""
     if not isinstance(args, SuspendArgs):
         raise errors.InvalidInput("args: not a SuspendArgs")
-    bindings = [_binding(one) for one in validate.validate_iterable("waitpoints", args.waitpoints)]
+    bindings = [_binding(binding) for binding in validate.validate_iterable("waitpoints", args.waitpoints)]
     if len(bindings) > MAX_WAITPOINTS:
         raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MAX_WAITPOINTS}")
     return SuspendArgs(
@@ -107,10 +106,10 @@ def _member(kind: Any, name: str, value: object) -> Any:
 
 
 def validate_signal(args: object) -> SignalArgs:
-    """A signal; a payload that is too large is refused before anything else is."""
+    """Check a signal, first of all the size of its payload."""
     if not isinstance(args, SignalArgs):
         raise errors.InvalidInput("args: not a SignalArgs")
-    payload = _small(args.payload, signals.MAX_PAYLOAD_BYTES)
+    payload = _bounded_payload(args.payload, signals.MAX_PAYLOAD_BYTES)
     texts = {
         name: validation.text(name, getattr(args, name))
         for name in ("signal_name", "signal_category", "source_type", "source_identity", "target_scope")
@@ -137,19 +136,19 @@ def validate_signal(args: object) -> SignalArgs:
     )
 
 
-def _small(payload: object, most: int) -> bytes | None:
+def _bounded_payload(payload: object, limit: int) -> bytes | None:
     if payload is None:
         return None
     if not isinstance(payload, bytes | bytearray | memoryview):
         raise errors.InvalidInput("payload: not bytes")
     size = memoryview(payload).nbytes
-    if size > most:
-        raise errors.PayloadTooLarge(f"{size} bytes, the limit is {most}")
+    if size > limit:
+        raise errors.PayloadTooLarge(f"{size} bytes, the limit is {limit}")
     return bytes(payload)
 
 
 class FrameInput(msgspec.Struct, frozen=True):
-    """A frame that can be kept."""
+    """A valid frame."""
 
     payload: bytes
     frame_type: str
@@ -161,43 +160,43 @@ class FrameInput(msgspec.Struct, frozen=True):
 def build_frame(
     payload: object, kind: object, frame_type: object, mode: object, best_effort: object, correlation_id: object
 ) -> FrameInput:
-    """A frame; one that is too large is refused before anything is asked about the lease."""
+    """Check a frame; its size is checked before the lease is."""
     if type(payload) is not bytes and not isinstance(payload, bytes | bytearray | memoryview):
         raise errors.InvalidInput("payload: not bytes")
     size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
     if size > append_rules.MAX_FRAME_BYTES:
         raise errors.RetentionLimitExceeded(f"{size} bytes, the limit is {append_rules.MAX_FRAME_BYTES}")
-    kinds: FrameKind = kind if type(kind) is FrameKind else _member(FrameKind, "kind", kind)
-    named = validation.text("frame_type", frame_type, limit=validation.MAX_NAME_BYTES)
+    frame_kind: FrameKind = kind if type(kind) is FrameKind else _member(FrameKind, "kind", kind)
+    type_name = validation.text("frame_type", frame_type, limit=validation.MAX_NAME_BYTES)
     return FrameInput(
         bytes(payload),
-        named or kinds.value,
+        type_name or frame_kind.value,
         mode if type(mode) is FrameMode else _member(FrameMode, "mode", mode),
         BEST_EFFORT if best_effort is BEST_EFFORT else _best_effort(best_effort),
         validation.optional_text("correlation_id", correlation_id) or None,
     )
 
 
-def _best_effort(given: object) -> BestEffort:
-    if not isinstance(given, BestEffort):
+def _best_effort(value: object) -> BestEffort:
+    if not isinstance(value, BestEffort):
         raise errors.InvalidInput("best_effort: not a BestEffort")
-    validation.integer("ttl_ms", given.ttl_ms, most=validation.MAX_DURATION_MS)
+    validation.integer("ttl_ms", value.ttl_ms, most=validation.MAX_DURATION_MS)
     for name in ("maxlen_floor", "maxlen_ceiling"):
-        validation.integer(name, getattr(given, name))
-    if not isinstance(given.ema_alpha, float | int):
+        validation.integer(name, getattr(value, name))
+    if not isinstance(value.ema_alpha, float | int):
         raise errors.InvalidInput("ema_alpha: not a number")
-    return given
+    return value
 
 
 def validate_mail(args: object) -> MessageArgs:
-    """A message to an execution."""
+    """Check a message to an execution."""
     if not isinstance(args, MessageArgs):
         raise errors.InvalidInput("args: not a MailArgs")
     return MessageArgs(
         execution_id=validate.validate_execution_id(args.execution_id),
         mailbox=validate_name("mailbox", args.mailbox),
         message_id=ids.parse_uuid(validation.text("message_id", args.message_id), "message_id"),
-        payload=_small(args.payload, mailbox.MAX_PAYLOAD_BYTES),
+        payload=_bounded_payload(args.payload, mailbox.MAX_PAYLOAD_BYTES),
         payload_encoding=validation.optional_text(
             "payload_encoding", args.payload_encoding, limit=validation.MAX_NAME_BYTES
         ),
@@ -208,14 +207,14 @@ def validate_mail(args: object) -> MessageArgs:
 
 
 def validate_gate(args: object) -> GateArgs:
-    """A gate to be opened."""
+    """Check the arguments of a gate."""
     if not isinstance(args, GateArgs):
         raise errors.InvalidInput("args: not a GateArgs")
     kind = _member(GateKind, "kind", args.kind)
     children = tuple(
         validate.validate_execution_id(child) for child in validate.validate_iterable("children", args.children)
     )
-    given: dict[str, Any] = {
+    common: dict[str, Any] = {
         "name": validate_name("gate", args.name),
         "kind": kind,
         "expires_in_ms": validate.optional_duration("expires_in_ms", args.expires_in_ms),
@@ -230,30 +229,30 @@ def validate_gate(args: object) -> GateArgs:
             keys = [key for _, key in bound]
             if not bound or sorted(keys) != sorted(conditions.referenced_keys(condition)):
                 raise errors.InvalidInput("waitpoints: not those that the condition names")
-            return GateArgs(**given, condition=condition, waitpoints=bound)
+            return GateArgs(**common, condition=condition, waitpoints=bound)
         case GateKind.MAILBOX:
-            return GateArgs(**given, mailbox=validate_name("mailbox", args.mailbox))
+            return GateArgs(**common, mailbox=validate_name("mailbox", args.mailbox))
         case GateKind.CHILDREN:
             if not children or len(set(children)) < len(children):
                 raise errors.InvalidInput("children: none, or one of them twice")
             need = validation.integer("need", args.need or len(children), least=1, most=len(children))
-            return GateArgs(**given, children=children, need=need, any_outcome=bool(args.any_outcome))
+            return GateArgs(**common, children=children, need=need, any_outcome=bool(args.any_outcome))
         case _:
-            if given["expires_in_ms"] is None and given["expires_at"] is None:
+            if common["expires_in_ms"] is None and common["expires_at"] is None:
                 raise errors.InvalidInput("expires_in_ms: a timer has to end")
-            return GateArgs(**given)
+            return GateArgs(**common)
 
 
 def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:
-    found = validate.validate_pairs("waitpoints", waitpoints)
-    bound = tuple((validate_waitpoint_id(one), validation.text("waitpoint_key", key)) for one, key in found)
-    if len({one for one, _ in bound}) < len(bound):
+    pairs = validate.validate_pairs("waitpoints", waitpoints)
+    bound = tuple((validate_waitpoint_id(identity), validation.text("waitpoint_key", key)) for identity, key in pairs)
+    if len({identity for identity, _ in bound}) < len(bound):
         raise errors.InvalidInput("waitpoints: one of them twice")
     return bound
 
 
 def validate_name(field: str, value: object) -> str:
-    """A name that can be part of a key."""
+    """Check a name that is part of a key: it must not be empty."""
     name = validation.text(field, value, limit=validation.MAX_NAME_BYTES)
     if not name:
         raise errors.InvalidInput(f"{field}: empty")
@@ -261,6 +260,5 @@ def validate_name(field: str, value: object) -> str:
 
 
 def validate_names(field: str, values: object) -> tuple[str, ...]:
-    """Several of them, each once."""
-    found: Sequence[str] = [validate_name(field, one) for one in validate.validate_iterable(field, values)]
-    return tuple(dict.fromkeys(found))
+    """Check several names; duplicates are removed."""
+    return tuple(dict.fromkeys(validate_name(field, value) for value in validate.validate_iterable(field, values)))

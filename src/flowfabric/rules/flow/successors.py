@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.change import Change, Delete, Patch, Upsert, Write, seen
+from flowfabric.model.change import Change, Delete, Patch, Upsert, Write, outcome_of, seen
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge
 from flowfabric.model.instant import NOW
@@ -151,3 +151,10 @@ def retract_outcomes(row: Execution | None, edges: Sequence[Edge], revision: int
     writes: tuple[Write, ...] = (Delete(CompletionDispatch, (row.execution_id,)),)
     writes += tuple(clear_outcome(edge.downstream_execution_id, edge.edge_id) for edge in edges)
     return Decision(row.revision, Change(guards=(seen(row),), writes=writes))
+
+
+def succeeded_upstream(change: Change, row: msgspec.Struct | None) -> Execution | None:
+    """Return the row if the change completes it with success and other executions depend on it."""
+    if type(row) is not Execution or row.successors is None or outcome_of(change) != TerminalOutcome.SUCCESS:
+        return None
+    return row if change.guards[0].key == (row.execution_id,) else None
