@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowfabric.handles import Handle as Handle
     from flowfabric.handles import HandleKind as HandleKind
     from flowfabric.rules.execution.create import CreateExecution as CreateExecution
-    from flowfabric.rules.execution.lease import Fence as Fence
+    from flowfabric.rules.execution.fences import Fence as Fence
     from flowfabric.sdk.approvals import Approval as Approval
     from flowfabric.sdk.approvals import Votes as Votes
     from flowfabric.sdk.context import Context as Context

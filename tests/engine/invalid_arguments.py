@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.handles import BackendTag, Handle, HandleKind, encode_handle
 from flowfabric.model.answers.execution import Claimed, ClaimGrant
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.validation import MAX_DURATION_MS, MAX_INSTANT_MS, MAX_NAME_BYTES, MAX_TEXT_BYTES
 

@@ -31,7 +31,7 @@ RULES = (
     ),
     Fault(
         "an expiry is marked although the lease was renewed meanwhile",
-        "rules/execution/lease.py",
+        "rules/execution/fences.py",
         "guards=(seen(row, expired(row)),)",
         "guards=(seen(row),)",
         GUARDS,
@@ -172,7 +172,7 @@ RULES = (
     ),
     Fault(
         "a lease expires one millisecond too late",
-        "rules/execution/lease.py",
+        "rules/execution/fences.py",
         "row.lease_expires_at is not None and row.lease_expires_at <= now",
         "row.lease_expires_at is not None and row.lease_expires_at < now",
         LIVES,
@@ -186,7 +186,7 @@ RULES = (
     ),
     Fault(
         "a stale holder gets stale_lease although the lease has expired",
-        "rules/execution/lease.py",
+        "rules/execution/fences.py",
         "    if has_expired(row, now):\n        return Decision(errors.LeaseExpired",
         "    if has_expired(row, now) and fence.lease_id == row.lease_id:\n        return Decision(errors.LeaseExpired",
         LIVES,
@@ -235,7 +235,7 @@ RULES = (
     ),
     Fault(
         "an expiry is marked repeatedly",
-        "rules/execution/lease.py",
+        "rules/execution/fences.py",
         "    if row.ownership_state is OwnershipState.LEASE_EXPIRED_RECLAIMABLE:\n        return None\n    fields",
         "    fields",
         LIVES,

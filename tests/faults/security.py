@@ -143,14 +143,14 @@ SECURITY = (
     # Handles: the lease, the signature, the budget's verbs.
     Fault(
         "any handle cancels an execution that is not active",
-        "rules/execution/holder.py",
+        "rules/execution/cancel.py",
         "    if not is_last or not lease.has_open_attempt(row):\n",
         "    if False:\n",
         f"{HOLDER}::test_a_forged_handle_cannot_cancel",
     ),
     Fault(
         "a handle of an ended attempt cancels a replay",
-        "rules/execution/holder.py",
+        "rules/execution/cancel.py",
         " or not lease.has_open_attempt(row):",
         ":",
         f"{HANDLES}::test_a_handle_of_a_former_life_does_not_cancel_a_replay",

@@ -33,7 +33,7 @@ from flowfabric.model.answers.execution import (
     Revoked,
 )
 from flowfabric.model.execution import Execution, Grant
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.feed import CompletionFeedEntry, LeaseFeedEntry, OperatorFeedEntry
 from flowfabric.rules.suspension.views import SuspensionRecord
 from flowfabric.stores.queries import Read

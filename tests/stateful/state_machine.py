@@ -22,8 +22,8 @@ from flowfabric.clock import ManualClock
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.grant import stored_grant
-from flowfabric.rules.execution.lease import Fence
 from flowfabric.testing.invariants import scan_all
 from tests.stateful import choices as some
 from tests.stateful.players import Call, Held, Outcome, Player

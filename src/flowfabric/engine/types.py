@@ -20,7 +20,7 @@ from flowfabric.rules.durable.park import GatesReady
 from flowfabric.rules.durable.schema_limits import check_schema, resolve_reference
 from flowfabric.rules.durable.vote_schema import approval_name, schema_tag, vote_schema
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.policy import PARTS as POLICY_PARTS
 from flowfabric.rules.execution.tags import TRACE_TAG, check_not_reserved
 from flowfabric.rules.execution.views import ExecutionSnapshot, StateVector

@@ -18,7 +18,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, Created, Renewed
 from flowfabric.model.states import PublicState
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.port import Store
 from tests.engine.invalid_arguments import OPERATIONS, Placeholder, creation, handles

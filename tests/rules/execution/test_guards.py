@@ -34,8 +34,9 @@ from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution import progress as progress_rules
 from flowfabric.rules.execution import tags as tag_rules
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.grant import GrantRequest
-from flowfabric.rules.execution.lease import Fence, LeaseHolder
+from flowfabric.rules.execution.lease import LeaseHolder
 
 NOW = 1_700_000_000_000
 EXECUTION = "{fp:86}:11111111-1111-4111-8111-111111111111"

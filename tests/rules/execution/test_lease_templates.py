@@ -24,7 +24,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.instant import FromNow
 from flowfabric.model.states import AttemptState, EligibilityState, LifecyclePhase, OwnershipState
 from flowfabric.rules.execution import claim, lease
-from flowfabric.rules.execution.lease import Fence, LeaseHolder
+from flowfabric.rules.execution.fences import Fence
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling.queue import NEXT_ATTEMPT_TYPE
 from tests.rules.execution.test_row_templates import NOW, running

@@ -24,8 +24,8 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules.execution import cancel, finish, transitions
-from flowfabric.rules.execution.lease import OPERATOR_OVERRIDE, Fence
-from flowfabric.rules.flow import joins, sibling_cancel, successors
+from flowfabric.rules.execution.fences import OPERATOR_OVERRIDE, Fence
+from flowfabric.rules.flow import downstreams, sibling_cancel, successors
 from flowfabric.rules.flow.successors import encode_successors, successor
 
 NOW = 1_700_000_000_000
@@ -193,7 +193,9 @@ def cancelled_in_full(row: Execution, reason: str = cancel.QUORUM_SATISFIED) -> 
 def test_the_cancel_of_an_unstarted_sibling_leaves_the_rows_of_the_full_rule(
     reason: str, blocked: bool, terms: str | None, flow_id: str | None, successors: str | None
 ) -> None:
-    row = unstarted(terms=terms, flow_id=flow_id, successors=successors, **joins.waiting_fields("…") if blocked else {})
+    row = unstarted(
+        terms=terms, flow_id=flow_id, successors=successors, **downstreams.waiting_fields("…") if blocked else {}
+    )
     change = cancelled(row, reason)
     assert change.template is not None
     short, long = expand(change, row), cancelled_in_full(row, reason)
@@ -225,7 +227,7 @@ def test_the_cancel_of_an_unloaded_sibling_equals_that_of_a_loaded_one(
         flow_id="f",
         successors=encode_successors([follows]),
         **born,
-        **joins.waiting_fields("…") if blocked else {},
+        **downstreams.waiting_fields("…") if blocked else {},
     )
 
     [(change, supposed)] = sibling_cancel.cancel_without_load([edge], inbound, running(flow_id="f", **born), reason)

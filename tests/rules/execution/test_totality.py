@@ -33,8 +33,9 @@ from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution import progress as progress_rules
 from flowfabric.rules.execution import tags as tag_rules
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.grant import GrantRequest
-from flowfabric.rules.execution.lease import Fence, LeaseHolder
+from flowfabric.rules.execution.lease import LeaseHolder
 
 NOW = 1_700_000_000_000
 INSTANTS = st.sampled_from([None, NOW - 1, NOW, NOW + 1, NOW + 60_000])

@@ -24,7 +24,7 @@ from flowfabric.model.flow import (
 from flowfabric.model.instant import Draft, FromNow
 from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
-from flowfabric.rules.flow import dependencies, joins
+from flowfabric.rules.flow import dependencies, downstreams
 from tests.rules.execution.test_guards import EXECUTION, NOW, TERMINAL, row
 from tests.rules.flow.test_guards import APPLY, BLOCKED, CHILD, EDGE, GROUP, SKIPPED, UPSTREAM, U
 
@@ -43,7 +43,7 @@ def test_a_blocked_execution_is_promoted_once_its_dependencies_are_met(join: Edg
 
     assert decision.answer == Moved(EXECUTION, PublicState.WAITING)
     assert decision.change is not None
-    assert decision.change.writes == (joins.release_child(BLOCKED),)
+    assert decision.change.writes == (downstreams.release_child(BLOCKED),)
 
 
 @pytest.mark.parametrize("join", UNMET.values(), ids=UNMET.keys())

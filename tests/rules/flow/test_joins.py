@@ -25,7 +25,7 @@ from flowfabric.model.flow import (
 from flowfabric.model.states import EligibilityState, TerminalOutcome
 from flowfabric.rules.execution.create import CreateExecution, create
 from flowfabric.rules.flow import cancel as flow_cancel
-from flowfabric.rules.flow import joins
+from flowfabric.rules.flow import downstreams, inline_release, joins
 from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome, Verdict
 from flowfabric.rules.flow.successors import Successor, decode_queue, encode_successors, named_successors, successor
 from flowfabric.rules.scheduling import queue
@@ -55,7 +55,7 @@ def child(**given: object) -> Execution:
     born = decision.change.writes[0]
     assert isinstance(born, Insert)
     assert isinstance(born.row, Execution)
-    return msgspec.structs.replace(born.row, **joins.waiting_fields("…"), created_at=0)
+    return msgspec.structs.replace(born.row, **downstreams.waiting_fields("…"), created_at=0)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_an_unloaded_child_gets_the_same_change_as_a_loaded_one(policy: str | No
         one.dependency.edge_id, CHILD, DependencyKind.SUCCESS_ONLY, inbound=1, ref=None, queue=queue.queue_of(row)
     )
 
-    looked = joins.inline_release(alone, row, one, JoinContext())
-    unseen = joins.inline_release_without_load(
+    looked = inline_release.inline_release(alone, row, one, JoinContext())
+    unseen = inline_release.inline_release_without_load(
         "f", follows.edge_id, CHILD, decode_queue(named_successors(waited_for_by(follows))[0].queue)
     )
 

@@ -21,7 +21,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
 from flowfabric.rules.stream.read import StreamPosition, first_page

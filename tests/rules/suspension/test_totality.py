@@ -27,7 +27,7 @@ from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable import park as park_rules
 from flowfabric.rules.durable.gates import GateArgs
 from flowfabric.rules.durable.mailbox import MessageArgs
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import resume, signals

@@ -18,7 +18,7 @@ from flowfabric.model.answers.execution import (
 )
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from tests.scenarios.durable_function import DurableFunction
 from tests.scenarios.env import ACTIVE, LEASE_MS, Env, fence_of, lease_operations, terminal
 from tests.scenarios.execution.test_finish import retries

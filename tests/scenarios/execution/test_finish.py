@@ -22,7 +22,7 @@ from flowfabric.model.answers.execution import (
     TerminalFailed,
 )
 from flowfabric.model.states import AttemptRecordState, AttemptType
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from tests.scenarios.env import EXPIRED_LEASE, LEASE_MS, Env, fence_of, lease_fields, terminal
 from tests.scenarios.scheduling.test_grants import MISSING
 

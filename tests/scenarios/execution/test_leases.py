@@ -22,7 +22,7 @@ from flowfabric.model.answers.execution import (
     Revoked,
 )
 from flowfabric.model.states import AttemptType
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from tests.scenarios.env import (
     ACTIVE,
     EXPIRED_LEASE,

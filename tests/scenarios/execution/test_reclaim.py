@@ -25,7 +25,7 @@ from flowfabric.model.answers.execution import (
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, AttemptType
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from tests.scenarios.env import ACTIVE, EXPIRED_LEASE, LEASE_MS, Env, fence_of, lease_operations, terminal
 from tests.scenarios.scheduling.test_grants import MISSING, requires
 from tests.scenarios.waits import Waits

@@ -21,7 +21,7 @@ from flowfabric.model.condition import (
     TimeoutOnly,
 )
 from flowfabric.model.suspension import Requester, TimeoutBehavior
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
 from flowfabric.rules.suspension.signals import Accepted
 from tests.scenarios.env import ACTIVE, Env, fence_of

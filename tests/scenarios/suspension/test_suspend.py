@@ -13,7 +13,7 @@ from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.condition import AllConditions, ByName, Condition, Single, TimeoutOnly
 from flowfabric.model.states import AttemptRecordState
 from flowfabric.model.suspension import TimeoutBehavior
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint, WaitpointBinding
 from tests.scenarios.durable_function import DurableFunction, closed, opened
 from tests.scenarios.env import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, LEASE_MS, Env, fence_of

@@ -12,7 +12,8 @@ from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Result
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED, cancel
-from flowfabric.rules.execution.lease import CLAIMED_FIELDS, Fence
+from flowfabric.rules.execution.fences import Fence
+from flowfabric.rules.execution.lease import CLAIMED_FIELDS
 from flowfabric.rules.execution.transitions import success_template
 from flowfabric.stores.port import Store
 from tests.stores.sample_rows import change, claim_request, event, insert_queued, one, queued

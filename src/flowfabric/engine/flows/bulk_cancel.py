@@ -26,8 +26,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, EdgeGroup, PendingMemberCancel, PendingSiblingCancel
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import pluralize
-from flowfabric.rules.execution import cancel, lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import cancel, fences
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import successors
 
@@ -97,7 +97,7 @@ class BulkCanceller:
             cancels: list[PlannedCancel] = []
             for execution_id, row in members:
                 try:
-                    decision = cancel.cancel(row, Fence(), lease.OPERATOR_OVERRIDE, reason)
+                    decision = cancel.cancel(row, Fence(), fences.OPERATOR_OVERRIDE, reason)
                 except errors.FabricError as unreadable:
                     done[execution_id] = unreadable
                     continue

@@ -33,7 +33,7 @@ from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import fan_out as fan_out_rules
-from flowfabric.rules.flow import joins, successors
+from flowfabric.rules.flow import inline_release, successors
 from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 from flowfabric.rules.flow.successors import Successor
 from flowfabric.stores.queries import Scan, UnreadableRow, Where
@@ -382,7 +382,7 @@ def _release_without_load(
     row: Execution, successor: Successor, passed_result: tuple[Payload, Result] | None = None
 ) -> Change:
     queue = successors.decode_queue(successor.queue)
-    return joins.inline_release_without_load(
+    return inline_release.inline_release_without_load(
         row.flow_id or "", successor.edge_id, successor.execution_id, queue, passed_result
     )
 
@@ -405,7 +405,9 @@ def _release_loaded(
         data_passing_ref="…" if passed_result is not None else None,
     )
     context = JoinContext(passed_result=passed_result)
-    return joins.inline_release(group, downstream, UpstreamOutcome(dependency, TerminalOutcome.SUCCESS), context)
+    return inline_release.inline_release(
+        group, downstream, UpstreamOutcome(dependency, TerminalOutcome.SUCCESS), context
+    )
 
 
 def _with_releases(change: Change, releases: Sequence[tuple[Successor, Change]]) -> Change:

@@ -18,11 +18,11 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, Edge, EdgeGroup, PendingMemberCancel
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import cancel, delay, lease, operator, replay
+from flowfabric.rules.execution import cancel, delay, fences, operator, replay
 from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import dependencies, successors
 from flowfabric.stores.port import SupportsCallerTransaction
@@ -115,7 +115,7 @@ class ExecutionOperations:
         execution_id: str,
         *,
         reason: str = "",
-        source: str = lease.OPERATOR_OVERRIDE,
+        source: str = fences.OPERATOR_OVERRIDE,
         fence: Fence = NO_FENCE,
     ) -> answers.Cancelled:
         """Cancel an execution in any state. Idempotent."""

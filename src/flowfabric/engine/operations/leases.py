@@ -22,10 +22,10 @@ from flowfabric.model.flow import EdgeGroup
 from flowfabric.model.instant import FromNow
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import cancel, delay, finish, holder, lease
+from flowfabric.rules.execution import cancel, delay, finish, lease
 from flowfabric.rules.execution import progress as progress_rules
 from flowfabric.rules.execution import tags as tag_rules
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import dependencies
 from flowfabric.stores.claims import LeaseRef
 
@@ -277,7 +277,7 @@ class LeaseOperations:
         if refused := tag_rules.check_not_empty(tags):
             raise refused
         return await self.runtime.decide_execution(
-            execution_id, lambda row, now: holder.set_tags_as_holder(row, fence, tags, now), use_cache=True
+            execution_id, lambda row, now: tag_rules.set_tags_as_holder(row, fence, tags, now), use_cache=True
         )
 
     async def cancel_as_holder(self, handle: Handle, *, reason: str = "") -> answers.Cancelled:
@@ -285,7 +285,7 @@ class LeaseOperations:
         execution_id, fence = self.runtime.handle_fields(handle).execution_id, Fence.of(handle.fields)
         why = validation.text("reason", reason)
         return await self.runtime.decide_execution(
-            execution_id, lambda row, _: holder.cancel_as_holder(row, fence, why)
+            execution_id, lambda row, _: cancel.cancel_as_holder(row, fence, why)
         )
 
     async def require_lease(self, handle: Handle) -> None:

@@ -27,7 +27,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.stream import Frame, FrameKind, FrameMode, Stream, StreamSummary
 from flowfabric.rules import feed, validation
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.feed import CompletionFeedEntry, Filter, LeaseFeedEntry, OperatorFeedEntry, SignalFeedEntry
 from flowfabric.rules.stream import read
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs

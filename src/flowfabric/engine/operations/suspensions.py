@@ -21,7 +21,7 @@ from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Signal, Suspension, Waitpoint
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.suspension import arguments, resume, signals, views
 from flowfabric.rules.suspension import encoding as wait_encoding

@@ -15,8 +15,9 @@ from flowfabric import errors, ids
 from flowfabric.rules import validation
 from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution.create import CreateExecution, share_template
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.grant import GrantRequest
-from flowfabric.rules.execution.lease import Fence, LeaseHolder
+from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.scheduling import capabilities
 

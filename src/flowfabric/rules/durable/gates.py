@@ -27,8 +27,8 @@ from flowfabric.model.text import join_some
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable.park import NeedsMessage
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import keystore
 from flowfabric.rules.suspension import conditions
 from flowfabric.rules.suspension import encoding as wait_encoding
@@ -212,7 +212,7 @@ def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decisio
     row, suspension = rows.row, rows.root
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_lease(row, fence, now):
+    if refused := fences.check_lease(row, fence, now):
         return refused
     if rows.memo is not None:
         return Decision(rows.memo)

@@ -15,8 +15,8 @@ from flowfabric.model.instant import NOW, Draft
 from flowfabric.model.suspension import NO_TIMEOUT, Suspension, TimeoutBehavior
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.rules.suspension import suspend as suspend_rules
@@ -57,7 +57,7 @@ def park(
     """Release the lease until one of these gates closes; if one has closed or expired, continue at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_lease(row, fence, now):
+    if refused := fences.check_lease(row, fence, now):
         return refused
     gates = wait_state.open_gates(suspension)
     unknown = [name for name in names if name not in gates and name not in memos]

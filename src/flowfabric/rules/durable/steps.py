@@ -10,8 +10,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.gate import StepMemo
 from flowfabric.model.instant import NOW
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 
 
 def record_step(
@@ -20,7 +20,7 @@ def record_step(
     """Record a step's result. If a result was recorded before, it stays and is the answer."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_lease(row, fence, now):
+    if refused := fences.check_lease(row, fence, now):
         return refused
     if known is not None:
         return Decision(known)

@@ -13,8 +13,8 @@ from flowfabric.model.change import Change, RowTemplate, as_template, live, merg
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease, transitions
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences, lease, transitions
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.flow import successors
 
@@ -22,7 +22,7 @@ WORKER = "worker"
 PARENT = "parent"
 FLOW_CASCADE = "flow_cascade"
 SYSTEM_TIMEOUT = "system_timeout"
-SYSTEM_SOURCES = frozenset({lease.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
+SYSTEM_SOURCES = frozenset({fences.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
 QUORUM_SATISFIED = "sibling_quorum_satisfied"
 QUORUM_IMPOSSIBLE = "sibling_quorum_impossible"
 SIBLING_REASONS = (QUORUM_SATISFIED, QUORUM_IMPOSSIBLE)
@@ -40,16 +40,16 @@ def cancel(row: Execution | None, fence: Fence, source: str, reason: str) -> Dec
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
         if row.terminal_outcome is TerminalOutcome.CANCELLED:
             return Decision(Cancelled(row.execution_id))
-        return refuse(lease.not_active_error(row))
+        return refuse(fences.not_active_error(row))
     if row.lifecycle_phase is LifecyclePhase.ACTIVE and source not in SYSTEM_SOURCES:
         if row.ownership_state is OwnershipState.LEASE_REVOKED:
             return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
         if fence.lease_id is None or fence.lease_epoch is None:
             return refuse(errors.InvalidInput("fence_required"))
         if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
-            return refuse(lease.stale_lease_error(row))
+            return refuse(fences.stale_lease_error(row))
         if fence.attempt_id is not None and fence.attempt_id != row.attempt_id:
-            return refuse(lease.stale_lease_error(row))
+            return refuse(fences.stale_lease_error(row))
     if template := sibling_cancel_template(row, source, reason):
         outcome_writes = successors.outcome_writes(row, TerminalOutcome.CANCELLED)
         return Decision(Cancelled(row.execution_id), Change((seen(row),), outcome_writes, template=template))
@@ -80,7 +80,7 @@ def cancel_children(
     """
     if parent is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_fence(parent, fence, None, now):
+    if refused := fences.check_fence(parent, fence, None, now):
         return refused
     ended: list[str] = []
     changes: list[Change] = []
@@ -137,7 +137,7 @@ _UNSTARTED_VALUES = tuple(UNSTARTED_FIELDS.values())
 
 def sibling_cancel_template(row: Execution, source: str, reason: str) -> RowTemplate | None:
     """Return the shared template for cancelling a sibling that never started; None for any other cancel."""
-    if source != lease.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
+    if source != fences.OPERATOR_OVERRIDE or reason not in SIBLING_REASONS:
         return None
     if _unstarted_values(row) != _UNSTARTED_VALUES or decode_terms(row.terms).quota_policy_ids:
         return None
@@ -150,7 +150,28 @@ def sibling_template(retention_ms: int, reason: str, is_member: bool) -> RowTemp
     return as_template(
         cancelled_change(
             transitions.template_row(UNSTARTED_FIELDS, retention_ms, is_member=is_member),
-            lease.OPERATOR_OVERRIDE,
+            fences.OPERATOR_OVERRIDE,
             reason,
         )
     )
+
+
+def cancel_as_holder(row: Execution | None, fence: Fence, reason: str) -> Decision[Cancelled]:
+    """Cancel for the holder of the current lease, or of the last one while its attempt is open.
+
+    The lease may have expired without a takeover, or the attempt may be suspended or delayed (execution.md 4.15).
+    Repeating it succeeds for the holder whose attempt was cancelled, no matter who cancelled it.
+    """
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if row.lifecycle_phase is LifecyclePhase.TERMINAL:
+        is_theirs = (fence.lease_epoch, fence.attempt_id) == (row.lease_epoch, row.attempt_id)
+        if row.terminal_outcome is TerminalOutcome.CANCELLED and is_theirs:
+            return Decision(Cancelled(row.execution_id))
+        return refuse(fences.not_active_error(row))
+    if row.ownership_state is OwnershipState.LEASE_REVOKED:
+        return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
+    is_last = (fence.lease_id, fence.lease_epoch, fence.attempt_id) == (row.lease_id, row.lease_epoch, row.attempt_id)
+    if not is_last or not lease.has_open_attempt(row):
+        return refuse(fences.stale_lease_error(row))
+    return cancel(row, fence, WORKER, reason)

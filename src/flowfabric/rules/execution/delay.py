@@ -13,8 +13,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.instant import FromNow
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, PublicState
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease, transitions
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences, transitions
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.scheduling import queue
 
 
@@ -27,7 +27,7 @@ def delay(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_fence(row, fence, source, now):
+    if refused := fences.check_fence(row, fence, source, now):
         return refused
     change = transitions.defer(
         row,
@@ -48,7 +48,7 @@ def defer_for_children(
     """Release active work until its dependencies are resolved; with none unresolved it is claimable at once."""
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_fence(row, fence, source, now):
+    if refused := fences.check_fence(row, fence, source, now):
         return refused
     if unresolved:
         eligibility, reason = EligibilityState.BLOCKED_BY_DEPENDENCIES, BlockingReason.WAITING_FOR_CHILDREN

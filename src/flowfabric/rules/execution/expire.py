@@ -7,7 +7,7 @@ from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.states import AttemptRecordState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution import fences, transitions
 
 ATTEMPT_TIMEOUT = "attempt_timeout"
 EXECUTION_DEADLINE = "execution_deadline"
@@ -25,9 +25,9 @@ def mark_lease_expired_if_due(row: Execution | None, now: int) -> Decision[Marke
         return Decision(NothingToDo("already_revoked"))
     if row.ownership_state is OwnershipState.UNOWNED:
         return Decision(NothingToDo("unowned"))
-    if not lease.has_expired(row, now):
+    if not fences.has_expired(row, now):
         return Decision(NothingToDo("not_yet_expired"))
-    return Decision(MarkedExpired(row.execution_id), lease.mark_expired(row))
+    return Decision(MarkedExpired(row.execution_id), fences.mark_expired(row))
 
 
 def expire(row: Execution | None, execution_id: str, reason: str) -> Decision[Expired | AlreadyTerminal]:

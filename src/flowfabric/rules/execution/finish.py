@@ -20,8 +20,8 @@ from flowfabric.model.states import (
     TerminalOutcome,
 )
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import cleanup, lease, transitions
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import cleanup, fences, lease, transitions
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.policy import decode_terms, parse_retry
 from flowfabric.rules.execution.retry import backoff_ms, may_retry
 from flowfabric.rules.flow import successors
@@ -36,10 +36,10 @@ def complete(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
+    held = fences.resolve_fence(row, fence, source)
     if isinstance(held, errors.FabricError):
         return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := fences.check_lease(row, held, now):
         if _ended_by(row, fence, TerminalOutcome.SUCCESS):
             return Decision(Completed(row.execution_id))
         return refused
@@ -80,10 +80,10 @@ def fail(
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
-    held = lease.resolve_fence(row, fence, source)
+    held = fences.resolve_fence(row, fence, source)
     if isinstance(held, errors.FabricError):
         return refuse(held)
-    if refused := lease.check_lease(row, held, now):
+    if refused := fences.check_lease(row, held, now):
         if _ended_by(row, fence, TerminalOutcome.FAILED):
             return Decision(TerminalFailed(row.execution_id))
         if _retry_scheduled_by(row, fence):

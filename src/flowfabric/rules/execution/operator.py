@@ -20,7 +20,7 @@ from flowfabric.model.states import (
     OwnershipState,
 )
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease, transitions
+from flowfabric.rules.execution import fences, transitions
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.scheduling import queue
 
@@ -58,7 +58,7 @@ def revoke_lease(
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
         if worker_instance_id:
-            return refuse(lease.not_active_error(row))
+            return refuse(fences.not_active_error(row))
         return Decision(NothingToDo("no_active_lease"))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
         return Decision(NothingToDo("already_revoked"))
@@ -69,7 +69,7 @@ def revoke_lease(
     if worker_instance_id and worker_instance_id != row.worker_instance_id:
         return Decision(NothingToDo("different_worker_instance_id"))
     if expected_lease_id and expected_lease_id != row.lease_id:
-        return refuse(lease.stale_lease_error(row))
+        return refuse(fences.stale_lease_error(row))
     fields = {
         "ownership_state": OwnershipState.LEASE_REVOKED,
         "blocking_reason": BlockingReason.WAITING_FOR_WORKER,
@@ -119,7 +119,7 @@ def block(row: Execution | None, reason: str, detail: str, on: str = "") -> Deci
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is LifecyclePhase.TERMINAL:
-        return refuse(lease.not_active_error(row))
+        return refuse(fences.not_active_error(row))
     if not is_eligible(row):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
     reasons = {key.value: key for key in ELIGIBILITY_OF_REASON}

@@ -11,8 +11,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 
 
 def update_progress(
@@ -22,13 +22,13 @@ def update_progress(
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
-        return refuse(lease.not_active_error(row))
+        return refuse(fences.not_active_error(row))
     if row.ownership_state is OwnershipState.LEASE_REVOKED:
         return refuse(errors.LeaseRevoked(execution_id=row.execution_id))
-    if lease.has_expired(row, now):
+    if fences.has_expired(row, now):
         return refuse(errors.LeaseExpired(execution_id=row.execution_id))
     if (fence.lease_id, fence.lease_epoch) != (row.lease_id, row.lease_epoch):
-        return refuse(lease.stale_lease_error(row))
+        return refuse(fences.stale_lease_error(row))
     fields: dict[str, Any] = {"progress_updated_at": NOW, "last_mutation_at": NOW}
     if pct is not None:
         fields["progress_pct"] = pct

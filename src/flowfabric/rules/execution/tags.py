@@ -15,11 +15,13 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.errors import InvalidInput, InvalidTagKey
-from flowfabric.model.change import Change, LeaseCheck, Patch, seen
+from flowfabric.model.change import Change, LeaseCheck, Patch, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import schema_limits
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 
 INSTANCE_TAG: Final = "cairn.instance_id"
 """A tag by which subscribers filter events."""
@@ -119,3 +121,14 @@ def decode_tags(text: str | None) -> dict[str, str]:
 def encode_tags(tags: Mapping[str, str]) -> str | None:
     """Encode tags as stored text, in key order; None for no tags."""
     return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None
+
+
+def set_tags_as_holder(row: Execution | None, fence: Fence, pairs: Mapping[str, str], now: int) -> Decision[int]:
+    """Upsert tags, reserved ones included, for the holder of the current lease."""
+    if row is None:
+        return refuse(errors.NotFound("execution"))
+    if refused := fences.check_lease(row, fence, now):
+        return refused
+    if invalid := check_tags(pairs, allow_reserved=True):
+        return refuse(invalid)
+    return set_tags(row, pairs, live(row))

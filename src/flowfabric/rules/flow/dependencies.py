@@ -33,8 +33,8 @@ from flowfabric.model.states import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import delay, replay, transitions
-from flowfabric.rules.execution.lease import Fence
-from flowfabric.rules.flow import joins
+from flowfabric.rules.execution.fences import Fence
+from flowfabric.rules.flow import downstreams, joins
 from flowfabric.rules.flow.build import JoinPolicy, new_group, seen_group
 from flowfabric.rules.flow.successors import successor, with_successors
 from flowfabric.rules.scheduling import queue
@@ -113,7 +113,7 @@ def apply_dependency(
     )
     if must_wait(child, updated_group):
         text = f"{unresolved} dep(s) unresolved, the last one applied is edge {request.edge_id}"
-        writes += (transitions.transition(child, joins.waiting_fields(text)),)
+        writes += (transitions.transition(child, downstreams.waiting_fields(text)),)
     guards = (seen_group(group, request.flow_id, request.downstream), seen(child), seen(upstream))
     return Decision(DependencyApplied(unresolved), Change(guards=guards, writes=writes))
 
@@ -182,7 +182,7 @@ def promote_blocked(row: Execution | None, group: EdgeGroup | None) -> Decision[
     guards: tuple[Guard, ...] = (seen(row),)
     if row.flow_id is not None:
         guards += (seen_group(group, row.flow_id, row.execution_id),)
-    change = Change(guards=guards, writes=(joins.release_child(row),))
+    change = Change(guards=guards, writes=(downstreams.release_child(row),))
     return Decision(Moved(row.execution_id, PublicState.WAITING), change)
 
 
@@ -264,7 +264,7 @@ def replay_skipped_member(
     enqueue = normal.change.writes[0]
     assert isinstance(enqueue, Patch)
     waiting = transitions.transition(
-        row, enqueue.fields | joins.waiting_fields(f"{group.n - satisfied} dep(s) unsatisfied after replay")
+        row, enqueue.fields | downstreams.waiting_fields(f"{group.n - satisfied} dep(s) unsatisfied after replay")
     )
     change = msgspec.structs.replace(change, writes=(waiting, *change.writes[1:]))
     return Decision(Replayed(PublicState.WAITING_CHILDREN), change)
@@ -284,7 +284,7 @@ def _skip_again(row: Execution, group: EdgeGroup) -> Decision[Replayed]:
         terminal_outcome=TerminalOutcome.NONE,
         replay_count=row.replay_count + 1,
     )
-    ended = joins.skip_child(replayed_row)
+    ended = downstreams.skip_child(replayed_row)
     patch = ended.writes[0]
     assert isinstance(patch, Patch)
     fields = {"replay_count": replayed_row.replay_count, **replay.FORMER_LIFE_FIELDS.clear(row), **patch.fields}

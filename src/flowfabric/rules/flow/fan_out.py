@@ -15,7 +15,7 @@ from flowfabric.model.change import Change, Delete, Guard, Patch, Write
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CompletionDispatch, Dependency, Edge, EdgeGroup
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.flow import joins, successors
+from flowfabric.rules.flow import inline_release, successors
 from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 
 
@@ -79,6 +79,6 @@ def _inline_release(target: FanOutEdge, outcome: UpstreamOutcome) -> Change | No
     if target.group is None or target.child is None or outcome.dependency.data_passing_ref:
         return None
     try:
-        return joins.inline_release(target.group, target.child, outcome, JoinContext())
+        return inline_release.inline_release(target.group, target.child, outcome, JoinContext())
     except errors.Corruption:
         return None  # reported when the join is resolved

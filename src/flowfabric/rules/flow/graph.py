@@ -16,7 +16,7 @@ from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create_each
-from flowfabric.rules.flow import joins
+from flowfabric.rules.flow import downstreams
 from flowfabric.rules.flow.build import RETENTION_CHECK_MS, JoinPolicy, StageEdge, new_edge, new_group
 from flowfabric.rules.flow.successors import Successor, encode_successors, successor
 from flowfabric.rules.scheduling import queue
@@ -234,6 +234,6 @@ def _member_row(
     if named_successors:
         fields["successors"] = encode_successors(named_successors)
     if inbound_count:
-        fields |= joins.waiting_fields(f"{inbound_count} dep(s) unresolved")
+        fields |= downstreams.waiting_fields(f"{inbound_count} dep(s) unresolved")
         fields["public_state"] = PublicState.WAITING_CHILDREN
     return msgspec.structs.replace(row, **fields)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -25,9 +24,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.flow import Resolution
-from flowfabric.model.change import Change, ColumnRef, Expected, Guard, Patch, Upsert, Write, expect, seen
+from flowfabric.model.change import Change, Guard, Patch, Upsert, Write, seen
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution, Payload, QueueKey, Result
+from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import (
     Dependency,
     DependencyKind,
@@ -41,21 +40,13 @@ from flowfabric.model.flow import (
 )
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import (
-    AttemptRecordState,
-    AttemptState,
-    AttemptType,
-    BlockingReason,
-    EligibilityState,
     LifecyclePhase,
-    OwnershipState,
     TerminalOutcome,
 )
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import cancel, lease, transitions
+from flowfabric.rules.execution import cancel
 from flowfabric.rules.flow.build import seen_flow, seen_group
-from flowfabric.rules.scheduling import queue
-
-IMPOSSIBLE_REASON = "dependency_impossible"
+from flowfabric.rules.flow.downstreams import release_child, skip_child, waits_for_dependencies
 
 
 class Verdict(StrEnum):
@@ -289,87 +280,6 @@ def _edges_without_result(
     return takewhile(lambda edge: edge.upstream_execution_id != provider, edges)
 
 
-def inline_release(group: EdgeGroup, child: Execution, outcome: UpstreamOutcome, context: JoinContext) -> Change | None:
-    """Return the resolution of a child that waits for this edge only, to commit with the upstream's completion.
-
-    None if the group has other edges, has counted an outcome, or needs further loads.
-    """
-    if group.n != 1 or group.succeeded or group.failed or group.skipped:
-        return None
-    counts = count_outcomes(group, [outcome])
-    if counts.cancels_siblings(group) or counts.skips(child):
-        return None
-    return resolve_join(group, child, counts, context).change
-
-
-# A group with one edge and no counted outcome, and a child that never ran and waits only for that group.
-EXPECTED_GROUP = Expected(
-    {
-        "policy_variant": JoinPolicyKind.ALL_OF,
-        "n": 1,
-        "succeeded": 0,
-        "failed": 0,
-        "skipped": 0,
-        "group_state": GroupState.PENDING,
-    }
-)
-EXPECTED_CHILD = Expected(
-    {
-        "lifecycle_phase": LifecyclePhase.RUNNABLE,
-        "ownership_state": OwnershipState.UNOWNED,
-        "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
-        "terminal_outcome": TerminalOutcome.NONE,
-        "attempt_state": AttemptState.PENDING_FIRST_ATTEMPT,
-        "next_type": AttemptType.INITIAL,
-    }
-)
-
-
-def inline_release_without_load(
-    flow_id: str, edge_id: str, child: str, line: QueueKey, passed_result: tuple[Payload, Result] | None = None
-) -> Change:
-    """Return what `inline_release` decides on success if group and child are as the applied edge left them.
-
-    The store verifies that. `line` is the child's ready queue, which follows from columns that never change.
-    """
-    counted, resolved, enqueued = _release_fields(line)
-    key = (flow_id, child)
-    writes: tuple[Write, ...] = (
-        Patch(EdgeGroup, key, counted),
-        Patch(Dependency, (child, edge_id), resolved),
-        Patch(Execution, (child,), enqueued),
-    )
-    if passed_result is not None:
-        writes += (_pass_result(*passed_result),)
-    guards = (expect(EdgeGroup, EXPECTED_GROUP, *key), expect(Execution, EXPECTED_CHILD, child))
-    return Change(guards=guards, writes=writes)
-
-
-@lru_cache(maxsize=1024)
-def _release_fields(line: QueueKey) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the columns that group, dependency and child get, derived by running the rule on template rows."""
-    group = EdgeGroup(
-        **(
-            {name: ColumnRef(name) for name in EdgeGroup.__struct_fields__}
-            | {"on_satisfied": None}
-            | EXPECTED_GROUP.fields
-        )
-    )
-    columns = {name: ColumnRef(name) for name in Execution.__struct_fields__} | {
-        "lane_id": "",
-        "required_capabilities": None,
-        "terms": None,
-    }
-    child = Execution(**(columns | EXPECTED_CHILD.fields))
-    outcome = UpstreamOutcome(Dependency("", "", "", "", DependencyKind.SUCCESS_ONLY), TerminalOutcome.SUCCESS)
-    change = inline_release(group, child, outcome, JoinContext())
-    assert change is not None
-    counted, resolved, enqueued = (write.fields for write in change.writes if isinstance(write, Patch))
-    # The create already set type and timeout of the first attempt.
-    enqueued = {name: value for name, value in enqueued.items() if name not in ("next_type", "next_timeout_ms")}
-    return counted, resolved, enqueued | {"line": line}
-
-
 def _fired_fields(group: EdgeGroup, counts: JoinCounts, context: JoinContext) -> dict[str, Any]:
     if counts.fired_by is None:
         return {}
@@ -407,52 +317,3 @@ def _pass_result(payload: Payload, result: Result) -> Upsert:
     """Return the write that replaces the child's input and encoding by the upstream's result."""
     encoding = result.encoding or payload.payload_encoding
     return Upsert(msgspec.structs.replace(payload, input_payload=result.payload or None, payload_encoding=encoding))
-
-
-def waits_for_dependencies(child: Execution | None) -> bool:
-    """True if the child waits for its dependencies and for nothing else."""
-    return (
-        child is not None
-        and child.lifecycle_phase is LifecyclePhase.RUNNABLE
-        and child.ownership_state is OwnershipState.UNOWNED
-        and child.terminal_outcome is TerminalOutcome.NONE
-        and child.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES
-    )
-
-
-def release_child(child: Execution | None) -> Patch:
-    """Return the patch that enqueues a child whose dependencies are met."""
-    assert child is not None
-    fields: dict[str, Any] = {}
-    state = child.attempt_state
-    if state is AttemptState.NONE:
-        fields["attempt_state"] = state = AttemptState.PENDING_FIRST_ATTEMPT
-    fields.update(queue.enqueue_fields(child, state))
-    return transitions.transition(child, fields)
-
-
-def waiting_fields(text: str) -> dict[str, Any]:
-    """Return the columns of an execution that waits for others and is not claimable."""
-    return {
-        "eligibility_state": EligibilityState.BLOCKED_BY_DEPENDENCIES,
-        "blocking_reason": BlockingReason.WAITING_FOR_CHILDREN,
-        "blocking_text": text,
-        "delay_until": None,
-        "blocked_on": None,
-        "blocked_at": None,
-        "line": None,
-    }
-
-
-def skip_child(child: Execution) -> Change:
-    """Return the change that ends an execution whose dependencies can never be met."""
-    fields: dict[str, Any] = {} if lease.has_open_attempt(child) else {"attempt_state": AttemptState.NONE}
-    return transitions.terminate(
-        child,
-        TerminalOutcome.SKIPPED,
-        attempt=AttemptRecordState.ENDED_CANCELLED,
-        attempt_reason=IMPOSSIBLE_REASON,
-        release_reason=IMPOSSIBLE_REASON,
-        suspension_reason=TerminalOutcome.CANCELLED.value,
-        **fields,
-    )

@@ -23,8 +23,8 @@ from flowfabric.model.suspension import Suspension
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import mailbox
 from flowfabric.rules.durable.mailbox import MessageArgs
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits.budget import BudgetNeed, BudgetState
 from flowfabric.rules.security import keystore
@@ -62,7 +62,7 @@ def suspend_for_budget(
         return Decision(False)
     if row.lifecycle_phase is LifecyclePhase.SUSPENDED and need in suspend_rules.budget_needs(row, suspension):
         return Decision((row.attempt_id, row.lease_epoch) == (holder.attempt_id, holder.lease_epoch))
-    refused = lease.check_lease(row, Fence(holder.lease_id, holder.lease_epoch, holder.attempt_id), now)
+    refused = fences.check_lease(row, Fence(holder.lease_id, holder.lease_epoch, holder.attempt_id), now)
     if refused is not None:
         return Decision(False, refused.change)
     args = SuspendArgs(

@@ -18,8 +18,8 @@ from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 
 MAX_FRAME_BYTES = 65_536
 PAGE = 512
@@ -100,7 +100,7 @@ class _AppendBatch:
         row = self.row
         if row is None or row.lifecycle_phase is not LifecyclePhase.ACTIVE:
             return errors.StreamClosed()
-        if row.ownership_state is not OwnershipState.LEASED or lease.has_expired(row, self.now):
+        if row.ownership_state is not OwnershipState.LEASED or fences.has_expired(row, self.now):
             return errors.StaleOwnerCannotAppend(execution_id=row.execution_id)
         held = (request.attempt_index, request.fence.lease_id, request.fence.lease_epoch)
         if held != (row.attempt_index, row.lease_id, row.lease_epoch):

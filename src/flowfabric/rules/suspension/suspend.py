@@ -30,8 +30,8 @@ from flowfabric.model.suspension import (
 )
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
-from flowfabric.rules.execution import lease, transitions
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences, lease, transitions
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.scheduling import queue
 from flowfabric.rules.security import keystore
@@ -146,7 +146,7 @@ def suspend(
         return Decision(msgspec.json.decode(record.answer, type=SuspendOutcome))
     if row is None:
         return refuse(errors.NotFound("execution"))
-    if refused := lease.check_fence(row, fence, None, now):
+    if refused := fences.check_fence(row, fence, None, now):
         return refused
     if holder is not None and holder.attempt_index != row.attempt_index:
         return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))

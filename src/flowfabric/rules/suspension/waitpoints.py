@@ -15,8 +15,8 @@ from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.execution import lease
-from flowfabric.rules.execution.lease import Fence
+from flowfabric.rules.execution import fences
+from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.suspension import conditions
@@ -87,13 +87,13 @@ def create_waitpoint(
     if row is None:
         return refuse(errors.NotFound("execution"))
     if row.lifecycle_phase is not LifecyclePhase.ACTIVE:
-        return refuse(lease.not_active_error(row))
+        return refuse(fences.not_active_error(row))
     if row.ownership_state is not OwnershipState.LEASED:
         return refuse(errors.NoActiveLease(execution_id=row.execution_id))
-    if lease.has_expired(row, now):
+    if fences.has_expired(row, now):
         return refuse(errors.LeaseExpired(execution_id=row.execution_id))
     if (attempt_index, fence.lease_id, fence.lease_epoch) != (row.attempt_index, row.lease_id, row.lease_epoch):
-        return refuse(lease.stale_lease_error(row))
+        return refuse(fences.stale_lease_error(row))
     signer = keystore.waitpoint_signer(keys)
     if isinstance(signer, errors.FabricError):
         return refuse(signer)
