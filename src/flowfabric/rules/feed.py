@@ -12,6 +12,7 @@ from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Execution
 from flowfabric.rules.execution import tags as tag_rules
 
+DIVERGED = "the cursor is not in this feed: the store was restored, or failed over and lost its newest events"
 REVOKED_BY_RECONCILER = frozenset({"max_reclaims_exceeded", "dependency_impossible"})
 
 
@@ -93,6 +94,13 @@ class Filter(msgspec.Struct, frozen=True):
             return tag_rules.decode_tags(event.tags).get(key) == value
         except errors.Corruption:
             return False
+
+
+def check_gap(*, has_gap: bool, diverged: bool) -> errors.StreamBackpressure | None:
+    """Return the error for a reader that missed events: they were trimmed, or its cursor is not in this feed."""
+    if diverged:
+        return errors.StreamBackpressure(DIVERGED)
+    return errors.StreamBackpressure("") if has_gap else None
 
 
 def lease_entry(entry: FeedEvent) -> LeaseFeedEntry | None:

@@ -13,12 +13,12 @@ from flowfabric.cursors import encode_cursor
 from flowfabric.engine.runtime.runtime import RETRY_FOR_S, Runtime, StoreBackoff
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC, wait_for_wakeup
 from flowfabric.model.event import FeedEvent, Topic
+from flowfabric.rules import feed
 from flowfabric.rules.feed import CompletionFeedEntry, Filter
 from flowfabric.stores.queries import FeedPage
 
 N = TypeVar("N")
 PAGE_SIZE = 256
-DIVERGED = "the cursor is not in this feed: the store was restored, or failed over and lost its newest events"
 
 
 class Subscription(AsyncIterator[N]):
@@ -84,15 +84,16 @@ class Subscription(AsyncIterator[N]):
         """Read a page; True if the feed had new events, filtered out or not."""
         before = self._read_to
         page = await self._fetch()
-        if page.has_gap or page.diverged:
-            self._page.append((before, errors.StreamBackpressure(DIVERGED if page.diverged else "")))
+        gap = feed.check_gap(has_gap=page.has_gap, diverged=page.diverged)
+        if gap is not None:
+            self._page.append((before, gap))
         for event in page.events:
             if self._filter.accepts(event.event) and (entry := self._decode_event(event)) is not None:
                 self._page.append((event.position, entry))
         self._read_to = page.position
         if not self._page:
             self._position = self._read_to
-        return page.position > before or page.has_gap or page.diverged
+        return page.position > before or gap is not None
 
     async def _fetch(self) -> FeedPage:
         pause = StoreBackoff(self.retry_for_s)
