@@ -42,7 +42,7 @@ ENGINE = (
     ),
     Fault(
         "a lane is listed although nothing was created on it",
-        "engine/operations/bulk_create.py",
+        "engine/operations/create.py",
         "    assume_absent = assume_absent and runtime.knows_lane(ask.lane_id)\n",
         "",
         "tests/scenarios/execution/test_create.py",

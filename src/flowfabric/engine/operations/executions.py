@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flowfabric import errors
-from flowfabric.engine.operations.bulk_create import BulkCreate, create_in_transaction, create_one
+from flowfabric.engine.operations.bulk_create import BulkCreate
+from flowfabric.engine.operations.create import create_in_transaction, create_one
 from flowfabric.engine.operations.leases import NO_FENCE
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.read_set import ReadSet

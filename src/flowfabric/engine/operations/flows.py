@@ -12,7 +12,7 @@ from flowfabric import errors, ids
 from flowfabric.engine.flows.bulk_cancel import BulkCanceller, load_readable
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
-from flowfabric.engine.operations.bulk_create import defaults_of
+from flowfabric.engine.operations.create import defaults_of
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
 from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
