@@ -24,7 +24,7 @@ class ExecutionOutcome(msgspec.Struct, frozen=True):
 
 
 class FlowPage(msgspec.Struct, frozen=True):
-    """Flows, and the cursor of the next page; None on the last one, as in all pages here."""
+    """Flows, and the cursor of the next page."""
 
     flows: list[FlowStatus]
     next_cursor: str | None = None
