@@ -94,6 +94,8 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
 
     def limit_commands(self, command_s: float) -> None:
         """Give up on a silent connection after `command_s`, unless a shorter limit is set."""
+        if type(command_s) not in (int, float) or not command_s > 0:
+            raise errors.InvalidInput("command_s: not a positive number of seconds")
         self.transport.deadlines = self.transport.deadlines.limited(command_s)
 
     def start_sweeps(self) -> None:

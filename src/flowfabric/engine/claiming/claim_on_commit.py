@@ -79,7 +79,7 @@ class ClaimOnCommit:
             )
 
     def abandon_pending_claim(self, pending: PendingClaim) -> None:
-        """Stop waiting for a pending claim; whatever it still claims is released."""
+        """Stop waiting for a pending claim; executions that it still claims are released."""
         self.runtime.commit_queue.remove_pending_claim(pending)
         if pending.attached is not None and (not pending.rows.done() or pending.rows.cancelled()):
             self.fast_claims.late_claims.watch([pending.attached])

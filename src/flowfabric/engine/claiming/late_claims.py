@@ -34,7 +34,7 @@ class LateClaims:
         self._watches: set[asyncio.Task[None]] = set()
 
     def watch(self, requests: Sequence[ClaimRequest], claimed: Sequence[answers.Claimed] = ()) -> None:
-        """Release whatever these requests claim, except those that returned `claimed`: they were executed."""
+        """Release the executions that these requests still claim; requests that returned `claimed` were executed."""
         if pending := _without_executed(requests, claimed):
             watch = asyncio.create_task(self._run(pending))
             self._watches.add(watch)

@@ -210,7 +210,7 @@ class SuspensionOperations:
     async def deliver_signal(self, args: SignalArgs) -> Accepted | DuplicateDelivery:
         """Deliver a signal to a waitpoint, with the token that permits it."""
         args = validate_suspension.validate_signal(args)
-        # The same rows are loaded whatever is wrong with a token, so the response time reveals nothing.
+        # The same rows are loaded for every kind of invalid token, so the response time reveals nothing.
         reads = ReadSet()
         row, suspension = reads.one(Execution, args.execution_id), reads.one(Suspension, args.execution_id)
         waitpoint = reads.one(Waitpoint, args.waitpoint_id, ids.partition_of(ids.ExecutionId(args.execution_id)))

@@ -1,4 +1,4 @@
-"""KeyedLock: one lock for each key, kept only while somebody holds it or waits for it."""
+"""KeyedLock: one lock for each key, kept while it is held or waited for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """RecentCreates: the executions that this process has just created.
 
-Whoever waits for the result of an execution that was created a moment ago need not read the store at once.
+A caller that waits for the result of such an execution first waits for a wakeup, without a load.
 """
 
 from __future__ import annotations

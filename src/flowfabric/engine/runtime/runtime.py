@@ -201,7 +201,7 @@ class Runtime(AfterCommit):
         return await self._find_deleted(unknown)
 
     async def _find_deleted(self, unknown: dict[int, UnknownOutcome]) -> tuple[UnknownOutcome, int | None] | None:
-        """Return the change without events that was to delete a root which is gone, whoever deleted it."""
+        """Return the change without events that deletes a root which no longer exists, by this change or another."""
         for lost in unknown.values():
             if lost.change.events:
                 continue

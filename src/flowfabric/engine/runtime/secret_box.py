@@ -16,7 +16,7 @@ from flowfabric import errors
 from flowfabric.settings import Secret
 
 SEALED_PREFIX = "sealed:1:"
-UNREADABLE_SECRET = "<sealed>"  # stands for a secret that cannot be opened; it is neither valid nor empty
+UNREADABLE_SECRET = "<sealed>"  # in place of a secret that cannot be opened; neither valid nor empty
 _SALT = b"flowfabric/secret-key/1"
 _NONCE_BYTES = 12
 

@@ -31,7 +31,7 @@ MAX_REVISION = 2**64 - 1
 class ClaimOrder(msgspec.Struct, frozen=True, gc=False):
     """The arguments of a claim: worker, lane, lease, and whether budgets and quotas have to admit the work.
 
-    Only work of these `namespaces` is claimed; None stands for all.
+    Only work of these `namespaces` is claimed; None means all.
     """
 
     lane_id: str
@@ -338,7 +338,7 @@ def build_claim_order(
 
 
 def validate_namespaces(names: object) -> frozenset[str] | None:
-    """Check the namespaces whose work is claimed; None stands for all."""
+    """Check the namespaces whose work is claimed; None means all."""
     if names is None:
         return None
     return frozenset(validation.text("namespaces", name) for name in validate_iterable("namespaces", names))
@@ -380,7 +380,7 @@ def build_holder(
     lease_ttl_ms: object,
     minter: ids.Minter,
 ) -> LeaseHolder:
-    """Check who redeems a grant; missing ids are minted, and a blank lane stands for the execution's lane."""
+    """Check who redeems a grant; missing ids are minted, and a blank lane means the lane of the execution."""
     return LeaseHolder(
         validate_worker_id(worker_id),
         validate_instance_id(worker_instance_id),
