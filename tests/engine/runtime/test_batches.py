@@ -27,6 +27,7 @@ from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
+from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flow_env import FlowEnv
 
@@ -119,7 +120,7 @@ class RecordingStore(MemoryStore):
         self.held: list[int] = []
         self.under_way = self.most = 0
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.held.append(len(changes))
         self.under_way += 1
         self.most = max(self.most, self.under_way)

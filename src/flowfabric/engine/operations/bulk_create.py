@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.runtime.commit_queue import CommitResult
+from flowfabric.engine.runtime.commit_queue import CommitResult, result_of
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation import execution as validate
@@ -304,7 +304,10 @@ async def create_in_transaction(core: Runtime, inside: TransactionView, ask: Cre
                 return decision.unwrap(now)
         else:
             change = msgspec.structs.replace(decision.change, id=core.minter.change_id())
-            if (committed := await inside.commit(change)) is not None:
+            committed = result_of(await inside.commit(change))
+            if isinstance(committed, errors.FabricError):
+                raise committed
+            if committed is not None:
                 lines = {
                     write.row.line
                     for write in change.writes

@@ -45,6 +45,7 @@ from flowfabric.stores.queries import Read, Scan, Where
 FIRST_CHECK_DELAY_S = 0.02  # that the end of what was just created is waited for before a look at it
 MAX_MEMBERS_PER_LOAD = 500  # members that are looked at together
 MAX_PAGE = 1000
+SEARCH_BUDGET = 10_000  # rows that the store reads in one step of a search
 MAX_EXPIRED_PAGE = 10_000
 MAX_HISTORY_EVENTS = 1000
 RENEWED = "renewed"  # told so often that nothing else would be left of a long life
@@ -352,13 +353,15 @@ class ReadOperations:
         wanted = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         size = wanted + 1 if label is None else MAX_PAGE + 1
         found: list[Execution] = []
-        after: tuple[str, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
-        while True:  # a tag is looked for in what the other filters leave over
-            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, size), wanted)
-            found += [row for row in rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]]
-            if len(rows) < size or len(found) > wanted:
+        after: tuple[Any, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
+        while wanted:  # no index serves this, and a tag is looked for in what the other filters leave over
+            scan = Scan(Execution, tuple(where), ("execution_id",), after, size)
+            read = await self.runtime.search(scan, SEARCH_BUDGET)
+            found += [
+                row for row in read.rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]
+            ]
+            if (after := read.after) is None or len(found) > wanted:
                 break
-            after = (rows[-1].execution_id,)
         page = [views.execution_snapshot(row) for row in found[:wanted]]
         return SnapshotPage(page, page[-1].execution_id if len(found) > wanted and page else None)
 

@@ -31,7 +31,7 @@ from flowfabric.rules.decision import Decision
 from flowfabric.settings import Settings
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Read, Scan
+from flowfabric.stores.queries import Loaded, Read, Scan, SearchPage
 
 A = TypeVar("A")
 _RANDOM = random.SystemRandom()  # the application's own generator is left alone
@@ -125,6 +125,10 @@ class Runtime(AfterCommit):
     async def scan(self, scan: Scan) -> list[Any]:
         """Rows of a list."""
         return await self.retry_while_unavailable(lambda: self.store.scan(scan))
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        """Return rows of a list that no index serves; the store reads at most `budget` rows."""
+        return await self.retry_while_unavailable(lambda: self.store.search(scan, budget))
 
     async def decide_and_commit(
         self,

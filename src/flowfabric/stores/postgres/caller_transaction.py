@@ -22,6 +22,7 @@ from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.notifier import CHANNEL, encode_payloads
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue
 from flowfabric.stores.queries import Loaded, Read
+from flowfabric.stores.verdicts import Unstorable, Verdict
 
 UNIQUE_VIOLATION, UNDEFINED_TABLE = "23505", "42P01"
 ACCEPTED_CONNECTIONS = "a connection of asyncpg or psycopg 3, or a connection or session of SQLAlchemy over one of them"
@@ -50,9 +51,12 @@ class CallerTransaction:
         result = await reads.fetch_rows(self._connection, requested, self._clock())
         return await self._queue_ids.decode(lambda decode_queue: reads.decode_rows(result, requested, decode_queue))
 
-    async def commit(self, change: Change) -> int | None:
-        """Write a change as part of the transaction; return None if a guard does not hold."""
-        plan = await self._plan(change)
+    async def commit(self, change: Change) -> Verdict:
+        """Write a change as part of the transaction, or nothing of it."""
+        try:
+            plan = await self._plan(change)
+        except Unstorable as fault:
+            return fault
         await self._connection.execute("savepoint ff_submit")
         try:
             # The queues were committed outside this transaction. Its snapshot may not contain them, and inserting them

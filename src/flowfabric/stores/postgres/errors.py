@@ -11,7 +11,7 @@ import asyncpg
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.handles import BackendTag
-from flowfabric.stores.port import Collision, Unstorable
+from flowfabric.stores.verdicts import Collision, Unstorable
 
 BACKEND_FACTS: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 

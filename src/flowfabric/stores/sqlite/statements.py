@@ -266,6 +266,14 @@ def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
 
 
 @lru_cache(64)
+def nth_key(row: type[msgspec.Struct], *, after: bool) -> str:
+    """Select the key after a number of others, in order; of all keys, or of those `after` a given one."""
+    (key,) = TABLE[row].key
+    where = f"WHERE {key} > ?" if after else ""
+    return _TEXT["nth_key"].format(table=TABLE[row].name, key=key, where=where)
+
+
+@lru_cache(64)
 def count_grouped(
     row: type[msgspec.Struct], column: str, execution_column: str, group_by: tuple[str, ...], where: str
 ) -> str:
