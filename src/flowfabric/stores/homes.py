@@ -60,8 +60,12 @@ def _homes(change: Change, counts: PartitionCounts) -> Iterator[HomeTag | None]:
     for guard in change.guards:
         yield home_of(guard.row, guard.key, counts)
     for write in change.writes:
-        for each in write.inserts() if isinstance(write, BulkInsert) else (write,):
-            yield home_of(*target(each), counts)
+        if isinstance(write, BulkInsert):
+            names, count = TABLE[type(write.row)].key, len(write)
+            columns = (write.columns.get(name, [getattr(write.row, name)] * count) for name in names)
+            yield from {home_of(type(write.row), key, counts) for key in zip(*columns, strict=True)}
+        else:
+            yield home_of(*target(write), counts)
     for event in change.events:
         yield home_of_event(event, counts)
 
@@ -69,7 +73,8 @@ def _homes(change: Change, counts: PartitionCounts) -> Iterator[HomeTag | None]:
 def _home(kind: HomeKind, value: Any, counts: PartitionCounts) -> HomeTag:
     match kind:
         case HomeKind.EXECUTION:
-            tag = value[: value.index("}") + 1] if value.startswith("{") else "{fp:0}"
+            tag, brace, _ = str(value).partition("}")
+            tag = tag + brace if brace else "{fp:0}"
         case HomeKind.PARTITION:
             tag = f"{{fp:{value}}}"
         case HomeKind.TAG:

@@ -100,7 +100,7 @@ def _rows_of_table(table: Table, length: int) -> str:
     return _TEXT[name].format(
         columns=", ".join(table.column_names),
         table=table.name,
-        same_key=" AND ".join(f"{column} = ?" for column in table.key[:length]),
+        same_key=" AND ".join(f"{column} = ?" for column in table.key[:length]) or "TRUE",
         order=", ".join(table.key),
     )
 
