@@ -86,14 +86,21 @@ async def test_every_kind_of_row_is_loaded_alone_and_by_the_hundred(store: Store
         assert (await store.load([Read(row, key)] * 80)).rows == [[]] * 80
 
 
-async def test_a_claim_sees_the_commit_called_before_it_on_stores_that_execute_in_order(store: Store) -> None:
+@pytest.mark.parametrize(
+    "bad", [{}, {"execution_id": "first"}, {"tags": "a\0b"}], ids=["alone", "collision", "bad value"]
+)
+async def test_a_claim_sees_the_commit_called_before_it_on_stores_that_execute_in_order(
+    store: Store, bad: dict[str, str]
+) -> None:
     await write(store, Insert(queued("first", 1)), Insert(payload("first")))
-    steps = change(Insert(queued("second", 2)), Insert(payload("second")))
+    steps = [change(Insert(queued("second", 2)), Insert(payload("second")))]
+    steps += [change(Insert(execution("bad", **bad)))] if bad else []
 
-    verdicts, claimed = await asyncio.gather(store.commit([steps]), store.claim_rows(claim_request(2)))
+    verdicts, claimed = await asyncio.gather(store.commit(steps), store.claim_rows(claim_request(2)))
 
     found = [row.execution_id for row, _ in claimed.rows]
-    assert verdicts == [claimed.now] or not store.executes_in_order
+    assert verdicts[0] == claimed.now or not store.executes_in_order
+    assert not any(isinstance(verdict, int) for verdict in verdicts[1:])
     assert found == ["first", "second"] or (not store.executes_in_order and found == ["first"])
 
 

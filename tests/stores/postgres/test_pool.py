@@ -17,8 +17,9 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.queries import Read
-from flowfabric.stores.verdicts import Unstorable
+from flowfabric.stores.verdicts import Unstorable, Verdict
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
 from tests.stores.sample_rows import (
@@ -278,6 +279,27 @@ async def test_an_unstorable_value_fails_its_change_and_nothing_else(
     assert await one(store, Execution, "b") is None
     assert await store.commit([change(Insert(execution("c")))]) == [clock.now]
     await store.close()
+
+
+@pytest.mark.parametrize(("names", "in_doubt"), [(["a", "there"], True), (["there", "a"], False)])
+async def test_a_connection_lost_between_the_halves_of_a_batch_leaves_it_in_doubt_if_anything_was_written(
+    pg: PostgresStore, monkeypatch: pytest.MonkeyPatch, names: list[str], in_doubt: bool
+) -> None:
+    await write(pg, Insert(execution("there")))
+    commit, sent = pg._commit, list[CommitPlan]()
+
+    async def lose_third(plan: CommitPlan, topics: frozenset[str]) -> tuple[list[Verdict], list[object]]:
+        sent.append(plan)
+        if len(sent) == 3:
+            raise StoreUnavailable("lost", source=StoreFault.TRANSPORT, in_doubt=False)
+        return await commit(plan, topics)
+
+    monkeypatch.setattr(pg, "_commit", lose_third)
+
+    with pytest.raises(StoreUnavailable, match="lost") as error:
+        await pg.commit([change(Insert(execution(name))) for name in names])
+
+    assert unknown_outcome(error) is in_doubt
 
 
 @pytest.mark.parametrize("cache", [True, False])

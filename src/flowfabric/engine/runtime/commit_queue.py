@@ -203,7 +203,7 @@ class CommitQueue:
             return [_bug(bug)] * len(changes)
         if self.pending_topics and int in map(type, verdicts):
             self.pending_topics -= topics
-        return [result_of(verdict) for verdict in verdicts]
+        return [verdict if type(verdict) is int else result_of(verdict) for verdict in verdicts]
 
     async def _commit_and_claim(
         self, changes: Sequence[Change], topics: frozenset[str], claim: PendingClaim, request: ClaimRequest

@@ -19,6 +19,7 @@ from flowfabric.stores.postgres import reads
 from flowfabric.stores.postgres.commit.parameters import ParameterShapes
 from flowfabric.stores.postgres.commit.plan import CommitPlan, queues_written
 from flowfabric.stores.postgres.commit.statement import commit
+from flowfabric.stores.postgres.errors import VALUE_ERRORS
 from flowfabric.stores.postgres.notifier import CHANNEL, encode_payloads
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue
 from flowfabric.stores.queries import Loaded, Read
@@ -68,6 +69,8 @@ class CallerTransaction:
             if state == UNIQUE_VIOLATION:
                 await self._refuse_old_snapshot(error)
                 return None  # a concurrent transaction has just committed such a row
+            if (state or "").startswith(VALUE_ERRORS) or isinstance(error, OverflowError | UnicodeError):
+                return Unstorable(str(error))
             if state == UNDEFINED_TABLE:
                 raise InvalidInput("using: this connection leads to another database than the store") from error
             raise
