@@ -8,7 +8,8 @@ and key (`homes.py`), and every change has one home. What holds within a partiti
 
 * The store owns the clock, one for each partition. An operation reads it once per partition and uses that one reading
   for all comparisons and timestamps there. Clocks of different partitions may differ; no rule compares their instants.
-  `Loaded.now` is the time in the partition of the first read, which is the one that the rule decides on.
+  `Loaded.now` is the time in the partition of the first read, which is the one that the rule decides on. A store with
+  several clocks also returns the time of each read, because the engine joins the loads of its callers.
 * A load is one snapshot of each partition, so no row is newer than its aggregate root. Two partitions may be read at
   different moments. Guards protect a decision on rows of its own partition only; others are hints.
 * A batch of a commit may hold changes of many partitions. Each change is atomic, the batch is not.

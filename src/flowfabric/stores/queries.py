@@ -24,6 +24,13 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 
     now: int
     rows: list[list[Any]]
+    times: list[int] | None = None  # the time of each read, if the store has several clocks
+
+    def part(self, begin: int, end: int) -> Loaded:
+        """Return what was loaded for some of the reads."""
+        if self.times is None or begin == end:
+            return Loaded(self.now, self.rows[begin:end])
+        return Loaded(self.times[begin], self.rows[begin:end], self.times[begin:end])
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):
@@ -138,7 +145,7 @@ class SearchPage(msgspec.Struct, frozen=True):
     def of(cls, scan: Scan, rows: list[Any], last_read: tuple[Any, ...] | None) -> SearchPage:
         """Return the page of a search that stopped after the key `last_read`, or earlier if it found enough rows."""
         (key,) = TABLE[scan.row].key
-        return cls(rows, (getattr(rows[-1], key),) if len(rows) >= scan.limit else last_read)
+        return cls(rows, (getattr(rows[-1], key),) if rows and len(rows) >= scan.limit else last_read)
 
 
 class GroupedCount(msgspec.Struct, frozen=True):
