@@ -22,21 +22,20 @@ from flowfabric.ids import (
 )
 from flowfabric.model.change import BulkInsert, Change
 from flowfabric.model.event import Event
-from flowfabric.stores.catalog import TABLE, HomeKind
+from flowfabric.stores.catalog import TABLE, TABLES, HomeKind
 from flowfabric.stores.codec import target
 
 HomeTag = NewType("HomeTag", str)
 
+_DECIDED_BY = {table.row: table.home and (table.key.index(table.home[0]), table.home[1]) for table in TABLES}
 GLOBAL_HOME = HomeTag("{ff}")  # of rows that belong to no partition
 
 
 def home_of(row: type[msgspec.Struct], key: tuple[Any, ...], counts: PartitionCounts) -> HomeTag | None:
     """Return the home of the row with this key, or of all rows with this key prefix; None if a prefix does not say."""
-    table = TABLE[row]
-    if table.home is None:
+    if (decided := _DECIDED_BY[row]) is None:
         return GLOBAL_HOME
-    column, kind = table.home
-    ordinal = table.key.index(column)
+    ordinal, kind = decided
     return _home(kind, key[ordinal], counts) if ordinal < len(key) else None
 
 
