@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +20,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from flowfabric.clock import ManualClock
+from flowfabric.ids import DEFAULT_PARTITIONS
+from flowfabric.model.change import Change
+from flowfabric.stores.homes import home_of_change
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
@@ -40,6 +43,25 @@ _BUSY_CONNECTIONS = """
     select count(*) from pg_stat_activity
      where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
        and state <> 'idle'"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def changes_have_one_home() -> Iterator[None]:
+    """Fail every test that commits a change of several partitions."""
+
+    def checked(commit: Callable[..., Any]) -> Callable[..., Any]:
+        def commit_checked(store: Store, changes: Sequence[Change], *args: Any, **kwargs: Any) -> Any:
+            for change in changes:
+                home_of_change(change, DEFAULT_PARTITIONS)
+            return commit(store, changes, *args, **kwargs)
+
+        return commit_checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (MemoryStore, SQLiteStore, PostgresStore):
+            for name in ("commit", "commit_and_claim"):
+                patch.setattr(kind, name, checked(getattr(kind, name)))
+        yield
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ async def open_engine(
         settings = msgspec.structs.replace(settings, secret_key=Secret(secret))
     store = open_store(url, clock=clock, pool_size=settings.postgres_pool_size, deadlines=settings.deadlines)
     try:
-        schema = await store.open(migrate=migrate)
+        schema = await store.open(migrate=migrate, partitions=settings.partitions)
     except BaseException:
         await store.close()
         raise

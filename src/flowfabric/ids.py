@@ -271,6 +271,9 @@ class PartitionCounts(msgspec.Struct, frozen=True):
                 raise InvalidInput(f"num_{name}_partitions: must be greater than 0", field=f"num_{name}_partitions")
 
 
+DEFAULT_PARTITIONS: Final = PartitionCounts()
+
+
 def crc16(data: bytes) -> int:
     """Return the CRC-16/XMODEM: polynomial 0x1021, initial value 0, not reflected, not inverted."""
     return binascii.crc_hqx(data, 0)

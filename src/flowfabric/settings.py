@@ -7,7 +7,7 @@ from math import ceil
 
 import msgspec
 
-from flowfabric.ids import PartitionCounts
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 
 MIN_COMMAND_S = 1.0  # a shorter limit would abort commands on servers that are merely busy
 
@@ -121,7 +121,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 class Settings(msgspec.Struct, frozen=True):
     """The settings of an engine."""
 
-    partitions: PartitionCounts = PartitionCounts()
+    partitions: PartitionCounts = DEFAULT_PARTITIONS
     poll_ms: int = 1000  # how often a waiting claim, reader or caller polls in case a wakeup was lost
     retention_ms: int | None = None  # retention of finished executions without a policy; unset is a day
     ageing_ms: dict[str, int] = {}  # by lane: ageing of executions without a policy for it

@@ -11,6 +11,7 @@ from flowfabric.model.change import Change, RowTemplate
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan
+from flowfabric.stores.verdicts import Verdict
 
 A = TypeVar("A")
 
@@ -51,7 +52,7 @@ class LossyStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._after_read(self.store.scan(scan))
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         return await self._with_loss(lambda: self.store.commit(changes, topics))
 
     async def commit_and_claim(

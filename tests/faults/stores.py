@@ -11,7 +11,47 @@ COMMIT_AND_CLAIM = "tests/stores/contract/test_commit_and_claim.py"
 LEASES = "tests/stores/contract/test_leases.py"
 RACES = "tests/chaos/test_forced_races.py"
 
+VERDICTS = (
+    "tests/stores/contract/test_writes.py::test_a_row_that_exists_refuses_the_change_that_inserts_it_and_no_other"
+)
+
 STORES = (
+    Fault(
+        "memory: a refused insert leaves the other rows of its change",
+        "stores/memory/store.py",
+        "for table, key, row in reversed(undo):",
+        "for table, key, row in ():",
+        VERDICTS,
+    ),
+    Fault(
+        "sqlite: a part that collides leaves what it wrote before",
+        "stores/sqlite/writes.py",
+        'db.execute("ROLLBACK TO part")',
+        "pass",
+        VERDICTS,
+    ),
+    Fault(
+        "sqlite: a collision fails the whole batch",
+        "stores/sqlite/connection_thread.py",
+        "if not job.fall_back():",
+        "if True:",
+        VERDICTS,
+    ),
+    Fault(
+        "postgres: a batch whose first half was written is reported as not written",
+        "stores/postgres/store.py",
+        "source=error.source, in_doubt=True) from error",
+        "source=error.source, in_doubt=False) from error",
+        "tests/stores/postgres/test_pool.py"
+        "::test_a_connection_lost_between_the_halves_of_a_batch_leaves_it_in_doubt_if_anything_was_written",
+    ),
+    Fault(
+        "sqlite: a search ends when its budget is spent",
+        "stores/sqlite/reads.py",
+        "return SearchPage.of(scan, _scan_rows(db, queue_ids, part), last_read)",
+        "return SearchPage.of(scan, _scan_rows(db, queue_ids, part), None)",
+        "tests/stores/contract/test_search.py",
+    ),
     Fault(
         "memory: the revision is not compared",
         "stores/memory/store.py",

@@ -27,6 +27,7 @@ from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Due, Loaded, Read, Scan, Where
+from flowfabric.stores.verdicts import Verdict
 
 EVERYTHING = 1_000_000
 
@@ -50,7 +51,7 @@ class CheckedStore:
     def try_load_now(self, wants: Sequence[Read]) -> Loaded | None:
         return None  # every read is a load
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[Verdict]:
         self.calls["commit"] += 1
         assert all(change.id for change in changes), "every change has an id"
         verdicts = await self.store.commit(changes, hint)
@@ -81,6 +82,10 @@ class CheckedStore:
         """Return the due rows; `after_due` lets a test act between this scan and the writes that follow."""
         self.calls["due"] += 1
         due = await self.store.due(row, column, limit=limit, where=where)
+        if where:  # the bound may disregard the conditions, so it does here
+            every = await self.store.due(row, column, limit=0)
+            bounds = [at for at in (due.next_at, every.next_at) if at is not None and at > due.now]
+            due = msgspec.structs.replace(due, next_at=min(bounds, default=None))
         if self.after_due is not None:
             act, self.after_due = self.after_due, None
             await act()

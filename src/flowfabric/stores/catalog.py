@@ -1,4 +1,4 @@
-"""The catalog of tables: names, keys, aggregate roots and indexes, defined once for all stores.
+"""The catalog of tables: names, keys, homes, aggregate roots and indexes, defined once for all stores.
 
 An *aggregate root* has a revision and can be guarded; every other row belongs to a root. Columns and their types come
 from the record types. Stores derive their statements from the catalog, and a test compares it with each store's schema.
@@ -56,6 +56,30 @@ class Index(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
 
 
+class HomeKind(Enum):
+    """What a key column holds from which the home of a row follows (`homes.py`)."""
+
+    EXECUTION = "an execution id, which names its partition"
+    PARTITION = "the number of a flow partition"
+    TAG = "the tag of a partition of any family"
+    FLOW = "a flow id"
+    BUDGET = "a budget id"
+    QUOTA = "the id of a quota policy"
+
+
+# The first of these in a key decides.
+_HOME_COLUMNS = {
+    "execution_id": HomeKind.EXECUTION,
+    "downstream_execution_id": HomeKind.EXECUTION,
+    "parent_id": HomeKind.EXECUTION,
+    "partition": HomeKind.PARTITION,
+    "origin": HomeKind.TAG,
+    "flow_id": HomeKind.FLOW,
+    "budget_id": HomeKind.BUDGET,
+    "quota_policy_id": HomeKind.QUOTA,
+}
+
+
 class Table(msgspec.Struct, frozen=True):
     """A table and its record type."""
 
@@ -65,6 +89,11 @@ class Table(msgspec.Struct, frozen=True):
     aggregate_root: type[msgspec.Struct]  # `row` itself if it is a root
     columns: tuple[Column, ...]
     indexes: tuple[Index, ...] = ()
+
+    @property
+    def home(self) -> tuple[str, HomeKind] | None:
+        """The key column from which the home of a row follows; None if the rows belong to no partition."""
+        return next(((name, _HOME_COLUMNS[name]) for name in self.key if name in _HOME_COLUMNS), None)
 
     @property
     def is_aggregate_root(self) -> bool:

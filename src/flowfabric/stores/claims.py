@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric.model.change import RowTemplate
 from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.stores.verdicts import Verdict
 
 
 class LeaseIds(msgspec.Struct, frozen=True, gc=False):
@@ -55,7 +56,7 @@ class CommitAndClaimResult(msgspec.Struct, frozen=True, gc=False):
     `drained` says that a claim right after it would find no more rows.
     """
 
-    verdicts: list[int | None]
+    verdicts: list[Verdict]
     rows: list[tuple[Execution, Payload]]
     drained: bool = False
 

@@ -15,13 +15,13 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.errors import Corruption
-from flowfabric.model.change import BulkInsert, Delete, Patch, RowWrite, Write
+from flowfabric.model.change import BulkInsert, Change, Delete, Patch, RowWrite, Write, at
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.instant import FromNow
-from flowfabric.stores.catalog import TABLES, Column, Table
-from flowfabric.stores.port import Unstorable
+from flowfabric.stores.catalog import TABLE, TABLES, Column, Table
 from flowfabric.stores.queries import Scan, UnreadableRow
+from flowfabric.stores.verdicts import Unstorable
 
 QueueEncoder = Callable[[QueueKey], int]
 QueueDecoder = Callable[[int], QueueKey]
@@ -226,8 +226,7 @@ def bulk_insert_columns(insert: BulkInsert, change_id: int) -> list[Sequence[Any
     return columns
 
 
-def check_value(column: Column, value: Any) -> None:
-    """Refuse a value that some store cannot keep in this column."""
+def _check_value(column: Column, value: Any) -> None:
     if value is None:
         if not column.optional:
             raise Unstorable(f"{column.name} is not optional")
@@ -237,9 +236,24 @@ def check_value(column: Column, value: Any) -> None:
         _check_range(column.name, value)
 
 
-def check_events(events: Sequence[Event]) -> None:
-    """Refuse an event that some store cannot keep."""
-    for event in events:
+def check_change(change: Change, now: int) -> None:
+    """Raise `Unstorable` if some store cannot keep a value that this change writes or emits at this time."""
+    for write in change.writes:
+        if isinstance(write, Delete):
+            continue
+        column_of = CODEC[row_type_of(write)].column
+        if isinstance(write, BulkInsert):
+            columns = dict(zip(column_of, bulk_insert_columns(write, change.id), strict=True))
+        elif isinstance(write, Patch):
+            columns = {name: (value,) for name, value in write.fields.items()}
+        else:
+            columns = {name: (value,) for name, value in zip(column_of, astuple(write.row), strict=True)}
+        if unknown := columns.keys() - column_of.keys():
+            raise Unstorable(f"{TABLE[row_type_of(write)].name} has no column {sorted(unknown)}")
+        for name, values in columns.items():
+            for value in values:
+                _check_value(column_of[name], at(value, now))
+    for event in change.events:
         for name, value in zip(EVENT_COLUMNS, astuple(event), strict=True):
             _check_range(name, value)
 

@@ -1,16 +1,29 @@
 """The store port: the operations that the engine needs from a database.
 
 A store accepts or refuses a change and never says why. After a refusal the engine loads the rows again and asks the
-rule again. The store owns the clock: every operation reads the store's time once and uses that one reading for all its
-comparisons and timestamps.
+rule again.
+
+A store may keep its partitions on several servers. Every row has a home, its partition, which follows from its table
+and key (`homes.py`), and every change has one home. What holds within a partition need not hold across partitions:
+
+* The store owns the clock, one for each partition. An operation reads it once per partition and uses that one reading
+  for all comparisons and timestamps there. Clocks of different partitions may differ; no rule compares their instants.
+  `Loaded.now` is the time in the partition of the first read, which is the one that the rule decides on. A store with
+  several clocks also returns the time of each read, because the engine joins the loads of its callers.
+* A load is one snapshot of each partition, so no row is newer than its aggregate root. Two partitions may be read at
+  different moments. Guards protect a decision on rows of its own partition only; others are hints.
+* A batch of a commit may hold changes of many partitions. Each change is atomic, the batch is not.
+* A claim orders rows by position within each partition, and a due list by instant.
+* A read whose key prefix does not name the partition asks all of them, which is slow.
 
 What each operation guarantees when the process dies or a reply is lost:
 
 * `load`, `due`, `scan` and `feed` write nothing.
-* `commit` writes each change completely or not at all. A change whose guards fail does not affect the other changes of
-  the batch. An error means either that nothing was written (`Unstorable`, or `StoreUnavailable` with `in_doubt` False)
-  or that the outcome is unknown (`in_doubt` True). An aggregate root whose revision is the change's id then proves that
-  the change was applied.
+* `commit` writes each change completely or not at all, and answers each with a verdict of its own: a change that is
+  refused, or that holds a value which the store cannot keep, does not affect the other changes of the batch.
+  `StoreUnavailable` means either that nothing of the batch was written (`in_doubt` False) or that the outcome of every
+  change is unknown (`in_doubt` True). An aggregate root whose revision is the change's id then proves that the change
+  was applied.
 * `claim_rows` behaves like a commit. The claimed rows carry the lease ids of the request, so they can be found by those
   ids after a lost reply.
 * `renew` is idempotent.
@@ -25,20 +38,14 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
-
-
-class Unstorable(Exception):
-    """The store refused a value of one change; nothing of the batch was written."""
-
-
-class Collision(Unstorable):
-    """A row to be inserted was inserted concurrently; nothing of the batch was written."""
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.verdicts import Verdict
 
 
 class SchemaVersion(msgspec.Struct, frozen=True, gc=False):
@@ -56,8 +63,8 @@ class TransactionView(Protocol):
         """Load the requested rows and the store's time."""
         ...
 
-    async def commit(self, change: Change) -> int | None:
-        """Write the change and return the store's time if all guards hold; otherwise write nothing and return None."""
+    async def commit(self, change: Change) -> Verdict:
+        """Write the change if all guards hold and its values can be stored; otherwise write nothing."""
         ...
 
     async def notify(self, topics: frozenset[str]) -> None:
@@ -92,8 +99,11 @@ class Store(Protocol):
     clock: Clock | None  # the store's clock, if it can be read without asking the store
     executes_in_order: bool  # True if a claim sent after a commit sees its writes, even before the commit has returned
 
-    async def open(self, *, migrate: bool) -> SchemaVersion:
-        """Connect, apply missing migrations if `migrate` is set, and refuse a schema newer than this code."""
+    async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
+        """Connect, apply missing migrations if `migrate` is set, and refuse a schema newer than this code.
+
+        The homes of rows follow from the numbers of `partitions`; a store on one server does not need them.
+        """
         ...
 
     async def close(self) -> None:
@@ -112,8 +122,11 @@ class Store(Protocol):
         """Load the rows synchronously if that is faster than waiting for `load`; otherwise return None."""
         ...
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
-        """Commit changes; return, per change, the commit's time if its guards held and it was written, else None.
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
+        """Commit changes; return the verdict on each.
+
+        It is the commit's time if the change was written, None if a guard does not hold or a row to be inserted exists,
+        `Unstorable` if a value cannot be kept; a change may get either of the last two if both are true.
 
         No two changes of one call may guard or write the same aggregate root, with one exception: one change may delete
         all roots whose key has a prefix while another writes one of those roots. If anything was written, other
@@ -132,9 +145,9 @@ class Store(Protocol):
         ...
 
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
-        """Claim the first rows of some queues, at most one per `LeaseIds`, ordered by position and execution id.
+        """Claim the first rows of some queues, at most one per `LeaseIds`.
 
-        Rows with an unexpired grant are skipped.
+        They are ordered by position and execution id, within each partition. Rows with an unexpired grant are skipped.
         """
         ...
 
@@ -145,11 +158,18 @@ class Store(Protocol):
         ...
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
-        """Return the rows whose `column` holds an instant that has passed, earliest first."""
+        """Return the rows that meet the conditions and whose `column` holds an instant that has passed."""
         ...
 
     async def scan(self, scan: Scan) -> list[Any]:
         """Return the rows of a scan, in its order."""
+        ...
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        """Return rows of a scan that no index serves, in the order of the key, which has one column.
+
+        At most `budget` rows are read, whether they meet the conditions or not, so that no call takes long.
+        """
         ...
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:

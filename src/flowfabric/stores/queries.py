@@ -20,14 +20,25 @@ class Read(msgspec.Struct, frozen=True, gc=False):
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """The rows of each `Read`, and the store's time."""
+    """The rows of each `Read`, and the store's time in the partition of the first one."""
 
     now: int
     rows: list[list[Any]]
+    times: list[int] | None = None  # the time of each read, if the store has several clocks
+
+    def part(self, begin: int, end: int) -> Loaded:
+        """Return what was loaded for some of the reads."""
+        if self.times is None or begin == end:
+            return Loaded(self.now, self.rows[begin:end])
+        return Loaded(self.times[begin], self.rows[begin:end], self.times[begin:end])
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):
-    """Rows whose instant has passed, earliest first, and the next future instant; None if there is none."""
+    """Rows whose instant has passed, earliest first, and the next future instant; None if there is none.
+
+    With conditions `next_at` is a lower bound: no row that meets them becomes due before it, but none may be due then.
+    A store may disregard the conditions, because finding the next row that meets them can mean reading all others.
+    """
 
     now: int
     rows: list[Any]
@@ -122,6 +133,19 @@ class UnreadableRow(msgspec.Struct, frozen=True):
 
     sort_key: tuple[Any, ...]
     error: Corruption
+
+
+class SearchPage(msgspec.Struct, frozen=True):
+    """The rows that a search has found, and the key to continue after; None if there is nothing left to read."""
+
+    rows: list[Any]
+    after: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, scan: Scan, rows: list[Any], last_read: tuple[Any, ...] | None) -> SearchPage:
+        """Return the page of a search that stopped after the key `last_read`, or earlier if it found enough rows."""
+        (key,) = TABLE[scan.row].key
+        return cls(rows, (getattr(rows[-1], key),) if rows and len(rows) >= scan.limit else last_read)
 
 
 class GroupedCount(msgspec.Struct, frozen=True):

@@ -21,12 +21,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import SchemaVersion, Store
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.verdicts import Verdict
 
 T = TypeVar("T")
 
@@ -142,8 +144,8 @@ class FlakyStore:
 
     # -- the port -------------------------------------------------------------------------------------------------
 
-    async def open(self, *, migrate: bool) -> SchemaVersion:
-        return await self.inner.open(migrate=migrate)
+    async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
+        return await self.inner.open(migrate=migrate, partitions=partitions)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -157,7 +159,7 @@ class FlakyStore:
     async def load(self, wants: Sequence[Read]) -> Loaded:
         return await self._call("load", lambda: self.inner.load(wants))
 
-    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], hint: frozenset[str] = frozenset()) -> list[Verdict]:
         return await self._call("commit", lambda: self.inner.commit(changes, hint))
 
     async def commit_and_claim(
@@ -176,6 +178,9 @@ class FlakyStore:
 
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._call("scan", lambda: self.inner.scan(scan))
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        return await self._call("scan", lambda: self.inner.search(scan, budget))
 
     async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
         return await self._call("tally", lambda: self.inner.count_grouped(tally))

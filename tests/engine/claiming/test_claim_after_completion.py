@@ -18,6 +18,7 @@ from flowfabric.model.change import Change
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store
+from flowfabric.stores.verdicts import Verdict
 
 LANE = "mail"
 CHAINS = 3
@@ -42,7 +43,7 @@ class CountingStore:
         self.calls.append("take")
         return await self.store.claim_rows(request)
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.calls.append("commit")
         return await self.store.commit(changes, topics)
 

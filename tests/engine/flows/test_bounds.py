@@ -14,6 +14,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
+from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.faults import Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import scan_all
@@ -33,7 +34,7 @@ class MeasuringStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.heaviest = max([self.heaviest, *(len(change.writes) for change in changes)])
         return await self.store.commit(changes, topics)
 

@@ -27,6 +27,7 @@ from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan, Where
+from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.limit_invariants import check_limit_invariants
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -54,7 +55,7 @@ class InterleavingStore:
         await self._delay()
         return await self.store.load(reads)
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         await self._delay()
         verdicts = await self.store.commit(changes, topics)
         self.commits += 1

@@ -18,6 +18,7 @@ from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
+from flowfabric.stores.verdicts import Verdict
 from tests.engine.lossy_store import Loss, LossyStore
 
 
@@ -31,7 +32,7 @@ class SmallBatchStore(MemoryStore):
         super().__init__(clock)
         self.under_way = self.most = self.batches = self.away = 0
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.batches += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -168,7 +169,7 @@ class RecordingStore(LossyStore):
         super().__init__(store)
         self.sent: list[int] = []
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.sent.append(len(changes))
         return await super().commit(changes, topics)
 

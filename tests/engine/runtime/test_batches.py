@@ -10,11 +10,13 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.runtime.commit_queue import MAX_BATCH_ROWS
-from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
-from flowfabric.model.change import Change, Guard, Patch
+from flowfabric.engine.runtime.load_queue import LoadQueue
+from flowfabric.ids import FlowId, LaneId, SeededMinter, mint_for_flow, mint_solo
+from flowfabric.model.change import Change, Guard, Insert, Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, EdgeGroup, Flow, FlowMember
 from flowfabric.model.instant import NOW
@@ -27,8 +29,11 @@ from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
 from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
+from flowfabric.stores.queries import Loaded, Read
+from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flow_env import FlowEnv
+from tests.stores.sample_rows import execution
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ class RecordingStore(MemoryStore):
         self.held: list[int] = []
         self.under_way = self.most = 0
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         self.held.append(len(changes))
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -127,6 +132,42 @@ class RecordingStore(MemoryStore):
             await asyncio.sleep(0)
         self.under_way -= 1
         return await super().commit(changes, topics)
+
+
+async def test_an_unstorable_change_fails_its_own_caller_only(store: Store) -> None:
+    engine = Engine(store, minter=SeededMinter(1))
+    names = [mint_solo(LaneId("mail"), engine.partitions, engine.minter) for _ in range(5)]
+    rows = [execution(name, tags="a\0b" if place == 2 else None) for place, name in enumerate(names)]
+    there = Change((), (Insert(rows[3]),), id=engine.minter.change_id())
+    assert await store.commit([there]) != [None]
+
+    results = await asyncio.gather(
+        *(engine.runtime.commit_queue.add(Change((), (Insert(row),), id=engine.minter.change_id())) for row in rows),
+        return_exceptions=True,
+    )
+
+    kinds = [type(result) for result in results]
+    assert kinds == [int, int, errors.InvalidInput, type(None), int]
+    assert "the store cannot keep this" in str(results[2])
+
+
+class TwoClocks(MemoryStore):
+    """Has a clock for each partition: that of partition n is n seconds ahead."""
+
+    async def load(self, reads: Sequence[Read]) -> Loaded:
+        loaded = await super().load(reads)
+        times = [loaded.now + 1000 * int(read.key[0][4 : read.key[0].index("}")]) for read in reads]
+        return Loaded(times[0], loaded.rows, times)
+
+
+async def test_loads_that_share_a_round_trip_get_the_time_of_their_own_partition() -> None:
+    queue = LoadQueue(TwoClocks(ManualClock(0)))
+    reads = [[Read(Execution, (f"{{fp:{place}}}:a",)), Read(Execution, ("{fp:9}:b",))] for place in range(5)]
+
+    loaded = await asyncio.gather(*(queue.load(one) for one in reads))
+
+    assert [found.now for found in loaded] == [0, 1000, 2000, 3000, 4000]
+    assert [found.times for found in loaded] == [[1000 * place, 9000] for place in range(5)]
 
 
 async def graph_of(engine: Engine, size: int) -> str:

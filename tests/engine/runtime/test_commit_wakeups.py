@@ -17,6 +17,7 @@ from flowfabric.model.answers.execution import Claimed, Duplicate
 from flowfabric.model.change import Change
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.postgres import PostgresStore, notifier
+from flowfabric.stores.verdicts import Verdict
 from tests.conftest import Rival
 
 LANE = "mail"
@@ -31,7 +32,7 @@ class RecordingStore(MemoryStore):
         self.sent: list[frozenset[str]] = []
         self.is_losing = False
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         done = await super().commit(changes)
         if self.is_losing:
             self.is_losing = False

@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.clock import StoreClockEstimate
+from flowfabric.engine.operations import reads
 from flowfabric.ids import MissingTag
 from flowfabric.model.answers.execution import Created, RetryScheduled
 from flowfabric.model.states import (
@@ -308,15 +309,38 @@ async def test_search_pages_through_executions_that_match_every_filter(env: Env)
     assert [one.execution_id for one in ended.executions] == [wanted[0]]
 
 
+@pytest.mark.parametrize("tag", [None, ("app.kind", "seldom")], ids=["no tag", "tag"])
+async def test_a_search_goes_on_when_the_budget_of_a_step_is_spent(
+    env: Env, monkeypatch: pytest.MonkeyPatch, tag: tuple[str, str] | None
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_BUDGET", 3)
+    for number in range(20):
+        await env.create(execution_id=numbered(5, number), namespace="other", tags={"app.kind": "seldom"})
+    rare = [
+        await env.create(execution_id=numbered(5, 20 + number), namespace="n1", tags={"app.kind": "seldom"})
+        for number in range(2)
+    ]
+    searches = env.store.calls["search"]
+
+    page = await env.engine.search_executions(namespace="n1", tag=tag, limit=1)
+
+    assert env.store.calls["search"] - searches == 8
+    assert ([one.execution_id for one in page.executions], page.next_cursor) == ([rare[0]], rare[0])
+    rest = await env.engine.search_executions(namespace="n1", tag=tag, limit=1, cursor=page.next_cursor)
+    assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([rare[1]], None)
+    nothing = await env.engine.search_executions(namespace="n2", tag=tag)
+    assert (nothing.executions, nothing.next_cursor) == ([], None)
+
+
 async def test_a_rare_tag_is_found_with_one_scan(env: Env) -> None:
     for _ in range(20):
         await env.create(tags={"app.kind": "often"})
     rare = [await env.create(tags={"app.kind": "seldom"}) for _ in range(2)]
-    scans = env.store.calls["scan"]
+    searches = env.store.calls["search"]
 
     page = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
 
-    assert env.store.calls["scan"] - scans == 1
+    assert env.store.calls["search"] - searches == 1
     assert ([one.execution_id for one in page.executions], page.next_cursor) == ([min(rare)], min(rare))
     rest = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
     assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([max(rare)], None)

@@ -16,7 +16,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, CancellationPolicy, Flow, FlowMember, PendingMemberCancel
 from flowfabric.rules.feed import Filter
-from flowfabric.stores.port import Unstorable
+from flowfabric.stores.verdicts import Unstorable, Verdict
 from tests.scenarios.flow_env import FlowEnv
 
 WAIT = WaitIndefinite()
@@ -98,10 +98,11 @@ class RefusingStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
-        if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
-            raise Unstorable("a broken page")
-        return await self._store.commit(changes, hint)
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[Verdict]:
+        refused = [any(guard.key == (self._execution,) for guard in one.guards) for one in changes]
+        others = [one for one, is_refused in zip(changes, refused, strict=True) if not is_refused]
+        verdicts = iter(await self._store.commit(others, hint))
+        return [Unstorable("a broken page") if is_refused else next(verdicts) for is_refused in refused]
 
 
 @pytest.mark.spec("S-041")
@@ -413,7 +414,7 @@ class BlockedStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[Verdict]:
         if any(guard.key == (self._execution,) for one in changes for guard in one.guards):
             await self.freed.wait()
         return await self._store.commit(changes, hint)

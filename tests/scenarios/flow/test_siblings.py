@@ -15,6 +15,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup, PendingSiblingCancel
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.stores.queries import Loaded, Read
+from flowfabric.stores.verdicts import Verdict
 from tests.scenarios.flow_env import WAITING, FlowEnv, any_of, quorum
 
 RECONCILED = "ff_sibling_cancel_reconcile"
@@ -65,7 +66,7 @@ class FailingOnceStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: list[Change], hint: frozenset[str] = frozenset()) -> list[Verdict]:
         if self.failures and any(guard.key == (self._execution,) for one in changes for guard in one.guards):
             self.failures -= 1
             raise errors.StoreUnavailable("unplugged", source="transport")

@@ -18,6 +18,7 @@ from flowfabric.rules import validation
 from flowfabric.sdk.worker.outcome import Outcome
 from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
+from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
 from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
@@ -35,10 +36,10 @@ def intercept_completions(store: Any, monkeypatch: pytest.MonkeyPatch, before: C
     """Await `before` ahead of every commit that completes executions, with their number."""
     commit = store.commit
 
-    async def committing(changes: Sequence[Change], *hint: Any) -> list[int | None]:
+    async def committing(changes: Sequence[Change], *hint: Any) -> list[Verdict]:
         if ends := sum(change.template is not None for change in changes):
             await before(ends)
-        result: list[int | None] = await commit(changes, *hint)
+        result: list[Verdict] = await commit(changes, *hint)
         return result
 
     monkeypatch.setattr(store, "commit", committing)

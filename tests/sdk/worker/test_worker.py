@@ -16,6 +16,7 @@ from flowfabric.engine_api import EngineAPI
 from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.model.worker import WorkerEntry
+from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
 from tests.sdk.conftest import running_worker, wait_until
 
@@ -54,10 +55,10 @@ async def test_the_next_run_starts_while_the_completion_of_the_last_one_is_in_fl
     store = engine.store
     commit, may_land = store.commit, asyncio.Event()
 
-    async def slow(changes: Sequence[Change], *hint: Any) -> list[int | None]:
+    async def slow(changes: Sequence[Change], *hint: Any) -> list[Verdict]:
         if any(change.template is not None for change in changes):
             await may_land.wait()
-        landed: list[int | None] = await commit(changes, *hint)
+        landed: list[Verdict] = await commit(changes, *hint)
         return landed
 
     monkeypatch.setattr(store, "commit", slow)

@@ -151,7 +151,8 @@ async def test_events_that_a_history_omits_do_not_count_against_its_limit(store:
 
 async def test_executions_of_two_partitions_with_one_uuid_have_separate_histories(store: Store) -> None:
     names = [f"{{fp:{partition}}}:11111111-1111-4111-8111-111111111111" for partition in (3, 4)]
-    await write(store, events=[event(name, lease=name) for name in names])
+    for name in names:
+        await write(store, events=[event(name, lease=name)])
 
     for name in names:
         assert [told.event.lease for told in await store.history(name, Topic.LEASE, 10)] == [name]

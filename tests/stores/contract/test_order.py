@@ -15,7 +15,7 @@ from flowfabric.model.execution import Execution, IdempotencyKey, Payload, Queue
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.stores.catalog import TABLE
-from flowfabric.stores.port import Collision, Store
+from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore, connection_thread
 from tests.scenarios.waits import until
@@ -33,8 +33,8 @@ WANTS = (
 @pytest.fixture
 async def filled(store: Store) -> Store:
     row = execution("a", line=QueueKey("mail", '["gpu"]'), has_waits=True, lifecycle_phase=LifecyclePhase.ACTIVE)
-    keys = [Insert(IdempotencyKey(1, digest, "a", 2**62)) for digest in "zxy"]
-    await write(store, Insert(row), Insert(payload("a", b"\0\xff")), *keys)
+    await write(store, Insert(row), Insert(payload("a", b"\0\xff")))
+    await write(store, *(Insert(IdempotencyKey(1, digest, "a", 2**62)) for digest in "zxy"))
     return store
 
 
@@ -86,14 +86,21 @@ async def test_every_kind_of_row_is_loaded_alone_and_by_the_hundred(store: Store
         assert (await store.load([Read(row, key)] * 80)).rows == [[]] * 80
 
 
-async def test_a_claim_sees_the_commit_called_before_it_on_stores_that_execute_in_order(store: Store) -> None:
+@pytest.mark.parametrize(
+    "bad", [{}, {"execution_id": "first"}, {"tags": "a\0b"}], ids=["alone", "collision", "bad value"]
+)
+async def test_a_claim_sees_the_commit_called_before_it_on_stores_that_execute_in_order(
+    store: Store, bad: dict[str, str]
+) -> None:
     await write(store, Insert(queued("first", 1)), Insert(payload("first")))
-    steps = change(Insert(queued("second", 2)), Insert(payload("second")))
+    steps = [change(Insert(queued("second", 2)), Insert(payload("second")))]
+    steps += [change(Insert(execution("bad", **bad)))] if bad else []
 
-    verdicts, claimed = await asyncio.gather(store.commit([steps]), store.claim_rows(claim_request(2)))
+    verdicts, claimed = await asyncio.gather(store.commit(steps), store.claim_rows(claim_request(2)))
 
     found = [row.execution_id for row, _ in claimed.rows]
-    assert verdicts == [claimed.now] or not store.executes_in_order
+    assert verdicts[0] == claimed.now or not store.executes_in_order
+    assert not any(isinstance(verdict, int) for verdict in verdicts[1:])
     assert found == ["first", "second"] or (not store.executes_in_order and found == ["first"])
 
 
@@ -143,11 +150,11 @@ async def test_a_failing_part_of_a_transaction_rolls_back_only_itself(
     steps = [change(Insert(execution(name)), Insert(payload(name))) for name in names]
     steps[at_fault] = change(Insert(execution("new")), Insert(execution("there")))
 
-    answers = await asyncio.gather(*(store.commit([step]) for step in steps), return_exceptions=True)
+    answers = await asyncio.gather(*(store.commit([step]) for step in steps))
     kept = (await store.load([Read(Execution, (name,)) for name in ("new", *names)])).rows
     await store.close()
 
-    assert [isinstance(answer, Collision) for answer in answers] == [place == at_fault for place in range(3)]
+    assert [answer == [None] for answer in answers] == [place == at_fault for place in range(3)]
     assert [bool(found) for found in kept] == [False, *(place != at_fault for place in range(3))]
 
 

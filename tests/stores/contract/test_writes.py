@@ -8,15 +8,16 @@ import msgspec
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Delete, Insert, Patch, Upsert, absent
+from flowfabric.model.change import Delete, Insert, Patch, Upsert, Write, absent
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
-from flowfabric.stores.port import Collision, Store, Unstorable
+from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
+from flowfabric.stores.verdicts import Unstorable
 from tests.stores.sample_rows import change, event, execution, one, payload, queued, write
 
 
@@ -144,9 +145,6 @@ async def test_a_delete_removes_all_rows_with_a_key_prefix(store: Store) -> None
     left = [(row.execution_id, row.attempt_index) for row in (await store.load([Read(Attempt, ())])).rows[0]]
     assert left == [("ab", 0), ("ab", 1), ("ab", 2), ("b", 0), ("b", 2)]
 
-    await write(store, Delete(Attempt, ()))
-    assert (await store.load([Read(Attempt, ())])).rows == [[]]
-
 
 @pytest.mark.parametrize("beside", ["before", "after"])
 async def test_a_delete_removes_a_root_that_another_change_of_the_batch_patches(
@@ -208,40 +206,90 @@ POISON: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", [fields for _, fields in POISON], ids=[name for name, _ in POISON])
-async def test_an_unstorable_row_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
+async def test_an_unstorable_row_refuses_its_own_change_only(store: Store, fields: dict[str, Any]) -> None:
     await write(store, Insert(execution("c")))
-    end = await store.feed_end()
-    good = change(Insert(execution("a", line=QueueKey("new"))), events=[event(lease="x")])
+    before, end = await one(store, Execution, "c"), await store.feed_end()
+    poisons: tuple[Write, ...] = (Insert(execution("b", **fields)), Patch(Execution, ("c",), fields))
+    bad = [
+        change(Insert(payload(name)), poison, events=[event(name, lease="bad")])
+        for name, poison in zip("bc", poisons, strict=True)
+    ]
+    good = [
+        change(Insert(execution(name, line=QueueKey("new", name))), events=[event(name, lease="good")])
+        for name in ("a1", "a2", "a3")
+    ]
 
-    for poison in (Insert(execution("b", **fields)), Patch(Execution, ("c",), fields)):
-        with pytest.raises(Unstorable) as refusal:
-            await store.commit([good, change(poison, events=[event(lease="x")])])
-        assert not isinstance(refusal.value, Collision)
-    assert [row.execution_id for row in (await store.load([Read(Execution, ())])).rows[0]] == ["c"]
-    assert (await store.feed(Topic.LEASE, end, 10)).events == []
-    assert await store.commit([good]) != [None]
+    verdicts = await store.commit([good[0], bad[0], good[1], bad[1], good[2]])
+
+    assert [type(verdict) for verdict in verdicts] == [int, Unstorable, int, Unstorable, int]
+    assert [row.execution_id for row in (await store.load([Read(Execution, ())])).rows[0]] == ["a1", "a2", "a3", "c"]
+    assert await one(store, Execution, "c") == before
+    assert (await store.load([Read(Payload, ())])).rows == [[]]
+    assert [told.event.lease for told in (await store.feed(Topic.LEASE, end, 10)).events] == ["good"] * 3
+    assert await store.queues() == [QueueKey("new", name) for name in ("a1", "a2", "a3")]
+    assert [type(verdict) for verdict in await store.commit([bad[0]])] == [Unstorable]
 
 
 @pytest.mark.parametrize("fields", [{"lease_epoch": 2**63}, {"reason": "a\0b"}, {"reason": "\udfff"}])
-async def test_an_unstorable_event_is_refused_with_its_whole_batch(store: Store, fields: dict[str, Any]) -> None:
-    with pytest.raises(Unstorable):
-        await store.commit([change(Insert(execution())), change(events=[event(lease="x", **fields)])])
+async def test_an_unstorable_event_refuses_its_own_change_only(store: Store, fields: dict[str, Any]) -> None:
+    bad = change(Insert(payload("a")), events=[event(lease="x", **fields)])
+
+    verdicts = await store.commit([change(Insert(execution())), bad])
+
+    assert [type(verdict) for verdict in verdicts] == [int, Unstorable]
+    assert await one(store, Execution, "a") is not None
+    assert await one(store, Payload, "a") is None
+    assert (await store.feed(Topic.LEASE, 0, 10)).events == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
+async def test_a_row_that_exists_refuses_the_change_that_inserts_it_and_no_other(store: Store, place: int) -> None:
+    await write(store, Insert(execution("there")))
+    batch = [change(Insert(execution(name)), events=[event(name, lease="x")]) for name in "abcd"]
+    batch.insert(place, change(Insert(payload("there")), Insert(execution("there", priority=9))))
+
+    verdicts = await store.commit(batch)
+
+    assert [verdict is None for verdict in verdicts] == [number == place for number in range(5)]
+    assert [(await one(store, Execution, name)) is not None for name in "abcd"] == [True] * 4
+    assert (await one(store, Execution, "there")).priority == 0
+    assert await one(store, Payload, "there") is None
+    assert [told.event.execution_id for told in (await store.feed(Topic.LEASE, 0, 10)).events] == [*"abcd"]
+
+
+async def test_the_first_of_several_changes_that_insert_one_row_is_written(store: Store) -> None:
+    batch = [change(Insert(execution(name)), Insert(payload("x", name.encode()))) for name in "abc"]
+
+    verdicts = await store.commit(batch)
+
+    assert [verdict is not None for verdict in verdicts] == [True, False, False]
+    assert (await one(store, Payload, "x")).input_payload == b"a"
+    assert [await one(store, Execution, name) for name in "bc"] == [None, None]
+
+
+async def test_a_change_that_inserts_one_row_twice_is_refused(store: Store) -> None:
+    assert await store.commit([change(Insert(execution("a")), Insert(execution("a")))]) == [None]
     assert await one(store, Execution, "a") is None
 
 
-async def test_a_row_that_was_inserted_meanwhile_is_a_collision_and_nothing_is_written(store: Store) -> None:
-    await write(store, Insert(execution("a")))
+async def test_every_bad_change_of_a_large_batch_is_found(store: Store) -> None:
+    await write(store, *(Insert(execution(f"old{number}")) for number in range(5)))
+    batch = []
+    for number in range(60):
+        name, fields = f"n{number:02}", dict[str, Any]()
+        if number % 12 == 5:
+            name = f"old{number // 12}"
+        elif number % 20 == 3:
+            fields = {"tags": "a\0b"}
+        batch.append(change(Insert(execution(name, **fields))))
 
-    with pytest.raises(Collision):
-        await store.commit([change(Insert(execution("b"))), change(Insert(execution("a", priority=9)))])
-    assert await one(store, Execution, "b") is None
-    assert (await one(store, Execution, "a")).priority == 0
+    verdicts = await store.commit(batch)
 
-
-async def test_a_refused_insert_is_no_collision(store: Store) -> None:
-    await write(store, Insert(execution("a")))
-
-    assert await store.commit([change(Insert(execution("a")), guards=[absent(Execution, "a")])]) == [None]
+    kinds = [
+        type(None) if number % 12 == 5 else Unstorable if number % 20 == 3 else int for number in range(len(batch))
+    ]
+    assert [type(verdict) for verdict in verdicts] == kinds
+    assert len((await store.load([Read(Execution, ())])).rows[0]) == 5 + kinds.count(int)
 
 
 @pytest.mark.parametrize("first", [Upsert, Insert])
@@ -264,7 +312,8 @@ async def test_an_unstorable_change_whose_guard_fails_has_no_effect(store: Store
 
 async def test_a_load_returns_the_rows_of_each_read_in_key_order_and_the_time(store: Store, clock: ManualClock) -> None:
     await write(store, *(Insert(attempt("a", index)) for index in (10, 2, 1)), Insert(execution("a")))
-    await write(store, Insert(IdempotencyKey(1, "x", "a", 5)), Insert(IdempotencyKey(2, "x", "a", 5)))
+    for partition in (1, 2):
+        await write(store, Insert(IdempotencyKey(partition, "x", "a", 5)))
 
     wants = [Read(Attempt, ("a",)), Read(Attempt, ("a", 2)), Read(Execution, ("b",)), Read(IdempotencyKey, (2,))]
     loaded = await store.load(wants)

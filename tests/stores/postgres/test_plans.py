@@ -195,6 +195,16 @@ async def test_a_claim_reads_few_pages_whatever_the_table_holds(planner: Planner
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, sql
 
 
+async def test_a_search_reads_a_range_of_keys(planner: Planner) -> None:
+    where = (Where("namespace", "=", "x"), Where("execution_id", "<=", "m"))
+    scan = Scan(Execution, where, ("execution_id",), ("a",), 51)
+
+    for statement, values in (reads.nth_key_statement(scan, 10_000), reads.scan_statement(scan, numbers)):
+        await planner.fetch(statement, *values)
+
+    assert [index for _, _, index in planner.scans()] == ["ff_exec_core_pkey"] * 2
+
+
 async def test_queues_with_work_are_found_by_index_skips(planner: Planner) -> None:
     plan = await planner.connection.fetchval(
         f"explain (analyze, buffers, format json) {NONEMPTY_QUEUES}", None, [-1], [2**63 - 1], None

@@ -16,9 +16,10 @@ from flowfabric.model.change import Guard, Insert, Patch
 from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest
-from flowfabric.stores.port import Collision, Unstorable
 from flowfabric.stores.postgres import PostgresStore
+from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.queries import Read
+from flowfabric.stores.verdicts import Unstorable, Verdict
 from tests.conftest import Rival, migrate
 from tests.servers import PostgresServer, leave, postgres
 from tests.stores.sample_rows import (
@@ -268,19 +269,37 @@ async def test_closing_aborts_calls_in_flight(database: str, rival: Rival) -> No
 
 
 @pytest.mark.parametrize("poison", [{"tags": "a\0b"}, {"tags": "\ud800"}, {"priority": 2**63}, {"rank": 2**70}])
-async def test_an_unstorable_value_fails_its_batch_and_nothing_else(
+async def test_an_unstorable_value_fails_its_change_and_nothing_else(
     database: str, clock: ManualClock, poison: dict[str, object]
 ) -> None:
     store = PostgresStore(database, clock, pool_size=1)
     batch = [change(Insert(execution("a"))), change(Insert(execution("b", **poison)))]
 
-    with pytest.raises(Unstorable) as error:
-        await store.commit(batch)
-
-    assert not isinstance(error.value, Collision)
-    assert await one(store, Execution, "a") is None
-    assert await store.commit(batch[:1]) == [clock.now]
+    assert [type(verdict) for verdict in await store.commit(batch)] == [int, Unstorable]
+    assert await one(store, Execution, "b") is None
+    assert await store.commit([change(Insert(execution("c")))]) == [clock.now]
     await store.close()
+
+
+@pytest.mark.parametrize(("names", "in_doubt"), [(["a", "there"], True), (["there", "a"], False)])
+async def test_a_connection_lost_between_the_halves_of_a_batch_leaves_it_in_doubt_if_anything_was_written(
+    pg: PostgresStore, monkeypatch: pytest.MonkeyPatch, names: list[str], in_doubt: bool
+) -> None:
+    await write(pg, Insert(execution("there")))
+    commit, sent = pg._commit, list[CommitPlan]()
+
+    async def lose_third(plan: CommitPlan, topics: frozenset[str]) -> tuple[list[Verdict], list[object]]:
+        sent.append(plan)
+        if len(sent) == 3:
+            raise StoreUnavailable("lost", source=StoreFault.TRANSPORT, in_doubt=False)
+        return await commit(plan, topics)
+
+    monkeypatch.setattr(pg, "_commit", lose_third)
+
+    with pytest.raises(StoreUnavailable, match="lost") as error:
+        await pg.commit([change(Insert(execution(name))) for name in names])
+
+    assert unknown_outcome(error) is in_doubt
 
 
 @pytest.mark.parametrize("cache", [True, False])

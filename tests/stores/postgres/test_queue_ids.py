@@ -14,10 +14,10 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.model.change import Delete, Insert
 from flowfabric.model.execution import MISSING_QUEUE, Execution, QueueKey, Result
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres import PostgresStore, queue_ids
 from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.postgres.queue_ids import queue_id
+from flowfabric.stores.verdicts import Unstorable
 from tests.conftest import Rival
 from tests.servers import postgres
 from tests.stores.sample_rows import MAIL, change, claim_request, insert_queued, one, queued
@@ -74,14 +74,17 @@ async def test_two_queues_with_one_id_are_refused(pg: PostgresStore, monkeypatch
     await insert_queued(pg, queued("a"))
     monkeypatch.setattr(queue_ids, "queue_id", lambda line: queue_id(MAIL))
 
-    with pytest.raises(Unstorable, match="same id"):
-        await insert_queued(pg, queued("b", line=QueueKey("other")))
+    [verdict] = await pg.commit([change(Insert(queued("b", line=QueueKey("other"))))])
+
+    assert isinstance(verdict, Unstorable)
+    assert "has the same id as" in str(verdict)
     assert await pg.queues() == [MAIL]
 
 
 async def test_nothing_can_be_enqueued_in_a_missing_queue(pg: PostgresStore) -> None:
-    with pytest.raises(Unstorable, match="missing ready queue"):
-        await pg.commit([change(Insert(queued("a", line=MISSING_QUEUE)))])
+    verdicts = await pg.commit([change(Insert(queued("a", line=MISSING_QUEUE))), change(Insert(queued("b")))])
+
+    assert [type(verdict) for verdict in verdicts] == [Unstorable, int]
 
 
 class TestIdsOfASequence:

@@ -14,9 +14,9 @@ from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.rules.execution.lease import RENEWAL
 from flowfabric.stores.claims import LeaseRef
-from flowfabric.stores.port import Collision
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
+from flowfabric.stores.verdicts import Verdict
 from tests.conftest import Rival
 from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, one, payload, queued, write
 
@@ -55,7 +55,7 @@ class TestAChangeOfTwoRows:
     """Both rows were decided on; a rival is writing the second one."""
 
     @pytest.fixture
-    async def commit(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[list[int | None]]:
+    async def commit(self, pg: PostgresStore, rival: Rival) -> asyncio.Task[list[Verdict]]:
         revision = await two_rows(pg)
         await rival.begin(touch("b"))
         both = change(set_priority("a", 5), set_priority("b", 5), guards=[seen("a", revision), seen("b", revision)])
@@ -63,7 +63,7 @@ class TestAChangeOfTwoRows:
         await rival.blocks()
         return commit
 
-    async def test_is_atomic(self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]]) -> None:
+    async def test_is_atomic(self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]]) -> None:
         await rival.end()
 
         assert await commit == [None]
@@ -71,7 +71,7 @@ class TestAChangeOfTwoRows:
         assert (await one(pg, Execution, "b")).priority == 0
 
     async def test_is_written_whole_if_the_rival_rolls_back(
-        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]], clock: ManualClock
+        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]], clock: ManualClock
     ) -> None:
         await rival.end("rollback")
 
@@ -195,7 +195,7 @@ class TestTwoCreatesOfOneRow:
     @pytest.fixture(params=[Insert, Upsert], ids=["inserted", "put"])
     async def commit(
         self, request: pytest.FixtureRequest, pg: PostgresStore, rival: Rival
-    ) -> asyncio.Task[list[int | None]]:
+    ) -> asyncio.Task[list[Verdict]]:
         make: type[Insert | Upsert] = request.param
         await write(pg, Insert(execution("old")))
         columns = (
@@ -212,18 +212,17 @@ class TestTwoCreatesOfOneRow:
         await rival.blocks()
         return commit
 
-    async def test_the_second_collides_and_writes_nothing(
-        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]]
+    async def test_the_second_is_refused_and_the_change_beside_it_is_written(
+        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]], clock: ManualClock
     ) -> None:
         await rival.end()
 
-        with pytest.raises(Collision):
-            await commit
+        assert await commit == [None, clock.now]
         assert await one(pg, Payload, "a") is None
-        assert await one(pg, Execution, "b") is None
+        assert await one(pg, Execution, "b") is not None
 
     async def test_the_second_is_written_if_the_first_rolls_back(
-        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[int | None]], clock: ManualClock
+        self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]], clock: ManualClock
     ) -> None:
         await rival.end("rollback")
 

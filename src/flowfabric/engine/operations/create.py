@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.commit_queue import result_of
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
@@ -53,7 +55,10 @@ async def create_in_transaction(runtime: Runtime, view: TransactionView, ask: Cr
                 return decision.unwrap(now)
         else:
             change = msgspec.structs.replace(decision.change, id=runtime.minter.change_id())
-            if (committed := await view.commit(change)) is not None:
+            committed = result_of(await view.commit(change))
+            if isinstance(committed, errors.FabricError):
+                raise committed
+            if committed is not None:
                 queues = {
                     write.row.line
                     for write in change.writes

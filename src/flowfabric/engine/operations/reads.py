@@ -46,6 +46,7 @@ from flowfabric.stores.queries import Scan, Where
 FIRST_CHECK_DELAY_S = 0.02  # the time for which the completion of a new execution is awaited before a load
 MAX_MEMBERS_PER_LOAD = 500
 MAX_PAGE = 1000
+SEARCH_BUDGET = 10_000  # rows that the store reads in one step of a search
 MAX_EXPIRED_PAGE = 10_000
 MAX_HISTORY_EVENTS = 1000
 RENEWED = "renewed"  # left out: so frequent that it would displace all other events of a long execution
@@ -363,13 +364,15 @@ class ReadOperations:
         page_size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         scan_size = page_size + 1 if label is None else MAX_PAGE + 1
         found: list[Execution] = []
-        after: tuple[str, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
-        while True:  # stores do not filter by tag: several scans may be needed for a page
-            rows = await self._page(Scan(Execution, tuple(where), ("execution_id",), after, scan_size), page_size)
-            found += [row for row in rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]]
-            if len(rows) < scan_size or len(found) > page_size:
+        after: tuple[Any, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
+        while page_size:  # no index serves this, and a tag is looked for in what the other filters leave over
+            scan = Scan(Execution, tuple(where), ("execution_id",), after, scan_size)
+            read = await self.runtime.search(scan, SEARCH_BUDGET)
+            found += [
+                row for row in read.rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]
+            ]
+            if (after := read.after) is None or len(found) > page_size:
                 break
-            after = (rows[-1].execution_id,)
         page = [views.execution_snapshot(row) for row in found[:page_size]]
         return SnapshotPage(page, page[-1].execution_id if len(found) > page_size and page else None)
 

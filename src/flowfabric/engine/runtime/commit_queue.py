@@ -24,7 +24,8 @@ from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
-from flowfabric.stores.port import Collision, Store, Unstorable
+from flowfabric.stores.port import Store
+from flowfabric.stores.verdicts import Unstorable, Verdict
 
 CommitResult = int | None | errors.FabricError
 
@@ -183,22 +184,13 @@ class CommitQueue:
     async def _write(
         self, changes: Sequence[Change], topics: frozenset[str] | None = None, claim: PendingClaim | None = None
     ) -> list[CommitResult]:
-        """Commit; halve a batch that the store cannot keep until the change at fault is alone.
-
-        `topics` are those of the changes, if the caller has computed them. A claim is sent with the whole batch only.
-        """
+        """Commit, with a claim if one is attached; `topics` are those of the changes, if the caller has them."""
         topics = frozenset(topics_of(changes)) if topics is None else topics
         try:
             if claim is None or claim.attached is None:
                 verdicts = await self._store.commit(changes, topics)
             else:
                 verdicts = await self._commit_and_claim(changes, topics, claim, claim.attached)
-        except Unstorable as fault:
-            if len(changes) == 1:
-                return [None if isinstance(fault, Collision) else _refused(fault)]
-            self.notified_changes.difference_update(change.id for change in changes)  # the woken claims found nothing
-            half = len(changes) // 2
-            return await self._write(changes[:half]) + await self._write(changes[half:])
         except errors.FabricError as error:
             if (
                 isinstance(error, errors.StoreUnavailable)
@@ -209,18 +201,18 @@ class CommitQueue:
             return [error] * len(changes)
         except Exception as bug:  # every caller of the batch gets it, and the queue goes on
             return [_bug(bug)] * len(changes)
-        if self.pending_topics and any(at is not None for at in verdicts):
+        if self.pending_topics and int in map(type, verdicts):
             self.pending_topics -= topics
-        return list(verdicts)
+        return [verdict if type(verdict) is int else result_of(verdict) for verdict in verdicts]
 
     async def _commit_and_claim(
         self, changes: Sequence[Change], topics: frozenset[str], claim: PendingClaim, request: ClaimRequest
-    ) -> list[int | None]:
+    ) -> list[Verdict]:
         """Commit and claim in one statement; no other claim is woken for what this one got."""
         result = await claim.resolve_from(self._store.commit_and_claim(changes, topics, request))
         if claimed := {row.execution_id for row, _ in result.rows}:
             for change, at in zip(changes, result.verdicts, strict=True):
-                if at is not None and (enqueued := executions_enqueued(change)) and enqueued <= claimed:
+                if type(at) is int and (enqueued := executions_enqueued(change)) and enqueued <= claimed:
                     self.notified_changes.add(change.id)
         return result.verdicts
 
@@ -247,7 +239,10 @@ def _bug(cause: Exception) -> errors.FabricError:
     return error
 
 
-def _refused(fault: Unstorable) -> errors.FabricError:
-    error = errors.InvalidInput(f"the store cannot keep this: {fault}")
-    error.__cause__ = fault
+def result_of(verdict: Verdict) -> CommitResult:
+    """Return the verdict, or the caller's error for an unstorable change."""
+    if not isinstance(verdict, Unstorable):
+        return verdict
+    error = errors.InvalidInput(f"the store cannot keep this: {verdict}")
+    error.__cause__ = verdict
     return error

@@ -38,7 +38,7 @@ class LoadQueue:
         begin = 0
         for reads in batch:
             end = begin + len(reads)
-            answers.append(Loaded(loaded.now, loaded.rows[begin:end]))
+            answers.append(loaded.part(begin, end))
             begin = end
         return answers
 

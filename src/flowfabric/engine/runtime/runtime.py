@@ -30,7 +30,7 @@ from flowfabric.rules.flow.successors import succeeded_upstream
 from flowfabric.settings import Settings
 from flowfabric.stores.catalog import TABLE, key_of
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Read, Scan
+from flowfabric.stores.queries import Loaded, Read, Scan, SearchPage
 
 A = TypeVar("A")
 _RANDOM = random.SystemRandom()  # the application's own generator is left alone
@@ -109,6 +109,10 @@ class Runtime(AfterCommit):
     async def scan(self, scan: Scan) -> list[Any]:
         """Return the rows of a scan."""
         return await self.retry_while_unavailable(lambda: self.store.scan(scan))
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        """Return rows of a list that no index serves; the store reads at most `budget` rows."""
+        return await self.retry_while_unavailable(lambda: self.store.search(scan, budget))
 
     async def decide_and_commit(
         self,

@@ -16,6 +16,7 @@ from msgspec.structs import asdict, astuple, replace
 
 from flowfabric.clock import SteadyClock
 from flowfabric.handles import BackendTag
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import (
     Change,
     Delete,
@@ -26,6 +27,7 @@ from flowfabric.model.change import (
     Patch,
     RowTemplate,
     Upsert,
+    at,
     expand,
     holds,
     template_event,
@@ -36,10 +38,11 @@ from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
-from flowfabric.stores.codec import CODEC, check_events, check_value, encode, expand_bulk_inserts
+from flowfabric.stores.codec import CODEC, check_change, encode, expand_bulk_inserts
 from flowfabric.stores.memory.index import Key, MemoryTable
-from flowfabric.stores.port import Collision, SchemaVersion, Unstorable
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
+from flowfabric.stores.port import SchemaVersion
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.verdicts import Collision, Unstorable, Verdict, verdict_on
 
 
 class MemoryStore:
@@ -61,7 +64,7 @@ class MemoryStore:
         self._last_trimmed: dict[Topic, int] = dict.fromkeys(Topic, 0)  # last trimmed position by topic
         self._history: dict[str, list[FeedEvent]] = defaultdict(list)
 
-    async def open(self, *, migrate: bool) -> SchemaVersion:
+    async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
         """Do nothing: there is no schema."""
         return SchemaVersion(0, 0)
 
@@ -78,35 +81,35 @@ class MemoryStore:
     def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         with self._lock:
             now = self._clock()
-            queue_count = len(self._queue_ids)
-            undo: list[tuple[MemoryTable, Key, Any]] = []
             # As in every store, all changes are judged before any is written.
-            verdicts = [self._judge(change, now) for change in changes]
-            changes = [
-                expand(change, self._tables[change.template.row].rows[change.guards[0].key])
-                if change.template is not None and accepted
-                else change
-                for change, accepted in zip(changes, verdicts, strict=True)
-            ]
-            try:
-                for change, accepted in zip(changes, verdicts, strict=True):
-                    if accepted:
-                        self._write(change, now, undo)
-                        check_events(change.events)
-            except Unstorable:
-                for table, key, row in reversed(undo):
-                    table.set_row(key, row)
-                self._queue_ids = dict(islice(self._queue_ids.items(), queue_count))
-                raise
-            for change, accepted in zip(changes, verdicts, strict=True):
-                if accepted:
-                    self._append_events(change.events, now)
-            if topics and any(verdicts):
+            accepted = [self._expanded(change) if self._judge(change, now) else None for change in changes]
+            verdicts = [None if change is None else self._write_or_undo(change, now) for change in accepted]
+            if topics and int in map(type, verdicts):
                 self.notify(topics)
-            return [now if accepted else None for accepted in verdicts]
+            return verdicts
+
+    def _expanded(self, change: Change) -> Change:
+        if change.template is None:
+            return change
+        return expand(change, self._tables[change.template.row].rows[change.guards[0].key])
+
+    def _write_or_undo(self, change: Change, now: int) -> Verdict:
+        """Write an accepted change, or nothing of it."""
+        undo: list[tuple[MemoryTable, Key, Any]] = []
+        queue_count = len(self._queue_ids)
+        try:
+            check_change(change, now)
+            self._write(change, now, undo)
+        except Unstorable as fault:
+            for table, key, row in reversed(undo):
+                table.set_row(key, row)
+            self._queue_ids = dict(islice(self._queue_ids.items(), queue_count))
+            return verdict_on(fault)
+        self._append_events(change.events, now)
+        return now
 
     async def commit_and_claim(
         self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
@@ -172,6 +175,14 @@ class MemoryStore:
             if after is None or sort_key[: len(after)] > after:
                 found.append((sort_key, row))
         return nsmallest(scan.limit, found, key=operator.itemgetter(0))
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        with self._lock:
+            table = self._tables[scan.row]
+            start = 0 if scan.after is None else bisect_right(table.keys, scan.after)
+            keys = table.keys[start : start + budget]
+            found = (row for row in map(table.rows.__getitem__, keys) if table.matches(row, scan.where))
+            return SearchPage.of(scan, list(islice(found, scan.limit)), keys[-1] if len(keys) == budget else None)
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         with self._lock:
@@ -301,8 +312,6 @@ class MemoryStore:
     def _patch(
         self, table: MemoryTable, patch: Patch, change_id: int, now: int, undo: list[tuple[MemoryTable, Key, Any]]
     ) -> None:
-        if unknown := set(patch.fields) - set(table.codec.columns):
-            raise Unstorable(f"{table.codec.table.name} has no column {sorted(unknown)}")
         row = table.rows.get(patch.key)
         if row is None or (patch.unless_set is not None and getattr(row, patch.unless_set) is not None):
             return
@@ -321,10 +330,7 @@ class MemoryStore:
         values = dict(zip(table.codec.columns, astuple(row), strict=True)) | fields
         if table.codec.revision_ordinal is not None:
             values["revision"] = change_id
-        for name, value in values.items():
-            if type(value) is FromNow:
-                values[name] = now + value.offset
-            check_value(table.codec.column[name], values[name])
+        values = {name: at(value, now) for name, value in values.items()}
         undo.append((table, key, table.set_row(key, type(row)(**values))))
 
     def _append_events(self, events: Sequence[Event], now: int) -> None:

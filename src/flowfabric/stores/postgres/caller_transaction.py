@@ -19,9 +19,11 @@ from flowfabric.stores.postgres import reads
 from flowfabric.stores.postgres.commit.parameters import ParameterShapes
 from flowfabric.stores.postgres.commit.plan import CommitPlan, queues_written
 from flowfabric.stores.postgres.commit.statement import commit
+from flowfabric.stores.postgres.errors import VALUE_ERRORS
 from flowfabric.stores.postgres.notifier import CHANNEL, encode_payloads
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue
 from flowfabric.stores.queries import Loaded, Read
+from flowfabric.stores.verdicts import Unstorable, Verdict
 
 UNIQUE_VIOLATION, UNDEFINED_TABLE = "23505", "42P01"
 ACCEPTED_CONNECTIONS = "a connection of asyncpg or psycopg 3, or a connection or session of SQLAlchemy over one of them"
@@ -50,9 +52,12 @@ class CallerTransaction:
         result = await reads.fetch_rows(self._connection, requested, self._clock())
         return await self._queue_ids.decode(lambda decode_queue: reads.decode_rows(result, requested, decode_queue))
 
-    async def commit(self, change: Change) -> int | None:
-        """Write a change as part of the transaction; return None if a guard does not hold."""
-        plan = await self._plan(change)
+    async def commit(self, change: Change) -> Verdict:
+        """Write a change as part of the transaction, or nothing of it."""
+        try:
+            plan = await self._plan(change)
+        except Unstorable as fault:
+            return fault
         await self._connection.execute("savepoint ff_submit")
         try:
             # The queues were committed outside this transaction. Its snapshot may not contain them, and inserting them
@@ -64,6 +69,8 @@ class CallerTransaction:
             if state == UNIQUE_VIOLATION:
                 await self._refuse_old_snapshot(error)
                 return None  # a concurrent transaction has just committed such a row
+            if (state or "").startswith(VALUE_ERRORS) or isinstance(error, OverflowError | UnicodeError):
+                return Unstorable(str(error))
             if state == UNDEFINED_TABLE:
                 raise InvalidInput("using: this connection leads to another database than the store") from error
             raise

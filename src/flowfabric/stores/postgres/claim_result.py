@@ -18,7 +18,6 @@ from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.claim_result import PAYLOAD_COLUMNS, claim_columns, decode_claimed_rows
 from flowfabric.stores.claims import ROW_PARAMETERS, SHARED_PARAMETERS, ClaimRequest, LeaseIds
 from flowfabric.stores.codec import QueueDecoder
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.commit.fragments import (
     APPEND_POINTER_SQL,
     columns_read,
@@ -27,6 +26,7 @@ from flowfabric.stores.postgres.commit.fragments import (
 )
 from flowfabric.stores.postgres.commit.parameters import array_from_text, join_texts
 from flowfabric.stores.postgres.sql import column_list, load_statements
+from flowfabric.stores.verdicts import Unstorable
 
 # The parameters of `claim_arguments`.
 CLAIM_PARAMETERS = ("lease_ids", "attempt_ids", "revisions", *SHARED_PARAMETERS)

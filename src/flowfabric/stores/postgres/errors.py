@@ -11,7 +11,7 @@ import asyncpg
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.handles import BackendTag
-from flowfabric.stores.port import Collision, Unstorable
+from flowfabric.stores.verdicts import Collision, Unstorable
 
 BACKEND_FACTS: dict[str, Any] = {"backend": BackendTag.POSTGRES.title}
 
@@ -20,7 +20,7 @@ CONNECTION_ERRORS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asy
 
 # Prefixes of SQLSTATE codes (appendix A of the manual).
 _CONNECTION = ("08", "57P", "58")  # connection exception, operator's intervention, system error
-_VALUES = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
+VALUE_ERRORS = ("22", "23", "54", "21")  # data exception, integrity, limit exceeded, cardinality
 _CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
 _POOLED = ("26000", "42P05", "34000")  # a prepared statement is missing, exists already, or its portal is missing
 _READ_ONLY = "25006"
@@ -68,7 +68,7 @@ def translate_error(error: Any, progress: CallProgress, *, closed: bool) -> Any:
                 return TransactionConflict(str(error), **BACKEND_FACTS, source=StoreFault.TRANSPORT, in_doubt=False)
             if code == "23505":
                 return Collision(str(error))
-            if code.startswith(_VALUES):
+            if code.startswith(VALUE_ERRORS):
                 return Unstorable(f"{error} ({code})")
         progress.connection_lost = closed or code.startswith(_CONNECTION)
         progress.wrong_server = code == _READ_ONLY

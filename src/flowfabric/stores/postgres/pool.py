@@ -30,7 +30,6 @@ import asyncpg
 
 from flowfabric.errors import InvalidInput, StoreUnavailable
 from flowfabric.settings import Deadlines
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.errors import (
     BACKEND_FACTS,
     CONNECTION_ERRORS,
@@ -39,6 +38,7 @@ from flowfabric.stores.postgres.errors import (
     translate_error,
 )
 from flowfabric.stores.postgres.migrator import SchemaWatch
+from flowfabric.stores.verdicts import Unstorable
 
 T = TypeVar("T")
 _RANDOM = random.SystemRandom()  # does not disturb the application's seeded generator

@@ -24,9 +24,9 @@ from msgspec.structs import astuple
 
 from flowfabric.model.execution import MISSING_QUEUE, QueueKey
 from flowfabric.stores.codec import QueueDecoder
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.pool import ConnectionPool
 from flowfabric.stores.postgres.sql import load_statements, number_parameters
+from flowfabric.stores.verdicts import Unstorable
 
 T = TypeVar("T")
 

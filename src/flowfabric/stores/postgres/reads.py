@@ -295,6 +295,14 @@ def scan_statement(scan: Scan, encode_queue: QueueEncoder) -> tuple[str, list[An
     return statement, conditions.values
 
 
+def nth_key_statement(scan: Scan, number: int) -> tuple[str, list[Any]]:
+    """Return the statement for the n-th key of a table after the scan's `after`; the table's key has one column."""
+    (key,) = TABLE[scan.row].key
+    after = "" if scan.after is None else f' where t."{key}" > $2::{KEY_TYPES[scan.row][0]}'
+    statement = f'select t."{key}" from {TABLE[scan.row].name} t{after} order by t."{key}" offset $1::bigint limit 1'
+    return statement, [number - 1, *(scan.after or ())]
+
+
 def count_statement(query: GroupedCount, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:
     """Return the statement that counts rows by columns of their executions; the rows are read through the index."""
     conditions = ConditionBuilder(query.row, encode_queue)

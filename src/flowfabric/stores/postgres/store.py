@@ -24,11 +24,13 @@ import msgspec
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.settings import Deadlines
+from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseIds, LeaseRef
 from flowfabric.stores.codec import CODEC, decode_counts
 from flowfabric.stores.port import SchemaVersion
@@ -41,13 +43,15 @@ from flowfabric.stores.postgres.commit.parameters import ParameterShapes
 from flowfabric.stores.postgres.commit.plan import CommitPlan, queues_written
 from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.dead_entries import DeadEntries, NextDueCache, floor_of_claim, floor_of_due
+from flowfabric.stores.postgres.errors import BACKEND_FACTS
 from flowfabric.stores.postgres.event_log import EventLog
 from flowfabric.stores.postgres.notifier import PostgresNotifier
 from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue, queue_id
 from flowfabric.stores.postgres.queue_reads import QueueReads, is_bounded
 from flowfabric.stores.postgres.sql import load_statements, number_parameters
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.verdicts import Unstorable, Verdict, verdict_on
 
 
 def _queue_order(claimed: tuple[Execution, Payload]) -> tuple[int, str]:
@@ -92,7 +96,7 @@ class PostgresStore:
         self._event_log = EventLog(self._pool)
         self._notifier = PostgresNotifier(self._pool)
 
-    async def open(self, *, migrate: bool) -> SchemaVersion:
+    async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
         found = await self._pool.write(
             lambda connection: in_transaction(
                 connection, lambda transaction: migrator.ensure_schema(transaction, migrate=migrate)
@@ -117,22 +121,44 @@ class PostgresStore:
     def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         return None
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         if not changes:
             return []
-        verdicts, _ = await self._commit(await self._plan(changes), topics)
+        try:
+            verdicts, _ = await self._commit(await self._plan(changes), topics)
+        except Unstorable as fault:
+            return await self._commit_halves(changes, topics, fault)
         return verdicts
+
+    async def _commit_halves(
+        self, changes: Sequence[Change], topics: frozenset[str], fault: Unstorable
+    ) -> list[Verdict]:
+        """Commit a batch that failed with `fault` in halves, until each change at fault is alone."""
+        if len(changes) == 1:
+            return [verdict_on(fault)]
+        half = len(changes) // 2
+        verdicts = await self.commit(changes[:half], topics)
+        try:
+            return verdicts + await self.commit(changes[half:], topics)
+        except StoreUnavailable as error:
+            if int not in map(type, verdicts):
+                raise
+            # The first half was written, so the caller has to find out about each change.
+            raise StoreUnavailable(error.detail, **BACKEND_FACTS, source=error.source, in_doubt=True) from error
 
     async def commit_and_claim(
         self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
     ) -> CommitAndClaimResult:
         if not changes:
             return CommitAndClaimResult([], [])
-        plan = await self._plan(changes)
         queue_ids = [queue_id(queue) for queue in request.queues]
-        if not plan.is_multi_statement and not self._dead_entries.may_hide_rows(queue_ids):
-            plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids)
-        verdicts, result = await self._commit(plan, topics)
+        try:
+            plan = await self._plan(changes)
+            if not plan.is_multi_statement and not self._dead_entries.may_hide_rows(queue_ids):
+                plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids)
+            verdicts, result = await self._commit(plan, topics)
+        except Unstorable as fault:
+            return CommitAndClaimResult(await self._commit_halves(changes, topics, fault), [])
         if plan.claim is None:
             return CommitAndClaimResult(verdicts, [])
         rows = await self._queue_ids.decode(
@@ -153,7 +179,7 @@ class PostgresStore:
             plan.queues = self._queue_ids.drain_written(queues)
             return plan
 
-    async def _commit(self, plan: CommitPlan, topics: frozenset[str]) -> tuple[list[int | None], list[Any]]:
+    async def _commit(self, plan: CommitPlan, topics: frozenset[str]) -> tuple[list[Verdict], list[Any]]:
         """Return the verdicts and the statement's result."""
         with self._notifier.attach_to_commit(topics) as message:
             result = await self._pool.write(lambda connection: self._commit_on(connection, plan, message))
@@ -248,6 +274,14 @@ class PostgresStore:
         result = await self._pool.read(lambda connection: connection.fetch(statement, *values))
         decode = CODEC[scan.row].decode_scanned
         return await self._queue_ids.decode(lambda decode_queue: [decode(scan, row, decode_queue) for row in result])
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        (key,) = TABLE[scan.row].key
+        statement, values = reads.nth_key_statement(scan, budget)
+        last_read = await self._pool.read(lambda connection: connection.fetchrow(statement, *values))
+        bound = () if last_read is None else (Where(key, "<=", last_read[0]),)
+        rows = await self.scan(msgspec.structs.replace(scan, where=(*scan.where, *bound)))
+        return SearchPage.of(scan, rows, last_read and tuple(last_read))
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         statement, values = reads.count_statement(query, queue_id)

@@ -23,6 +23,7 @@ from flowfabric.stores.sqlite import statements
 from flowfabric.stores.sqlite.errors import translate_error, unavailable
 from flowfabric.stores.sqlite.file_lock import FileIdentity, WriterLock
 from flowfabric.stores.sqlite.queue_ids import WriterQueueIds
+from flowfabric.stores.verdicts import Unstorable
 
 T = TypeVar("T")
 
@@ -40,18 +41,20 @@ class ConnectionJob:
     """A function to run on a connection, the future of its caller, and its outcome.
 
     `timeout_error` makes the error of a job that has not started after `WRITE_TIMEOUT_S`; without it the job never
-    times out.
+    times out. `on_unstorable` is tried after `work` failed with `Unstorable` and was rolled back.
     """
 
-    __slots__ = ("_started", "error", "future", "loop", "result", "timeout_error", "work")
+    __slots__ = ("_started", "error", "future", "loop", "on_unstorable", "result", "timeout_error", "work")
 
     def __init__(
         self,
         work: Callable[[apsw.Connection], Any],
         loop: asyncio.AbstractEventLoop,
         timeout_error: Callable[[float], Exception] | None = None,
+        on_unstorable: Callable[[apsw.Connection, Unstorable], Any] | None = None,
     ) -> None:
         self.work = work
+        self.on_unstorable = on_unstorable
         self.loop = loop
         self.timeout_error = timeout_error
         self.future: asyncio.Future[Any] = loop.create_future()
@@ -77,6 +80,14 @@ class ConnectionJob:
             if isinstance(self.error, StoreUnavailable):
                 raise
         return self.error is None
+
+    def fall_back(self) -> bool:
+        """Replace work that failed with `Unstorable` by what is tried instead; False if there is nothing."""
+        fault, retry = self.error, self.on_unstorable
+        if retry is None or not isinstance(fault, Unstorable):
+            return False
+        self.work, self.on_unstorable, self.error = lambda db: retry(db, fault), None, None
+        return True
 
     def resolve_future(self) -> None:
         """Set the outcome on the future unless that is done. Runs on the caller's loop."""
@@ -111,7 +122,11 @@ class ConnectionThread:
         self._db: apsw.Connection | None = None
         self._timeout_error: Callable[[float], Exception] | None = None
 
-    async def run(self, work: Callable[[apsw.Connection], T]) -> T:
+    async def run(
+        self,
+        work: Callable[[apsw.Connection], T],
+        on_unstorable: Callable[[apsw.Connection, Unstorable], T] | None = None,
+    ) -> T:
         """Execute a function on the thread; driver errors are translated to errors of the port."""
         if self._closing is not None:
             raise unavailable("the store is closed")
@@ -119,7 +134,7 @@ class ConnectionThread:
             self.bind_to_process()
         if self._thread is None:
             self._start()
-        job = ConnectionJob(work, asyncio.get_running_loop(), self._timeout_error)
+        job = ConnectionJob(work, asyncio.get_running_loop(), self._timeout_error, on_unstorable)
         self._enqueue(job)
         yielder = _yielder_of(job.loop)
         yielder.add(job)
@@ -290,9 +305,11 @@ class WriterThread(ConnectionThread):
         """Execute one job; if it fails, roll back its writes only."""
         if not first:
             db.execute("SAVEPOINT job")
-        if not job.run(db):
+        while not job.run(db):
             self._queue_ids.on_rollback()
             db.execute("ROLLBACK; BEGIN IMMEDIATE" if first else "ROLLBACK TO job")
+            if not job.fall_back():
+                break
         if not first:
             db.execute("RELEASE job")
 

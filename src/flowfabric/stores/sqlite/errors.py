@@ -6,7 +6,7 @@ import apsw
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.handles import BackendTag
-from flowfabric.stores.port import Collision, Unstorable
+from flowfabric.stores.verdicts import Collision, Unstorable
 
 BACKEND = BackendTag.SQLITE.title
 

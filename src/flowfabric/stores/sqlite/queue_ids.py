@@ -6,8 +6,8 @@ import apsw
 from msgspec.structs import astuple
 
 from flowfabric.model.execution import MISSING_QUEUE, QueueKey
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.sqlite import statements
+from flowfabric.stores.verdicts import Unstorable
 
 UNKNOWN_ID = 0  # the id of no queue
 

@@ -16,7 +16,17 @@ from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.signing_key import SigningKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import CODEC, decode_counts, encode
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where, prefix_upper_bound
+from flowfabric.stores.queries import (
+    Due,
+    FeedPage,
+    GroupedCount,
+    Loaded,
+    Read,
+    Scan,
+    SearchPage,
+    Where,
+    prefix_upper_bound,
+)
 from flowfabric.stores.sqlite import migrator, statements
 from flowfabric.stores.sqlite.queue_ids import SQLiteQueueIds
 from flowfabric.stores.sqlite.writes import execute_batched
@@ -141,6 +151,16 @@ def _scan_rows(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan) -> li
     stored = db.execute(statement, (*values, scan.limit)).fetchall()
     codec = CODEC[scan.row]
     return [codec.decode_scanned(scan, row, lambda id_: queue_ids.key_of(db, id_)) for row in stored]
+
+
+def search(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan, budget: int) -> SearchPage:
+    """Return the rows of a scan among the next `budget` rows by key."""
+    (key,) = TABLE[scan.row].key
+    statement = statements.nth_key(scan.row, after=scan.after is not None)
+    last_read = db.execute(statement, (*(scan.after or ()), budget - 1)).fetchone()
+    bound = () if last_read is None else (Where(key, "<=", last_read[0]),)
+    part = msgspec.structs.replace(scan, where=(*scan.where, *bound))
+    return SearchPage.of(scan, _scan_rows(db, queue_ids, part), last_read)
 
 
 def count_grouped(db: apsw.Connection, queue_ids: SQLiteQueueIds, query: GroupedCount) -> dict[tuple[Any, ...], int]:

@@ -100,7 +100,7 @@ def _rows_of_table(table: Table, length: int) -> str:
     return _TEXT[name].format(
         columns=", ".join(table.column_names),
         table=table.name,
-        same_key=" AND ".join(f"{column} = ?" for column in table.key[:length]),
+        same_key=" AND ".join(f"{column} = ?" for column in table.key[:length]) or "TRUE",
         order=", ".join(table.key),
     )
 
@@ -263,6 +263,14 @@ def distinct_values(row: type[msgspec.Struct], column: str, lower_op: str) -> st
 def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
     """Select the smallest value of a column among the rows that meet a condition."""
     return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
+
+
+@lru_cache(64)
+def nth_key(row: type[msgspec.Struct], *, after: bool) -> str:
+    """Select the key after a number of others, in order; of all keys, or of those `after` a given one."""
+    (key,) = TABLE[row].key
+    where = f"WHERE {key} > ?" if after else ""
+    return _TEXT["nth_key"].format(table=TABLE[row].name, key=key, where=where)
 
 
 @lru_cache(64)

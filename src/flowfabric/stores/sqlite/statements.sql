@@ -160,6 +160,9 @@ SELECT value FROM found WHERE value IS NOT NULL LIMIT ?3;
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 
+-- name: nth_key
+SELECT {key} FROM {table} {where} ORDER BY {key} LIMIT 1 OFFSET ?;
+
 -- name: count_executions
 SELECT {group_by}, count(*) FROM (SELECT {group_by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {group_by};
 

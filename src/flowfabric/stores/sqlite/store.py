@@ -19,12 +19,13 @@ import msgspec
 from flowfabric.clock import Clock
 from flowfabric.errors import InvalidInput, StoreFault
 from flowfabric.handles import BackendTag
+from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
 from flowfabric.stores.sqlite import migrator, reads, writes
 from flowfabric.stores.sqlite.connection_thread import ConnectionThread, WriterThread
 from flowfabric.stores.sqlite.errors import unavailable
@@ -34,6 +35,7 @@ from flowfabric.stores.sqlite.inline_reader import InlineReader
 from flowfabric.stores.sqlite.notifier import SQLiteNotifier
 from flowfabric.stores.sqlite.permissions import create_database
 from flowfabric.stores.sqlite.queue_ids import SQLiteQueueIds, WriterQueueIds
+from flowfabric.stores.verdicts import Verdict
 
 BUSY_TIMEOUT_MS = 5_000  # the wait for a writer that is not ours
 CACHE_KIB = 4 * 1024  # small: SQLite walks the whole cache at the end of a transaction that split a page
@@ -86,7 +88,7 @@ class SQLiteStore:
         self._inline_reader = InlineReader(self._connect_reader, self._identity)
         self._polls: list[asyncio.Task[None]] = []
 
-    async def open(self, *, migrate: bool) -> SchemaVersion:
+    async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
         refuse_network_filesystem(self._path)
         for thread in (self._writer, self._loader, self._scanner):
             thread.bind_to_process()
@@ -119,9 +121,12 @@ class SQLiteStore:
             return None
         return self._inline_reader(lambda db: reads.load(db, self._queue_ids, requested, self._clock.read(db)))
 
-    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[int | None]:
-        verdicts = await self._writer.run(lambda db: writes.commit(db, self._writer_queue_ids, changes, self._clock()))
-        if topics and any(at is not None for at in verdicts):
+    async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
+        verdicts = await self._writer.run(
+            lambda db: writes.commit(db, self._writer_queue_ids, changes, self._clock()),
+            lambda db, fault: writes.commit_in_parts(db, self._writer_queue_ids, changes, self._clock(), fault),
+        )
+        if topics and int in map(type, verdicts):
             self.notify(topics)
         return verdicts
 
@@ -143,6 +148,9 @@ class SQLiteStore:
 
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._scanner.run(lambda db: reads.scan(db, self._queue_ids, scan))
+
+    async def search(self, scan: Scan, budget: int) -> SearchPage:
+        return await self._scanner.run(lambda db: reads.search(db, self._queue_ids, scan, budget))
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         return await self._scanner.run(lambda db: reads.count_grouped(db, self._queue_ids, query))

@@ -45,9 +45,10 @@ from flowfabric.stores.codec import (
     row_type_of,
     target,
 )
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.sqlite import claim_result, statements
+from flowfabric.stores.sqlite.errors import translate_error
 from flowfabric.stores.sqlite.queue_ids import UNKNOWN_ID, WriterQueueIds
+from flowfabric.stores.verdicts import Unstorable, Verdict, verdict_on
 
 _MAX_ROWS = 128  # rows per statement
 _MAX_VALUES = 6000  # values per statement: the driver caches prepared statements only up to 16 KiB of text
@@ -59,8 +60,8 @@ WriteShape = tuple[type[Write], type[msgspec.Struct], tuple[str, ...], str | Non
 WritesByShape = dict[WriteShape, list[Row]]
 
 
-def commit(db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Change], now: int) -> list[int | None]:
-    """Write the changes whose guards hold; return, per change, `now`, or None if it was refused."""
+def commit(db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Change], now: int) -> list[Verdict]:
+    """Write the changes whose guards hold; raise `Unstorable` or a driver error if one of them cannot be written."""
     refused = _refused(db, changes, now)
     accepted = [change for number, change in enumerate(changes) if number not in refused] if refused else changes
     for writes_by_shape in _rounds(accepted):
@@ -70,6 +71,29 @@ def commit(db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Cha
     _insert_events(db, queue_ids, [event for change in accepted for event in change.events], now)
     _apply_templates(db, accepted, now)
     return [None if number in refused else now for number in range(len(changes))] if refused else [now] * len(changes)
+
+
+def commit_in_parts(
+    db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Change], now: int, fault: Unstorable
+) -> list[Verdict]:
+    """Commit a batch that failed with `fault` in parts, each under a savepoint, until each change at fault is alone."""
+    if len(changes) == 1:
+        return [verdict_on(fault)]
+    verdicts: list[Verdict] = []
+    half = len(changes) // 2
+    for part in (changes[:half], changes[half:]):
+        db.execute("SAVEPOINT part")
+        try:
+            verdicts += commit(db, queue_ids, part, now)
+        except Exception as error:
+            part_fault = translate_error(error)
+            if not isinstance(part_fault, Unstorable):
+                raise
+            db.execute("ROLLBACK TO part")
+            queue_ids.on_rollback()
+            verdicts += commit_in_parts(db, queue_ids, part, now, part_fault)
+        db.execute("RELEASE part")
+    return verdicts
 
 
 def _apply_templates(db: apsw.Connection, changes: Iterable[Change], now: int) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from flowfabric.model.instant import FromNow
 from flowfabric.stores.codec import STORED_AS_IS, QueueEncoder, encode
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.sql import ParameterNumbering
+from flowfabric.stores.verdicts import Unstorable
 
 # The encoding of a column is a set of these flags; 0 if no row sets the column.
 HAS_VALUES = 1  # some rows hold values

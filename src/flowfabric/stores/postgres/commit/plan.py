@@ -43,7 +43,6 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import CODEC, bulk_insert_columns, expand_bulk_inserts, row_type_of, target
-from flowfabric.stores.port import Unstorable
 from flowfabric.stores.postgres.commit.claim import ClaimFragment
 from flowfabric.stores.postgres.commit.fragments import (
     BOUND_TYPES,
@@ -65,6 +64,7 @@ from flowfabric.stores.postgres.commit.fragments import (
 )
 from flowfabric.stores.postgres.commit.parameters import MixedTimeEncoding, ParameterShapes
 from flowfabric.stores.postgres.sql import RowType
+from flowfabric.stores.verdicts import Unstorable
 
 Values = list[Any]
 S = TypeVar("S", bound=tuple[Any, ...])

@@ -15,8 +15,8 @@ row written according to the snapshot, the second refused according to the curre
 and stays so until the commit. So only locked rows are judged, and every write depends on that one verdict.
 
 A row that must be absent cannot be locked. The statement looks it up. If two batches insert it at once, the second one
-fails as a whole on the unique key (`Collision`), and its sender retries it in halves. For this reason an upsert of a
-row that must be absent is written as an insert.
+fails as a whole on the unique key (`Collision`), and the store retries it in halves. For this reason an upsert of a row
+that must be absent is written as an insert.
 
 The join of guards and rows is lateral, so the only possible plan walks the given keys one by one through the primary
 key, in the given order. Verdicts are an array that each CTE subscripts with the number of the change. No CTE joins
