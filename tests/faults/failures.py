@@ -117,9 +117,17 @@ FAILURES = (
     Fault(
         "claims during an old snapshot always read from the head of the queue",
         "stores/postgres/dead_entries.py",
-        "            elif part is None and entries > BLOAT_THRESHOLD + 4 * found:\n",
+        "            elif part is None and floor > LOWEST and entries > BLOAT_THRESHOLD + 4 * found:\n",
         "            elif False:\n",
         "tests/stores/postgres/test_dead_entries.py::test_a_claim_steps_over_a_bounded_number_of_entries",
+    ),
+    Fault(
+        "a claim that met only locked rows takes its queue for drained",
+        "stores/postgres/store.py",
+        "drained=not more and len(rows) < len(lease_ids)",
+        "drained=len(rows) < len(lease_ids)",
+        "tests/stores/postgres/test_dead_entries.py"
+        "::test_a_claim_beside_dead_entries_returns_nothing_only_if_nothing_is_claimable",
     ),
     Fault(
         "the doctor does not name who holds an old snapshot",

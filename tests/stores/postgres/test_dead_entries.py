@@ -36,9 +36,9 @@ class CountingFloors(DeadEntries):
         super().__init__()
         self.entries: list[int] = []
 
-    def record_scan(self, lines: Any, part: Any, entries: int, found: int, floor: Any) -> None:
+    def record_scan(self, lines: Any, part: Any, entries: int, found: int, floor: Any, **more: Any) -> None:
         self.entries.append(entries)
-        super().record_scan(lines, part, entries, found, floor)
+        super().record_scan(lines, part, entries, found, floor, **more)
 
 
 @pytest.fixture
@@ -145,6 +145,31 @@ async def test_an_expired_lease_beside_dead_entries_is_found(
         found |= {row.execution_id for row in (await pg.due(Execution, "lease_expires_at", limit=10)).rows}
     assert found == {"late", "old"}
     assert (await one(pg, Execution, "late")).lease_expires_at is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locked", [0, 250], ids=["alone", "beside a slow claim"])
+async def test_a_claim_beside_dead_entries_returns_nothing_only_if_nothing_is_claimable(
+    pg: PostgresStore, clock: ManualClock, snapshot_holder: Any, counted: CountingFloors, locked: int
+) -> None:
+    """A backlog of many batches is claimed to the end, also while another transaction has locked its first rows."""
+    await drain(pg, clock, TASKS)
+    assert counted.may_hide_rows([queue_id(MAIL)])
+    backlog = 40 * BATCH
+    for number in range(backlog):
+        clock.advance_ms(1)
+        await insert_queued(pg, queued(f"backlog-{number:04}", clock.now))
+    clock.advance_ms(1000)
+    other: Any = await asyncpg.connect(pg._pool.dsn)
+    await other.execute("begin")
+    await other.fetch("select 1 from ff_exec_core where line is not null order by rank limit $1 for update", locked)
+
+    claimed = list[str]()
+    while rows := (await pg.claim_rows(claim_request(BATCH, MAIL))).rows:
+        claimed += [row.execution_id for row, _ in rows]
+    await other.close()
+
+    assert sorted(claimed) == [f"backlog-{number:04}" for number in range(locked, backlog)]
 
 
 @pytest.mark.parametrize("seed", range(20))

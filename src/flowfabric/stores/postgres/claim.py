@@ -52,7 +52,8 @@ _WITHIN_RANGE_SQL = (
 )
 MANY_QUEUES = 16
 HEADS_PER_ROW = 2  # the number of heads that are read for each requested row
-HEADS_PER_ROW_ON_RETRY = 8  # the same after concurrent claims had locked so many heads that too few were left
+HEADS_FACTOR = 8  # by which a claim reads more heads if concurrent claims had locked those that it read
+MAX_HEADS_PER_ROW = HEADS_PER_ROW * HEADS_FACTOR**2
 
 
 class ClaimStatement:

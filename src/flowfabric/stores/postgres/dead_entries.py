@@ -107,7 +107,7 @@ class BloatedQueue:
         self.newest.entries += entries
 
     def record_read(self, part: IndexSlice, entries: int, *, is_wanted: bool = False) -> None:
-        """Record the entries of a slice. It is read again in the next round, or next if it has rows to claim."""
+        """Record the entries of a slice. It is read again in the next round, or in this one if it has rows to claim."""
         part.entries = entries
         if is_wanted and part.rereads < REREADS:
             part.rereads += 1
@@ -122,7 +122,8 @@ class BloatedQueue:
         self.slices.extend(divided)
         if part is self.newest:
             self.newest = self.slices[-1]
-        self.unread -= 1
+        if not is_wanted:
+            self.unread -= 1
 
     @property
     def is_wanted(self) -> bool:
@@ -191,21 +192,26 @@ class DeadEntries:
         entries: int,
         found: int,
         floor: Position,
+        *,
+        is_slice_wanted: bool = False,
     ) -> None:
-        """Record the number of entries and rows that a claim has read, and the floor below which it left no row."""
+        """Record the number of entries and rows that a claim has read, and the floor below which it left no row.
+
+        `is_slice_wanted` is set if the slice may have further rows to claim.
+        """
         behind = entries
         if part is not None:
             queue, read = part
             behind = min(found, entries)
             self._allowance -= entries - behind
-            queue.record_read(read, entries - behind)
+            queue.record_read(read, entries - behind, is_wanted=is_slice_wanted)
         for key in keys:
             known = self._queues.get(key)
             if known is not None:
                 known.raise_floor(floor, behind)
                 if known.is_clean:
                     del self._queues[key]
-            elif part is None and entries > BLOAT_THRESHOLD + 4 * found:
+            elif part is None and floor > LOWEST and entries > BLOAT_THRESHOLD + 4 * found:
                 self._queues[key] = BloatedQueue(floor, entries)
 
     def tracked_numbers(self) -> list[int]:
@@ -306,10 +312,15 @@ class NextDueCache:
             self._kept[key] = (at, monotonic() + NEXT_DUE_TTL_S)
 
 
-def floor_of_claim(rows: Sequence[Execution], *, full: bool, now: int) -> Position:
-    """Return the floor after a claim: its last row, or just before `now` if it found fewer rows than requested."""
-    if not full or not rows:
+def floor_of_claim(rows: Sequence[Execution], *, drained: bool, now: int) -> Position:
+    """Return the floor after a claim: just before `now` if it left nothing, else its last row.
+
+    A claim that found only rows that others had locked has read an unknown part of the queue: it sets no floor.
+    """
+    if drained:
         return (now - LEEWAY_MS, "")
+    if not rows:
+        return LOWEST
     last = max(rows, key=lambda row: (row.rank, row.execution_id))
     youth = max(0, last.created_at - (now - LEEWAY_MS))
     return (last.rank - youth, "" if youth else last.execution_id)

@@ -203,17 +203,21 @@ class PostgresStore:
         queue_ids = [queue_id(queue) for queue in request.queues]
         if not queue_ids or not request.lease_ids:
             return ClaimedRows(await self.ping(), [])
-        claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
-        while not claimed.rows and self._dead_entries.may_read_more(queue_ids):
-            claimed, more = await self._claim(request, request.lease_ids, queue_ids, claim.HEADS_PER_ROW)
-        if more and len(claimed.rows) < len(request.lease_ids):
-            # Concurrent transactions had locked or changed too many of the heads: read further.
+        heads_per_row = claim.HEADS_PER_ROW
+        claimed, more = await self._claim(request, request.lease_ids, queue_ids, heads_per_row)
+        while not claimed.rows:  # concurrent transactions had locked the heads, or a slice had no rows: read further
+            if more and heads_per_row < claim.MAX_HEADS_PER_ROW:
+                heads_per_row *= claim.HEADS_FACTOR
+            elif not self._dead_entries.may_read_more(queue_ids):
+                break
+            claimed, more = await self._claim(request, request.lease_ids, queue_ids, heads_per_row)
+        if claimed.rows and more and len(claimed.rows) < len(request.lease_ids):
             used = {row.lease_id for row, _ in claimed.rows}
             unused = [ids for ids in request.lease_ids if ids.lease_id not in used]
             try:
-                again, _ = await self._claim(request, unused, queue_ids, claim.HEADS_PER_ROW_ON_RETRY)
+                again, _ = await self._claim(request, unused, queue_ids, heads_per_row * claim.HEADS_FACTOR)
             except StoreUnavailable as error:
-                if error.in_doubt or not claimed.rows:
+                if error.in_doubt:
                     raise  # the caller finds all rows, those of the first claim included, by their lease ids
                 return claimed  # the second claim wrote nothing
             rows = sorted(claimed.rows + again.rows, key=_queue_order)
@@ -238,8 +242,14 @@ class PostgresStore:
         rows = await self._queue_ids.decode(
             lambda decode_queue: statement.decode(result, request, lease_ids, decode_queue)
         )
-        floor = floor_of_claim([row for row, _ in rows], full=len(rows) == len(lease_ids), now=now)
-        self._dead_entries.record_scan(queue_ids, index_slice, entries, len(rows), floor)
+        found = [row for row, _ in rows]
+        floor = floor_of_claim(found, drained=not more and len(rows) < len(lease_ids), now=now)
+        is_slice_wanted = index_slice is not None and (
+            more or any((row.rank, row.execution_id) <= index_slice[1].high for row in found)
+        )
+        self._dead_entries.record_scan(
+            queue_ids, index_slice, entries, len(rows), floor, is_slice_wanted=is_slice_wanted
+        )
         return ClaimedRows(now, rows), more
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
