@@ -36,9 +36,11 @@ class CountingFloors(DeadEntries):
         super().__init__()
         self.entries: list[int] = []
 
-    def record_scan(self, lines: Any, part: Any, entries: int, found: int, floor: Any, **more: Any) -> None:
+    def record_scan(
+        self, keys: Any, part: Any, entries: int, found: int, floor: Any, *, is_slice_wanted: bool = False
+    ) -> None:
         self.entries.append(entries)
-        super().record_scan(lines, part, entries, found, floor, **more)
+        super().record_scan(keys, part, entries, found, floor, is_slice_wanted=is_slice_wanted)
 
 
 @pytest.fixture

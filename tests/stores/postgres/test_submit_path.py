@@ -27,7 +27,8 @@ def _files_in_calls(task: asyncio.Task[Any]) -> set[str]:
     if task is asyncio.current_task():
         names = [frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1))]
     else:
-        names, awaited = [], task.get_coro()
+        names = []
+        awaited: object = task.get_coro()
         while (frame := getattr(awaited, "cr_frame", None)) is not None:
             names.append(frame.f_code.co_filename)
             awaited = getattr(awaited, "cr_await", None)
