@@ -29,6 +29,7 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.servers import postgres
+from tests.valkey_servers import valkey, valkey_cluster
 
 # Timing depends on the machine, so no example fails for being slow.
 settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -161,6 +162,22 @@ def own_database() -> Iterator[str]:
     name = f"ff_{schema}_{os.getpid()}"
     yield server.create_database(name, template)
     server.drop_database(name)
+
+
+@pytest.fixture
+def valkey_url() -> str:
+    """The URL of an empty database of the Valkey server; functions stay there."""
+    servers = valkey()
+    servers.empty(servers.own_database())
+    return servers.url(servers.own_database())
+
+
+@pytest.fixture
+def valkey_cluster_url() -> str:
+    """The URL of an empty database of the Valkey cluster; functions stay there."""
+    servers = valkey_cluster()
+    servers.empty(servers.own_database())
+    return servers.url(servers.own_database())
 
 
 def migrate(dsn: str) -> None:
