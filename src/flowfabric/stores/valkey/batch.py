@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.ids import PartitionCounts
-from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, RowTemplate, Upsert
+from flowfabric.model.change import BulkInsert, Change, Delete, Guard, Insert, Patch, RowTemplate, Upsert
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.codec import INT_MAX, INT_MIN, expand_bulk_inserts
 from flowfabric.stores.homes import HomeTag, home_of_change
@@ -56,7 +56,7 @@ class PartitionBatch:
             guards = [self._guard(guard, tables) for guard in change.guards]
             if None in guards:
                 return  # it expects another key than it names: refused
-            writes = [self._write(write, queues, tables) for write in expand_bulk_inserts(change.writes)]
+            writes = [self._write(write, queues, tables) for write in _expanded(change)]
             events = list[Any]()
             for event in change.events:
                 key, blob = encode_event(event, self.home)
@@ -173,6 +173,13 @@ class PartitionBatch:
         return instants or None, blob
 
 
+def _expanded(change: Change) -> Sequence[Insert | Upsert | Patch | Delete]:
+    for write in change.writes:
+        if isinstance(write, BulkInsert) and (unknown := write.columns.keys() - set(write.row.__struct_fields__)):
+            raise Unstorable(f"there is no column {sorted(unknown)}")
+    return expand_bulk_inserts(change.writes)
+
+
 def partition_batches(
     changes: Sequence[Change], counts: PartitionCounts, digest_of: DigestOf
 ) -> tuple[list[PartitionBatch], dict[int, Unstorable]]:
@@ -191,5 +198,3 @@ def partition_batches(
         except Unstorable as fault:
             faults[ordinal] = fault
     return [batch for batch in batches if len(batch)], faults
-
-

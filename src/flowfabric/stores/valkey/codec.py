@@ -234,7 +234,7 @@ def _encode_value(column: Column, value: Any, digest_of: DigestOf) -> EncodedCel
         if column.kind is not int:
             raise Unstorable(f"{column.name} does not hold an integer")
         if -EXACT < value < EXACT:
-            return biased_hex(value) if column.name == "revision" else value  # type: ignore[no-any-return]
+            return biased_hex(value) if column.name == "revision" else value
         if not INT_MIN <= value <= INT_MAX:
             raise Unstorable(f"{column.name} needs more than 64 bits")
         return biased_hex(value)

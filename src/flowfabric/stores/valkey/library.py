@@ -30,6 +30,7 @@ _READERS = {
     "count": "count",
     "heads": "queue_heads",
     "history": "history",
+    "tail": "tail",
 }
 _WITH_HISTORY = {"ff_exec_core", "ff_flow_core"}
 _NAMED_PLACES = ("lease_id", "lease_epoch", "lease_expires_at", "granted_until")

@@ -73,6 +73,8 @@ class Ranges(msgspec.Struct, frozen=True):
                 prefix = self.table.prefix_text(self.key_prefix, home)
             except Unstorable:
                 return []
+            if len(self.key_prefix) == len(self.table.table.key):
+                return [KeyRange(home, None, "[" + prefix[:-1], "[" + prefix[:-1])]
             return [KeyRange(home, None, "[" + prefix, "(" + prefix[:-1] + "\1")]
         return [KeyRange(home, self.index, first, last) for first, last in self.bounds]
 
@@ -104,8 +106,6 @@ def ranges_of(scan: Scan, table: ValkeyTable, counts: PartitionCounts, encode: C
     if prefix:
         home = home_of(table.table.row, prefix, counts)
         ordered = _is_ordered(scan, table.table.key, set(equal))
-        if len(prefix) == len(table.table.key):
-            return Ranges(table, None, (("-", "+"),), home, ordered)
         return Ranges(table, None, (("-", "+"),), home, ordered, key_prefix=prefix)
     for condition in scan.where:
         if condition.column in table.indexes and condition.op in ("starts", ">", ">=", "<", "<=", "set"):
@@ -171,8 +171,7 @@ def _by_key(scan: Scan, table: ValkeyTable, counts: PartitionCounts) -> Ranges:
     first = "-"
     if ordered and not is_tagged and scan.after and len(scan.after) <= len(key) and table.is_listed:
         first = "[" + table.key_text(scan.after, "")
-    home = home_of(table.table.row, (), counts)
-    return Ranges(table, None, ((first, "+"),), home, ordered)
+    return Ranges(table, None, ((first, "+"),), home_of(table.table.row, (), counts), ordered)
 
 
 def _natural_order(table: ValkeyTable, index: ValkeyIndex) -> tuple[str, ...]:
@@ -186,5 +185,3 @@ def _is_ordered(scan: Scan, natural: Sequence[str], fixed: set[str]) -> bool:
         fixed = fixed | {"flow_id"}  # the edges of one execution belong to one flow
     left = [name for name in natural if name not in fixed]
     return left == [name for name in scan.full_order if name not in fixed]
-
-

@@ -104,7 +104,10 @@ class Reader:
                 found = sorted(found, key=itemgetter(0))
             return [table.decode(key, blob, self._queue_of) for key, blob in found]
 
-        return await self.retry_decode(lambda: [decode(*pair) for pair in zip(reads, rows, strict=True)])
+        decoded: list[list[Any]] = await self.retry_decode(
+            lambda: [decode(*pair) for pair in zip(reads, rows, strict=True)]
+        )
+        return decoded
 
     async def retry_decode(self, decode: Callable[[], Any]) -> Any:
         """Decode rows; if one is in an unknown queue, read the registry first."""
@@ -464,6 +467,5 @@ class _PartitionLoad:
         for (ordinal, row, _), found in zip(self._listed, listed, strict=True):
             table = VALKEY_TABLES[row]
             rows[ordinal] += [
-                (table.key(text.decode(), self.home), blob)
-                for text, blob in zip(found[::2], found[1::2], strict=True)
+                (table.key(text.decode(), self.home), blob) for text, blob in zip(found[::2], found[1::2], strict=True)
             ]

@@ -54,3 +54,14 @@ local function rewind(_, arguments)
   end
   return 1
 end
+
+-- tail: tag -> the last id that the stream of a partition gave, also to entries that are gone
+local function tail(_, arguments)
+  local feed = arguments[1] .. ':f'
+  if redis.call('EXISTS', feed) == 0 then return '0-0' end
+  local info = redis.call('XINFO', 'STREAM', feed)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return info[i + 1] end
+  end
+  return '0-0'
+end
