@@ -39,7 +39,8 @@ settings.register_profile("ff", deadline=None, suppress_health_check=[HealthChec
 settings.register_profile("brief", settings.get_profile("ff"), max_examples=5)
 settings.load_profile("brief" if "FF_TEST_BRIEF" in os.environ else "ff")
 
-STORES = ("memory", "sqlite", "postgres", "valkey", "valkey-cluster")
+STORES = ("memory", "sqlite", "postgres", "valkey")
+STORES_AND_CLUSTER = (*STORES, "valkey-cluster")  # for the contract, the scenarios and chaos
 
 _KEPT = ("ff_schema_version", "ff_feed")
 _BUSY_CONNECTIONS = """

@@ -84,9 +84,11 @@ class Feed:
                 if content is None:
                     has_gap = True
                     continue
-                for fed in _expand(reference, content):
-                    if fed.position > after and getattr(fed.event, TOPIC_FIELDS[topic]) is not None:
-                        events.append(fed)
+                events += [
+                    fed
+                    for fed in _expand(reference, content)
+                    if fed.position > after and getattr(fed.event, TOPIC_FIELDS[topic]) is not None
+                ]
             if len(references) < PAGE:
                 position = max(after, end)
                 break

@@ -4,8 +4,8 @@ A row that another release wrote may be shorter or longer than this layout. Read
 as its default, if it cannot be unset), and writers carry cells beyond the layout through unchanged. So columns can be
 added while two releases write the same rows.
 
-Key columns are not in the blob, because they are in the key text; one that begins an index is in both. A bytes column has a place that says whether it is set; its
-content follows the cells (`codec.py`). A table has at most one of them.
+Key columns are not in the blob, because they are in the key text; one that begins an index is in both. A bytes column
+has a place that says whether it is set; its content follows the cells (`codec.py`). A table has at most one of them.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class Reader:
     async def _homes_to_scan(self, scan: Scan, is_queue: bool) -> list[HomeTag]:
         await self._registry.refresh()
         if is_queue:
-            lines = [one.value for one in scan.where if one.column == "line" and one.op in ("=", "in")][0]
+            lines = next(one.value for one in scan.where if one.column == "line" and one.op in ("=", "in"))
             queues = [lines] if isinstance(lines, QueueKey) else lines
             return self._registry.places(self._registry.digest_of(queue) for queue in queues if queue is not None)
         return sorted(self._registry.homes)
@@ -241,7 +241,7 @@ class Reader:
         offset, size = 0, min(scan.limit, PAGE) if is_ordered else PAGE
         while True:
             count, rows = await self._page(table, span, offset, size)
-            for key, stored in rows:
+            for _, stored in rows:
                 if self._matches(table, stored, scan.where):
                     sort_key = self._sort_key(scan, table, stored)
                     if self._is_after(scan, sort_key):
@@ -442,7 +442,7 @@ class _PartitionLoad:
     @property
     def keys(self) -> list[str]:
         """The names of the keys that the call reads."""
-        rows = {row: False for row in self._exact} | {row: True for _, row, _ in self._listed}
+        rows = dict.fromkeys(self._exact, False) | {row: True for _, row, _ in self._listed}
         names = [f"{self.home}:{VALKEY_TABLES[row].name}" for row in rows]
         names += [f"{self.home}:{VALKEY_TABLES[row].name}:k" for row, listed in rows.items() if listed]
         return names or [f"{self.home}:f"]

@@ -1,7 +1,7 @@
 """The schema version, and the functions on the servers.
 
 Blobs carry columns that a release does not know, so most schemas need no migration (`layout.py`). The version is raised
-if a release cannot read what an earlier one wrote, or the other way round. It is kept in `{ff}:schema` together with the
+if a release cannot read what an earlier one wrote, or the other way round. It is kept in `{ff}:schema` with the
 declaration whether the previous release may keep running (`stores/compatibility.py`).
 """
 
