@@ -29,8 +29,9 @@ batch that WAIT or WAITAOF confirms too late is in doubt. A write that was sent 
 """
 
 from flowfabric.stores.valkey.address import ValkeyAddress, parse_url
-from flowfabric.stores.valkey.cluster import Node, ValkeyClient
+from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.errors import ReplyError
+from flowfabric.stores.valkey.node import Node
 from flowfabric.stores.valkey.subscription import Subscription
 
 __all__ = ["Node", "ReplyError", "Subscription", "ValkeyAddress", "ValkeyClient", "parse_url"]
