@@ -22,7 +22,7 @@ from functools import partial
 
 from libvalkey import pack_command
 
-from flowfabric.errors import FabricError, StoreFault, StoreUnavailable
+from flowfabric.errors import Corruption, FabricError, InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey.address import ValkeyAddress
 from flowfabric.stores.valkey.errors import Remedy, ReplyError, remedy_for, translate_reply, unavailable
@@ -121,6 +121,10 @@ class ValkeyClient:
         if self._primaries is None:
             self._primaries = list(dict.fromkeys(node for node in self._slots if node is not None))
         return self._primaries
+
+    def uncovered_slots(self) -> int:
+        """Return how many slots no node serves."""
+        return self._slots.count(None)
 
     async def for_each_primary(self, *arguments: Argument) -> list[Reply]:
         """Send a command to every primary on its write connection; return the replies, in the order of `primaries`."""
@@ -312,13 +316,17 @@ class ValkeyClient:
         known = [node.location for node in self.primaries()]
         _RANDOM.shuffle(known)
         known.sort(key=lambda location: self._node(location).is_slow)
-        error: Exception = unavailable("no node of the cluster is known", StoreFault.CLUSTER)
+        error: Exception = unavailable("no node knows which nodes serve the slots", StoreFault.CLUSTER)
         for location in dict.fromkeys([*known, *self.address.hosts]):
             try:
                 async with asyncio.timeout(min(MAP_TIMEOUT_S, self.deadlines.connect_s or MAP_TIMEOUT_S)):
                     reply = await self._node(location).read("CLUSTER", "SLOTS")
             except TimeoutError:
                 error = unavailable(f"{location[0]}:{location[1]}: no slot map in time", StoreFault.TIMEOUT)
+            except Corruption as failed:
+                if "cluster support disabled" not in failed.detail:
+                    raise
+                raise InvalidInput(f"url: {location[0]}:{location[1]} is no cluster; write valkey://…") from failed
             except FabricError as failed:
                 error = failed
             else:
