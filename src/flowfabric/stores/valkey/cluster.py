@@ -32,6 +32,7 @@ from flowfabric.stores.valkey.slots import SLOTS, Location, parse_redirect, pars
 from flowfabric.stores.valkey.subscription import Subscription
 
 MAX_REDIRECTS = 5  # followed at once; later ones wait
+MAX_LOADS = 3  # of the library for one command: it may be moved from node to node meanwhile
 MIN_RETRY_S, MAX_RETRY_S = 0.01, 0.25  # between two attempts of a command
 REFRESH_S = 0.1  # between two questions for the slot map
 MAP_TIMEOUT_S = 1.0  # of a node that is asked for the slot map
@@ -196,7 +197,8 @@ class ValkeyClient:
                 command.fail(translate_reply(error))
             case Remedy.FOLLOW:
                 self._follow(node, command, error)
-            case Remedy.LOAD_LIBRARY if self.library is not None and command.redirects <= MAX_REDIRECTS:
+            case Remedy.LOAD_LIBRARY if self.library is not None and command.loads < MAX_LOADS:
+                command.loads += 1
                 node.load_library(self.library).add_done_callback(partial(self._resend_after_load, node, command))
             case Remedy.LOAD_LIBRARY:
                 command.fail(translate_reply(error))

@@ -101,9 +101,7 @@ def warnings(facts: Sequence[ServerFacts], address: ValkeyAddress) -> list[str]:
         found.append(f"The clocks of the Valkey servers differ by {skew_ms:.0f} ms; synchronize them (NTP).")
     for server in facts:
         if not server.has_aof:
-            found.append(
-                f"{server.address} has no append-only file, so a restart loses all; set appendonly to yes."
-            )
+            found.append(f"{server.address} has no append-only file, so a restart loses all; set appendonly to yes.")
         if server.replicas < address.wait:
             found.append(
                 f"{server.address} has {server.replicas} replicas and wait={address.wait}: every write is in doubt."

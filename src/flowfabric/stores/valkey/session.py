@@ -38,7 +38,7 @@ _NOT_ENOUGH = object()
 class Command:
     """One command of a caller, encoded, with the future of its reply."""
 
-    __slots__ = ("asking", "began_at", "future", "is_read", "packed", "redirects", "sent_at", "slot")
+    __slots__ = ("asking", "began_at", "future", "is_read", "loads", "packed", "redirects", "sent_at", "slot")
 
     def __init__(
         self, packed: bytes, future: asyncio.Future[Reply], began_at: float, *, slot: int | None, is_read: bool
@@ -50,7 +50,8 @@ class Command:
         self.slot = slot  # None: for this node, whatever slots it serves
         self.is_read = is_read  # it may be repeated after a lost reply
         self.asking = False  # the next node is asked with ASKING, once
-        self.redirects = 0
+        self.redirects = 0  # and other reasons why it was sent again
+        self.loads = 0  # of the library, because a node did not know the function
 
     def succeed(self, reply: Reply) -> None:
         """Give the caller its reply, unless the caller has left."""
