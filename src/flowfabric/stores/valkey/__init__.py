@@ -5,6 +5,8 @@ How the store uses the client:
     client = ValkeyClient(parse_url("valkey+cluster://a:6379,b:6379?wait=1"), deadlines)
     client.library = text     # loaded on any node that answers "Function not found"; the call is sent again then
     await client.open()
+    for warning in await check_servers(client):       # settings that lose rows are refused
+        logger.warning(warning)
 
     reply = await client.call("{fp:3}", "FCALL", name, 2, "{fp:3}:execution", "{fp:3}:f", argument)
     reply = await client.read("{fp:3}", "FCALL_RO", name, 1, "{fp:3}:execution")
@@ -29,8 +31,10 @@ batch that WAIT or WAITAOF confirms too late is in doubt. A write that was sent 
 """
 
 from flowfabric.stores.valkey.address import ValkeyAddress, parse_url
-from flowfabric.stores.valkey.cluster import Node, ValkeyClient
+from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.errors import ReplyError
+from flowfabric.stores.valkey.node import Node
+from flowfabric.stores.valkey.server_checks import check_servers
 from flowfabric.stores.valkey.subscription import Subscription
 
-__all__ = ["Node", "ReplyError", "Subscription", "ValkeyAddress", "ValkeyClient", "parse_url"]
+__all__ = ["Node", "ReplyError", "Subscription", "ValkeyAddress", "ValkeyClient", "check_servers", "parse_url"]

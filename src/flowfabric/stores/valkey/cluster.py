@@ -22,15 +22,17 @@ from functools import partial
 
 from libvalkey import pack_command
 
-from flowfabric.errors import FabricError, StoreFault, StoreUnavailable
+from flowfabric.errors import Corruption, FabricError, InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey.address import ValkeyAddress
-from flowfabric.stores.valkey.connection import Argument, Command, Confirmation, Connection, Endpoint, Reply
 from flowfabric.stores.valkey.errors import Remedy, ReplyError, remedy_for, translate_reply, unavailable
+from flowfabric.stores.valkey.node import Node
+from flowfabric.stores.valkey.session import Argument, Command, Confirmation, Endpoint, Reply
 from flowfabric.stores.valkey.slots import SLOTS, Location, parse_redirect, parse_slot_map, slot_of
 from flowfabric.stores.valkey.subscription import Subscription
 
 MAX_REDIRECTS = 5  # followed at once; later ones wait
+MAX_LOADS = 3  # of the library for one command: it may be moved from node to node meanwhile
 MIN_RETRY_S, MAX_RETRY_S = 0.01, 0.25  # between two attempts of a command
 REFRESH_S = 0.1  # between two questions for the slot map
 MAP_TIMEOUT_S = 1.0  # of a node that is asked for the slot map
@@ -41,66 +43,18 @@ MAX_CACHED_TAGS = 4096
 _RANDOM = random.SystemRandom()
 
 
-class Node:
-    """One server, with a connection for writes and one for reads."""
-
-    def __init__(self, client: ValkeyClient, location: Location) -> None:
-        self.location = location
-        self._client = client
-        endpoint = client.endpoint(location)
-        self.writes = Connection(endpoint, self, client.deadlines, client.confirmations)
-        self.reads = Connection(endpoint, self, client.deadlines)
-        self.is_slow = False
-        self.loading: asyncio.Future[Reply] | None = None  # the library
-
-    def __str__(self) -> str:
-        return f"{self.location[0]}:{self.location[1]}"
-
-    def call(self, *arguments: Argument) -> asyncio.Future[Reply]:
-        """Send a command to this node on its write connection."""
-        return self._send(self.writes, arguments, is_read=False)
-
-    def read(self, *arguments: Argument) -> asyncio.Future[Reply]:
-        """Send a command to this node on its read connection."""
-        return self._send(self.reads, arguments, is_read=True)
-
-    def _send(self, connection: Connection, arguments: tuple[Argument, ...], *, is_read: bool) -> asyncio.Future[Reply]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Reply] = loop.create_future()
-        connection.send(Command(pack_command(arguments), future, loop.time(), slot=None, is_read=is_read))
-        return future
-
-    def load_library(self, library: str) -> asyncio.Future[Reply]:
-        """Load the functions here; calls during a load share it."""
-        if self.loading is None or self.loading.done():
-            self.loading = self.call("FUNCTION", "LOAD", "REPLACE", library)
-        return self.loading
-
-    def handle_error_reply(self, command: Command, error: ReplyError) -> None:
-        self._client.handle_error_reply(self, command, error)
-
-    def handle_lost(self, commands: Sequence[Command], error: StoreUnavailable, *, sent: bool) -> None:
-        self._client.handle_lost(commands, error, sent=sent)
-
-    def handle_slow(self) -> None:
-        self.is_slow = True
-        self._client.refresh_soon()
-
-    async def close(self) -> None:
-        await asyncio.gather(self.writes.close(), self.reads.close())
-
-
 class ValkeyClient:
     """The connections to one server or to the nodes of a cluster."""
 
     def __init__(self, address: ValkeyAddress, deadlines: Deadlines | None = None) -> None:
         self.address = address
         self.deadlines = address.deadlines(deadlines or Deadlines())
-        self.confirmations = self._confirmations()
+        self.confirmations: Sequence[Confirmation] = self._confirmations()
         self.library: str | None = None  # is loaded on a node that does not know a function
         self._tls = address.tls_context()
         self._nodes: dict[Location, Node] = {}
         self._slots: list[Node | None] = [None] * SLOTS
+        self._primaries: list[Node] | None = None  # the nodes in it
         self._slot_by_tag: dict[str | bytes, int] = {}
         self._stalled: list[Command] = []  # wait for the next slot map
         self._refreshing: asyncio.Task[None] | None = None
@@ -129,8 +83,8 @@ class ValkeyClient:
             await self._learn_slot_map()
         else:
             node = self._node(self.address.hosts[0])
-            await node.call("PING")
-            self._slots = [node] * SLOTS
+            await node.read("PING")
+            self._use_slots([node] * SLOTS)
 
     def call(self, tag: str | bytes, *arguments: Argument) -> asyncio.Future[Reply]:
         """Send a command to the node of a tag or key, behind all earlier calls to that node."""
@@ -164,8 +118,14 @@ class ValkeyClient:
         return node
 
     def primaries(self) -> list[Node]:
-        """Return the nodes that serve slots."""
-        return list(dict.fromkeys(node for node in self._slots if node is not None))
+        """Return the nodes that serve slots; do not change the list."""
+        if self._primaries is None:
+            self._primaries = list(dict.fromkeys(node for node in self._slots if node is not None))
+        return self._primaries
+
+    def uncovered_slots(self) -> int:
+        """Return how many slots no node serves."""
+        return self._slots.count(None)
 
     async def for_each_primary(self, *arguments: Argument) -> list[Reply]:
         """Send a command to every primary on its write connection; return the replies, in the order of `primaries`."""
@@ -237,13 +197,16 @@ class ValkeyClient:
                 command.fail(translate_reply(error))
             case Remedy.FOLLOW:
                 self._follow(node, command, error)
-            case Remedy.LOAD_LIBRARY if self.library is not None and command.redirects <= MAX_REDIRECTS:
+            case Remedy.LOAD_LIBRARY if self.library is not None and command.loads < MAX_LOADS:
+                command.loads += 1
                 node.load_library(self.library).add_done_callback(partial(self._resend_after_load, node, command))
             case Remedy.LOAD_LIBRARY:
                 command.fail(translate_reply(error))
             case Remedy.REROUTE:
                 if self.address.is_cluster:
                     self.refresh_soon()
+                else:  # the host's name may lead to the new primary
+                    node.writes.renew()
                 self._retry_later(node, command)
             case Remedy.RETRY:
                 self._retry_later(node, command)
@@ -253,7 +216,8 @@ class ValkeyClient:
         again: list[Command] = []
         for command in commands:
             is_safe = command.is_read or not sent
-            if is_safe and command.slot is not None and self._may_recover(sent) and not self._is_late(command):
+            if is_safe and self._may_recover(command, sent=sent):
+                command.redirects += 1
                 again.append(command)
             else:
                 command.fail(unavailable(error.detail, error.source, in_doubt=not is_safe))
@@ -265,9 +229,11 @@ class ValkeyClient:
             for command in again:
                 self._dispatch(command)
 
-    def _may_recover(self, sent: bool) -> bool:
-        """True if it is worth sending a command again: a cluster may fail over, and a connection may have been idle."""
-        return not self._closed and (self.address.is_cluster or sent)
+    def _may_recover(self, command: Command, *, sent: bool) -> bool:
+        """True if a command may be sent again: a cluster fails over, and a server may be back after a restart."""
+        if self._closed or command.slot is None or self._is_late(command):
+            return False
+        return self.address.is_cluster or (sent and command.redirects < MAX_REDIRECTS)
 
     def _follow(self, node: Node, command: Command, error: ReplyError) -> None:
         if not self.address.is_cluster:
@@ -278,6 +244,7 @@ class ValkeyClient:
         target = self._node(location)
         if error.code == "MOVED":
             self._slots[slot] = target
+            self._primaries = None
             self.refresh_soon()
         else:
             command.asking = True
@@ -289,9 +256,8 @@ class ValkeyClient:
 
     def _resend_after_load(self, node: Node, command: Command, loading: asyncio.Future[Reply]) -> None:
         error = asyncio.CancelledError() if loading.cancelled() else loading.exception()
-        if isinstance(error, FabricError):
-            in_doubt = isinstance(error, StoreUnavailable)
-            command.fail(unavailable(error.detail, StoreFault.SCRIPT_NOT_LOADED) if in_doubt else error)
+        if isinstance(error, StoreUnavailable):
+            command.fail(unavailable(error.detail, error.source))
         elif error is not None:
             command.fail(unavailable(f"{node}: the library was not loaded: {error}", StoreFault.SCRIPT_NOT_LOADED))
         else:
@@ -352,13 +318,17 @@ class ValkeyClient:
         known = [node.location for node in self.primaries()]
         _RANDOM.shuffle(known)
         known.sort(key=lambda location: self._node(location).is_slow)
-        error: Exception = unavailable("no node of the cluster is known", StoreFault.CLUSTER)
+        error: Exception = unavailable("no node knows which nodes serve the slots", StoreFault.CLUSTER)
         for location in dict.fromkeys([*known, *self.address.hosts]):
             try:
                 async with asyncio.timeout(min(MAP_TIMEOUT_S, self.deadlines.connect_s or MAP_TIMEOUT_S)):
                     reply = await self._node(location).read("CLUSTER", "SLOTS")
             except TimeoutError:
                 error = unavailable(f"{location[0]}:{location[1]}: no slot map in time", StoreFault.TIMEOUT)
+            except Corruption as failed:
+                if "cluster support disabled" not in failed.detail:
+                    raise
+                raise InvalidInput(f"url: {location[0]}:{location[1]} is no cluster; write valkey://…") from failed
             except FabricError as failed:
                 error = failed
             else:
@@ -372,7 +342,7 @@ class ValkeyClient:
         slots: list[Node | None] = [None] * SLOTS
         for first, last, location in parse_slot_map(reply, asked):
             slots[first : last + 1] = [self._node(location)] * (last + 1 - first)
-        self._slots = slots
+        self._use_slots(slots)
         serving = set(self.primaries())
         for node in list(self._nodes.values()):
             if node in serving:
@@ -390,6 +360,13 @@ class ValkeyClient:
                 await node.close()
         for node in serving:
             node.is_slow = False
+
+    def _use_slots(self, slots: list[Node | None]) -> None:
+        self._slots = slots
+        self._primaries = None
+        locations = {node.location for node in self.primaries()}
+        for subscription in self._subscriptions:
+            subscription.leave_unless(locations)
 
     def _confirmations(self) -> list[Confirmation]:
         """Return the commands that confirm a batch of writes."""

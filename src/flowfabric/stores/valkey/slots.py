@@ -5,7 +5,7 @@ from __future__ import annotations
 from binascii import crc_hqx
 from typing import TypeAlias
 
-from flowfabric.stores.valkey.connection import Reply
+from flowfabric.stores.valkey.session import Reply
 
 SLOTS = 16384
 

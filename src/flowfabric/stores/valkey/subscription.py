@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 
 from libvalkey import ProtocolError, Reader, pack_command
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.settings import Deadlines
-from flowfabric.stores.valkey.connection import MAX_BACKOFF_S, Endpoint, Reply
+from flowfabric.stores.valkey.connection import MAX_BACKOFF_S
 from flowfabric.stores.valkey.errors import ReplyError, unavailable
+from flowfabric.stores.valkey.session import Endpoint, Reply
 
 PING = pack_command(("PING",))
 PING_SHARE = 0.4  # of `command_s`: the silence after which the connection is checked
@@ -41,12 +42,19 @@ class Subscription:
         self._on_reconnect = on_reconnect
         self._task: asyncio.Task[None] | None = None
         self._was_ready = False
+        self._location = ("", 0)
+        self._writer: asyncio.StreamWriter | None = None
 
     def start(self, endpoint: Callable[[], Endpoint], deadlines: Deadlines) -> None:
         """Connect in the background to the endpoint that is named then."""
         self._task = asyncio.get_running_loop().create_task(
             self._run(endpoint, deadlines), name="flowfabric-valkey-subscription"
         )
+
+    def leave_unless(self, locations: Container[tuple[str, int]]) -> None:
+        """Reconnect unless the present node is one of these: one that was removed from a cluster hears nothing."""
+        if self._writer is not None and self._location not in locations:
+            self._writer.transport.abort()
 
     async def close(self) -> None:
         """Stop; a second call does nothing."""
@@ -61,6 +69,8 @@ class Subscription:
                 await self._listen(endpoint(), deadlines)
             except (OSError, ProtocolError, ReplyError, StoreUnavailable, TimeoutError) as error:
                 _LOG.debug("the subscription was interrupted: %s", error)
+            except Exception:
+                _LOG.exception("a message was not handled; the subscription starts again")
             self.ready.clear()
             await asyncio.sleep(MAX_BACKOFF_S)
 
@@ -69,6 +79,7 @@ class Subscription:
         limit_s = deadlines.command_s or UNLIMITED_S
         async with asyncio.timeout(deadlines.connect_s or None):
             stream, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=endpoint.tls)
+        self._location, self._writer = (endpoint.host, endpoint.port), writer
         try:
             greeting = endpoint.greeting()
             writer.writelines([*greeting, pack_command(("SUBSCRIBE", *self.channels))])
@@ -93,9 +104,10 @@ class Subscription:
                     if unconfirmed:
                         unconfirmed -= 1
                         self._confirm(reply, unconfirmed)
-                    elif reply[0] == b"message":
+                    elif isinstance(reply, list) and reply[0] == b"message":
                         self._on_message(reply[1], reply[2])
         finally:
+            self._writer = None
             writer.transport.abort()
 
     def _confirm(self, reply: Reply, missing: int) -> None:
