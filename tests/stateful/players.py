@@ -126,8 +126,10 @@ class Player:
             case Enum():
                 return value.value
             case str():
-                named = value.replace(self.store.tag.title, "<store>")
-                return named.replace(f"actual={other_than(self.store.tag).title}", "actual=<other store>")
+                other = other_than(self.store.tag).title
+                if value == other:
+                    return "<other store>"
+                return value.replace(self.store.tag.title, "<store>").replace(f"actual={other}", "actual=<other store>")
             case _:
                 return value
 
