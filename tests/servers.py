@@ -22,12 +22,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -36,7 +35,6 @@ from urllib.parse import urlsplit, urlunsplit
 from tests.postgres_install import (
     DSN_VARIABLE,
     FIX,
-    ROOT,
     ServerMissing,
     base,
     create_data_folder,
@@ -47,6 +45,19 @@ from tests.postgres_install import (
     programs,
     server_user,
 )
+from tests.processes import (
+    children,
+    close_output,
+    command_line,
+    detach,
+    free_port,
+    is_alive,
+    is_held,
+    open_lock,
+    run_in_background,
+    wait_for,
+)
+from tests.valkey_servers import valkey, valkey_cluster
 
 __all__ = ["DSN_VARIABLE", "PostgresServer", "ServerMissing", "hold", "leave", "postgres", "release"]
 
@@ -121,7 +132,7 @@ class PostgresServer:
         return done.stdout.strip()
 
     def is_running(self) -> bool:
-        return _is_held(self._own_folder / "server")
+        return is_held(self._own_folder / "server")
 
     def stop(self, mode: str = "fast") -> None:
         """Stop the server in PostgreSQL's mode `smart`, `fast` or `immediate`; the data is kept."""
@@ -134,12 +145,12 @@ class PostgresServer:
         if self.is_running():
             postmaster: int = _state(self._own_folder)["pid"]
             os.kill(postmaster, signal.SIGSTOP)  # so that it starts no child meanwhile
-            processes = [postmaster, *_children(postmaster)]
+            processes = [postmaster, *children(postmaster)]
             for pid in processes:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._wait_until_ended()
-            _wait(lambda: not any(_is_alive(pid) for pid in processes[1:]), "killed processes to disappear")
+            wait_for(lambda: not any(is_alive(pid) for pid in processes[1:]), "killed processes to disappear")
 
     def start(self) -> None:
         """Start the server again, on the same port and with its data, unless it is running."""
@@ -184,7 +195,7 @@ class PostgresServer:
         return self._folder
 
     def _wait_until_ended(self) -> None:
-        _wait(lambda: not self.is_running(), "PostgreSQL to end")
+        wait_for(lambda: not self.is_running(), "PostgreSQL to end")
 
 
 _servers: dict[str, PostgresServer] = {}
@@ -208,11 +219,11 @@ def leave(name: str = SHARED) -> None:
     folder = _folder(name)
     with use, suppress(BlockingIOError):
         fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)  # only the last user gets the lock
-        if not _is_held(folder / "server"):
+        if not is_held(folder / "server"):
             shutil.rmtree(folder / "data", ignore_errors=True)
         use.close()
         with suppress(TimeoutError):
-            _wait(lambda: not _is_held(folder / "server"), "PostgreSQL to end", seconds=15)
+            wait_for(lambda: not is_held(folder / "server"), "PostgreSQL to end", seconds=15)
 
 
 @atexit.register
@@ -223,11 +234,11 @@ def _leave_all() -> None:
 
 def _start_or_join(name: str) -> PostgresServer:
     folder = _folder(name)
-    use = _open_lock(folder / "users")
+    use = open_lock(folder / "users")
     try:
         fcntl.flock(use, fcntl.LOCK_SH)
         with locked(folder / "start"):
-            if not _is_held(folder / "server"):
+            if not is_held(folder / "server"):
                 _stop_orphan(folder / "data")
                 create_data_folder(folder / "data")
                 _launch(folder, port=None)
@@ -249,26 +260,10 @@ def _configured(dsn: str) -> PostgresServer:
 
 def _is_started_here(dsn: str) -> bool:
     folder = _folder(SHARED)
-    return _is_held(folder / "server") and urlsplit(_state(folder)["dsn"]).netloc == urlsplit(dsn).netloc
+    return is_held(folder / "server") and urlsplit(_state(folder)["dsn"]).netloc == urlsplit(dsn).netloc
 
 
 # --- locks and state
-
-
-def _open_lock(path: Path) -> IO[str]:
-    return path.open("a")
-
-
-def _is_held(path: Path) -> bool:
-    """True if another process holds this lock exclusively."""
-    if not path.exists():
-        return False
-    with _open_lock(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -286,7 +281,9 @@ def _folder(name: str) -> Path:
 def _launch(folder: Path, port: int | None) -> None:
     """Start a supervisor, which starts the server; return when the server is ready."""
     for _ in range(5):
-        failure = _run_in_background("serve", str(folder), str(port or _free_port())).removesuffix("ready")
+        failure = run_in_background("tests.servers", "serve", str(folder), str(port or free_port())).removesuffix(
+            "ready"
+        )
         if not failure:
             return
         failure += (folder / "log").read_text(errors="replace")[-2000:]
@@ -295,24 +292,9 @@ def _launch(folder: Path, port: int | None) -> None:
     raise ServerMissing("PostgreSQL found no free port five times in a row.")
 
 
-def _run_in_background(*arguments: str) -> str:
-    """Run this module in a separate process; return its output up to the moment when it detaches."""
-    command = [sys.executable, "-m", "tests.servers", *arguments]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    output: str = subprocess.run(command, cwd=ROOT, start_new_session=True, **pipes).stdout
-    return output.strip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _serve(folder: Path, port: int) -> None:
     """Run the supervisor: start the server, print "ready", and stop the server when no process uses it."""
-    running = _open_lock(folder / "server")
+    running = open_lock(folder / "server")
     fcntl.flock(running, fcntl.LOCK_EX)
     settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
     command = [str(programs() / "postgres"), "-D", str(folder / "data"), "-p", str(port), *settings]
@@ -324,13 +306,13 @@ def _serve(folder: Path, port: int) -> None:
     state = folder / "state.json"
     state.touch(mode=0o600)
     state.write_text(json.dumps({"pid": child.pid, "port": port, "dsn": dsn}))
-    _wait(lambda: child.poll() is not None or _is_ready(folder / "data", child.pid), "PostgreSQL to be ready")
+    wait_for(lambda: child.poll() is not None or _is_ready(folder / "data", child.pid), "PostgreSQL to be ready")
     if child.poll() is not None:
         print(f"it exited with code {child.returncode}", flush=True)
         return
     print("ready", flush=True)
-    _close_output()
-    users = _open_lock(folder / "users")
+    close_output()
+    users = open_lock(folder / "users")
     unused = threading.Event()
 
     def stop_when_unused() -> None:
@@ -346,49 +328,36 @@ def _serve(folder: Path, port: int) -> None:
         shutil.rmtree(folder / "data", ignore_errors=True)
 
 
-def _close_output() -> None:
-    """Redirect stdout and stderr to /dev/null, so that the parent, which reads to the end of both, continues."""
-    with Path(os.devnull).open("w") as null:
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
-
-
-def _detach() -> None:
-    """Continue in a forked process, for which the parent does not wait."""
-    if os.fork():
-        os._exit(0)
-
-
 def _hold() -> None:
-    """Print the DSN of the shared server, and use it until this process is terminated."""
-    server = postgres()
-    kept = _open_lock(_folder(SHARED) / "kept")
+    """Print the addresses of the shared servers, and use them until this process is terminated."""
+    addresses = [postgres().dsn(), valkey().url(), valkey_cluster().url()]
+    kept = open_lock(_folder(SHARED) / "kept")
     with suppress(BlockingIOError):
         fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kept.truncate(0)
         print(os.getpid(), file=kept, flush=True)
-        print(server.dsn(), flush=True)
-        _close_output()
+        print(*addresses, sep="\n", flush=True)
+        close_output()
         while True:
             signal.pause()
-    print(server.dsn(), flush=True)
+    print(*addresses, sep="\n", flush=True)
 
 
 def hold() -> str:
-    """Keep the shared server running until `release`; return its DSN."""
-    if not (dsn := _run_in_background("hold")):
-        raise ServerMissing(f"PostgreSQL did not start.\n{FIX}")
-    return dsn
+    """Keep the shared servers running until `release`; return their addresses, one a line."""
+    if not (addresses := run_in_background("tests.servers", "hold")):
+        raise ServerMissing(f"The servers did not start.\n{FIX}")
+    return addresses
 
 
 def release() -> bool:
-    """Undo `hold`; return False if it was not called. The server stops once no other process uses it."""
+    """Undo `hold`; return False if it was not called. The servers stop once no other process uses them."""
     folder = _folder(SHARED)
-    if not _is_held(folder / "kept"):
+    if not is_held(folder / "kept"):
         return False
     os.kill(int((folder / "kept").read_text()), signal.SIGTERM)
     with suppress(TimeoutError):
-        _wait(lambda: not _is_held(folder / "server"), "PostgreSQL to end", seconds=10)
+        wait_for(lambda: not is_held(folder / "server"), "PostgreSQL to end", seconds=10)
     return True
 
 
@@ -404,48 +373,12 @@ def _stop_orphan(data: Path) -> None:
     """Stop a server whose supervisor was killed."""
     with suppress(OSError, ValueError, IndexError):
         pid = int((data / "postmaster.pid").read_text().splitlines()[0])
-        if str(data) in _command_line(pid):
+        if str(data) in command_line(pid):
             for kind in (signal.SIGQUIT, signal.SIGKILL):
                 os.kill(pid, kind)
                 with suppress(TimeoutError):
-                    _wait(lambda: not _is_alive(pid), "an orphaned PostgreSQL to end", seconds=5)
+                    wait_for(lambda: not is_alive(pid), "an orphaned PostgreSQL to end", seconds=5)
                     return
-
-
-def _children(parent: int) -> list[int]:
-    return [pid for pid, above, _ in _processes() if above == parent]
-
-
-def _is_alive(pid: int) -> bool:
-    return any(number == pid and state != "Z" for number, _, state in _processes())
-
-
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield the pid, parent and state of every process, from /proc or else from ps."""
-    if Path("/proc/self/stat").exists():
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                state, parent, *_ = file.read_text().rpartition(")")[2].split()
-                yield int(file.parent.name), int(parent), state
-    else:
-        listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,state="], capture_output=True, text=True, check=True)
-        for line in listing.stdout.splitlines():
-            pid, parent, state = line.split()
-            yield int(pid), int(parent), state[0]
-
-
-def _command_line(pid: int) -> str:
-    if (file := Path(f"/proc/{pid}/cmdline")).exists():
-        return file.read_text()
-    return subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True).stdout
-
-
-def _wait(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"Waited {seconds:g} s for {what}.")
-        time.sleep(0.01)
 
 
 def main(command: str, *arguments: str) -> None:
@@ -456,10 +389,10 @@ def main(command: str, *arguments: str) -> None:
         case "down":
             print("stopped" if release() else "no server was up")
         case "serve":
-            _detach()
+            detach()
             _serve(Path(arguments[0]), int(arguments[1]))
         case "hold":
-            _detach()
+            detach()
             _hold()
         case _:
             sys.exit(f"no such command: {command}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import postgres_install, servers
+from tests import postgres_install, processes, servers
 from tests.servers import PostgresServer, ServerMissing, leave, postgres
 
 pytestmark = pytest.mark.slow
@@ -89,21 +89,21 @@ def test_processes_share_a_server_and_the_last_one_to_leave_stops_it(name: str, 
 
         other.kill()
 
-    servers._wait(lambda: not own.is_running(), "the supervisor to notice", seconds=20)
-    servers._wait(lambda: not _data(name).exists(), "the data to be removed", seconds=20)
+    processes.wait_for(lambda: not own.is_running(), "the supervisor to notice", seconds=20)
+    processes.wait_for(lambda: not _data(name).exists(), "the data to be removed", seconds=20)
 
 
 def test_a_server_whose_supervisor_was_killed_is_stopped_and_replaced(name: str, own: PostgresServer) -> None:
     own.execute("CREATE TABLE note (text text)")
     postmaster = servers._state(_data(name).parent)["pid"]
     os.kill(_parent(postmaster), signal.SIGKILL)
-    servers._wait(lambda: not own.is_running(), "the supervisor to be gone")
-    assert servers._is_alive(postmaster)
+    processes.wait_for(lambda: not own.is_running(), "the supervisor to be gone")
+    assert processes.is_alive(postmaster)
 
     with _other_process(name) as other:
         assert other.stdout is not None
         dsn = other.stdout.readline().strip()
-        assert not servers._is_alive(postmaster)
+        assert not processes.is_alive(postmaster)
         assert PostgresServer(dsn).execute("SELECT count(*) FROM pg_tables WHERE tablename = 'note'") == "0"
         other.kill()
 
@@ -143,4 +143,4 @@ def _data(name: str) -> Path:
 
 
 def _parent(pid: int) -> int:
-    return next(above for number, above, _ in servers._processes() if number == pid)
+    return next(above for number, above, _ in processes.processes() if number == pid)

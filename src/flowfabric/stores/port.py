@@ -40,7 +40,7 @@ from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
 from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
-from flowfabric.model.deployment import SnapshotHolder
+from flowfabric.model.deployment import ServerReport, SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
@@ -78,6 +78,15 @@ class SupportsSnapshotHolders(Protocol):
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
         """List the holders, oldest snapshot first."""
+        ...
+
+
+@runtime_checkable
+class SupportsServerReport(Protocol):
+    """A store whose durability depends on settings of its servers."""
+
+    async def server_report(self) -> ServerReport:
+        """Ask the servers for their settings."""
         ...
 
 
@@ -208,7 +217,10 @@ class Store(Protocol):
         ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
-        """Return the newest events of an execution, oldest first, except those that the topic names `without`."""
+        """Return the newest events of an execution, oldest first, except those that the topic names `without`.
+
+        Their positions in the feed may be missing (0).
+        """
         ...
 
     def notify(self, topics: frozenset[str]) -> None:

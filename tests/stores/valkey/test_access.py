@@ -1,0 +1,144 @@
+"""Users, passwords, databases and TLS on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.stores.valkey import ValkeyClient, parse_url
+from tests.blackhole import BlackHole
+from tests.valkey_servers import ValkeyServers, valkey
+
+USER = "ff_access"
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[ValkeyClient]:
+    client = ValkeyClient(parse_url(url))
+    try:
+        await client.open()
+        yield client
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def server(valkey_url: str) -> ValkeyServers:
+    servers = valkey()
+    rights = ("~*", "&*", "+@all", "-config")
+    servers.nodes[0].execute("ACL", "SETUSER", USER, "reset", "on", ">p@ss word", *rights)
+    return servers
+
+
+def url_as(server: ValkeyServers, user_info: str) -> str:
+    return server.url(server.own_database()).replace("://", f"://{user_info}@")
+
+
+async def test_a_user_of_the_acl_connects_with_its_password(server: ValkeyServers) -> None:
+    async with opened(url_as(server, f"{USER}:p%40ss%20word")) as client:
+        assert await client.call("a", "ACL", "WHOAMI") == USER.encode()
+        assert await client.call("a", "SET", "a", 1) == b"OK"
+
+
+async def test_a_wrong_password_is_an_error_of_authentication_not_in_doubt(server: ValkeyServers) -> None:
+    with pytest.raises(StoreUnavailable, match="WRONGPASS") as caught:
+        async with opened(url_as(server, f"{USER}:guess")):
+            pass
+
+    assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.AUTH)
+    assert "guess" not in str(caught.value)
+
+
+async def test_a_command_that_the_user_may_not_send_is_an_error_of_authentication(server: ValkeyServers) -> None:
+    async with opened(url_as(server, f"{USER}:p%40ss%20word")) as client:
+        with pytest.raises(StoreUnavailable, match="NOPERM") as caught:
+            await client.call("a", "CONFIG", "GET", "maxmemory")
+
+    assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.AUTH)
+
+
+async def test_a_url_names_the_database(server: ValkeyServers) -> None:
+    own = server.own_database()
+    async with opened(server.url(own)) as client, opened(server.url(own)) as same:
+        await client.call("a", "SET", "a", 1)
+        assert await same.read("a", "GET", "a") == b"1"
+        assert f" db={own} " in (await client.call("a", "CLIENT", "INFO")).decode()
+
+
+async def test_a_database_that_the_server_does_not_have_is_refused(server: ValkeyServers) -> None:
+    with pytest.raises(StoreUnavailable, match="DB index is out of range") as caught:
+        async with opened(server.url(99_999)):
+            pass
+
+    assert not caught.value.in_doubt
+
+
+# --- TLS: the server of the wheel has none, so a proxy stands in front of it
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a key and a certificate for 127.0.0.1 that it signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    builder = builder.add_extension(names, critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    signed = builder.sign(key, hashes.SHA256())
+    file = tmp_path_factory.mktemp("tls") / "server.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
+    return file
+
+
+@pytest.fixture
+async def tls_port(server: ValkeyServers, certificate: Path) -> AsyncIterator[Callable[[], int]]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    proxy = BlackHole("127.0.0.1", server.nodes[0].port)
+    listener = await asyncio.start_server(proxy.accept, "127.0.0.1", 0, ssl=context)
+    yield lambda: listener.sockets[0].getsockname()[1]
+    listener.close()
+    await proxy.close()
+
+
+async def test_commands_and_large_values_travel_over_tls(
+    server: ValkeyServers, tls_port: Callable[[], int], certificate: Path
+) -> None:
+    async with opened(f"valkeys://127.0.0.1:{tls_port()}/{server.own_database()}?tls_ca={certificate}") as client:
+        value = b"x" * (3 << 20)
+        await client.call("tls", "SET", "tls", value)
+        assert await client.read("tls", "GET", "tls") == value
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_port: Callable[[], int]) -> None:
+    with pytest.raises(StoreUnavailable, match="(?i)certificate verify failed") as caught:
+        async with opened(f"valkeys://127.0.0.1:{tls_port()}"):
+            pass
+
+    assert not caught.value.in_doubt
+
+
+async def test_a_server_without_tls_is_reported(server: ValkeyServers) -> None:
+    with pytest.raises(StoreUnavailable) as caught:
+        async with opened(f"valkeys://127.0.0.1:{server.nodes[0].port}?connect_timeout=2"):
+            pass
+
+    assert not caught.value.in_doubt

@@ -1,0 +1,237 @@
+"""Faults of a real cluster under load: each shows what was acknowledged and what survived."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from flowfabric.errors import StoreUnavailable
+from flowfabric.settings import Deadlines
+from flowfabric.stores.valkey import ValkeyClient, parse_url
+from flowfabric.stores.valkey.slots import slot_of
+from tests.processes import wait_for
+from tests.stores.valkey.history import TAGS, WriteHistory
+from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, valkey_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(120)]
+
+DEADLINES = Deadlines(connect_s=1, command_s=8)
+LIBRARY = """#!lua name=ff_fault_test
+redis.register_function('ff_test_both', function(keys)
+  return redis.call('INCR', keys[1]) + redis.call('INCR', keys[2])
+end)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ValkeyServers]:
+    servers = valkey_cluster(f"faults-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
+    yield servers
+    leave(servers)
+
+
+@pytest.fixture
+def servers(cluster: ValkeyServers) -> Iterator[ValkeyServers]:
+    """A healthy cluster without keys; what a test has killed or paused is repaired afterwards."""
+    cluster.empty(0)
+    yield cluster
+    for node in cluster.nodes:
+        if node.is_running():
+            node.resume()
+        node.start()
+    cluster.wait_until_healthy()
+
+
+@asynccontextmanager
+async def opened(servers: ValkeyServers, options: str = "") -> AsyncIterator[ValkeyClient]:
+    client = ValkeyClient(parse_url(servers.url(0, options)), DEADLINES)
+    try:
+        await client.open()
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def under_load(client: ValkeyClient) -> AsyncIterator[WriteHistory]:
+    """Write to all partitions; the block ends with writes that were acknowledged after everything it did."""
+    history = WriteHistory(client)
+    async with asyncio.TaskGroup() as group:
+        for tag in TAGS:
+            group.create_task(history.write(tag))
+        try:
+            await history.wait_for_more(20)
+            yield history
+            await history.wait_for_more(20)
+        finally:
+            history.stop()
+
+
+def primary_of(servers: ValkeyServers, client: ValkeyClient, tag: str) -> ValkeyNode:
+    port = client.node_for(tag).location[1]
+    return next(node for node in servers.nodes if node.port == port)
+
+
+def replica_of(servers: ValkeyServers, primary: ValkeyNode) -> ValkeyNode:
+    return next(
+        node for node in servers.nodes if (role := node.execute("ROLE"))[0] == "slave" and role[2] == primary.port
+    )
+
+
+async def wait_until(condition: object, what: str, seconds: float = 30) -> None:
+    await asyncio.to_thread(wait_for, condition, what, seconds)  # type: ignore[arg-type]
+
+
+async def test_a_manual_failover_under_load_loses_nothing_and_refuses_nothing(servers: ValkeyServers) -> None:
+    async with opened(servers) as client:
+        async with under_load(client) as history:
+            primary = primary_of(servers, client, TAGS[0])
+            replica = replica_of(servers, primary)
+            replica.execute("CLUSTER", "FAILOVER")
+            await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+
+        assert await history.survivors() == history.acknowledged
+        assert not history.refused
+        assert not history.in_doubt
+        assert client.node_for(TAGS[0]).location[1] == replica.port
+
+
+async def test_slots_that_are_moved_as_a_whole_under_load_lose_nothing(servers: ValkeyServers) -> None:
+    async with opened(servers) as client:
+        async with under_load(client) as history:
+            source = primary_of(servers, client, TAGS[0])
+            target = next(node for node in servers.primaries() if node.port != source.port)
+            moved = [tag for tag in TAGS if primary_of(servers, client, tag) is source]
+            slots = [part for tag in moved for part in (slot_of(tag), slot_of(tag))]
+            name = target.execute("CLUSTER", "MYID")
+            source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *slots, "NODE", name)
+            await history.wait_for_more(20)
+            await wait_until(lambda: not _serves(source, slot_of(TAGS[0])), "the slots to be moved")
+
+        assert await history.survivors() == history.acknowledged
+        assert not history.in_doubt
+        assert {client.node_for(tag).location[1] for tag in moved} == {target.port}
+        source_name = source.execute("CLUSTER", "MYID")
+        target.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *slots, "NODE", source_name)
+        await wait_until(lambda: _serves(source, slot_of(TAGS[0])), "the slots to be back")
+
+
+async def test_a_call_to_a_slot_that_is_moved_key_by_key_waits_and_is_executed_once(servers: ValkeyServers) -> None:
+    async with opened(servers) as client:
+        client.library = LIBRARY
+        tag = TAGS[0]
+        keys = (f"{tag}:a", f"{tag}:b")
+        assert await client.call(tag, "FCALL", "ff_test_both", 2, *keys) == 2
+        source = primary_of(servers, client, tag)
+        target = next(node for node in servers.primaries() if node.port != source.port)
+        slot, names = slot_of(tag), (source.execute("CLUSTER", "MYID"), target.execute("CLUSTER", "MYID"))
+        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", keys[0])
+
+        call = client.call(tag, "FCALL", "ff_test_both", 2, *keys)
+        done, _ = await asyncio.wait([call], timeout=0.5)
+        assert not done
+        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", keys[1])
+        for node in (target, source):
+            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+
+        assert await call == 4
+        assert client.node_for(tag).location[1] == target.port
+        await client.call(tag, "DEL", *keys)
+        for node in (source, target):
+            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[0])
+
+
+@pytest.mark.parametrize("options", ["", "wait=1"])
+async def test_the_death_of_a_primary_under_load_ends_with_its_replica_serving(
+    servers: ValkeyServers, options: str
+) -> None:
+    async with opened(servers, options) as client:
+        async with under_load(client) as history:
+            primary = primary_of(servers, client, TAGS[0])
+            replica = replica_of(servers, primary)
+            await asyncio.to_thread(primary.kill)
+            await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+            await asyncio.to_thread(primary.start)  # until it is back as a replica, wait=1 leaves every write in doubt
+
+        survivors = await history.survivors()
+        assert client.node_for(TAGS[0]).location[1] == replica.port
+        assert not history.refused  # calls that were not sent wait for the failover
+        lost = history.acknowledged - survivors
+        if options:
+            assert not lost
+        else:
+            assert {tag for tag, _ in lost} <= {tag for tag in TAGS if client.node_for(tag).location[1] == replica.port}
+
+
+async def test_writes_that_no_replica_has_are_in_doubt_and_may_vanish_with_their_primary(
+    servers: ValkeyServers,
+) -> None:
+    async with opened(servers, "wait=1&command_timeout=2") as client:
+        tag = TAGS[0]
+        await client.call(tag, "SET", f"{tag}:note", "old")
+        primary = primary_of(servers, client, tag)
+        replica = replica_of(servers, primary)
+        replica.pause()
+
+        with pytest.raises(StoreUnavailable, match="fewer copies than asked") as caught:
+            await client.call(tag, "SET", f"{tag}:note", "new")
+        assert caught.value.in_doubt
+        assert primary.execute("GET", f"{tag}:note") == "new"
+        await asyncio.to_thread(primary.kill)
+        replica.resume()
+
+        await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+        assert await client.read(tag, "GET", f"{tag}:note") in (b"old", b"new")
+
+
+async def test_a_paused_primary_is_left_once_its_replica_serves_and_long_before_the_timeout(
+    servers: ValkeyServers,
+) -> None:
+    async with opened(servers, "command_timeout=60") as client:
+        tag = TAGS[0]
+        primary = primary_of(servers, client, tag)
+        others = [one for one in TAGS if primary_of(servers, client, one) is not primary]
+        await client.call(tag, "SET", f"{tag}:note", 1)
+        primary.pause()
+        stuck = client.call(tag, "SET", f"{tag}:note", 2)
+        for other in others:  # the other nodes go on
+            await client.call(other, "SET", f"{other}:note", 1)
+
+        async with asyncio.timeout(20):
+            with pytest.raises(StoreUnavailable) as caught:
+                await stuck
+            assert caught.value.in_doubt
+            assert await client.call(tag, "SET", f"{tag}:note", 3) == b"OK"
+            assert await client.read(tag, "GET", f"{tag}:note") == b"3"
+
+
+async def test_a_node_that_joins_without_functions_gets_them_with_its_first_call(servers: ValkeyServers) -> None:
+    async with opened(servers) as client:
+        client.library = LIBRARY
+        tag = TAGS[0]
+        keys = (f"{tag}:a", f"{tag}:b")
+        await client.call(tag, "FCALL", "ff_test_both", 2, *keys)
+        source = primary_of(servers, client, tag)
+        joined = await asyncio.to_thread(servers.add_node)
+        slot = slot_of(tag)
+        source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", joined.execute("CLUSTER", "MYID"))
+        await wait_until(lambda: _serves(joined, slot), "the slot to be moved")
+        joined.execute("FUNCTION", "FLUSH", "SYNC")
+
+        assert await client.call(tag, "FCALL", "ff_test_both", 2, *keys) == 4
+        assert await client.read(tag, "GET", keys[0]) == b"2"
+        assert client.node_for(tag).location[1] == joined.port
+        assert len(client.primaries()) == 4
+        joined.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", source.execute("CLUSTER", "MYID"))
+        await wait_until(lambda: _serves(source, slot), "the slot to be back")
+
+
+def _serves(node: ValkeyNode, slot: int) -> bool:
+    rows = node.execute("CLUSTER", "SLOTS")
+    return any(first <= slot <= last and primary[1] == node.port for first, last, primary, *_ in rows)
