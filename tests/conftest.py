@@ -28,6 +28,8 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.stores.valkey.address import parse_url
+from flowfabric.stores.valkey.store import ValkeyStore
 from tests.servers import postgres
 from tests.valkey_servers import valkey, valkey_cluster
 
@@ -37,7 +39,8 @@ settings.register_profile("ff", deadline=None, suppress_health_check=[HealthChec
 settings.register_profile("brief", settings.get_profile("ff"), max_examples=5)
 settings.load_profile("brief" if "FF_TEST_BRIEF" in os.environ else "ff")
 
-STORES = ("memory", "sqlite", "postgres")
+STORES = ("memory", "sqlite", "postgres", "valkey")
+STORES_AND_CLUSTER = (*STORES, "valkey-cluster")  # for the contract, the scenarios and chaos
 
 _KEPT = ("ff_schema_version", "ff_feed")
 _BUSY_CONNECTIONS = """
@@ -59,7 +62,7 @@ def changes_have_one_home() -> Iterator[None]:
         return commit_checked
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (MemoryStore, SQLiteStore, PostgresStore):
+        for kind in (MemoryStore, SQLiteStore, PostgresStore, ValkeyStore):
             for name in ("commit", "commit_and_claim"):
                 patch.setattr(kind, name, checked(getattr(kind, name)))
         yield
@@ -87,6 +90,8 @@ async def open_store(request: pytest.FixtureRequest, clock: ManualClock, tmp_pat
             store = MemoryStore(clock)
         case "sqlite":
             store = SQLiteStore(tmp_path / "ff.db", clock)
+        case "valkey" | "valkey-cluster" as kind:
+            store = ValkeyStore(parse_url(request.getfixturevalue(f"{kind.replace('-', '_')}_url")), clock)
         case _:
             store = PostgresStore(await emptied(request.getfixturevalue("own_database")), clock)
     await store.open(migrate=True)

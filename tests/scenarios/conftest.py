@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 import pytest
 
 from flowfabric.clock import ManualClock
@@ -9,11 +12,19 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
+from tests.conftest import STORES_AND_CLUSTER, open_store
 from tests.scenarios.checked_store import CheckedStore
 from tests.scenarios.durable_function import DurableFunction
 from tests.scenarios.env import Env
 from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.waits import Waits
+
+
+@pytest.fixture(params=STORES_AND_CLUSTER)
+async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
+    """A store of each kind, open and empty."""
+    async with open_store(request, clock, tmp_path) as store:
+        yield store
 
 
 @pytest.fixture

@@ -73,11 +73,11 @@ def _home(kind: HomeKind, value: Any, counts: PartitionCounts) -> HomeTag:
     match kind:
         case HomeKind.EXECUTION:
             tag, brace, _ = str(value).partition("}")
-            tag = tag + brace if brace else "{fp:0}"
+            tag = tag + brace if brace and tag.startswith("{") else "{fp:0}"
         case HomeKind.PARTITION:
             tag = f"{{fp:{value}}}"
         case HomeKind.TAG:
-            tag = value
+            tag = value if value.startswith("{") else "{fp:0}"
         case HomeKind.FLOW:
             tag = f"{{fp:{_partition(flow_partition, FlowId(value), counts)}}}"
         case HomeKind.BUDGET:

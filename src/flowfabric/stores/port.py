@@ -208,7 +208,10 @@ class Store(Protocol):
         ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
-        """Return the newest events of an execution, oldest first, except those that the topic names `without`."""
+        """Return the newest events of an execution, oldest first, except those that the topic names `without`.
+
+        Their positions in the feed may be missing (0).
+        """
         ...
 
     def notify(self, topics: frozenset[str]) -> None:

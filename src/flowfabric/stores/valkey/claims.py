@@ -1,0 +1,147 @@
+"""Claims: which partitions to ask, and how many rows of each.
+
+The rows of a queue without flows are in one partition, and one call claims them. Otherwise the first position of each
+partition is read, and the rows are divided among the partitions that have some, best position first. Positions are
+compared within a partition only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.errors import StoreUnavailable
+from flowfabric.model.execution import Execution, Payload, QueueKey
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, LeaseIds
+from flowfabric.stores.homes import HomeTag
+from flowfabric.stores.valkey.cluster import ValkeyClient
+from flowfabric.stores.valkey.codec import VALKEY_TABLES, biased_hex, wide_integer
+from flowfabric.stores.valkey.reads import Reader
+from flowfabric.stores.valkey.registry import MAX_VALUES, Registry
+from flowfabric.stores.valkey.templates import packed_claim_form
+
+MAX_CLAIMED = 200  # rows of one call, so that it is short
+
+Claimed = list[tuple[Execution, Payload]]
+
+
+class Claimer:
+    """Claims rows of fast queues."""
+
+    def __init__(
+        self, client: ValkeyClient, registry: Registry, reader: Reader, functions: Callable[[str], str]
+    ) -> None:
+        self._client = client
+        self._registry = registry
+        self._reader = reader
+        self._functions = functions
+
+    async def claim(self, request: ClaimRequest) -> ClaimedRows:
+        """Claim the first rows of some queues."""
+        digests = list(dict.fromkeys(map(self._registry.digest_of, request.queues)))
+        now, rows, left = self._reader.now_argument(), Claimed(), list(request.lease_ids)
+        at, homes, asked = 0, self._registry.places(digests), set[HomeTag]()
+        while left:
+            if not homes:  # look for partitions that others have registered meanwhile
+                await self._registry.refresh()
+                homes = [home for home in self._registry.places(digests) if home not in asked]
+                if not homes:
+                    break
+            asked.update(homes)
+            shares = [(homes[0], len(left))] if len(homes) == 1 else await self._shares(homes, digests, len(left))
+            if not shares:
+                homes = []
+                continue
+            calls, start = [], 0
+            for home, share in shares:
+                calls.append(self._call(home, request, digests, left[start : start + share], now))
+                start += share
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+            found, at = self._collect(replies, [home for home, _ in shares], at)
+            rows += [one for part in found for one in part]
+            used = {row.lease_id for part in found for row, _ in part}
+            left = [ids for ids in left if ids.lease_id not in used]
+            # A partition that gave less than its share has no more rows.
+            short = {home for (home, share), part in zip(shares, found, strict=True) if len(part) < share}
+            homes = [home for home in homes if home not in short]
+        return ClaimedRows(at or await self._reader.ping(), rows)
+
+    async def _shares(self, homes: Sequence[HomeTag], digests: Sequence[str], wanted: int) -> list[tuple[HomeTag, int]]:
+        """Divide the wanted rows among the partitions that have some."""
+        heads = await asyncio.gather(*(self._heads(home, digests) for home in homes))
+        filled = sorted((min(ranks), home, count) for home, (ranks, count) in zip(homes, heads, strict=True) if ranks)
+        shares: list[tuple[HomeTag, int]] = []
+        for number, (_, home, count) in enumerate(filled):
+            fair = -(-wanted // (len(filled) - number))
+            share = min(count, fair, wanted, MAX_CLAIMED)
+            wanted -= share
+            if share:
+                shares.append((home, share))
+        return shares
+
+    async def _heads(self, home: HomeTag, digests: Sequence[str]) -> tuple[list[bytes], int]:
+        key = f"{home}:exec_core:line"
+        # On the write connection, so that it follows the commits that were sent before.
+        found = await self._client.call(home, "FCALL_RO", self._functions("heads"), 1, key, home, *digests)
+        return [rank for rank in found[::2] if rank], sum(found[1::2])
+
+    def _call(
+        self, home: HomeTag, request: ClaimRequest, digests: Sequence[str], ids: Sequence[LeaseIds], now: str
+    ) -> asyncio.Future[Any]:
+        keys = [f"{home}:{suffix}" for suffix in (*VALKEY_TABLES[Execution].suffixes, "payload", "f", "h")]
+        shared = (request.worker_id, request.worker_instance_id, wide_integer(request.lease_ttl_ms))
+        leases = [(one.lease_id, one.attempt_id, biased_hex(one.revision)) for one in ids[:MAX_CLAIMED]]
+        packed = msgspec.msgpack.encode((digests, shared, leases))
+        form = packed_claim_form(request.template)
+        return self._client.call(home, "FCALL", self._functions("claim"), len(keys), *keys, home, now, form, packed)
+
+    def _collect(self, replies: Sequence[Any], homes: Sequence[HomeTag], at: int) -> tuple[list[Claimed], int]:
+        """Decode the replies. If one failed and another claimed rows, the outcome of the whole claim is unknown."""
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failures:
+            failure = next((one for one in failures if not isinstance(one, StoreUnavailable)), failures[0])
+            if isinstance(failure, StoreUnavailable) and len(failures) < len(replies) and not failure.in_doubt:
+                raise StoreUnavailable(
+                    failure.detail, backend=failure.backend, source=failure.source, in_doubt=True
+                ) from failure
+            raise failure
+        executions, payloads = VALKEY_TABLES[Execution], VALKEY_TABLES[Payload]
+
+        parts = []
+        for home, (_, found) in zip(homes, replies, strict=True):
+            rows = Claimed()
+            for text, row, payload in zip(found[::3], found[1::3], found[2::3], strict=True):
+                key = executions.key(text.decode(), home)
+                execution = executions.decode(key, row, self._registry.queue_of)
+                rows.append((execution, payloads.decode(key, payload, self._registry.queue_of)))
+            parts.append(rows)
+        return parts, at or replies[0][0]
+
+    # Queues
+
+    async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
+        """List the queues of a lane that have rows."""
+        homes = await self._reader.homes_of(Execution)
+        found = await asyncio.gather(*(self._registry.digests_in(home, MAX_VALUES) for home in homes))
+        queues = {self._registry.queue_of(digest) for digests in found for digest in digests}
+        return sorted(queue for queue in queues if queue.lane_id == lane_id)
+
+    async def executions_in_missing_queues(self, limit: int) -> list[str]:
+        """List executions whose queue is not in the registry."""
+        homes = await self._reader.homes_of(Execution)
+        found = await asyncio.gather(*(self._registry.digests_in(home, MAX_VALUES) for home in homes))
+        table, names = VALKEY_TABLES[Execution], list[str]()
+        for home, digests in zip(homes, found, strict=True):
+            for digest in digests:
+                if self._registry.knows(digest) or len(names) >= limit:
+                    continue
+                self._registry.forget_registrations()
+                index, bounds = table.indexes["line"], (f"[{digest}\0", f"({digest}\1")
+                page = (index.suffix, *bounds, "LIMIT", 0, limit - len(names))
+                members = await self._client.read(home, "ZRANGEBYLEX", f"{home}:{page[0]}", *page[1:])
+                texts = [index.key_text(member.decode()) for member in members]
+                names += [table.key(text, home)[0] for text in texts]
+        return names
