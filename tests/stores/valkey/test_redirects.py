@@ -179,7 +179,6 @@ async def test_a_slow_node_that_has_lost_its_slots_is_left_before_the_timeout(mo
 
     async with cluster(respond) as fake:
         fake.client.deadlines = Deadlines(connect_s=0.5, command_s=30)
-        fake.client.node_for(TAG).writes.deadlines = fake.client.deadlines
         sent = fake.client.call(TAG, "INCR", TAG)
         await until(lambda: bool(fake.received(0)))
         fake.owner = 1

@@ -12,8 +12,9 @@ import asyncio
 from flowfabric import errors
 from flowfabric.stores.compatibility import refuse_newer
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.valkey.cluster import Node, ValkeyClient
+from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.library import PREFIX, Library
+from flowfabric.stores.valkey.node import Node
 
 SCHEMA = "{ff}:schema"
 VERSION = 1  # of this release
