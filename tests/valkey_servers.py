@@ -261,6 +261,14 @@ class ValkeyServers:
         wait_for(lambda: all(_knows(known, len(self.nodes)) for known in self.nodes), "the nodes to meet")
         return node
 
+    def remove_node(self, node: ValkeyNode) -> None:
+        """Kill a node without slots, and let the others forget it."""
+        name = node.execute("CLUSTER", "MYID")
+        node.kill()
+        self.nodes.remove(node)
+        for other in self.nodes:
+            other.execute("CLUSTER", "FORGET", name)
+
 
 def _is_healthy(node: ValkeyNode) -> bool:
     try:

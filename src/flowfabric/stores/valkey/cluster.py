@@ -215,8 +215,10 @@ class ValkeyClient:
                 del self._unconfirmed[command.slot]
             self._dispatch(command)
         else:
-            source = error.source if isinstance(error, StoreUnavailable) else StoreFault.CLUSTER
-            command.fail(unavailable(f"an earlier write is not confirmed yet: {error}", source))
+            detail, source = "the store is closed", StoreFault.OTHER
+            if isinstance(error, StoreUnavailable):
+                detail, source = error.detail, error.source
+            command.fail(unavailable(f"an earlier write is not confirmed yet: {detail}", source))
 
     # --- commands without a proper reply
 
