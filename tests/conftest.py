@@ -172,15 +172,20 @@ def own_database() -> Iterator[str]:
 @pytest.fixture
 def valkey_url() -> str:
     """The URL of an empty database of the Valkey server; functions stay there."""
-    servers = valkey()
-    servers.empty(servers.own_database())
-    return servers.url(servers.own_database())
+    return emptied_valkey()
 
 
 @pytest.fixture
 def valkey_cluster_url() -> str:
     """The URL of an empty database of the Valkey cluster; functions stay there."""
     servers = valkey_cluster()
+    servers.empty(servers.own_database())
+    return servers.url(servers.own_database())
+
+
+def emptied_valkey() -> str:
+    """Delete all keys of this process's database of the Valkey server; return its URL."""
+    servers = valkey()
     servers.empty(servers.own_database())
     return servers.url(servers.own_database())
 

@@ -18,6 +18,8 @@ from flowfabric.ids import Minter
 from flowfabric.settings import Deadlines, Secret, Settings
 from flowfabric.stores.port import Store
 
+VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")  # with +cluster for a cluster
+
 
 async def connect(
     url: str,
@@ -28,7 +30,9 @@ async def connect(
     clock: Clock | None = None,
     token: str | None = None,
 ) -> EngineAPI:
-    """Open an engine on `memory://`, `sqlite:///path` or `postgresql://…`; `migrate` updates the store's schema.
+    """Open an engine on `memory://`, `sqlite:///path`, `postgresql://…`, `valkey://…` or `valkey+cluster://…`.
+
+    `migrate` updates the store's schema.
 
     `http://…` and `https://…` name a server: the returned client has the engine's operations and sends them to the
     server, with `token`, or by default FLOWFABRIC_TOKEN or FF_API_TOKEN.
@@ -85,6 +89,8 @@ async def backup(url: str, target: str | os.PathLike[str]) -> int:
             return await asyncio.to_thread(create_backup, Path(_parse_sqlite(rest)[0]), Path(target))
         case "postgresql" | "postgres":
             raise errors.InvalidInput("url: back Postgres up with pg_dump, or with pg_basebackup and its log")
+        case _ if scheme.removesuffix("+cluster") in VALKEY_SCHEMES:
+            raise errors.InvalidInput("url: back Valkey up by copying the append-only files of each primary")
         case _:
             raise errors.InvalidInput("url: only a sqlite:///path can be copied")
 
@@ -122,7 +128,7 @@ async def _remote(url: str, token: str | None, settings: Settings, minter: Minte
 def open_store(
     url: str, *, clock: Clock | None = None, pool_size: int | None = None, deadlines: Deadlines | None = None
 ) -> Store:
-    """Return the store that a URL names, not yet connected; `pool_size` and `deadlines` are for Postgres."""
+    """Return the store that a URL names, not connected yet; `pool_size` is for Postgres, `deadlines` for servers."""
     if not isinstance(url, str):
         raise errors.InvalidInput("url: not a text")
     scheme, rest = _split(url)
@@ -151,13 +157,17 @@ def open_store(
             pool: dict[str, Any] = {} if pool_size is None else {"pool_size": pool_size}
             deadlines = postgres_deadlines(url, deadlines)
             return PostgresStore(dsn, clock=clock, statement_cache=cache, deadlines=deadlines, **pool)
-        case "valkey" | "valkey+cluster":
-            raise errors.InvalidInput(
-                "url: there is no Valkey store in this release; use sqlite:///path or postgresql://…"
-            )
+        case _ if scheme.removesuffix("+cluster") in VALKEY_SCHEMES:
+            try:
+                from flowfabric.stores.valkey.address import parse_url
+                from flowfabric.stores.valkey.store import ValkeyStore
+            except ImportError as missing:
+                raise errors.InvalidInput("url: Valkey needs its driver: pip install 'flowfabric[valkey]'") from missing
+            return ValkeyStore(parse_url(url), clock=clock, deadlines=deadlines)
         case _:
             raise errors.InvalidInput(
-                f"url: {scheme or url!r} is no known store; use memory://, sqlite:///path, postgresql://… or http://…"
+                f"url: {scheme or url!r} is no known store; "
+                "use memory://, sqlite:///path, postgresql://…, valkey://… or http://…"
             )
 
 

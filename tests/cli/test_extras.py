@@ -8,7 +8,8 @@ import pytest
 
 import flowfabric.bench
 import flowfabric.server
-import flowfabric.stores  # noqa: F401 - parents of the missing modules
+import flowfabric.stores
+import flowfabric.stores.valkey  # noqa: F401 - parents of the missing modules
 from tests.cli.terminal import Terminal
 
 
@@ -16,6 +17,8 @@ from tests.cli.terminal import Terminal
     ("command", "url", "module", "extra"),
     [
         ("ls", "postgresql://localhost/none", "flowfabric.stores.postgres", "flowfabric[postgres]"),
+        ("ls", "valkey://localhost", "flowfabric.stores.valkey.store", "flowfabric[valkey]"),
+        ("ls", "valkey+cluster://localhost", "flowfabric.stores.valkey.store", "flowfabric[valkey]"),
         ("ls", "http://localhost:9", "flowfabric.client", "flowfabric[client]"),
         ("bench sdk", "postgresql://localhost/none", "flowfabric.bench.postgres", "flowfabric[postgres]"),
         ("serve", "memory://", "flowfabric.server.lifecycle", "flowfabric[server]"),
@@ -29,8 +32,3 @@ def test_a_missing_extra_is_reported_with_its_name(
     monkeypatch.delattr(sys.modules[parent], name, raising=False)
 
     assert f"pip install '{extra}'" in Terminal(url).refuses(*command.split())
-
-
-@pytest.mark.parametrize("url", ["valkey://localhost", "valkey+cluster://localhost"])
-def test_an_unsupported_store_is_refused(url: str) -> None:
-    assert "there is no Valkey store in this release" in Terminal(url).refuses("ls")

@@ -59,6 +59,8 @@ async def _address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
         case "http":
             with run_server(file) as server:
                 yield server.url
+        case "valkey":
+            yield request.getfixturevalue("valkey_url")
         case _:
             yield await emptied(request.getfixturevalue("own_database"))
 

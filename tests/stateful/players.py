@@ -38,7 +38,8 @@ class Held(msgspec.Struct, frozen=True):
     foreign: bool = False  # presented to a store that did not issue it
 
     def handle(self, tag: BackendTag) -> Handle:
-        return Handle.mint(BackendTag.VALKEY if self.foreign else tag, self.kind, self.fields)
+        other = BackendTag.VALKEY if tag is not BackendTag.VALKEY else BackendTag.MEMORY
+        return Handle.mint(other if self.foreign else tag, self.kind, self.fields)
 
 
 class Call(msgspec.Struct, frozen=True):

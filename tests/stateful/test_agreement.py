@@ -14,8 +14,10 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.stores.valkey.address import parse_url
+from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.invariants import InvariantChecker
-from tests.conftest import emptied
+from tests.conftest import emptied, emptied_valkey
 from tests.stateful import choices as some
 from tests.stateful.operations import Lives
 from tests.stateful.players import Call, Outcome, Player
@@ -57,6 +59,7 @@ class Agreement(Lives):
             MemoryStore(self.clock),
             SQLiteStore(Path(self._folder.name) / "ff.db", self.clock),
             PostgresStore(self.database, self.clock),
+            ValkeyStore(parse_url(emptied_valkey()), self.clock),
         ]
         for store in stores:
             await store.open(migrate=True)

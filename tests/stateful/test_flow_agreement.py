@@ -19,8 +19,10 @@ from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.sqlite import SQLiteStore
+from flowfabric.stores.valkey.address import parse_url
+from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.conftest import emptied
+from tests.conftest import emptied, emptied_valkey
 from tests.stateful import choices as some
 from tests.stateful.players import Player
 from tests.stateful.predicates import is_active, is_over
@@ -98,6 +100,7 @@ class FlowAgreement(Agreement):
             MemoryStore(self.clock),
             SQLiteStore(Path(self._folder.name) / "ff.db", self.clock),
             PostgresStore(self.database, self.clock),
+            ValkeyStore(parse_url(emptied_valkey()), self.clock),
         )
         for store in stores:
             await store.open(migrate=True)

@@ -19,7 +19,7 @@ from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flow_env import FlowEnv
 from tests.stateful.flow_oracle import Edge, FlowOracle, Join, Member
 
-SEEDS = {"memory": 12, "sqlite": 2, "postgres": 1}
+SEEDS = {"memory": 12, "sqlite": 2, "postgres": 1, "valkey": 1}
 STEPS = 45
 NAMES = "abcdefghij"
 KINDS = ("success_only", "success_only", "success_only", "failure_only", "any_outcome")

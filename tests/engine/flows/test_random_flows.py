@@ -28,7 +28,7 @@ from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
 
 KINDS = ("success_only", "success_only", "success_only", "failure_only", "any_outcome")
-SEEDS = {"memory": 60, "sqlite": 8, "postgres": 8}
+SEEDS = {"memory": 60, "sqlite": 8, "postgres": 8, "valkey": 3}
 
 
 class Plan(msgspec.Struct):

@@ -1,8 +1,8 @@
 """Claims: which partitions to ask, and how many rows of each.
 
-The rows of a queue without flows are in one partition, and one call claims them. Otherwise the first position of each
-partition is read, and the rows are divided among the partitions that have some, best position first. Positions are
-compared within a partition only.
+The rows of a queue without flows are in one partition, and one call claims them. Otherwise the first positions of each
+partition are read. A small claim gets the best of all partitions. A large one is divided among the partitions that have
+rows, because reading as many positions of each partition would cost more than the claim.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, LeaseIds
 from flowfabric.stores.homes import HomeTag
 from flowfabric.stores.valkey.cluster import ValkeyClient
-from flowfabric.stores.valkey.codec import VALKEY_TABLES, biased_hex, wide_integer
-from flowfabric.stores.valkey.reads import Reader
+from flowfabric.stores.valkey.reads.reader import Reader
 from flowfabric.stores.valkey.registry import MAX_VALUES, Registry
-from flowfabric.stores.valkey.templates import packed_claim_form
+from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, biased_hex, wide_integer
+from flowfabric.stores.valkey.rows.templates import packed_claim_form
 
 MAX_CLAIMED = 200  # rows of one call, so that it is short
+MAX_POSITIONS = 1000  # that a claim reads of all partitions
 
 Claimed = list[tuple[Execution, Payload]]
 
@@ -51,42 +52,55 @@ class Claimer:
                 if not homes:
                     break
             asked.update(homes)
-            shares = [(homes[0], len(left))] if len(homes) == 1 else await self._shares(homes, digests, len(left))
+            shares = [(homes[0], left)] if len(homes) == 1 else await self._shares(homes, digests, left)
             if not shares:
                 homes = []
                 continue
-            calls, start = [], 0
-            for home, share in shares:
-                calls.append(self._call(home, request, digests, left[start : start + share], now))
-                start += share
+            calls = [self._call(home, request, digests, ids, now) for home, ids in shares]
             replies = await asyncio.gather(*calls, return_exceptions=True)
             found, at = self._collect(replies, [home for home, _ in shares], at)
             rows += [one for part in found for one in part]
             used = {row.lease_id for part in found for row, _ in part}
             left = [ids for ids in left if ids.lease_id not in used]
             # A partition that gave less than its share has no more rows.
-            short = {home for (home, share), part in zip(shares, found, strict=True) if len(part) < share}
+            short = {
+                home for (home, ids), part in zip(shares, found, strict=True) if len(part) < min(len(ids), MAX_CLAIMED)
+            }
             homes = [home for home in homes if home not in short]
+        if len(asked) > 1:
+            rows.sort(key=lambda one: (one[0].rank, one[0].execution_id))
         return ClaimedRows(at or await self._reader.ping(), rows)
 
-    async def _shares(self, homes: Sequence[HomeTag], digests: Sequence[str], wanted: int) -> list[tuple[HomeTag, int]]:
+    async def _shares(
+        self, homes: Sequence[HomeTag], digests: Sequence[str], left: Sequence[LeaseIds]
+    ) -> list[tuple[HomeTag, list[LeaseIds]]]:
         """Divide the wanted rows among the partitions that have some."""
-        heads = await asyncio.gather(*(self._heads(home, digests) for home in homes))
-        filled = sorted((min(ranks), home, count) for home, (ranks, count) in zip(homes, heads, strict=True) if ranks)
-        shares: list[tuple[HomeTag, int]] = []
-        for number, (_, home, count) in enumerate(filled):
-            fair = -(-wanted // (len(filled) - number))
-            share = min(count, fair, wanted, MAX_CLAIMED)
-            wanted -= share
-            if share:
-                shares.append((home, share))
-        return shares
+        depth = len(left) if len(homes) * len(left) <= MAX_POSITIONS else 1
+        heads = await asyncio.gather(*(self._heads(home, digests, depth) for home in homes))
+        found = sorted(
+            (position, home, total) for home, (total, first) in zip(homes, heads, strict=True) for position in first
+        )
+        shares: dict[HomeTag, list[LeaseIds]] = {}
+        if depth > 1 or len(left) == 1:
+            for (_, home, _), ids in zip(found, left, strict=False):
+                shares.setdefault(home, []).append(ids)
+            return list(shares.items())
+        totals = {home: total for _, home, total in found}
+        start = 0
+        for number, (home, total) in enumerate(totals.items()):
+            fair = -(-(len(left) - start) // (len(totals) - number))
+            if size := min(total, fair, MAX_CLAIMED):
+                shares[home] = list(left[start : start + size])
+                start += size
+        return list(shares.items())
 
-    async def _heads(self, home: HomeTag, digests: Sequence[str]) -> tuple[list[bytes], int]:
-        key = f"{home}:exec_core:line"
+    async def _heads(self, home: HomeTag, digests: Sequence[str], depth: int) -> tuple[int, list[str]]:
+        key, name = f"{home}:exec_core:line", self._functions("heads")
         # On the write connection, so that it follows the commits that were sent before.
-        found = await self._client.call(home, "FCALL_RO", self._functions("heads"), 1, key, home, *digests)
-        return [rank for rank in found[::2] if rank], sum(found[1::2])
+        total, found = await self._client.call(home, "FCALL_RO", name, 1, key, home, depth, *digests)
+        texts = [member.decode() for member in found]
+        table = VALKEY_TABLES[Execution]
+        return total, sorted(text[:16] + table.key(text[16:], home)[0] for text in texts)[:depth]
 
     def _call(
         self, home: HomeTag, request: ClaimRequest, digests: Sequence[str], ids: Sequence[LeaseIds], now: str

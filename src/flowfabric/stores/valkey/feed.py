@@ -29,9 +29,9 @@ from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.stores.homes import HomeTag, home_of_event
 from flowfabric.stores.queries import FeedPage
 from flowfabric.stores.valkey.cluster import ValkeyClient
-from flowfabric.stores.valkey.codec import decode_event, event_key
-from flowfabric.stores.valkey.reads import Reader
+from flowfabric.stores.valkey.reads.reader import Reader
 from flowfabric.stores.valkey.registry import Registry
+from flowfabric.stores.valkey.rows.codec import decode_event, event_key
 
 FEED, FROM, LOST = "{ff}:feed", "{ff}:from", "{ff}:lost"
 PAGE = 500  # entries or references that one command reads
@@ -109,7 +109,8 @@ class Feed:
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str) -> list[FeedEvent]:
         """Return the newest events of an execution, oldest first."""
-        home = home_of_event(Event(execution_id, ""), self._reader.counts)
+        # An id without a tag is that of a flow.
+        home = home_of_event(Event(execution_id, "", flow_id=execution_id), self._reader.counts)
         key = event_key(execution_id, home)
         keys = (f"{home}:h", f"{home}:f")
         found = await self._client.read(home, "FCALL_RO", self._functions("history"), 2, *keys, home, key)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.execution import Execution
-from flowfabric.stores.valkey.codec import VALKEY_TABLES, ValkeyTable
+from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, ValkeyTable
 
 PREFIX = "ff_"  # begins the names of all our libraries
 

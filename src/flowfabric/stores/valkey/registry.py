@@ -24,7 +24,7 @@ from flowfabric.ids import PartitionCounts
 from flowfabric.model.execution import MISSING_QUEUE, Execution, QueueKey
 from flowfabric.stores.homes import GLOBAL_HOME, HomeTag
 from flowfabric.stores.valkey.cluster import ValkeyClient
-from flowfabric.stores.valkey.codec import VALKEY_TABLES
+from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES
 from flowfabric.stores.verdicts import Unstorable
 
 VERIFY_S = 10.0

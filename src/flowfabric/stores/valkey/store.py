@@ -9,6 +9,7 @@ nothing is rolled back (`lua/commit.lua`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,18 +29,22 @@ from flowfabric.stores.homes import HomeTag, home_of
 from flowfabric.stores.port import SchemaVersion
 from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
 from flowfabric.stores.valkey.address import ValkeyAddress
-from flowfabric.stores.valkey.batch import PartitionBatch, partition_batches
 from flowfabric.stores.valkey.claims import Claimer
 from flowfabric.stores.valkey.cluster import ValkeyClient
-from flowfabric.stores.valkey.codec import VALKEY_TABLES, integer
 from flowfabric.stores.valkey.feed import Feed
 from flowfabric.stores.valkey.library import library
 from flowfabric.stores.valkey.notifier import ValkeyNotifier
-from flowfabric.stores.valkey.reads import Reader
+from flowfabric.stores.valkey.reads.reader import Reader
+from flowfabric.stores.valkey.reads.scans import Scanner
 from flowfabric.stores.valkey.registry import Registry
+from flowfabric.stores.valkey.rows.batch import PartitionBatch, partition_batches
+from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, integer
+from flowfabric.stores.valkey.rows.templates import RENEWAL_PARAMETERS, condition_form, template_form
 from flowfabric.stores.valkey.schema import ensure_library, ensure_schema
-from flowfabric.stores.valkey.templates import RENEWAL_PARAMETERS, condition_form, template_form
+from flowfabric.stores.valkey.server_checks import check_servers
 from flowfabric.stores.verdicts import Unstorable, Verdict
+
+_LOG = logging.getLogger("flowfabric.store")
 
 
 class ValkeyStore:
@@ -59,15 +64,20 @@ class ValkeyStore:
         self._functions = functions
         self.registry = Registry(self.client, functions)
         self._reader = Reader(self.client, self.registry, functions, clock)
+        self._scanner = Scanner(self.client, self.registry, self._reader, functions)
         self._claimer = Claimer(self.client, self.registry, self._reader, functions)
         self._feed = Feed(self.client, self.registry, self._reader, functions)
         self._notifier = ValkeyNotifier(self.client)
         self._counts = DEFAULT_PARTITIONS
+        self.warnings: list[str] = []  # about the settings of the servers, when the store was opened
 
     async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
         self._counts = self._reader.counts = partitions
         self.registry.set_partitions(partitions)
         await self.client.open()
+        self.warnings = await check_servers(self.client)
+        for warning in self.warnings:
+            _LOG.warning(warning)
         await ensure_library(self.client, self._library)
         schema = await ensure_schema(self.client, migrate=migrate)
         await self.registry.refresh()
@@ -156,13 +166,13 @@ class ValkeyStore:
         return await self._reader.due(row, column, limit, where)
 
     async def scan(self, scan: Scan) -> list[Any]:
-        return await self._reader.scan(scan)
+        return await self._scanner.scan(scan)
 
     async def search(self, scan: Scan, budget: int) -> SearchPage:
-        return await self._reader.search(scan, budget)
+        return await self._scanner.search(scan, budget)
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
-        return await self._reader.count_grouped(query)
+        return await self._scanner.count_grouped(query)
 
     async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         await self.registry.refresh()

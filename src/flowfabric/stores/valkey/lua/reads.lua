@@ -98,22 +98,19 @@ local function values(_, arguments)
   return found
 end
 
--- heads: tag, queues … -> for each queue the rank of its first row, or '', and the number of its rows
+-- heads: tag, depth, queues … -> { number of rows, { position and key text … } } over all queues
 local function queue_heads(_, arguments)
-  local line, result = arguments[1] .. ':exec_core:line', {}
-  for i = 2, #arguments do
+  local line, total, found = arguments[1] .. ':exec_core:line', 0, {}
+  for i = 3, #arguments do
     local queue = arguments[i]
     local first, last = '[' .. queue .. '\0', '(' .. queue .. '\1'
-    local members = redis.call('ZRANGEBYLEX', line, first, last, 'LIMIT', 0, 1)
-    if #members == 0 then
-      result[#result + 1] = ''
-      result[#result + 1] = 0
-    else
-      result[#result + 1] = string.sub(members[1], #queue + 2, #queue + 17)
-      result[#result + 1] = redis.call('ZLEXCOUNT', line, first, last)
+    local members = redis.call('ZRANGEBYLEX', line, first, last, 'LIMIT', 0, arguments[2])
+    if #members > 0 then
+      total = total + redis.call('ZLEXCOUNT', line, first, last)
+      for _, member in ipairs(members) do found[#found + 1] = string.sub(member, #queue + 2) end
     end
   end
-  return result
+  return { total, found }
 end
 
 -- count: tag, table, index, first, last, offset, limit, source, group places { … }

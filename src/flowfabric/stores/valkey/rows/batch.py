@@ -12,7 +12,7 @@ from flowfabric.model.change import BulkInsert, Change, Delete, Guard, Insert, P
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.codec import INT_MAX, INT_MIN, expand_bulk_inserts
 from flowfabric.stores.homes import HomeTag, home_of_change
-from flowfabric.stores.valkey.codec import (
+from flowfabric.stores.valkey.rows.codec import (
     VALKEY_TABLES,
     DigestOf,
     Offset,
@@ -21,7 +21,7 @@ from flowfabric.stores.valkey.codec import (
     encode_event,
     wide_integer,
 )
-from flowfabric.stores.valkey.templates import template_form
+from flowfabric.stores.valkey.rows.templates import template_form
 from flowfabric.stores.verdicts import Unstorable
 
 MAX_CHANGES = 200  # a call; longer calls would block all other clients

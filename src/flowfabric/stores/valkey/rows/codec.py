@@ -28,7 +28,7 @@ from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES, Column, HomeKind, Index, Table
 from flowfabric.stores.codec import CODEC, CODES, INT_MAX, INT_MIN
 from flowfabric.stores.homes import HomeTag
-from flowfabric.stores.valkey.layout import LAYOUT
+from flowfabric.stores.valkey.rows.layout import LAYOUT
 from flowfabric.stores.verdicts import Unstorable
 
 Cell = int | str | bool | float | None

@@ -13,7 +13,7 @@ from flowfabric.ids import PartitionCounts
 from flowfabric.model.flow import Edge
 from flowfabric.stores.homes import HomeTag, home_of
 from flowfabric.stores.queries import Scan, Where
-from flowfabric.stores.valkey.codec import ValkeyIndex, ValkeyTable, biased_hex
+from flowfabric.stores.valkey.rows.codec import ValkeyIndex, ValkeyTable, biased_hex
 from flowfabric.stores.verdicts import Unstorable
 
 UNTAGGED_HOME = HomeTag("{fp:0}")  # of ids without a partition, which only tests use

@@ -11,7 +11,7 @@ from flowfabric.model.change import ColumnRef, Condition, IfSet, Parameter, Plus
 from flowfabric.model.execution import QueueKey
 from flowfabric.model.instant import FromNow
 from flowfabric.stores.claims import ROW_PARAMETERS, SHARED_PARAMETERS, LeaseRef
-from flowfabric.stores.valkey.codec import EVENT_PLACE, VALKEY_TABLES, Offset, ValkeyTable, wide_integer
+from flowfabric.stores.valkey.rows.codec import EVENT_PLACE, VALKEY_TABLES, Offset, ValkeyTable, wide_integer
 
 CLAIM_PARAMETERS = (*ROW_PARAMETERS, *SHARED_PARAMETERS)
 RENEWAL_PARAMETERS = LeaseRef.__struct_fields__[1:]  # the first one is the key

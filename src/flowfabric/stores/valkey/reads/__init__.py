@@ -1,0 +1,1 @@
+"""Reads of the Valkey store: loads, due rows, scans, searches and counts."""
