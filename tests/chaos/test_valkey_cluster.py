@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from flowfabric.connector import open_engine
+from flowfabric.cursors import FROM_THE_START
 from flowfabric.engine.engine import Engine
+from flowfabric.errors import StoreUnavailable, StreamBackpressure
 from flowfabric.model.execution import Execution
 from flowfabric.settings import Deadlines, Settings
+from flowfabric.stores.homes import GLOBAL_HOME
 from flowfabric.stores.valkey.slots import slot_of
 from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.invariants import scan_all
-from tests.chaos.valkey_load import LANES, check_that_nothing_was_lost, drain, reported, under_load
+from tests.chaos.valkey_load import LANES, check_rows, check_that_nothing_was_lost, drain, reported, under_load
 from tests.processes import wait_for
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, valkey_cluster
 
@@ -56,10 +59,10 @@ def tag_of(engine: Engine, lane: str) -> str:
     return engine.new_execution_id(lane).partition("}")[0] + "}"
 
 
-def primary_of(servers: ValkeyServers, engine: Engine, lane: str) -> ValkeyNode:
+def primary_of(servers: ValkeyServers, engine: Engine, tag: str) -> ValkeyNode:
     store = engine.store
     assert isinstance(store, ValkeyStore)
-    port = store.client.node_for(tag_of(engine, lane)).location[1]
+    port = store.client.node_for(tag).location[1]
     return next(node for node in servers.nodes if node.port == port)
 
 
@@ -85,7 +88,7 @@ def serves(node: ValkeyNode, slot: int) -> bool:
 async def test_with_wait_the_death_of_a_primary_loses_nothing_that_was_acknowledged(servers: ValkeyServers) -> None:
     async with engines(servers, "wait=1") as (one, other):
         async with under_load(one, other) as load:
-            primary = primary_of(servers, one, LANES[0])
+            primary = primary_of(servers, one, tag_of(one, LANES[0]))
             replica = replica_of(servers, primary)
             await asyncio.to_thread(primary.kill)
             await until(lambda: is_primary(replica), "the replica to take over")
@@ -94,31 +97,63 @@ async def test_with_wait_the_death_of_a_primary_loses_nothing_that_was_acknowled
         await check_that_nothing_was_lost(one, load)
 
 
-async def test_without_wait_a_failover_keeps_what_is_acknowledged_afterwards_and_breaks_nothing(
-    servers: ValkeyServers,
+@pytest.mark.parametrize("home", ["lane", "feed"])
+async def test_without_wait_a_failover_loses_what_its_replica_had_not_and_nothing_that_is_acknowledged_afterwards(
+    servers: ValkeyServers, home: str
 ) -> None:
-    async with engines(servers) as (one, other):
+    async with engines(servers) as (one, other), subscriber(other) as seen:
         async with under_load(one, other) as load:
-            primary = primary_of(servers, one, LANES[0])
-            hit = {tag_of(one, lane) for lane in LANES if primary_of(servers, one, lane) is primary}
+            tag = tag_of(one, LANES[0]) if home == "lane" else GLOBAL_HOME
+            primary = primary_of(servers, one, tag)
+            hit = tuple(name for lane in LANES if primary_of(servers, one, name := tag_of(one, lane)) is primary)
             replica = replica_of(servers, primary)
+            replica.pause()
+            primary.execute("CLIENT", "KILL", "TYPE", "replica")
+            await load.wait_for_more(3)  # which the replica does not get
             await asyncio.to_thread(primary.kill)
-            before = load.acknowledged()
+            before, completed_before = load.acknowledged(), set(load.completed)
+            replica.resume()
             await until(lambda: is_primary(replica), "the replica to take over")
-
         await drain(one)
+
         rows: list[Execution] = await scan_all(one.store, Execution)
-        lost = load.acknowledged() - {row.execution_id for row in rows}
+        kept = {row.execution_id for row in rows}
+        lost = load.acknowledged() - kept
         assert lost <= before, "an execution that was acknowledged after the failover is gone"
-        assert all(execution_id.startswith(tuple(hit)) for execution_id in lost), "another node lost something"
+        assert all(execution_id.startswith(hit) for execution_id in lost), "another node lost something"
+        assert bool(lost) == bool(hit)
+        twice = {execution_id for execution_id, times in load.completed.items() if times > 1}
+        assert twice <= completed_before, "a completion was acknowledged twice after the failover"
+        assert all(execution_id.startswith(hit) for execution_id in twice)
         found, _ = await reported(one)
-        assert {row.execution_id for row in rows} <= set(found), "the feed misses a completion"
+        assert kept <= set(found), "the feed misses a completion"
+        await until(lambda: kept <= seen, "a subscriber to see every completion that survived")
+        await check_rows(one)
+
+
+@asynccontextmanager
+async def subscriber(engine: Engine) -> AsyncIterator[set[str]]:
+    """Follow the feed of completions through whatever happens; yield what it has reported."""
+    seen: set[str] = set()
+    feed = await engine.subscribe_completion(FROM_THE_START)
+
+    async def follow() -> None:
+        while True:
+            with suppress(StreamBackpressure, StoreUnavailable):
+                if (entry := await feed.next(timeout_s=0.2)) is not None:
+                    seen.add(entry.execution_id)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield seen
+    finally:
+        task.cancel()
 
 
 async def test_a_manual_failover_loses_nothing(servers: ValkeyServers) -> None:
     async with engines(servers) as (one, other):
         async with under_load(one, other) as load:
-            replica = replica_of(servers, primary_of(servers, one, LANES[0]))
+            replica = replica_of(servers, primary_of(servers, one, tag_of(one, LANES[0])))
             replica.execute("CLUSTER", "FAILOVER")
             await until(lambda: is_primary(replica), "the replica to take over")
 
@@ -128,8 +163,8 @@ async def test_a_manual_failover_loses_nothing(servers: ValkeyServers) -> None:
 async def test_slots_that_are_moved_to_a_new_node_without_functions_lose_nothing(servers: ValkeyServers) -> None:
     async with engines(servers) as (one, other):
         async with under_load(one, other) as load:
-            source = primary_of(servers, one, LANES[0])
-            lanes = [lane for lane in LANES if primary_of(servers, one, lane) is source]
+            source = primary_of(servers, one, tag_of(one, LANES[0]))
+            lanes = [lane for lane in LANES if primary_of(servers, one, tag_of(one, lane)) is source]
             slots = sorted({slot_of(tag_of(one, lane)) for lane in lanes})
             ranges = [bound for slot in slots for bound in (slot, slot)]
             joined = await asyncio.to_thread(servers.add_node)
@@ -149,7 +184,7 @@ async def test_slots_that_are_moved_to_a_new_node_without_functions_lose_nothing
 async def test_a_slot_that_is_moved_key_by_key_loses_nothing(servers: ValkeyServers) -> None:
     async with engines(servers) as (one, other):
         async with under_load(one, other) as load:
-            source = primary_of(servers, one, LANES[0])
+            source = primary_of(servers, one, tag_of(one, LANES[0]))
             target = next(node for node in servers.primaries() if node is not source and node.execute("DBSIZE"))
             slot = slot_of(tag_of(one, LANES[0]))
             for giver, taker in ((source, target), (target, source)):
@@ -172,7 +207,7 @@ def move_key_by_key(source: ValkeyNode, target: ValkeyNode, slot: int) -> None:
 async def test_a_paused_primary_that_comes_back_after_its_failover_is_refused(servers: ValkeyServers) -> None:
     async with engines(servers, "wait=1") as (one, other):
         async with under_load(one, other) as load:
-            primary = primary_of(servers, one, LANES[0])
+            primary = primary_of(servers, one, tag_of(one, LANES[0]))
             replica = replica_of(servers, primary)
             primary.pause()
             await until(lambda: is_primary(replica), "the replica to take over")
@@ -185,7 +220,7 @@ async def test_a_paused_primary_that_comes_back_after_its_failover_is_refused(se
 async def test_a_full_memory_refuses_work_and_leaves_no_half_change(servers: ValkeyServers) -> None:
     async with engines(servers) as (one, other):
         async with under_load(one, other) as load:
-            full = primary_of(servers, one, LANES[0])
+            full = primary_of(servers, one, tag_of(one, LANES[0]))
             full.execute("CONFIG", "RESETSTAT")
             full.execute("CONFIG", "SET", "maxmemory", 1)
             await until(lambda: "errorstat_OOM" in full.info("errorstats"), "work to be refused")

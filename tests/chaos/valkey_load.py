@@ -18,9 +18,9 @@ from flowfabric.errors import (
     StoreUnavailable,
     StreamBackpressure,
 )
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Attempt, Execution
 from flowfabric.model.states import PublicState
-from flowfabric.testing.invariants import check_invariants, scan_all
+from flowfabric.testing.invariants import attempt_violations, check_invariants, row_violations, scan_all
 
 LANES = tuple(f"lane-{number}" for number in range(9))  # on partitions of every node of three
 TTL_MS = 4000
@@ -134,6 +134,17 @@ async def reported(engine: Engine) -> tuple[Counter[str], int]:
         if entry is None:
             return found, gaps
         found[entry.execution_id] += 1
+
+
+async def check_rows(engine: Engine) -> None:
+    """Check rows and attempts; a failover that lost writes may leave events of what then happened again."""
+    attempts: dict[str, list[Attempt]] = defaultdict(list)
+    for attempt in await scan_all(engine.store, Attempt):
+        attempts[attempt.execution_id].append(attempt)
+    for row in await scan_all(engine.store, Execution):
+        assert not list(row_violations(row))
+        assert not list(attempt_violations(row, attempts.pop(row.execution_id, [])))
+    assert not attempts, "attempts without an execution"
 
 
 async def check_that_nothing_was_lost(engine: Engine, load: Load) -> None:
