@@ -70,7 +70,7 @@ VALKEY_CLIENT = (
         "stores/valkey/cluster.py",
         "            self._slots[slot] = target\n",
         "",
-        f"{REDIRECTS}::test_a_slot_that_moves_in_the_middle_of_a_pipeline_loses_no_command_and_repeats_none",
+        f"{REDIRECTS}::test_a_moved_slot_is_followed_and_remembered",
     ),
     Fault(
         "valkey: redirects are followed for ever without a pause",

@@ -311,6 +311,10 @@ class ValkeyClient:
 
     def _stall(self, commands: Iterable[Command]) -> None:
         """Let commands wait for the next slot map."""
+        if self._closed:
+            for command in commands:
+                command.fail(unavailable("the store is closed", StoreFault.OTHER))
+            return
         self._stalled += commands
         if self._stalled:
             self.refresh_soon()
