@@ -15,7 +15,51 @@ VERDICTS = (
     "tests/stores/contract/test_writes.py::test_a_row_that_exists_refuses_the_change_that_inserts_it_and_no_other"
 )
 
+VALKEY_ROWS = "tests/stores/valkey/test_rows.py"
+
 STORES = (
+    Fault(
+        "valkey: a second insert of one row in a call is written",
+        "stores/valkey/lua/commit.lua",
+        "there = s.rows[t][key] and true",
+        "there = s.original[t] == nil and s.rows[t][key] and true",
+        "tests/stores/contract/test_writes.py::test_the_first_of_several_changes_that_insert_one_row_is_written",
+    ),
+    Fault(
+        "valkey: the lease id is not compared",
+        "stores/valkey/lua/commit.lua",
+        "c[def.lease_id] ~= guard[6] or ",
+        "",
+        GUARDS,
+    ),
+    Fault(
+        "valkey: an upsert drops the columns of a later release",
+        "stores/valkey/lua/commit.lua",
+        "if old and old.n > def.width then",
+        "if false then",
+        f"{VALKEY_ROWS}::test_cells_of_a_later_release_are_carried_through",
+    ),
+    Fault(
+        "valkey: a claim asks for the rows of one partition only",
+        "stores/valkey/claims.py",
+        "homes = [home for home in homes if home not in short]",
+        "homes = []",
+        "tests/stores/contract/test_partitions.py",
+    ),
+    Fault(
+        "valkey: a call does not declare the keys of an index",
+        "stores/valkey/rows/codec.py",
+        "return [self.name, *listed, *(index.suffix for index in self.indexes.values())]",
+        "return [self.name, *listed]",
+        "tests/stores/valkey/test_functions.py",
+    ),
+    Fault(
+        "valkey: entries that a failover hid are not numbered",
+        "stores/valkey/feed.py",
+        "await self._number_again(home, numbered[home])",
+        "pass",
+        "tests/stores/valkey/test_feed.py",
+    ),
     Fault(
         "memory: a refused insert leaves the other rows of its change",
         "stores/memory/store.py",

@@ -30,6 +30,11 @@ SEATS = 2
 DUE = ("lease_expires_at", "delay_until", "attempt_timeout_at", "deadline_at", "purge_at")
 
 
+def other_than(tag: BackendTag) -> BackendTag:
+    """Return the kind of a store that did not issue a handle of this one."""
+    return BackendTag.VALKEY if tag is not BackendTag.VALKEY else BackendTag.MEMORY
+
+
 class Held(msgspec.Struct, frozen=True):
     """A handle without the store that issued it, so that every player can have its own."""
 
@@ -38,8 +43,7 @@ class Held(msgspec.Struct, frozen=True):
     foreign: bool = False  # presented to a store that did not issue it
 
     def handle(self, tag: BackendTag) -> Handle:
-        other = BackendTag.VALKEY if tag is not BackendTag.VALKEY else BackendTag.MEMORY
-        return Handle.mint(other if self.foreign else tag, self.kind, self.fields)
+        return Handle.mint(other_than(tag) if self.foreign else tag, self.kind, self.fields)
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -122,7 +126,10 @@ class Player:
             case Enum():
                 return value.value
             case str():
-                return value.replace(self.store.tag.title, "<store>")
+                other = other_than(self.store.tag).title
+                if value == other:
+                    return "<other store>"
+                return value.replace(self.store.tag.title, "<store>").replace(f"actual={other}", "actual=<other store>")
             case _:
                 return value
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flowfabric import Engine
     from flowfabric.engine_api import EngineAPI
     from flowfabric.model.deployment import SnapshotHolder
+    from flowfabric.stores.port import ServerReport
 
 PINGS = 7
 SLOW_MS = 50
@@ -180,9 +181,18 @@ async def _latency_and_clock(engine: EngineAPI) -> list[dict[str, Any]]:
 async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """Check what is visible only on the store itself, not through a server."""
     holders = await engine.gauges.snapshot_holders(MAX_NAMED)
+    report = await engine.gauges.server_report()
     return [
         _queues(await engine.gauges.executions_without_queue(MAX_NAMED + 1)),
         *([] if holders is None else [_snapshots(holders)]),
+        *([] if report is None else _servers(report)),
+    ]
+
+
+def _servers(report: ServerReport) -> list[dict[str, Any]]:
+    return [
+        _finding("durable", True, report.durability),
+        *(_finding("servers", False, warning) for warning in report.warnings),
     ]
 
 

@@ -21,14 +21,16 @@ DEFAULT_URL = "sqlite:///flowfabric.db"
 
 StoreOption = Annotated[
     str | None,
-    typer.Option("--store", metavar="URL", help="sqlite:///path, postgresql://… or memory://", show_default=False),
+    typer.Option(
+        "--store", metavar="URL", help="sqlite:///path, postgresql://…, valkey://… or memory://", show_default=False
+    ),
 ]
 StoreOrServerOption = Annotated[
     str | None,
     typer.Option(
         "--store",
         metavar="URL",
-        help="sqlite:///path, postgresql://…, or the http://… of a server",
+        help="sqlite:///path, postgresql://…, valkey://…, or the http://… of a server",
         show_default=False,
     ),
 ]

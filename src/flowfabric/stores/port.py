@@ -81,6 +81,22 @@ class SupportsSnapshotHolders(Protocol):
         ...
 
 
+class ServerReport(msgspec.Struct, frozen=True):
+    """What acknowledged writes survive, and what an operator should change, one sentence each."""
+
+    durability: str
+    warnings: list[str]
+
+
+@runtime_checkable
+class SupportsServerReport(Protocol):
+    """A store whose durability depends on settings of its servers."""
+
+    async def server_report(self) -> ServerReport:
+        """Ask the servers for their settings."""
+        ...
+
+
 @runtime_checkable
 class SupportsCallerTransaction(Protocol):
     """A store in a database that callers use with transactions of their own."""

@@ -16,7 +16,7 @@ from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.scheduling import queue_depth
 from flowfabric.rules.scheduling.queue_depth import GROUP_BY_COLUMNS, CountedIndex
-from flowfabric.stores.port import SupportsSnapshotHolders
+from flowfabric.stores.port import ServerReport, SupportsServerReport, SupportsSnapshotHolders
 from flowfabric.stores.queries import GroupedCount, Scan, Where
 
 MAX_GAUGE_AGE_S = 5.0
@@ -68,6 +68,13 @@ class GaugeReader:
         if not isinstance(store, SupportsSnapshotHolders):
             return None
         return await self.runtime.retry_while_unavailable(lambda: store.snapshot_holders(limit))
+
+    async def server_report(self) -> ServerReport | None:
+        """Return what acknowledged writes survive; None if that does not depend on settings of a server."""
+        store = self.runtime.store
+        if not isinstance(store, SupportsServerReport):
+            return None
+        return await self.runtime.retry_while_unavailable(lambda: store.server_report())
 
     async def _grouped_counts(self) -> dict[CountedIndex, GroupedCount]:
         queues: list[QueueKey] = await self.runtime.store.queues()

@@ -26,8 +26,9 @@ from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.settings import Deadlines
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.homes import HomeTag, home_of
-from flowfabric.stores.port import SchemaVersion
+from flowfabric.stores.port import SchemaVersion, ServerReport
 from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.valkey import durability
 from flowfabric.stores.valkey.address import ValkeyAddress
 from flowfabric.stores.valkey.claims import Claimer
 from flowfabric.stores.valkey.cluster import ValkeyClient
@@ -95,6 +96,10 @@ class ValkeyStore:
 
     def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         return None
+
+    async def server_report(self) -> ServerReport:
+        """Return what acknowledged writes survive with the settings of the servers."""
+        return await durability.report(self.client)
 
     # Writes
 

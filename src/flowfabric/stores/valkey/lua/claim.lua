@@ -44,7 +44,7 @@ local function claimable(s, queues, wanted)
     for i = seen + 1, #keys do
       local row = get(s, EXECUTIONS, keys[i])
       local granted = row and row.c[granted_until]
-      if row and (granted == nil or not less(s.now, granted)) then
+      if row and (not granted or not less(s.now, granted)) then
         chosen[#chosen + 1] = keys[i]
         if #chosen == wanted then return chosen end
       end
@@ -69,7 +69,8 @@ local function claim(_, arguments)
         local row = get(s, EXECUTIONS, key)
         apply_template(s, EXECUTIONS, key, row, form, parameters, lease[3])
         result[#result + 1] = key
-        result[#result + 1] = pack_row(TABLES[EXECUTIONS], row)
+        row.final = pack_row(TABLES[EXECUTIONS], row)
+        result[#result + 1] = row.final
         result[#result + 1] = payloads[i]
       end
       flush(s)
@@ -90,7 +91,7 @@ local function renew(_, arguments)
     if row and (not condition or meets(s, row, lease[1], condition, lease[2])) then
       apply_template(s, EXECUTIONS, lease[1], row, form, lease[2], nil)
       local expires_at = row.c[TABLES[EXECUTIONS].lease_expires_at]
-      result[i] = expires_at and hex16(expires_at)
+      result[i] = expires_at and hex16(expires_at) or false
     end
   end
   flush(s)

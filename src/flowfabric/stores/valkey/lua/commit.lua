@@ -20,11 +20,11 @@ local function holds(s, guard)
   if kind == LEASE then
     if c[def.revision] ~= guard[4] or c[def.lease_id] ~= guard[6] or c[def.lease_epoch] ~= guard[7] then return false end
     local expires_at = c[def.lease_expires_at]
-    return expires_at ~= nil and less(s.now, expires_at) == (guard[5] == 1)
+    return expires_at and less(s.now, expires_at) == (guard[5] == 1)
   end
   local expected = guard[4]
   for i = 2, expected[1] * 2, 2 do
-    if c[expected[i]] ~= expected[i + 1] then return false end
+    if (c[expected[i]] or false) ~= (expected[i + 1] or false) then return false end
   end
   return true
 end
@@ -95,7 +95,7 @@ end
 local function patch_row(s, write, arguments)
   local t, key = write[2], write[3]
   local row, fields = get(s, t, key), write[5]
-  if row == nil or (write[8] and row.c[write[8]] ~= nil) then return nil end
+  if row == nil or (write[8] and row.c[write[8]]) then return nil end
   touch(s, t, key)
   for i = 1, write[4] * 2, 2 do put(row, fields[i], fields[i + 1]) end
   if write[7] then row.b = arguments[write[7]] end

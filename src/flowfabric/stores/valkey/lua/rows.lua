@@ -1,5 +1,5 @@
 -- Rows: unpacked cells `c`, their number `n` (which may exceed what this release knows) and the content `b` of a
--- bytes column. A state holds the rows of one partition as a call sees and changes them; nothing is written before
+-- bytes column. An unset cell is false or nil; booleans are 0 and 1. A state holds the rows of one partition as a call sees and changes them; nothing is written before
 -- `flush`.
 
 local function unpack_row(def, blob)
@@ -14,11 +14,18 @@ local function unpack_row(def, blob)
   return { c = cmsgpack.unpack(array), n = n, b = content }
 end
 
+-- Packs the first n cells. Holes are filled, because a table with holes would become a map, and packing the cells one by
+-- one costs three times as much.
 local function pack_array(c, n)
-  while n > 0 and c[n] == nil do n = n - 1 end
+  while n > 0 and not c[n] do
+    c[n] = nil
+    n = n - 1
+  end
   if n == 0 then return '\144' end
-  if n < 16 then return string.char(0x90 + n) .. cmsgpack.pack(unpack(c, 1, n)) end
-  return string.char(0xdc, math.floor(n / 256), n % 256) .. cmsgpack.pack(unpack(c, 1, n))
+  for i = 1, n do
+    if c[i] == nil then c[i] = false end
+  end
+  return cmsgpack.pack(c)
 end
 
 local function pack_row(def, row)
@@ -72,7 +79,7 @@ end
 
 -- Returns what an index holds for a row: an instant, or the member of a text index; nil if its first column is unset.
 local function index_entry(index, c, key)
-  local value = c[index.place]
+  local value = c[index.place] or nil
   if value == nil or index.score then return value end
   if index.rank then return value .. '\0' .. hex16(c[index.rank]) .. key end
   return value .. '\0' .. key
@@ -167,7 +174,7 @@ local function flush(s)
     local def, row, old = TABLES[t], s.rows[t][key], s.original[t][key]
     local name = s.tag .. ':' .. def.name
     if row then
-      collect(hset, name, key, pack_row(def, row))
+      collect(hset, name, key, row.final or pack_row(def, row))
       if def.listed and not old then collect(zadd, name .. ':k', 0, key) end
       for j, index in ipairs(def.indexes) do
         local before, after = old and old[j], index_entry(index, row.c, key)

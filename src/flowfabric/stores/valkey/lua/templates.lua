@@ -12,12 +12,12 @@ local function evaluate(e, s, c, key, parameters)
   if kind == 6 then return key end
   if kind == 5 then
     local chosen = e[4]
-    if c[e[2]] ~= nil then chosen = e[3] end
+    if c[e[2]] then chosen = e[3] end
     return evaluate(chosen, s, c, key, parameters)
   end
   local left = evaluate(e[2], s, c, key, parameters)
   local right = evaluate(e[3], s, c, key, parameters)
-  if left == nil or right == nil then return nil end
+  if not left or not right then return nil end
   return add(left, right)
 end
 
@@ -41,11 +41,11 @@ end
 -- True if a row meets the condition of a template: { equal { place, expression } …, future places }.
 local function meets(s, row, key, condition, parameters)
   for _, one in ipairs(condition[1]) do
-    if row.c[one[1]] ~= evaluate(one[2], s, row.c, key, parameters) then return false end
+    if (row.c[one[1]] or false) ~= (evaluate(one[2], s, row.c, key, parameters) or false) then return false end
   end
   for _, place in ipairs(condition[2]) do
     local value = row.c[place]
-    if value == nil or not less(s.now, value) then return false end
+    if not value or not less(s.now, value) then return false end
   end
   return true
 end

@@ -257,4 +257,4 @@ class Scanner:
 
     @staticmethod
     def _padded(cells: list[Any], width: int) -> list[Any]:
-        return cells + [None] * (width - len(cells))
+        return [None if cell is False else cell for cell in cells] + [None] * (width - len(cells))

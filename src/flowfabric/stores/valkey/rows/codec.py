@@ -6,7 +6,8 @@ of the keys and a prefix of a key is a prefix of the text. The id that names the
 
 **Blob.** A msgpack array of cells in the order of `layout.py`, cut after the last set cell. Lua has doubles only, so
 an integer of 2^53 or more (or of -2^53 or less) is a text of 16 hexadecimal digits, of the value plus 2^63, and so is
-every revision. A queue is the digest of its key, an enum the ordinal of its member.
+every revision. A queue is the digest of its key, an enum the ordinal of its member, a boolean 0 or 1. An unset cell is
+nil, or false where a function has written it.
 
 **Bytes.** Lua cannot unpack msgpack's binary type. A table with a bytes column stores `length, cells, content`, and the
 cell says whether the content is set; the functions copy the content unread.
@@ -170,7 +171,7 @@ class ValkeyTable:
         elif count > self.width:
             del cells[self.width :]
         cells += key
-        values = [cells[source] for source in self._sources]
+        values = [None if cells[source] is False else cells[source] for source in self._sources]
         for ordinal, convert, default in self._plain:
             value = values[ordinal]
             if value is None:
@@ -250,6 +251,8 @@ def _encode_value(column: Column, value: Any, digest_of: DigestOf) -> EncodedCel
         return digest_of(value)
     if issubclass(kind, Enum):
         return CODES[id(value)]
+    if kind is bool:
+        return int(value)
     return value  # type: ignore[no-any-return]
 
 
@@ -326,7 +329,7 @@ def encode_event(event: Event, home: HomeTag | str) -> tuple[str, bytes]:
 def decode_event(blob: bytes, home: HomeTag | str) -> Event:
     """Decode an event; cells that a later release appended are ignored."""
     try:
-        values = _decode(blob)[: len(EVENT_COLUMNS)]
+        values: list[Any] = [None if value is False else value for value in _decode(blob)[: len(EVENT_COLUMNS)]]
     except msgspec.DecodeError as error:
         raise Corruption("feed: an event cannot be decoded") from error
     for ordinal in _EVENT_INTEGERS:
