@@ -21,8 +21,7 @@ from flowfabric.model.text import pluralize
 if TYPE_CHECKING:
     from flowfabric import Engine
     from flowfabric.engine_api import EngineAPI
-    from flowfabric.model.deployment import SnapshotHolder
-    from flowfabric.stores.port import ServerReport
+    from flowfabric.model.deployment import ServerReport, SnapshotHolder
 
 PINGS = 7
 SLOW_MS = 50

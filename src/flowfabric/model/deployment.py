@@ -38,3 +38,10 @@ class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
     state: str | None
     age_s: int | None
     transactions: int  # transactions that began since
+
+
+class ServerReport(msgspec.Struct, frozen=True):
+    """What acknowledged writes survive, and what an operator should change, one sentence each."""
+
+    durability: str
+    warnings: list[str]

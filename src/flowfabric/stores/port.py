@@ -40,7 +40,7 @@ from flowfabric.clock import Clock
 from flowfabric.handles import BackendTag
 from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
-from flowfabric.model.deployment import SnapshotHolder
+from flowfabric.model.deployment import ServerReport, SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
@@ -79,13 +79,6 @@ class SupportsSnapshotHolders(Protocol):
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
         """List the holders, oldest snapshot first."""
         ...
-
-
-class ServerReport(msgspec.Struct, frozen=True):
-    """What acknowledged writes survive, and what an operator should change, one sentence each."""
-
-    durability: str
-    warnings: list[str]
 
 
 @runtime_checkable

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.model.deployment import SnapshotHolder
+from flowfabric.model.deployment import ServerReport, SnapshotHolder
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.flow import CancelBacklog, EdgeGroup
 from flowfabric.model.suspension import Suspension
 from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.scheduling import queue_depth
 from flowfabric.rules.scheduling.queue_depth import GROUP_BY_COLUMNS, CountedIndex
-from flowfabric.stores.port import ServerReport, SupportsServerReport, SupportsSnapshotHolders
+from flowfabric.stores.port import SupportsServerReport, SupportsSnapshotHolders
 from flowfabric.stores.queries import GroupedCount, Scan, Where
 
 MAX_GAUGE_AGE_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from flowfabric.errors import FabricError
-from flowfabric.stores.port import ServerReport
+from flowfabric.model.deployment import ServerReport
 from flowfabric.stores.valkey.address import ValkeyAddress
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.node import Node

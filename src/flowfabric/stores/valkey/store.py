@@ -21,12 +21,13 @@ from flowfabric.errors import StoreUnavailable
 from flowfabric.handles import BackendTag
 from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
+from flowfabric.model.deployment import ServerReport
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.settings import Deadlines
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.homes import HomeTag, home_of
-from flowfabric.stores.port import SchemaVersion, ServerReport
+from flowfabric.stores.port import SchemaVersion
 from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
 from flowfabric.stores.valkey import durability
 from flowfabric.stores.valkey.address import ValkeyAddress
