@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -86,6 +87,15 @@ def _from_system() -> Iterator[Path]:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             yield Path(found)
+
+
+def cluster_settings() -> dict[str, str]:
+    """Return the settings of a cluster node; only Valkey 9 has several databases in a cluster."""
+    version = subprocess.run([str(program()), "--version"], capture_output=True, text=True, check=True).stdout
+    major = re.search(r"Valkey server v=(\d+)", version)
+    if major is not None and int(major[1]) >= 9:
+        return CLUSTER_SETTINGS
+    return {name: value for name, value in CLUSTER_SETTINGS.items() if name != "cluster-databases"}
 
 
 class ReplyFault(RuntimeError):
@@ -215,6 +225,7 @@ class ValkeyServers:
         self.folder = folder
         self.nodes = [ValkeyNode(folder / "nodes" / str(port), port) for port in state["ports"]]
         self.is_cluster: bool = state["is_cluster"]
+        self._databases: int = state["databases"]
         self._database: tuple[int, IO[str]] | None = None
 
     def url(self, database: int = 0, options: str = "") -> str:
@@ -226,7 +237,7 @@ class ValkeyServers:
     def own_database(self) -> int:
         """Return the number of a database that no other process uses while this one lives."""
         if self._database is None:
-            for number in range(DATABASES):
+            for number in range(self._databases):
                 lock = open_lock(self.folder / f"database-{number}")
                 with suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +245,7 @@ class ValkeyServers:
                     break
                 lock.close()
             else:
-                raise RuntimeError(f"all {DATABASES} databases are in use")
+                raise RuntimeError(f"all {self._databases} databases are in use; run the tests without xdist")
         return self._database[0]
 
     def primaries(self) -> list[ValkeyNode]:
@@ -261,6 +272,14 @@ class ValkeyServers:
         wait_for(lambda: all(_knows(known, len(self.nodes)) for known in self.nodes), "the nodes to meet")
         return node
 
+    def remove_node(self, node: ValkeyNode) -> None:
+        """Kill a node without slots, and let the others forget it."""
+        name = node.execute("CLUSTER", "MYID")
+        node.kill()
+        self.nodes.remove(node)
+        for other in self.nodes:
+            other.execute("CLUSTER", "FORGET", name)
+
 
 def _is_healthy(node: ValkeyNode) -> bool:
     try:
@@ -283,7 +302,7 @@ def _start_node(folder: Path, *, is_cluster: bool) -> ValkeyNode:
         node = ValkeyNode(folder / str(port), port)
         try:
             node.start(
-                **{name.replace("-", "_"): value for name, value in CLUSTER_SETTINGS.items()} if is_cluster else {}
+                **{name.replace("-", "_"): value for name, value in cluster_settings().items()} if is_cluster else {}
             )
             return node
         except ServerMissing as missing:
@@ -391,7 +410,8 @@ def _serve(folder: Path, number: int) -> None:
         print(error, flush=True)
         _kill_all(folder)
         return
-    state = {"ports": [node.port for node in nodes], "is_cluster": number > 1}
+    databases = DATABASES if number == 1 or "cluster-databases" in cluster_settings() else 1
+    state = {"ports": [node.port for node in nodes], "is_cluster": number > 1, "databases": databases}
     (folder / "state.json").write_text(json.dumps(state))
     print("ready", flush=True)
     close_output()

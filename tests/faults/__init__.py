@@ -10,5 +10,6 @@ from tests.faults.failures import FAILURES
 from tests.faults.rules import RULES
 from tests.faults.security import SECURITY
 from tests.faults.stores import STORES
+from tests.faults.valkey_client import VALKEY_CLIENT
 
-FAULTS = (*RULES, *ENGINE, *STORES, *SECURITY, *FAILURES)
+FAULTS = (*RULES, *ENGINE, *STORES, *VALKEY_CLIENT, *SECURITY, *FAILURES)

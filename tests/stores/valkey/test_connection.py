@@ -362,3 +362,31 @@ async def test_with_fsync_a_batch_is_confirmed_by_the_disk() -> None:
         with pytest.raises(StoreUnavailable) as caught:
             await client.call("a", "SET", "a", 2)
         assert caught.value.in_doubt
+
+
+async def test_a_read_after_a_write_in_doubt_waits_for_a_confirmed_write_to_its_slot() -> None:
+    def answer(command: list[bytes], peer: Peer) -> bytes:
+        return b":%d\r\n" % copies if command[0] == b"WAIT" else b"+OK\r\n"
+
+    copies = 0
+    async with connected(answer, "?wait=1") as (server, client):
+        with pytest.raises(StoreUnavailable):
+            await client.call("{fp:1}", "SET", "{fp:1}:a", 1)
+        with pytest.raises(StoreUnavailable, match="an earlier write is not confirmed yet") as caught:
+            await client.read("{fp:1}", "GET", "{fp:1}:a")
+        assert not caught.value.in_doubt
+        assert not server.named(b"GET")
+
+        copies = 1
+        assert await asyncio.gather(*[client.read("{fp:1}", "GET", "{fp:1}:a") for _ in range(3)]) == [b"OK"] * 3
+        barriers = [command for command in server.named(b"SET") if command[1] == b"{fp:1}:barrier"]
+        assert len(barriers) == 2  # the refused one, and one for three reads
+        await client.read("{fp:1}", "GET", "{fp:1}:a")
+        assert len(server.named(b"SET")) == 3
+
+
+async def test_a_timeout_that_is_lowered_later_holds_for_open_connections() -> None:
+    async with connected(keep_silent) as (_, client):
+        client.deadlines = Deadlines(connect_s=0.5, command_s=0.05)
+        with pytest.raises(StoreUnavailable, match="no reply within 0.05 s"):
+            await client.call("a", "SET", "a", 1)

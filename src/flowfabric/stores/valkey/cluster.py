@@ -9,6 +9,10 @@ behind later calls. A command whose reply was lost is repeated only if it is a r
 The slot map is asked for after a redirect, after a lost connection and while a node is slow. If it shows that a slow
 node has lost its slots, its connections are closed at once: a failover ends the wait for a dead node.
 
+With `wait=N` or `durability=fsync` a write in doubt may be visible and still vanish. So the next read of its slot first
+makes a small write there and waits until that is confirmed, and everything before it with it. Whoever reads in order to
+find out whether a write was executed learns the truth, or that it is not known yet.
+
 One server is a cluster of one node, without slot map. There a refused connection fails its commands at once.
 """
 
@@ -28,7 +32,7 @@ from flowfabric.stores.valkey.address import ValkeyAddress
 from flowfabric.stores.valkey.errors import Remedy, ReplyError, remedy_for, translate_reply, unavailable
 from flowfabric.stores.valkey.node import Node
 from flowfabric.stores.valkey.session import Argument, Command, Confirmation, Endpoint, Reply
-from flowfabric.stores.valkey.slots import SLOTS, Location, parse_redirect, parse_slot_map, slot_of
+from flowfabric.stores.valkey.slots import SLOTS, Location, barrier_key, parse_redirect, parse_slot_map, slot_of
 from flowfabric.stores.valkey.subscription import Subscription
 
 MAX_REDIRECTS = 5  # followed at once; later ones wait
@@ -38,6 +42,7 @@ REFRESH_S = 0.1  # between two questions for the slot map
 MAP_TIMEOUT_S = 1.0  # of a node that is asked for the slot map
 RETRY_S = 10.0  # for which a command is sent again if `command_s` is unlimited
 CONFIRM_SHARE = 0.5  # of `command_s`, for which WAIT and WAITAOF may block
+MAX_WAIT_MS = 1000  # for which WAIT may block: a replica is behind by milliseconds, or it is gone
 MAX_CACHED_TAGS = 4096
 
 _RANDOM = random.SystemRandom()
@@ -56,6 +61,7 @@ class ValkeyClient:
         self._slots: list[Node | None] = [None] * SLOTS
         self._primaries: list[Node] | None = None  # the nodes in it
         self._slot_by_tag: dict[str | bytes, int] = {}
+        self._unconfirmed: dict[int, asyncio.Future[Reply] | None] = {}  # slots with writes in doubt, and the barrier
         self._stalled: list[Command] = []  # wait for the next slot map
         self._refreshing: asyncio.Task[None] | None = None
         self._refresh_wanted = False
@@ -106,7 +112,11 @@ class ValkeyClient:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Reply] = loop.create_future()
         slot = self._remember_slot(tag)
-        self._dispatch(Command(pack_command(arguments), future, loop.time(), slot=slot, is_read=True))
+        command = Command(pack_command(arguments), future, loop.time(), slot=slot, is_read=True)
+        if self._unconfirmed and slot in self._unconfirmed:
+            self._read_after_barrier(tag, command)
+        else:
+            self._dispatch(command)
         return future
 
     def node_for(self, tag: str | bytes) -> Node:
@@ -185,6 +195,31 @@ class ValkeyClient:
             command.sent_at = asyncio.get_running_loop().time()
             (node.reads if command.is_read else node.writes).send(command)
 
+    # --- reads after a write in doubt
+
+    def _read_after_barrier(self, tag: str | bytes, command: Command) -> None:
+        """Send a read once a write to its slot is confirmed; reads of a slot share that write."""
+        assert command.slot is not None
+        barrier = self._unconfirmed[command.slot]
+        if barrier is None or barrier.done():
+            key = barrier_key(tag)
+            barrier = self.call(tag, "SET", key, 1)
+            self._unconfirmed[command.slot] = barrier
+        barrier.add_done_callback(partial(self._finish_barrier, command))
+
+    def _finish_barrier(self, command: Command, barrier: asyncio.Future[Reply]) -> None:
+        assert command.slot is not None
+        error = None if barrier.cancelled() else barrier.exception()
+        if error is None and not barrier.cancelled():
+            if self._unconfirmed.get(command.slot) is barrier:
+                del self._unconfirmed[command.slot]
+            self._dispatch(command)
+        else:
+            detail, source = "the store is closed", StoreFault.OTHER
+            if isinstance(error, StoreUnavailable):
+                detail, source = error.detail, error.source
+            command.fail(unavailable(f"an earlier write is not confirmed yet: {detail}", source))
+
     # --- commands without a proper reply
 
     def handle_error_reply(self, node: Node, command: Command, error: ReplyError) -> None:
@@ -220,6 +255,8 @@ class ValkeyClient:
                 command.redirects += 1
                 again.append(command)
             else:
+                if not is_safe and self.confirmations and command.slot is not None:
+                    self._unconfirmed[command.slot] = None
                 command.fail(unavailable(error.detail, error.source, in_doubt=not is_safe))
         if self._closed:
             return
@@ -274,6 +311,10 @@ class ValkeyClient:
 
     def _stall(self, commands: Iterable[Command]) -> None:
         """Let commands wait for the next slot map."""
+        if self._closed:
+            for command in commands:
+                command.fail(unavailable("the store is closed", StoreFault.OTHER))
+            return
         self._stalled += commands
         if self._stalled:
             self.refresh_soon()
@@ -372,9 +413,10 @@ class ValkeyClient:
         """Return the commands that confirm a batch of writes."""
         wait, fsync = self.address.wait, self.address.fsync
         limit_ms = max(1, int((self.deadlines.command_s or RETRY_S) * 1000 * CONFIRM_SHARE))
+        wait_ms = min(limit_ms, MAX_WAIT_MS)
         confirmations = []
         if wait:
-            confirmations.append(Confirmation("WAIT", wait, limit_ms, is_enough=lambda copies: copies >= wait))
+            confirmations.append(Confirmation("WAIT", wait, wait_ms, is_enough=lambda copies: copies >= wait))
         if fsync:
             confirmations.append(Confirmation("WAITAOF", 1, 0, limit_ms, is_enough=lambda copies: copies[0] >= 1))
         return confirmations

@@ -30,6 +30,11 @@ _RANDOM = random.SystemRandom()  # does not disturb the application's seeded gen
 class ConnectionOwner(Protocol):
     """Decides what happens to commands that got no proper reply."""
 
+    @property
+    def deadlines(self) -> Deadlines:
+        """The timeouts of now."""
+        ...
+
     def handle_error_reply(self, command: Command, error: ReplyError) -> None:
         """Send a refused command again, or fail it."""
         ...
@@ -50,11 +55,9 @@ class Connection:
         self,
         endpoint: Endpoint,
         owner: ConnectionOwner,
-        deadlines: Deadlines,
         confirmations: Sequence[Confirmation] = (),
     ) -> None:
         self.endpoint = endpoint
-        self.deadlines = deadlines
         self.confirmations = confirmations
         self._owner = owner
         self._session: Session | None = None
@@ -65,6 +68,10 @@ class Connection:
         self._backoff_s = 0.0
         self._not_before = 0.0
         self._closed = False
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self._owner.deadlines
 
     @property
     def is_idle(self) -> bool:
@@ -151,6 +158,9 @@ class Connection:
             if not command.future.done():
                 command.sent_at = session.time()
                 session.send(command)
+
+    def report_unconfirmed(self, commands: Sequence[Command], error: StoreUnavailable) -> None:
+        self._owner.handle_lost(commands, error, sent=True)
 
     def report_error_reply(self, command: Command, error: ReplyError) -> None:
         self._owner.handle_error_reply(command, error)

@@ -46,10 +46,14 @@ class Node:
         self.location = location
         self._owner = owner
         endpoint = owner.endpoint(location)
-        self.writes = Connection(endpoint, self, owner.deadlines, owner.confirmations)
-        self.reads = Connection(endpoint, self, owner.deadlines)
+        self.writes = Connection(endpoint, self, owner.confirmations)
+        self.reads = Connection(endpoint, self)
         self.is_slow = False
         self.loading: asyncio.Future[Reply] | None = None  # the library
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self._owner.deadlines
 
     def __str__(self) -> str:
         return f"{self.location[0]}:{self.location[1]}"

@@ -111,8 +111,12 @@ class SessionOwner(Protocol):
     """Supplies a session with commands, and gets those without a proper reply."""
 
     endpoint: Endpoint
-    deadlines: Deadlines
     confirmations: Sequence[Confirmation]
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The timeouts of now."""
+        ...
 
     def refill(self, session: Session) -> None:
         """Send what waits, as far as the session has room."""
@@ -122,6 +126,10 @@ class SessionOwner(Protocol):
         self, session: Session, sent: Sequence[Command], unsent: Sequence[Command], error: StoreUnavailable
     ) -> None:
         """Take the commands of a session that has ended."""
+        ...
+
+    def report_unconfirmed(self, commands: Sequence[Command], error: StoreUnavailable) -> None:
+        """Take executed commands of which there are fewer copies than asked."""
         ...
 
     def report_error_reply(self, command: Command, error: ReplyError) -> None:
@@ -308,11 +316,12 @@ class Session(asyncio.Protocol):
             return
         held, fault = self._held, self._fault
         self._held, self._fault = [], None
-        for command, answer in held:
-            if fault is None:
+        if fault is None:
+            for command, answer in held:
                 command.succeed(answer)
-            else:
-                command.fail(unavailable(fault, StoreFault.CLUSTER, in_doubt=True))
+        else:
+            error = unavailable(fault, StoreFault.CLUSTER, in_doubt=True)
+            self._owner.report_unconfirmed([command for command, _ in held], error)
 
     def _watch(self) -> None:
         """Check the oldest command: report a slow node, and close a silent connection."""

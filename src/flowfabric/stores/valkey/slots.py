@@ -24,6 +24,13 @@ def slot_of(key: str | bytes) -> int:
     return crc_hqx(data, 0) % SLOTS
 
 
+def barrier_key(tag: str | bytes) -> bytes:
+    """Return a key of the same slot as a tag or key, for a write that only serves to be confirmed."""
+    data = tag.encode() if isinstance(tag, str) else tag
+    start, end = data.find(b"{"), data.find(b"}")
+    return (data[start : end + 1] if 0 <= start < end else b"{%s}" % data) + b":barrier"
+
+
 def parse_slot_map(reply: Reply, asked: Location) -> list[SlotRange]:
     """Return the ranges of CLUSTER SLOTS; a node that does not know its own host is the one that was asked."""
     ranges: list[SlotRange] = []

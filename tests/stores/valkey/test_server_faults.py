@@ -1,0 +1,162 @@
+"""Faults of one real server under load: each shows what was acknowledged and what survived."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.settings import Deadlines
+from flowfabric.stores.valkey import Subscription, ValkeyClient, parse_url
+from tests.blackhole import black_hole
+from tests.processes import wait_for
+from tests.stores.valkey.fake_peer import until
+from tests.stores.valkey.history import TAGS, WriteHistory
+from tests.valkey_servers import ValkeyNode, leave, valkey
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+DEADLINES = Deadlines(connect_s=1, command_s=2)
+
+
+@pytest.fixture
+def node() -> Iterator[ValkeyNode]:
+    """A server that a test may kill."""
+    servers = valkey(f"faults-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
+    yield servers.nodes[0]
+    leave(servers)
+
+
+@asynccontextmanager
+async def opened(port: int, options: str = "") -> AsyncIterator[ValkeyClient]:
+    client = ValkeyClient(parse_url(f"valkey://127.0.0.1:{port}{options}"), DEADLINES)
+    try:
+        await client.open()
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def under_load(client: ValkeyClient) -> AsyncIterator[WriteHistory]:
+    """Write to all partitions; the block ends with writes that were acknowledged after everything it did."""
+    history = WriteHistory(client)
+    async with asyncio.TaskGroup() as group:
+        for tag in TAGS:
+            group.create_task(history.write(tag))
+        try:
+            await history.wait_for_more(50)
+            yield history
+            await history.wait_for_more(50)
+        finally:
+            history.stop()
+
+
+async def test_acknowledged_writes_survive_the_death_of_the_server(node: ValkeyNode) -> None:
+    async with opened(node.port) as client:
+        async with under_load(client) as history:
+            await asyncio.to_thread(node.kill)
+            await asyncio.to_thread(node.start)
+
+        assert await history.survivors() >= history.acknowledged
+
+
+async def test_acknowledged_writes_survive_a_death_during_a_rewrite_of_the_append_only_file(node: ValkeyNode) -> None:
+    async with opened(node.port) as client:
+        filler = "x" * 20_000
+        await asyncio.gather(*[client.call("a", "SET", f"a:{number}", filler) for number in range(2000)])
+        async with under_load(client) as history:
+            node.execute("BGREWRITEAOF")
+            await history.wait_for_more(20)
+            await asyncio.to_thread(node.kill)
+            await asyncio.to_thread(node.start)
+            node.execute("BGREWRITEAOF")
+            await asyncio.to_thread(
+                wait_for, lambda: node.info("persistence")["aof_rewrite_in_progress"] == "0", "the rewrite"
+            )
+            await asyncio.to_thread(node.kill)
+            await asyncio.to_thread(node.start)
+
+        assert await history.survivors() >= history.acknowledged
+
+
+async def test_a_full_memory_refuses_writes_without_doubt_and_reads_go_on(node: ValkeyNode) -> None:
+    async with opened(node.port) as client:
+        await client.call("a", "SET", "a", 1)
+        node.execute("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(StoreUnavailable, match="OOM") as caught:
+            await client.call("a", "SET", "a", 2)
+
+        assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.TRANSPORT)
+        assert await client.read("a", "GET", "a") == b"1"
+        node.execute("CONFIG", "SET", "maxmemory", 0)
+        assert await client.call("a", "SET", "a", 3) == b"OK"
+
+
+async def test_a_server_that_loads_its_data_is_waited_for(node: ValkeyNode) -> None:
+    async with opened(node.port) as client:
+        await asyncio.gather(*[client.call("a", "SET", f"a:{number}", number) for number in range(3000)])
+        await asyncio.to_thread(node.kill)
+        starting = asyncio.create_task(asyncio.to_thread(node.start, key_load_delay="300"))
+        while "loading:1" not in await _persistence(client):  # noqa: ASYNC110 - the server is not up yet
+            await asyncio.sleep(0.01)
+
+        assert await client.read("a", "GET", "a:2999") == b"2999"
+        await starting
+
+
+async def _persistence(client: ValkeyClient) -> str:
+    try:
+        text: bytes = await client.node_for("a").read("INFO", "persistence")
+    except StoreUnavailable:
+        return ""
+    return text.decode()
+
+
+async def test_a_black_hole_is_noticed_within_the_timeout_and_left(node: ValkeyNode) -> None:
+    loop = asyncio.get_running_loop()
+    async with black_hole("127.0.0.1", node.port) as hole, opened(hole.port) as client:
+        await client.call("a", "SET", "a", 1)
+        hole.swallow()
+        began = loop.time()
+        write, read = client.call("a", "SET", "a", 2), client.read("a", "GET", "a")
+
+        with pytest.raises(StoreUnavailable, match="no reply within 2 s") as caught:
+            await write
+        assert (caught.value.in_doubt, caught.value.source) == (True, StoreFault.TIMEOUT)
+        assert loop.time() - began < 1.5 * DEADLINES.command_s
+        assert not (await asyncio.gather(read, return_exceptions=True))[0].in_doubt  # type: ignore[union-attr]
+        assert await client.call("a", "SET", "a", 3) == b"OK"
+
+
+async def test_a_subscription_in_a_black_hole_is_renewed_and_reported(node: ValkeyNode) -> None:
+    heard: list[bytes] = []
+    reconnects: list[None] = []
+    async with black_hole("127.0.0.1", node.port) as hole, opened(hole.port) as client:
+        subscription = Subscription(
+            "wake",
+            on_message=lambda channel, payload: heard.append(payload),
+            on_reconnect=lambda: reconnects.append(None),
+        )
+        client.subscribe(subscription)
+        await until(subscription.ready.is_set)
+        hole.swallow()
+        await until(lambda: bool(reconnects))
+        node.execute("PUBLISH", "wake", "again")
+        await until(lambda: heard == [b"again"])
+
+
+async def test_a_batch_is_on_disk_when_fsync_acknowledges_it(node: ValkeyNode) -> None:
+    async with opened(node.port, "?durability=fsync") as client:
+        await asyncio.gather(*[client.call("a", "SET", f"a:{number}", number) for number in range(100)])
+
+        assert int(node.info("persistence")["aof_pending_bio_fsync"]) == 0
+        assert node.execute("CONFIG", "GET", "appendfsync")[1] == "everysec"
+        node.execute("CONFIG", "SET", "appendfsync", "no")  # nothing is written to disk any more
+        with pytest.raises(StoreUnavailable, match="WAITAOF") as caught:
+            await client.call("a", "SET", "a", 1)
+        assert caught.value.in_doubt
