@@ -364,7 +364,7 @@ async def test_every_operation_on_a_missing_run_says_that_it_does_not_exist(app:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("redis://localhost", "'redis' is no known store; use memory://"),
+        ("mysql://localhost", "'mysql' is no known store; use memory://"),
         ("sqlite://app.db", "write sqlite:///relative.db"),
         ("sqlite:///app.db?mode=ro", "'mode' is no option of SQLite's"),
         ("postgresql://[broken", "Invalid IPv6"),
