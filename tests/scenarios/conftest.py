@@ -19,6 +19,16 @@ from tests.scenarios.env import Env
 from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.waits import Waits
 
+# What spans partitions, and so nodes. The other scenarios run on the cluster in `./dev soak`; the contract runs there always.
+FOLDERS_ON_CLUSTER = ("flow", "limits")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and "[valkey-cluster" in item.name and item.path.parent.name not in FOLDERS_ON_CLUSTER:
+            item.add_marker(pytest.mark.soak)
+
 
 @pytest.fixture(params=STORES_AND_CLUSTER)
 async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
