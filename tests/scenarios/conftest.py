@@ -19,7 +19,7 @@ from tests.scenarios.env import Env
 from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.waits import Waits
 
-# What spans partitions, and so nodes. The other scenarios run on the cluster in `./dev soak`; the contract runs there always.
+# What spans partitions, and so nodes; the other scenarios run on the cluster in `./dev soak`, the contract always.
 FOLDERS_ON_CLUSTER = ("flow", "limits")
 
 
