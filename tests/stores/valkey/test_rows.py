@@ -197,7 +197,9 @@ class LaterRelease:
         await self.store.client.call(self.home, "HSET", f"{self.home}:{self.table.name}", self.field, blob)
 
     async def read(self) -> list[Any]:
-        return (await self._cells())[0][self.table.width :]
+        """Return the further cells; an unset one is nil, or false once a function has packed the row again."""
+        further = (await self._cells())[0][self.table.width :]
+        return [None if cell is False else cell for cell in further]
 
 
 async def test_cells_of_a_later_release_are_carried_through(vk: ValkeyStore, clock: ManualClock) -> None:
