@@ -14,8 +14,8 @@ local function unpack_row(def, blob)
   return { c = cmsgpack.unpack(array), n = n, b = content }
 end
 
--- Packs the first n cells. Holes are filled, because a table with holes would become a map, and packing the cells one by
--- one costs three times as much.
+-- Packs the first n cells. Holes are filled with false, because a table with holes would become a map. No cell means
+-- false: booleans are 0 and 1.
 local function pack_array(c, n)
   while n > 0 and not c[n] do
     c[n] = nil
