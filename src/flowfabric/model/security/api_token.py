@@ -33,6 +33,7 @@ class ApiToken(msgspec.Struct, Generic[Instant], frozen=True):
     previous_until: Instant | None = None
     expires_at: Instant | None = None
     revoked_at: Instant | None = None
+    parent: str | None = None  # what opened a console session: a token, or `root:` and a fingerprint
     revision: int = 0
 
     def __repr__(self) -> str:
@@ -50,6 +51,7 @@ class TokenView(msgspec.Struct, frozen=True):
     expires_at: int | None
     revoked_at: int | None
     previous_until: int | None
+    parent: str | None = None  # the token that opened this session of the console
 
 
 class ApiTokenCreated(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ class RegisteredWorker(msgspec.Struct, frozen=True):
     registered_at_ms: int
     last_heartbeat_ms: int
     lapses_at: int  # last heartbeat + ttl: it is live before this instant
+    tasks: str | None = None  # a JSON array of `ServedTask`, by name; None if the worker has reported none
     revision: int = 0
 
 
@@ -78,6 +80,33 @@ class WorkerEntry(msgspec.Struct, frozen=True):
     liveness_ttl_ms: int
     registered_at_ms: int
     last_heartbeat_ms: int
+
+
+class ServedTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A task that a worker runs: its lane by default, and JSON schemas of its input and its result, as text."""
+
+    name: str
+    lane: str = "default"
+    input_schema: str | None = None
+    result_schema: str | None = None
+
+
+class TaskEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that live workers run, as the one that registered last describes it."""
+
+    namespace: str
+    name: str
+    lane: str
+    workers: int  # how many run it
+    input_schema: dict[str, Any] | None = None
+    result_schema: dict[str, Any] | None = None
+
+
+class TaskList(msgspec.Struct, frozen=True):
+    """The tasks of live workers by namespace and name; incomplete if there are more workers than one call reads."""
+
+    tasks: list[TaskEntry]
+    complete: bool = True
 
 
 class WorkerPage(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class BudgetDimension(msgspec.Struct, frozen=True):
     soft_limit: int = 0
     usage: int | None = None  # None until the first report
     reserved: int = 0
-    position: int | None = None  # in the definition; None if it was only reported
+    position: int | None = None  # its place in the definition; None if it was only reported
     namespace: str = DEFAULT_NAMESPACE
 
 
@@ -69,14 +69,16 @@ class BudgetReservation(msgspec.Struct, frozen=True):
     reservation_id: str
     dimension: str
     execution_id: str
-    amount: int
+    amount: int  # what is left of it: usage that it covered has been taken off
     expires_at: int
     namespace: str = DEFAULT_NAMESPACE
+    epoch: int = 0  # the lease that took it up last has this epoch
 
 
 class UsageKey(msgspec.Struct, frozen=True):
     """The idempotency key of an applied report.
 
+    The key of a durable function is kept until the function has acknowledged that it recorded the report.
     The expiry is part of the primary key, so that sweeping an old row never removes a newer one with the same digest.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 
 
 class QuotaPolicy(msgspec.Struct, frozen=True):
