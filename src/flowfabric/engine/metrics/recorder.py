@@ -1,4 +1,4 @@
-"""The metrics registry of one engine. Names and labels are those of the specification."""
+"""The values of the metrics of one engine. `server/metrics.py` declares them, with the names of the specification."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-OTHER_LANES = "other"
+OTHER = "other"  # the label of lanes, or tasks, beyond the limit
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -32,9 +32,11 @@ class Metrics:
     """Counters, histograms and gauges of one engine."""
 
     max_lane_labels = 100  # callers choose lane names, and every label is kept until the process ends
+    max_task_labels = 100  # callers choose the names of tasks, too
 
     def __init__(self) -> None:
         self._lanes: set[str] = set()
+        self._tasks: set[str] = set()
         self.counters: Counter[tuple[str, Labels]] = Counter()
         self.histograms: dict[tuple[str, Labels], Histogram] = {}
         self.gauges: dict[tuple[str, Labels], float] = {}
@@ -64,11 +66,11 @@ class Metrics:
 
     def lane_label(self, lane_id: str) -> str:
         """Return the label of a lane: its name, or `other` once `max_lane_labels` names are in use."""
-        if lane_id not in self._lanes:
-            if len(self._lanes) >= self.max_lane_labels:
-                return OTHER_LANES
-            self._lanes.add(lane_id)
-        return lane_id
+        return _label(lane_id, self._lanes, self.max_lane_labels)
+
+    def task_label(self, task: str) -> str:
+        """Return the label of a task: its name, or `other` once `max_task_labels` names are in use."""
+        return _label(task, self._tasks, self.max_task_labels)
 
     def add_to_gauge(self, name: str, level: float, **labels: str) -> None:
         """Add to a gauge."""
@@ -78,3 +80,11 @@ class Metrics:
     def set_gauge(self, name: str, level: float, **labels: str) -> None:
         """Set a gauge."""
         self.gauges[name, tuple(sorted(labels.items()))] = level
+
+
+def _label(name: str, used: set[str], most: int) -> str:
+    if name not in used:
+        if len(used) >= most:
+            return OTHER
+        used.add(name)
+    return name
