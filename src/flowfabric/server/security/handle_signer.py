@@ -49,9 +49,8 @@ class HandleSigner:
         """
         keys = await self._load_keys(monotonic() - KEY_CACHE_S)
         if keys.signing is None:
-            await seed_signing_key(
-                self._engine, self._settings
-            )  # changes nothing if there is a key that cannot be read
+            # This changes nothing if there is a key that cannot be read.
+            await seed_signing_key(self._engine, self._settings)
             keys = await self._load_keys(monotonic())
         if keys.signing is None:
             raise errors.Corruption("invalid_secret")

@@ -7,12 +7,14 @@ import hashlib
 import hmac
 import ipaddress
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import ApiScope
+from flowfabric.engine.operations.admin import VerifiedToken
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server.errors import HttpError
 from flowfabric.server.settings import ServerSettings
 
@@ -31,6 +33,10 @@ class Principal(msgspec.Struct, frozen=True):
 
     def can_see(self, namespace: str) -> bool:
         return self.namespaces is None or namespace in self.namespaces
+
+    def can_see_all(self, namespaces: Sequence[str] | None) -> bool:
+        """True if the token is good for all of these namespaces; None is every namespace."""
+        return self.namespaces is None or (namespaces is not None and self.namespaces.issuperset(namespaces))
 
     def require_scope(self, scope: ApiScope) -> None:
         """Raise 403 if the token lacks a scope."""
@@ -59,7 +65,7 @@ class Authenticator:
         """Return the principal; raise 401 without a valid token, 429 after too many failures from this address."""
         if not self._digests:
             return ANONYMOUS
-        failure_key = f"nobody at {client_address}"
+        failure_key = f"unauthenticated at {client_address}"
         if authorization is None or not authorization.startswith(b"Bearer "):
             self._rate.acquire(failure_key)
             raise HttpError(401, UNAUTHENTICATED_MESSAGE)
@@ -79,6 +85,32 @@ class Authenticator:
             self._cache.pop(digest, None)
             self._rate.acquire(failure_key)
             raise HttpError(401, UNAUTHENTICATED_MESSAGE)
+        return self._remember(digest, now, holder)
+
+    @property
+    def root_parents(self) -> tuple[str, ...]:
+        """The parents of sessions that a token of the settings opened; another token ends those sessions."""
+        return tuple(_root_parent(digest) for digest in self._digests)
+
+    def root_parent(self, token: bytes) -> str | None:
+        """Return the parent of sessions that this token opens, if it is one of the settings."""
+        digest = _digest(token)
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
+        return _root_parent(digest) if any(matches) else None
+
+    async def authenticate_session(self, secret: str) -> Principal | None:
+        """Return the principal of a session of the console; None if it is not valid."""
+        digest, now = _digest(secret.encode()), asyncio.get_running_loop().time()
+        cached = self._cache.get(digest)
+        if cached is not None and now - cached[0] < TOKEN_CACHE_S:
+            return cached[1]
+        holder = await self._engine.authenticate_session(secret, self.root_parents)
+        if holder is None:
+            self._cache.pop(digest, None)
+            return None
+        return self._remember(digest, now, holder)
+
+    def _remember(self, digest: bytes, now: float, holder: VerifiedToken) -> Principal:
         principal = Principal(f"{holder.name} ({holder.token_id})", holder.scopes, holder.namespaces)
         self._cache[digest] = (now, principal)
         if len(self._cache) > MAX_TRACKED_CALLERS:
@@ -94,6 +126,10 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
+def _root_parent(digest: bytes) -> str:
+    return f"root:{hashlib.sha256(digest).hexdigest()[:32]}"
+
+
 def rate_limit_address(client: tuple[str, int] | list[Any] | None) -> str:
     """Return the address for rate limits; for IPv6 its /64 network, because a host has many addresses."""
     host = str(client[0]) if client else ""
@@ -107,11 +143,11 @@ def rate_limit_address(client: tuple[str, int] | list[Any] | None) -> str:
 
 
 class RateLimiter:
-    """A token bucket per name: `per_second` requests, with a burst of one second."""
+    """A token bucket per name: `per_second` requests, with a burst of one second unless another is given."""
 
-    def __init__(self, per_second: float) -> None:
+    def __init__(self, per_second: float, burst: float | None = None) -> None:
         self._rate = per_second
-        self._depth = max(1.0, per_second)
+        self._depth = max(1.0, per_second) if burst is None else burst
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def acquire(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 CORS: pages of other origins are refused unless the settings name their origin.
 
-Host names: without a token, anybody who reaches the server may do anything. A web page whose name resolves to this
+Host names: without a token, anyone who reaches the server may do anything. A web page whose name resolves to this
 machine (DNS rebinding) could make the visitor's browser reach it, but the browser still sends the name of that page in
 `Host`. So a server without a token answers 421 to names that are not its own. A server with a token skips the check: a
 page cannot know the token. Mounted under a path of another application, it checks only the names it was given.
