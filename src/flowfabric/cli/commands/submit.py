@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.executions import parse_tag
 from flowfabric.cli.output import JsonOption, exit_on_error, print_json
 from flowfabric.cli.stores import StoreOrServerOption, run_on_store
+from flowfabric.cli.where import parse_tag
 
 if TYPE_CHECKING:
     from flowfabric import Run, Task
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 
 def submit(
@@ -109,7 +109,7 @@ def _arguments(task: Task[..., Any], payload_bytes: bytes) -> dict[str, Any]:
     try:
         names = msgspec.json.decode(payload_bytes or b"{}", type=dict[str, Any])
     except msgspec.DecodeError as fault:
-        raise InvalidInput(f"--payload: {fault}; a task wants an object of its parameters") from None
+        raise InvalidInput(f"--payload: {fault}; a task needs an object of its parameters") from None
     for name in names:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
@@ -121,15 +121,22 @@ def _submit_directly(
     payload_bytes: bytes, lane: str, delay: str | None, terms: dict[str, Any], store: str | None
 ) -> tuple[str, bool]:
     async def create(engine: EngineAPI) -> Any:
+        from flowfabric.keyed_create import create_with_fresh_id
         from flowfabric.sdk.durations import to_ms
 
-        return await engine.create_execution(
-            execution_id=engine.new_execution_id(lane),
-            lane_id=lane,
-            input_payload=payload_bytes,
-            creator_identity="ff submit",
-            delay_until=None if delay is None else await engine.ping() + to_ms(delay, "delay"),
-            **terms,
+        delay_until = None if delay is None else await engine.ping() + to_ms(delay, "delay")
+        return await create_with_fresh_id(
+            engine,
+            lane,
+            terms["idempotency_key"],
+            lambda fresh: engine.create_execution(
+                execution_id=fresh,
+                lane_id=lane,
+                input_payload=payload_bytes,
+                creator_identity="ff submit",
+                delay_until=delay_until,
+                **terms,
+            ),
         )
 
     answer = run_on_store(store, create)

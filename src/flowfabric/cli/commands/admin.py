@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, exit_on_error, print_json, print_table
+from flowfabric.cli.output import JsonOption, exit_on_error, print_json, print_table, report
 from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url, run_on_store
 from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 
 app = typer.Typer(help="Commands for operators of a deployment.", no_args_is_help=True)
@@ -58,10 +58,8 @@ def rotate_secret(
         check_is_store(resolve_store_url(store), "ask it: POST /v1/admin/rotate-waitpoint-secret")
     rotations = run_on_store(store, rotate_keys)
     previous = getattr(rotations[0].result, "previous_kid", None)
-    if json:
-        print_json({"rotated": len(rotations), "failed": [], "new_kid": kid, "previous_kid": previous})
-    else:
-        typer.echo(f"✓ {kid} signs" + (f"; {previous} verifies for {grace} more" if previous else ""))
+    text = f"✓ {kid} signs" + (f"; {previous} verifies for {grace} more" if previous else "")
+    report(json, text, rotated=len(rotations), failed=[], new_kid=kid, previous_kid=previous)
 
 
 def partition_collisions(json: JsonOption = False) -> None:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.executions import IdArgument, result_document
-from flowfabric.cli.output import JsonOption, print_json
+from flowfabric.cli.commands.executions import IdArgument, failure_text, result_document
+from flowfabric.cli.commands.tail import ObstacleWatcher
+from flowfabric.cli.output import JsonOption, TimeoutOption, print_json
 from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
-from flowfabric.cli.tail import ObstacleWatcher
 
 if TYPE_CHECKING:
     from flowfabric.engine.operations.pages import ExecutionOutcome
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 EXIT_CODES = {"success": 0, "failed": 1, "cancelled": 3, "expired": 4, "skipped": 4}
 EXIT_NOT_ENDED = 5
@@ -24,9 +24,7 @@ POLL_MS = 1000
 def result(
     execution_id: IdArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended.")] = False,
-    timeout: Annotated[
-        str | None, typer.Option(metavar="LENGTH", help='Wait no longer than this: "30s", "5m".', show_default=False)
-    ] = None,
+    timeout: TimeoutOption = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -55,7 +53,8 @@ def result(
     elif outcome == "success":
         _print_bytes(end.result or b"")
     else:
-        typer.echo(f"ff: {full_id} {_VERBS[end.outcome.value]}" + (f": {end.reason}" if end.reason else ""), err=True)
+        reason = failure_text(end.failure, end.reason)
+        typer.echo(f"ff: {full_id} {_VERBS[end.outcome.value]}" + (f": {reason}" if reason else ""), err=True)
     raise typer.Exit(EXIT_NOT_ENDED if outcome is None else EXIT_CODES[outcome])
 
 
@@ -83,9 +82,13 @@ async def _wait_for_end(
 
 def _result_fields(end: ExecutionOutcome | None) -> dict[str, Any]:
     if end is None:
-        return {"result": None, "reason": None}
+        return {"result": None, "reason": None, "error": None}
     succeeded = end.outcome.value == "success"
-    return {"result": result_document(end.result), "reason": None if succeeded else end.reason}
+    return {
+        "result": result_document(end.result),
+        "reason": None if succeeded else end.reason,
+        "error": end.failure,
+    }
 
 
 def _print_bytes(result: bytes) -> None:

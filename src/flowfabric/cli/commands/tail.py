@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.executions import IdArgument
+from flowfabric.cli.commands.executions import IdArgument
 from flowfabric.cli.output import JsonOption, console, format_progress, print_json, print_json_line
 from flowfabric.cli.stores import StoreOrServerOption, run_on_execution
 
 if TYPE_CHECKING:
     from flowfabric.engine.operations.pages import ExecutionOutcome
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.model.obstacles import Explanation
 
 BLOCK_MS = 1000  # how long one poll waits for a frame before progress and outcome are polled
@@ -34,12 +34,15 @@ def explain(execution_id: IdArgument, store: StoreOrServerOption = None, json: J
                 "obstacle": variant_name(type(answer.obstacle)),
                 "facts": facts,
                 "sentence": answer.sentence,
+                "remedies": answer.obstacle.remedies(answer.execution_id),
             }
         )
         return
     out = console()
     out.print(f"{answer.execution_id} is {answer.public_state.value}.", style="bold", markup=False)
     out.print(answer.sentence, markup=False)
+    for remedy in answer.obstacle.remedies(answer.execution_id):
+        out.print(f"  → {remedy}", markup=False, soft_wrap=True)
 
 
 def _facts(answer: Explanation) -> dict[str, Any]:
@@ -169,10 +172,12 @@ class _Tail:
             self._print_note(obstacle)
 
     def _print(self, fields: Mapping[str, str]) -> None:
+        from flowfabric.sdk.run import frame_text
+
         kind = fields.get("frame_type", "")
         if self._name is not None and kind != self._name:
             return
-        text = _text(fields)
+        text = frame_text(fields)
         if self._emit is not None:
             self._emit({"attempt": self._attempt, "name": kind, "at": self._after, "text": text})
             return
@@ -203,12 +208,3 @@ class _Tail:
             typer.echo()
             self._mid_line = False
         typer.echo(f"· {words}", err=True)
-
-
-def _text(fields: Mapping[str, str]) -> str:
-    payload = fields.get("payload", "")
-    if fields.get("encoding") != "base64":
-        return payload
-    from base64 import b64decode
-
-    return b64decode(payload).decode("utf-8", "replace")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.output import JsonOption, console, exit_on_error, hint_for, print_json
+from flowfabric.cli.output import JsonOption, console, exit_on_error, hint_for, print_json, report
 from flowfabric.cli.stores import (
     StoreOption,
     StoreOrServerOption,
@@ -20,15 +20,15 @@ from flowfabric.model.text import pluralize
 
 if TYPE_CHECKING:
     from flowfabric import Engine
-    from flowfabric.engine_api import EngineAPI
-    from flowfabric.model.deployment import ServerReport, SnapshotHolder
+    from flowfabric.engine_protocol import EngineAPI
+    from flowfabric.model.deployment import LaneNearCeiling, ServerReport, SnapshotHolder
 
 PINGS = 7
 SLOW_MS = 50
 SKEWED_MS = 5_000
 MAX_NAMED = 3  # executions or holders of snapshots
 LONG_SNAPSHOT_S = 60  # an older snapshot is reported as a problem
-MANY_TRANSACTIONS = 10_000  # so is one that this many transactions came after
+MANY_TRANSACTIONS = 10_000  # a transaction is also old if this many began after it
 
 
 def version() -> None:
@@ -54,16 +54,11 @@ def migrate(store: StoreOption = None, json: JsonOption = False) -> None:
     with exit_on_error():
         check_is_store(resolve_store_url(store), "it brings its store up to date when it starts")
     found, known, compatible = run_on_store(store, versions, migrate=True)
-    if json:
-        print_json(
-            {"store": redact_url(resolve_store_url(store)), "from": found, "to": known, "compatible": compatible}
-        )
-    elif found == known:
-        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: already at schema version {known}")
-    elif not found:
-        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: created with schema version {known}")
-    else:
-        typer.echo(f"✓ {redact_url(resolve_store_url(store))}: schema version {found} → {known}")
+    url = redact_url(resolve_store_url(store))
+    done = f"schema version {found} → {known}" if found else f"created with schema version {known}"
+    if found == known:
+        done = f"already at schema version {known}"
+    report(json, f"✓ {url}: {done}", **{"store": url, "from": found, "to": known, "compatible": compatible})
     if not compatible:
         typer.echo("  the release before does not run on it: its workers and servers stop by themselves", err=True)
 
@@ -80,12 +75,8 @@ def backup(
 
     with exit_on_error():
         size = asyncio.run(copy_store(resolve_store_url(store), target))
-    if json:
-        print_json(
-            {"store": redact_url(resolve_store_url(store)), "file": str(target), "bytes": size, "integrity": "ok"}
-        )
-    else:
-        typer.echo(f"✓ {target}: {size} bytes, integrity ok")
+    text, url = f"✓ {target}: {size} bytes, integrity ok", redact_url(resolve_store_url(store))
+    report(json, text, store=url, file=str(target), bytes=size, integrity="ok")
 
 
 def doctor(store: StoreOrServerOption = None, json: JsonOption = False) -> None:
@@ -138,6 +129,7 @@ async def _check_store(url: str) -> list[dict[str, Any]]:
             _finding("schema", True, f"version {schema}, the one {'this release' if release is None else 'it'} knows"),
             *await _latency_and_clock(engine),
             *(await _store_checks(engine) if isinstance(engine, Engine) else []),
+            _held(await engine.count_held()),
             await _keystore(engine),
         ]
 
@@ -181,17 +173,47 @@ async def _store_checks(engine: Engine) -> list[dict[str, Any]]:
     """Check what is visible only on the store itself, not through a server."""
     holders = await engine.gauges.snapshot_holders(MAX_NAMED)
     report = await engine.gauges.server_report()
+    near = [] if report is None else await engine.gauges.lanes_near_ceiling(report, engine.lane_spreads.spreads())
     return [
         _queues(await engine.gauges.executions_without_queue(MAX_NAMED + 1)),
         *([] if holders is None else [_snapshots(holders)]),
         *([] if report is None else _servers(report)),
+        *([] if report is None else _lanes(report, near)),
     ]
+
+
+def _held(held: dict[str, int]) -> dict[str, Any]:
+    if not held:
+        return _finding("held", True, "no execution waits for other code")
+    tasks = ", ".join(f"{count} of {task}" for task, count in sorted(held.items()))
+    return _finding(
+        "held",
+        False,
+        f"{pluralize(sum(held.values()), 'execution')} held because the code of the task has changed: {tasks}",
+        "`ff explain` says what does not fit; a version that fits continues them, or `ff release --accept` one",
+    )
 
 
 def _servers(report: ServerReport) -> list[dict[str, Any]]:
     return [
         _finding("durable", True, report.durability),
         *(_finding("servers", False, warning) for warning in report.warnings),
+    ]
+
+
+def _lanes(report: ServerReport, near: list[LaneNearCeiling]) -> list[dict[str, Any]]:
+    if not near:
+        busiest = max((node.cpu for node in report.nodes), default=0.0)
+        return [_finding("lanes", True, f"no lane fills its server; the busiest server uses {busiest:.0%} of a core")]
+    return [
+        _finding(
+            "lanes",
+            False,
+            f"lane {lane.lane_id} has {lane.share:.0%} of the work on {lane.address},"
+            f" which uses {lane.cpu:.0%} of a core",
+            f"on a cluster, spread it over more partitions: ff lanes {lane.lane_id} --spread {max(8, 2 * lane.spread)}",
+        )
+        for lane in near
     ]
 
 
@@ -230,7 +252,8 @@ def _holder(holder: SnapshotHolder) -> str:
     """Describe the holder of a snapshot."""
     parts = [holder.name, holder.application, holder.database and f"database {holder.database}", holder.state]
     age = f" for {holder.age_s} s" if holder.age_s is not None else ""
-    return f"{holder.kind} {', '.join(part for part in parts if part)}{age}, {holder.transactions} transactions ago"
+    since = f"{pluralize(holder.transactions, 'transaction')} ago"
+    return f"{holder.kind} {', '.join(part for part in parts if part)}{age}, {since}"
 
 
 async def _keystore(engine: EngineAPI) -> dict[str, Any]:
@@ -243,7 +266,7 @@ async def _keystore(engine: EngineAPI) -> dict[str, Any]:
             "the first worker, server or submit makes one",
             show_hint=True,
         )
-    others = f"; {pluralize(len(kids.verifying), 'other key')} still verify tokens" if kids.verifying else ""
+    others = f"; tokens of {pluralize(len(kids.verifying), 'other key')} are still valid" if kids.verifying else ""
     return _finding("keystore", True, f"{kids.current_kid} signs{others}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -46,9 +47,7 @@ def throughput(
     """Submit, drain and latency. In a scratch store that is created beside the named one and removed afterwards."""
     from flowfabric.bench.throughput import throughput
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, ThroughputReport]:
-        return throughput(url, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth, progress=progress)
-
+    measure = partial(throughput, jobs=jobs, payload_bytes=payload, rounds=rounds, depth=depth)
     _measure(measure, _print_throughput, store, json=json)
 
 
@@ -63,10 +62,7 @@ def suspend(
     """Suspend → signal → running again, and streams. Frames per second, and their latency to a reader."""
     from flowfabric.bench.suspend import suspend
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, WaitReport]:
-        return suspend(url, rounds=rounds, frames=frames, tails=tails, progress=progress)
-
-    _measure(measure, _print_waits, store, json=json)
+    _measure(partial(suspend, rounds=rounds, frames=frames, tails=tails), _print_waits, store, json=json)
 
 
 @app.command()
@@ -80,10 +76,7 @@ def flow(
     """Chains, fan-outs with joins, and cancels of siblings. In a scratch store beside the named one."""
     from flowfabric.bench.flow import flow
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, FlowReport]:
-        return flow(url, chains=chains, samples=samples, rounds=rounds, progress=progress)
-
-    _measure(measure, _print_flow, store, json=json)
+    _measure(partial(flow, chains=chains, samples=samples, rounds=rounds), _print_flow, store, json=json)
 
 
 @app.command()
@@ -96,42 +89,38 @@ def capability(
     """The cost of ten capability sets in a drain. And how tasks are routed to capable workers, in a scratch store."""
     from flowfabric.bench.capability import capability
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, CapabilityReport]:
-        return capability(url, jobs=jobs, rounds=rounds, progress=progress)
-
-    _measure(measure, _print_capability, store, json=json)
+    _measure(partial(capability, jobs=jobs, rounds=rounds), _print_capability, store, json=json)
 
 
 @app.command()
 def sdk(
     jobs: Annotated[
-        int | None, typer.Option(min=200, help="Tasks per round: by default 20,000 on Postgres, else 10,000.")
+        int | None, typer.Option(min=200, help="Tasks per round: by default 10,000 on SQLite, else 20,000.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Slots of the worker: by default 200 on Postgres, else 100.")
+        int | None, typer.Option(min=1, help="Slots of a worker: by default 100 on SQLite, else 200.")
     ] = None,
     functions: Annotated[int, typer.Option(min=16, help="Durable functions of ten steps per round.")] = 600,
     samples: Annotated[int, typer.Option(min=20, help="Tasks that are timed from submit to result.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of FlowFabric and peer; medians are reported.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Also drain with this many worker processes.")] = 1,
     peer: Annotated[bool, typer.Option(help="Measure another task queue, too.")] = True,
     store: StoreOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Tasks through a worker, compared with another queue. pgqueuer on Postgres, huey on SQLite, in a scratch store."""
+    """Tasks through a worker, compared with another queue. pgqueuer on Postgres, dramatiq on Valkey, huey on SQLite."""
     from flowfabric.bench.sdk import sdk
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, SdkReport]:
-        return sdk(
-            url,
-            jobs=jobs,
-            slots=slots,
-            samples=samples,
-            functions=functions,
-            rounds=rounds,
-            with_peer=peer,
-            progress=progress,
-        )
-
+    measure = partial(
+        sdk,
+        jobs=jobs,
+        slots=slots,
+        samples=samples,
+        functions=functions,
+        rounds=rounds,
+        workers=workers,
+        with_peer=peer,
+    )
     report = _measure(measure, _print_sdk, store, json=json)
     if report.peer_missing:
         typer.echo(f"ff: no peer: {report.peer_missing}", err=True)
@@ -148,14 +137,11 @@ def http(
     """Requests to the server, compared with a bare FastAPI route. Create, claim and complete."""
     from flowfabric.bench.http import http
 
-    def measure(url: str, progress: ProgressCallback | None) -> Coroutine[Any, Any, HttpReport]:
-        return http(url, requests=requests, rounds=rounds, clients=clients, progress=progress)
-
-    _measure(measure, _print_http, store, json=json)
+    _measure(partial(http, requests=requests, rounds=rounds, clients=clients), _print_http, store, json=json)
 
 
 def _measure(
-    measure: Callable[[str, ProgressCallback | None], Coroutine[Any, Any, T]],
+    measure: Callable[..., Coroutine[Any, Any, T]],
     print_report: Callable[[T], None],
     store: str | None,
     *,
@@ -165,7 +151,7 @@ def _measure(
     from flowfabric import event_loop
 
     with exit_on_error(), _progress(quiet=json) as progress:
-        report = event_loop.run(measure(resolve_store_url(store), progress))
+        report = event_loop.run(measure(resolve_store_url(store), progress=progress))
     if json:
         print_json(report)
     else:
@@ -198,6 +184,10 @@ def _print_throughput(report: ThroughputReport) -> None:
             report.latency_ratio,
         ),
     ]
+    if report.server_us_per_drained is not None:
+        bare = report.control_server_us_per_drained
+        rows.append(("server CPU of a bulk submit", f"{report.server_us_per_submit} µs", "", None))
+        rows.append(("server CPU of a drain", f"{report.server_us_per_drained} µs", f"{bare} µs", None))
     if report.claim_cost_ratio is not None:
         deep = f"claim of 100 beside {report.depth:,} + {report.depth:,} rows"
         rows.append((deep, f"{report.claim_at_depth_ms} ms", f"{report.claim_ms} ms", report.claim_cost_ratio))
@@ -253,6 +243,11 @@ def _print_sdk(report: SdkReport) -> None:
         ("submit → done, p50 / p99", done, "", None),
         (functions, f"{report.durable_per_s:,}/s", "", None),
     ]
+    if report.drain_by_workers_per_s is not None:
+        rows.append((f"drain by {report.workers} workers", f"{report.drain_by_workers_per_s:,}/s", "", None))
+        rows.append(("  to one worker", report.workers_ratio, "", None))
+    if report.server_us_per_drained is not None:
+        rows.append(("server CPU of a drained task", f"{report.server_us_per_drained} µs", "", None))
     print_table("", ("", "flowfabric", f"{peer.name} {peer.version}" if peer else "", "ratio"), rows)
     jobs = f"{report.jobs:,} jobs of {report.payload_bytes} bytes, {report.slots} slots"
     _print_setup(report, f"{jobs}, {pluralize(report.rounds, 'round')}")

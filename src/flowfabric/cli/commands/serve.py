@@ -21,6 +21,7 @@ def serve(
     allow_unauthenticated: Annotated[
         bool, typer.Option(help="Listen beyond this machine although no FF_API_TOKEN is set.")
     ] = False,
+    ui: Annotated[bool, typer.Option(help="Serve the console under /ui; FF_NO_UI switches it off, too.")] = True,
     sweeps: Annotated[bool, typer.Option(help="Run the background sweeps in this process, too.")] = True,
 ) -> None:
     """Serve the REST API. SIGTERM stops it after the requests in flight are finished."""
@@ -34,7 +35,7 @@ def serve(
             from flowfabric.server import lifecycle, logging
             from flowfabric.server.settings import from_environment
         except ImportError as missing:
-            raise InvalidInput("the server needs more: pip install 'flowfabric[server]'") from missing
+            raise InvalidInput("the server needs further packages: pip install 'flowfabric[server]'") from missing
         url = resolve_store_url(store)
         check_is_store(url, "serve the store that is behind it")
         settings = from_environment()
@@ -44,6 +45,7 @@ def serve(
             port=settings.port if port is None else port,
             allow_unauthenticated=settings.allow_unauthenticated or allow_unauthenticated,
             run_sweeps=settings.run_sweeps and sweeps,
+            serve_console=settings.serve_console and ui,
         )
         settings.check()
         logging.log_to_stderr(settings.log, settings.log_format)

@@ -1,4 +1,4 @@
-"""`ff workers`, `ff budgets`: list live workers and budgets."""
+"""`ff workers`, `ff lanes`, `ff budgets`: list live workers, lanes and budgets, and spread a lane."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowfabric.cli.output import JsonOption, format_instant, print_json, print_table
-from flowfabric.cli.stores import StoreOrServerOption, run_on_store
+from flowfabric.cli.stores import NamespaceOption, StoreOrServerOption, run_on_store
+from flowfabric.model.text import format_amount, split_dimension
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.model.answers.limits import BudgetStatus
+    from flowfabric.model.scheduling.lane import LaneSpread
+
+LANES_PAGE = 500
 
 
 def workers(
-    namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
+    namespace: NamespaceOption = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -51,6 +55,45 @@ def workers(
         )
 
 
+def lanes(
+    lane: Annotated[str | None, typer.Argument(help="Only this lane.", show_default=False)] = None,
+    spread: Annotated[
+        int | None,
+        typer.Option(min=1, help="Spread its new executions over this many partitions.", show_default=False),
+    ] = None,
+    store: StoreOrServerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the lanes and over how many partitions they are spread. With --spread, change that of one lane.
+
+    A change takes effect ten seconds later. It moves nothing: executions stay where they were created.
+    """
+    if spread is not None and lane is None:
+        raise typer.BadParameter("name the lane to spread", param_hint="LANE")
+
+    async def read_lanes(engine: EngineAPI) -> list[LaneSpread]:
+        if lane is not None:
+            return [await (engine.read_lane(lane) if spread is None else engine.set_lane_spread(lane, spread))]
+        page = await engine.list_lanes(limit=LANES_PAGE)
+        names = page.lanes
+        while page.next_cursor is not None:
+            page = await engine.list_lanes(cursor=page.next_cursor, limit=LANES_PAGE)
+            names += page.lanes
+        return [await engine.read_lane(name) for name in names]
+
+    found = run_on_store(store, read_lanes)
+    if json:
+        print_json({"lanes": found})
+    elif not found:
+        typer.echo("No lanes yet: a lane exists from its first execution.")
+    else:
+        print_table(
+            "",
+            ("lane", "spread", "next", "from"),
+            [(item.lane_id, item.spread, item.next_spread or "", format_instant(item.effective_at)) for item in found],
+        )
+
+
 def budgets(
     budget_id: Annotated[
         str | None,
@@ -58,7 +101,7 @@ def budgets(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Continue after this id.", show_default=False)] = None,
-    namespace: Annotated[str, typer.Option(help="Of this namespace.")] = "default",
+    namespace: NamespaceOption = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -108,27 +151,14 @@ def _rows(status: BudgetStatus) -> list[tuple[object, ...]]:
     for dimension in dict.fromkeys((*status.hard_limits, *status.usage)):
         hard, soft = status.hard_limits.get(dimension, 0), status.soft_limits.get(dimension, 0)
         used, promised = status.usage.get(dimension, 0), status.reserved.get(dimension, 0)
-        name, unit = _unit(dimension)
-        share = _amount(used, unit) + (f" ({used * 100 // hard} %)" if hard else "")
+        name, _ = split_dimension(dimension)
+        share = format_amount(used, dimension) + (f" ({used * 100 // hard} %)" if hard else "")
         first = (status.budget_id, of) if not rows else ("", "")
         last = (resets, status.on_hard_limit) if not rows else ("", "")
-        kept = _amount(promised, unit) if promised else ""
-        rows.append((*first, name, share, kept, _limit(soft, unit), _limit(hard, unit), *last))
+        kept = format_amount(promised, dimension) if promised else ""
+        rows.append((*first, name, share, kept, _limit(soft, dimension), _limit(hard, dimension), *last))
     return rows
 
 
-def _unit(dimension: str) -> tuple[str, int]:
-    """Return the display name of a dimension and its unit."""
-    from flowfabric.sdk.limits import MILLIONTHS_SUFFIX
-
-    if dimension.endswith(MILLIONTHS_SUFFIX):
-        return dimension.removesuffix(MILLIONTHS_SUFFIX), 1_000_000
-    return dimension, 1
-
-
-def _amount(value: int, unit: int) -> str:
-    return f"{value:,}" if unit == 1 else f"{value / unit:,.6f}".rstrip("0").rstrip(".")
-
-
-def _limit(value: int, unit: int) -> str:
-    return _amount(value, unit) if value else "none"
+def _limit(value: int, dimension: str) -> str:
+    return format_amount(value, dimension) if value else "none"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowfabric.cli.locate import load_app
+from flowfabric.cli.locate import AppArgument, load_app
 from flowfabric.cli.output import exit_on_error
 from flowfabric.cli.stores import StoreOrServerOption, redact_url
 from flowfabric.model.text import pluralize
@@ -21,10 +21,7 @@ STATUS_INTERVAL_S = 1.0
 
 
 def worker(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODULE[:APP]", help="Where the Fabric is: `shop.tasks:app`.", show_default=False),
-    ],
+    target: AppArgument,
     slots: Annotated[int, typer.Option(min=1, help="Executions that run at the same time.")] = 10,
     lanes: Annotated[
         list[str] | None,

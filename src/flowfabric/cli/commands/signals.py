@@ -10,8 +10,8 @@ from flowfabric.cli.output import JsonOption, console, format_instant, print_jso
 from flowfabric.cli.stores import StoreOrServerOption, resolve_store_url, run_on_execution, run_on_store
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
-    from flowfabric.model.gate import Gate
+    from flowfabric.engine.types import Approval
+    from flowfabric.engine_protocol import EngineAPI
 
 LINK_PATH = "/v1/waitpoints/"
 PAGE_SIZE = 100
@@ -38,8 +38,12 @@ def signal(
     json: JsonOption = False,
 ) -> None:
     """Send a message, or answer an approval with its link."""
-    payload = _parse_json(value)
+    payload = parse_json(value)
     is_link = LINK_PATH in target
+    if "://" in target and not is_link:
+        raise typer.BadParameter(
+            "this URL is no link of an approval; `ff approvals --links` prints those that are open"
+        )
     if is_link == bool(name):
         raise typer.BadParameter(
             "a link names its approval: leave NAME out" if is_link else "NAME is missing: the mailbox of the message"
@@ -121,18 +125,19 @@ def _parse_link(link: str) -> tuple[str, str, str]:
     return names[0], names[1], token
 
 
-def _parse_json(text: str) -> bytes:
+def parse_json(text: str) -> bytes:
+    """Parse a value of the command line."""
     import msgspec
 
     try:
         return msgspec.json.encode(msgspec.json.decode(text.encode()))
     except msgspec.DecodeError as fault:
-        raise typer.BadParameter(f"{fault}; a text wants its quotes: '\"yes\"'", param_hint="--value") from None
+        raise typer.BadParameter(f"{fault}; a text needs quotes: '\"yes\"'", param_hint="--value") from None
 
 
 def approvals(
     links: Annotated[
-        bool, typer.Option("--links", help="Show the signed links, too: anybody who has one can vote.")
+        bool, typer.Option("--links", help="Show the signed links, too: anyone who has one can vote.")
     ] = False,
     public_url: Annotated[
         str | None,
@@ -178,65 +183,43 @@ def approvals(
 
 
 async def _list_open(engine: EngineAPI, base_url: str | None) -> list[dict[str, Any]]:
-    approvals: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     cursor = None
     while True:
-        page = await engine.search_executions(public_state="suspended", limit=PAGE_SIZE, cursor=cursor)
-        for item in page.executions:
-            waits = await engine.read_waits(item.execution_id)
-            for name, gate in waits.open.items():
-                if gate.waitpoints:
-                    about = item.tags.get("ff.show")
-                    approvals.append(await _describe_approval(engine, item.execution_id, name, gate, about, base_url))
+        page = await engine.list_approvals(cursor=cursor, limit=PAGE_SIZE)
+        found += [await _describe(engine, item, base_url) for item in page.approvals]
         cursor = page.next_cursor
         if cursor is None:
-            return approvals
+            return found
 
 
-async def _describe_approval(
-    engine: EngineAPI, execution_id: str, gate_name: str, gate: Gate, about: str | None, base_url: str | None
-) -> dict[str, Any]:
+async def _describe(engine: EngineAPI, item: Approval, base_url: str | None) -> dict[str, Any]:
     return {
-        "execution_id": execution_id,
-        "name": gate_name.removeprefix("approval:").partition("#")[0],
-        "answers": await _answers(engine, execution_id, gate),
-        "need": _need(gate),
-        "opened_at": gate.opened_at,
-        "expires_at": gate.expires_at,
-        "about": about,
-        "links": [] if base_url is None else await _links(engine, execution_id, gate, base_url),
+        "execution_id": item.execution_id,
+        "execution_kind": item.execution_kind,
+        "name": item.name,
+        "answers": sum(approver.has_voted for approver in item.approvers),
+        "need": item.need,
+        "opened_at": item.opened_at,
+        "expires_at": item.expires_at,
+        "about": _about(item.shown),
+        "links": [] if base_url is None else await _links(engine, item, base_url),
     }
 
 
-async def _answers(engine: EngineAPI, execution_id: str, gate: Gate) -> int:
-    records = [await engine.describe_waitpoint(execution_id, item) for item, _ in gate.waitpoints]
-    return sum(record.signal_count > 0 for record in records if record is not None)
-
-
-def _need(gate: Gate) -> int:
+def _about(shown: Any) -> str | None:
     import msgspec
 
-    condition = msgspec.json.decode(gate.condition) if gate.condition else {}
-    return _find_number(condition, "n") or len(gate.waitpoints)
+    return None if shown is None else msgspec.json.encode(shown).decode()
 
 
-def _find_number(condition: Any, name: str) -> int | None:
-    """Find a number in a stored condition."""
-    if isinstance(condition, dict):
-        if isinstance(condition.get(name), int):
-            return int(condition[name])
-        condition = list(condition.values())
-    if isinstance(condition, list):
-        return next((number for part in condition if (number := _find_number(part, name)) is not None), None)
-    return None
-
-
-async def _links(engine: EngineAPI, execution_id: str, gate: Gate, base_url: str) -> list[str]:
+async def _links(engine: EngineAPI, item: Approval, base_url: str) -> list[str]:
     from flowfabric.sdk.approvals import ApprovalLink
 
     links = []
-    for waitpoint_id, _ in gate.waitpoints:
-        token = await engine.read_token_of(execution_id, waitpoint_id)
+    for approver in item.approvers:
+        token = await engine.read_token_of(item.execution_id, approver.waitpoint_id)
         if token is not None:
-            links.append(str(ApprovalLink.for_waitpoint(base_url, execution_id, waitpoint_id, token.reveal())))
+            link = ApprovalLink.for_waitpoint(base_url, item.execution_id, approver.waitpoint_id, token.reveal())
+            links.append(str(link))
     return links

@@ -27,7 +27,7 @@ from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import SchemaVersion, Store
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Search, SearchPage, Where
 from flowfabric.stores.verdicts import Verdict
 
 T = TypeVar("T")
@@ -73,8 +73,10 @@ class FlakyStore:
         self.tag = store.tag
         self.clock = store.clock
         self.concurrent_commits = store.concurrent_commits
+        self.claim_parts = store.claim_parts
         self.executes_in_order = False  # a stopped call is overtaken by later ones
         self.batch_limit = store.batch_limit
+        self.deletes_in_pages = store.deletes_in_pages
         self.losses: list[tuple[str, Loss]] = []  # all losses so far, for assertions
         self._rng = rng
         self._rate = rate
@@ -179,8 +181,11 @@ class FlakyStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._call("scan", lambda: self.inner.scan(scan))
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        return await self._call("scan", lambda: self.inner.search(scan, budget))
+    async def search(self, search: Search) -> SearchPage:
+        return await self._call("scan", lambda: self.inner.search(search))
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        return await self._call("load", lambda: self.inner.kinds(execution_ids))
 
     async def count_grouped(self, tally: GroupedCount) -> dict[tuple[Any, ...], int]:
         return await self._call("tally", lambda: self.inner.count_grouped(tally))
